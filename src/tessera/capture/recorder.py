@@ -1,0 +1,239 @@
+"""Recorder: turns what PyTorch dispatches into a Trace.
+
+Every operator that reaches the dispatcher is looked at once. It is a launch iff it writes an argument (by
+its schema) or returns storage nobody has seen; otherwise it is a view and costs nothing. Which tensors
+alias is decided by storage identity, never by the schema, because some operators (`_unsafe_view`, a
+`contiguous` that had nothing to do) alias without saying so.
+
+Refused, with the line of the program: reading a tensor's value on the host (`.item()`, `if tensor:`), whose
+result would decide what runs; and drawing random numbers, whose order no placement may change.
+"""
+
+import traceback
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tessera.capture.scopes import Scopes
+from tessera.errors import CaptureError
+from tessera.ir import (
+    Access,
+    Arg,
+    Buffer,
+    BufferKind,
+    Kernel,
+    Launch,
+    Origin,
+    Region,
+    Step,
+    Symbol,
+    Trace,
+    View,
+    arg_views,
+    region,
+)
+
+# A tensor the program made from Python values is carried in the trace up to this size.
+MAX_CONSTANT_BYTES = 1 << 16
+
+# These write their first argument, or `out`, without looking at it. All others that write, also read.
+OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
+
+
+class Recorder(TorchDispatchMode):
+    """Records while active; `trace` then holds what happened."""
+
+    def __init__(self, scopes: Scopes) -> None:
+        super().__init__()
+        self._scopes = scopes
+        # A weak reference keeps the storage's identity from being handed out again, not its memory.
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._buffers: list[Buffer] = []
+        self._kernels: dict[str, int] = {}
+        self._kernel_list: list[Kernel] = []
+        self._launches: list[Launch] = []
+        self._num_views = 0
+
+    def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Declares storages that exist before the step, by name."""
+        for name, tensor in tensors.items():
+            if self._find(tensor) is not None:
+                raise CaptureError(
+                    f"{kind} '{name}' shares its memory with another tensor handed to the step",
+                    "Give each its own memory with .clone().",
+                )
+            size = tensor.untyped_storage().nbytes()
+            is_whole = tensor.is_contiguous() and size == tensor.numel() * tensor.itemsize
+            if kind is not BufferKind.WEIGHT and not is_whole:
+                raise CaptureError(f"{kind} '{name}' is a part of a larger tensor", "Pass it .contiguous().")
+            self._add(tensor, Buffer(name, kind, size))
+
+    def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
+        """The finished trace; `outputs` are what the step returned."""
+        views = tuple((name, self._view(tensor)) for name, tensor in outputs.items())
+        returned = {view.buffer for _, view in views}
+        buffers = tuple(
+            Buffer(b.name, BufferKind.OUTPUT, b.size_bytes)
+            if i in returned and b.kind is BufferKind.TEMPORARY
+            else b
+            for i, b in enumerate(self._buffers)
+        )
+        return Trace(
+            step, tuple(self._kernel_list), buffers, tuple(self._launches), views, self._num_views
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _draws(func, args, kwargs):
+            _fail(f"{func} draws random numbers", "Draw them outside the step and pass them as an input.")
+        given = {a.untyped_storage()._cdata for a in _tensors((args, kwargs))}
+        recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        tensors = [r for r in results if isinstance(r, torch.Tensor)]
+        if given and not tensors and any(r is not None for r in results):
+            _fail(f"{func} reads a tensor's value on the host", "Keep the decision on the device.")
+        if func._schema.is_mutable or any(self._find(t) is None for t in tensors):
+            self._launch(func, recorded, results)
+        else:
+            self._num_views += 1
+        return result
+
+    def _launch(
+        self,
+        func: Any,
+        recorded: tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]],
+        results: tuple[Any, ...] | list[Any],
+    ) -> None:
+        args, kwargs = recorded
+        fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self._find(t) is None}
+        outputs = tuple(self._output(t) if isinstance(t, torch.Tensor) else None for t in results)
+        accesses = _argument_accesses(func._schema, args, dict(kwargs))
+        for tensor, view in zip(results, outputs, strict=True):
+            touched = byte_region(view) if view is not None and id(tensor) in fresh else None
+            if view is not None and touched is not None:
+                accesses.append(Access(view.buffer, touched, write=True))
+        self._launches.append(
+            Launch(self._kernel(func), args, kwargs, outputs, tuple(accesses), self._scopes.current)
+        )
+
+    def _output(self, tensor: torch.Tensor) -> View:
+        if self._find(tensor) is None:
+            size = tensor.untyped_storage().nbytes()
+            self._add(tensor, Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))
+        return self._view(tensor)
+
+    def _kernel(self, func: Any) -> int:
+        name = str(func)
+        if name not in self._kernels:
+            self._kernels[name] = len(self._kernel_list)
+            self._kernel_list.append(Kernel(name, Origin.ATEN, str(func._schema)))
+        return self._kernels[name]
+
+    def _arg(self, value: Any) -> Arg:
+        if isinstance(value, torch.Tensor):
+            if self._find(value) is None:
+                self._add_constant(value)
+            return self._view(value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, tuple | list):
+            return tuple(self._arg(item) for item in value)
+        for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
+            if isinstance(value, kind):
+                return Symbol(kind.__name__, str(value).removeprefix("torch."))
+        _fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
+
+    def _add_constant(self, tensor: torch.Tensor) -> None:
+        """A tensor nobody declared: made by the program from Python values, or held outside any module."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > MAX_CONSTANT_BYTES:
+            _fail(
+                f"a tensor of {storage.nbytes()} bytes is neither weight, input nor state",
+                "Register it on its module with register_buffer.",
+            )
+        contents = torch.empty(0, dtype=torch.uint8).set_(storage)
+        data = bytes(contents.tolist()).hex()
+        name = f"constant.{len(self._buffers)}"
+        self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), data))
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    def _add(self, tensor: torch.Tensor, buffer: Buffer) -> None:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            _fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense, unquantized tensors.")
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = (StorageWeakRef(storage), len(self._buffers))
+        self._buffers.append(buffer)
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        buffer = self._find(tensor)
+        if buffer is None:
+            _fail("the step returns a tensor that no launch made", "Return a result of the step.")
+        return View(
+            buffer,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+        )
+
+
+def byte_region(view: View) -> Region | None:
+    """The bytes a view covers, or None if it is empty."""
+    size = getattr(torch, view.dtype).itemsize
+    dims = tuple((n, s * size) for n, s in zip(view.shape, view.stride, strict=True))
+    return region(view.offset * size, size, dims)
+
+
+def _argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> list[Access]:
+    """Reads and writes of the arguments, from the schema's alias annotations."""
+    accesses = []
+    for place, argument in enumerate(schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = not (writes and (schema.name in OVERWRITERS or argument.name.startswith("out")))
+        for view in arg_views(value):
+            touched = byte_region(view)
+            if touched is not None:
+                accesses.append(Access(view.buffer, touched, read=reads, write=writes))
+    return accesses
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a call draws random numbers; an attention kernel whose dropout is zero does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value != 0.0)
+    return True
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+def _fail(message: str, remedy: str) -> NoReturn:
+    """Raises with the innermost line of the program that is neither torch's nor ours."""
+    frames = [f for f in traceback.extract_stack() if not _is_inner(f.filename)]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    raise CaptureError(message, remedy, place)
+
+
+def _is_inner(filename: str) -> bool:
+    return "/torch/" in filename or "/tessera/capture/recorder" in filename or filename.startswith("<")

@@ -1,0 +1,43 @@
+"""Workload: a step that can be called, with what it reads, owns and returns by name.
+
+A workload is built from a `Step` record alone, so a plan can be run from its file: the step says which
+model, which shapes and which seed, and `build` makes the same weights again.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tessera.ir import Step
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of one model."""
+
+    step: Step
+    module: torch.nn.Module
+    # (inputs, state) -> outputs, all by name; mutates the state's tensors in place.
+    call: Callable[[Tensors, Tensors], dict[str, torch.Tensor]]
+    # seed -> the inputs of one request.
+    make_inputs: Callable[[int], dict[str, torch.Tensor]]
+    # seed -> the state one request starts this step with.
+    make_state: Callable[[int], dict[str, torch.Tensor]]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The module's parameters and buffers by name; a tied weight appears once, by its first name."""
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        by_storage: dict[int, str] = {}
+        return {
+            name: tensor.detach()
+            for name, tensor in named.items()
+            if by_storage.setdefault(tensor.untyped_storage().data_ptr(), name) == name
+        }
+
+    def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        """The undivided run: what every plan's result is compared with."""
+        with torch.no_grad():
+            return self.call(inputs, state)

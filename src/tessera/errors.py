@@ -1,0 +1,95 @@
+"""Every error a user can cause, in one tree.
+
+    TesseraError            one message, the place it concerns, what to do about it
+    ├── UnknownName         a name that no registry holds; carries the ones it does
+    ├── MissingExtra        an optional dependency is absent; carries the line that installs it
+    ├── ArtifactError       a file is truncated, foreign, corrupted or newer than this program
+    ├── MismatchError       two artifacts do not belong together
+    ├── RuleBroken          a record breaks a rule of its verifier
+    ├── ParseError          PTX text that is not PTX; points at line and column
+    ├── CaptureError        a workload that cannot be recorded
+    ├── PlanInfeasible      no placement satisfies the constraints
+    └── WorkerError         a worker process failed or vanished
+
+Errors carry plain fields through `super().__init__`, so that they survive pickling between
+worker processes. Anything else that reaches the command line is a bug and keeps its traceback.
+"""
+
+from collections.abc import Iterable
+
+
+class TesseraError(Exception):
+    """A user's mistake or a machine's limit: `place: message. remedy`, never a traceback."""
+
+    def __init__(self, message: str, remedy: str = "", place: str = "") -> None:
+        super().__init__(message, remedy, place)
+        self.message, self.remedy, self.place = message, remedy, place
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.message}" if self.place else self.message
+        return f"{text.rstrip('.')}. {self.remedy}" if self.remedy else text
+
+
+class UnknownName(TesseraError):
+    """A name nobody registered; the message lists the known ones."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+        self.what, self.name, self.known = what, name, tuple(sorted(known))
+        TesseraError.__init__(self, f"unknown {what} '{name}'; known: {', '.join(self.known)}")
+
+    def __reduce__(self) -> tuple[type["UnknownName"], tuple[str, str, tuple[str, ...]]]:
+        return UnknownName, (self.what, self.name, self.known)
+
+
+class MissingExtra(TesseraError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        self.module, self.extra = module, extra
+        TesseraError.__init__(
+            self, f"this needs the package '{module}'", f'Install it: pip install "tessera[{extra}]"'
+        )
+
+    def __reduce__(self) -> tuple[type["MissingExtra"], tuple[str, str]]:
+        return MissingExtra, (self.module, self.extra)
+
+
+class ArtifactError(TesseraError):
+    """A file that is not the artifact it should be."""
+
+
+class MismatchError(TesseraError):
+    """Two artifacts that do not belong together, such as costs of another trace."""
+
+
+class RuleBroken(TesseraError):
+    """A record that breaks a rule of its verifier."""
+
+
+class ParseError(TesseraError):
+    """Text that is not PTX: `file:line:column: message`, the line, and a caret below the place."""
+
+    def __init__(self, message: str, file: str, line: int, column: int, text: str = "") -> None:
+        TesseraError.__init__(self, message, place=f"{file}:{line}:{column}")
+        self.file, self.line, self.column, self.text = file, line, column, text
+
+    def __str__(self) -> str:
+        shown = f"{self.place}: {self.message}"
+        if not self.text:
+            return shown
+        return f"{shown}\n  {self.text}\n  {' ' * (self.column - 1)}^"
+
+    def __reduce__(self) -> tuple[type["ParseError"], tuple[str, str, int, int, str]]:
+        return ParseError, (self.message, self.file, self.line, self.column, self.text)
+
+
+class CaptureError(TesseraError):
+    """A workload that cannot be recorded as it stands."""
+
+
+class PlanInfeasible(TesseraError):
+    """No placement satisfies the constraints."""
+
+
+class WorkerError(TesseraError):
+    """A worker process failed, vanished or did not answer in time."""

@@ -1,0 +1,98 @@
+"""Launcher: runs the launches of a trace on local memory by dispatching their operators again.
+
+Arguments are prepared once per launch. What an operator returns must be laid out as it was when the trace
+was recorded, since later launches read it by offset and stride; anything else is an error, not a guess.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tessera.errors import WorkerError
+from tessera.execute.memory import Memory, tensor_of
+from tessera.ir import Arg, Launch, Origin, Symbol, Trace, View
+
+Make = Callable[[Memory], Any]
+
+
+class Launcher:
+    """The launches of one trace, ready to run."""
+
+    def __init__(self, trace: Trace, device: torch.device) -> None:
+        self._trace, self._device = trace, device
+        self._ready: dict[int, Callable[[Memory], None]] = {}
+
+    def run(self, launch: int, memory: Memory) -> None:
+        """Runs one launch; its results become buffers of `memory`."""
+        if launch not in self._ready:
+            self._ready[launch] = self._prepare(launch)
+        self._ready[launch](memory)
+
+    def _prepare(self, index: int) -> Callable[[Memory], None]:
+        launch = self._trace.launches[index]
+        operator = self._operator(index)
+        args = [self._maker(arg) for arg in launch.args]
+        kwargs = {name: self._maker(arg) for name, arg in launch.kwargs}
+        keep = _results_to_keep(launch)
+
+        def call(memory: Memory) -> None:
+            result = operator(*(make(memory) for make in args), **{k: m(memory) for k, m in kwargs.items()})
+            results = result if isinstance(result, tuple | list) else (result,)
+            for place, view in keep:
+                self._check(index, results[place], view)
+                memory.put(view.buffer, results[place].untyped_storage())
+
+        return call
+
+    def _operator(self, index: int) -> Any:
+        kernel = self._trace.kernel_of(index)
+        if kernel.origin is not Origin.ATEN:
+            raise WorkerError(f"launch {index} ({kernel.name}) is no operator", "Run it on a GPU.")
+        namespace, name, overload = kernel.name.split(".")
+        try:
+            return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        except AttributeError as error:
+            remedy = "Import the package that registers it, or use the torch version of the capture."
+            raise WorkerError(f"this torch has no operator {kernel.name}", remedy) from error
+
+    def _maker(self, arg: Arg) -> Make:
+        if isinstance(arg, View):
+            view = arg
+            return lambda memory: tensor_of(memory.get(view.buffer), view)
+        if isinstance(arg, tuple):
+            items = [self._maker(item) for item in arg]
+            return lambda memory: [item(memory) for item in items]
+        value = self._symbol(arg) if isinstance(arg, Symbol) else arg
+        return lambda memory: value
+
+    def _symbol(self, symbol: Symbol) -> Any:
+        """A torch constant; the recorded device means whatever device runs the launch."""
+        return self._device if symbol.kind == "device" else getattr(torch, symbol.name)
+
+    def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
+        found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        size = tensor.untyped_storage().nbytes()
+        if found != (view.shape, view.stride, view.offset) or size != self._trace.buffers[view.buffer].size_bytes:
+            name = self._trace.kernel_of(index).name
+            raise WorkerError(
+                f"launch {index} ({name}) laid out its result as {found}, the trace has "
+                f"{(view.shape, view.stride, view.offset)}",
+                "Capture the trace again with this version of torch.",
+            )
+
+
+def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
+    """Results in memory of their own; a result that aliases an argument is already in place."""
+    args = {a.buffer for a in launch.accesses if a.read}
+    written = {a.buffer for a in launch.accesses if a.write}
+    return [
+        (place, view)
+        for place, view in enumerate(launch.outputs)
+        if view is not None and view.buffer in written - args | _empty(launch, view)
+    ]
+
+
+def _empty(launch: Launch, view: View) -> set[int]:
+    """A result of no elements touches no byte, but later launches still name it."""
+    return {view.buffer} if view.num_elements == 0 else set()

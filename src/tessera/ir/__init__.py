@@ -1,0 +1,24 @@
+"""The nouns. Frozen, typed, standard library only; stages meet here and nowhere else.
+
+Suffixes in this package: _us microseconds · _bytes bytes · _gbps gigabytes per second · _per_s per second.
+Counts start with num_. Byte ranges are half-open. Equality and hashing are by value.
+"""
+
+from tessera.ir.cluster import Cluster, Device, DeviceKind, Link
+from tessera.ir.costs import Cost, Costs, Source
+from tessera.ir.files import digest, kind_of, load, save
+from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
+from tessera.ir.kernel import Access, Kernel, Origin, Region, region
+from tessera.ir.plan import Baseline, Lane, Objective, Placement, Plan
+from tessera.ir.program import Free, Instruction, Program, Recv, Run, Send, Transfer
+from tessera.ir.timeline import Clock, Span, Timeline
+from tessera.ir.trace import Arg, Buffer, BufferKind, Launch, Step, Symbol, Trace, View, arg_views
+from tessera.ir.verify import verify
+
+__all__ = [
+    "Access", "Arg", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster", "Cost", "Costs", "Device",
+    "DeviceKind", "Edge", "Free", "Graph", "Hazard", "Instruction", "Kernel", "Lane", "Launch", "Link",
+    "Objective", "Origin", "Placement", "Plan", "Program", "Recv", "Region", "Run", "Send", "Source", "Span",
+    "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest",
+    "kind_of", "load", "region", "save", "verify",
+]  # fmt: skip

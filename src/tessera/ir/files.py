@@ -1,0 +1,127 @@
+"""Save and load: every artifact is one text file.
+
+The first line is a header (kind, format version, length and SHA-256 of the body); the rest is the body,
+one JSON document. A file is written beside its place and moved there, so that a reader never sees half
+of one. What is loaded is verified before it is handed out.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tessera.errors import ArtifactError, RuleBroken
+from tessera.ir.codec import Undecodable, decode, encode
+from tessera.ir.costs import Costs
+from tessera.ir.graph import Graph
+from tessera.ir.plan import Plan
+from tessera.ir.program import Program
+from tessera.ir.timeline import Timeline
+from tessera.ir.trace import Trace
+from tessera.ir.verify import verify
+
+# Raised whenever a field is added, removed or changes its meaning.
+FORMAT_VERSION = 1
+
+KINDS: dict[str, type] = {
+    "trace": Trace,
+    "graph": Graph,
+    "costs": Costs,
+    "plan": Plan,
+    "program": Program,
+    "timeline": Timeline,
+}
+MADE_BY = {
+    "trace": "tessera capture",
+    "graph": "tessera analyze",
+    "costs": "tessera profile",
+    "plan": "tessera plan",
+    "program": "tessera run",
+    "timeline": "tessera simulate",
+}
+
+T = TypeVar("T")
+
+
+def digest(record: Any) -> str:
+    """A name for a record's contents: equal records, equal digests."""
+    return hashlib.sha256(_body(record)).hexdigest()
+
+
+def save(record: Any, path: str | Path) -> None:
+    """Writes one artifact, whole or not at all."""
+    kind = next(k for k, cls in KINDS.items() if isinstance(record, cls))
+    body = _body(record)
+    header = {"tessera": kind, "version": FORMAT_VERSION, "bytes": len(body), "sha256": digest(record)}
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(json.dumps(header).encode() + b"\n" + body)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        remedy = "Choose a place that can be written with -o."
+        raise ArtifactError(f"cannot write: {error.strerror}", remedy, str(path)) from error
+
+
+def load(cls: type[T], path: str | Path) -> T:
+    """Reads one artifact of the wanted kind, checked and verified."""
+    wanted = next(k for k, known in KINDS.items() if known is cls)
+    place = str(path)
+    head, body = _split(place, wanted)
+    _check_header(head, body, wanted, place)
+    try:
+        record = decode(cls, json.loads(body))
+        verify(record)
+    except (Undecodable, RuleBroken, json.JSONDecodeError, RecursionError) as error:
+        raise ArtifactError(f"not a valid {wanted}: {error}", _again(wanted), place) from error
+    return record
+
+
+def kind_of(path: str | Path) -> str | None:
+    """The kind of artifact in a file, or None if it is not one."""
+    try:
+        with open(path, "rb") as file:
+            head = json.loads(file.readline(4096))
+    except (OSError, ValueError):
+        return None
+    return head.get("tessera") if isinstance(head, dict) else None
+
+
+def _body(record: Any) -> bytes:
+    return json.dumps(encode(record), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _again(kind: str) -> str:
+    return f"Make it again with `{MADE_BY[kind]}`."
+
+
+def _split(place: str, wanted: str) -> tuple[Any, bytes]:
+    try:
+        raw = Path(place).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read: {error.strerror}", _again(wanted), place) from error
+    first, _, body = raw.partition(b"\n")
+    try:
+        head = json.loads(first)
+    except ValueError:
+        head = None
+    if not isinstance(head, dict) or "tessera" not in head:
+        raise ArtifactError(f"not a Tessera file; a {wanted} is expected", _again(wanted), place)
+    return head, body
+
+
+def _check_header(head: dict[str, Any], body: bytes, wanted: str, place: str) -> None:
+    kind, version = head["tessera"], head.get("version")
+    if kind != wanted:
+        raise ArtifactError(f"this is a {kind} file; a {wanted} is expected", _again(wanted), place)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        message = f"written in format {version}; this Tessera reads up to {FORMAT_VERSION}"
+        raise ArtifactError(message, "Upgrade Tessera, or make the file again with this one.", place)
+    if version < FORMAT_VERSION:
+        raise ArtifactError(f"written in the old format {version}", _again(wanted), place)
+    if head.get("bytes") != len(body):
+        raise ArtifactError(f"truncated: {len(body)} of {head.get('bytes')} bytes", _again(wanted), place)
+    if head.get("sha256") != hashlib.sha256(body).hexdigest():
+        raise ArtifactError("corrupted: its contents do not match its checksum", _again(wanted), place)

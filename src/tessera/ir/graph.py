@@ -1,0 +1,92 @@
+"""Edge, Value, Graph, WorkUnit: what must precede what, and which bytes flow.
+
+Edges order launches; values are what a placement has to move. A value is one version of one
+buffer: the version it starts the step with, or the one a launch leaves behind. Renaming is
+implied: two versions of one buffer are two values, so an overwritten temporary makes no edge
+between the readers of the old version and the writer of the new one.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from tessera.ir.trace import BufferKind, Trace
+
+
+class Hazard(StrEnum):
+    """Why one launch waits for another."""
+
+    RAW = "raw"
+    WAR = "war"
+    WAW = "waw"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Launch `dst` waits for the earlier launch `src`, because of one buffer."""
+
+    src: int
+    dst: int
+    hazard: Hazard
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One version of one buffer: made by one launch (or given), read by some."""
+
+    buffer: int
+    # The launch that leaves this version behind; None if the step starts with it.
+    producer: int | None
+    # Launches that read it, ascending; a launch that updates it in place reads it.
+    readers: tuple[int, ...]
+    # Half-open byte range that the readers need.
+    start: int
+    stop: int
+    # True if this version is returned by the step, or is state handed to the next.
+    is_final: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that cross a link when a reader sits elsewhere."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A trace with its dependencies."""
+
+    trace: Trace
+    # Transitively reduced, sorted by (dst, src).
+    edges: tuple[Edge, ...]
+    values: tuple[Value, ...]
+    # Launches that must share a device: the readers and writers of one state buffer.
+    groups: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def state_groups(self) -> dict[str, int]:
+        """State buffer name -> index of the group that holds its launches."""
+        owner = {launch: g for g, group in enumerate(self.groups) for launch in group}
+        found: dict[str, int] = {}
+        for index, launch in enumerate(self.trace.launches):
+            for access in launch.accesses:
+                buffer = self.trace.buffers[access.buffer]
+                if buffer.kind is BufferKind.STATE:
+                    found[buffer.name] = owner[index]
+        return found
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """The steps of one average request with their multiplicities, joined by state of the same name."""
+
+    graphs: tuple[Graph, ...]
+    # Runs of each step in one request: (1, 32) for one prefill and 32 decodes.
+    counts: tuple[int, ...]
+    # Rows of one step's batch that belong to one request; what "a request" means is up to the user.
+    name: str = ""
+
+    @property
+    def num_launches(self) -> int:
+        """Launches of all steps, each step counted once."""
+        return sum(len(g.trace.launches) for g in self.graphs)

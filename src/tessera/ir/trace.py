@@ -1,0 +1,135 @@
+"""Buffer, View, Launch, Step, Trace: what the program did.
+
+A trace is one step of a workload: its launches in program order, the buffers they touch and
+how the step hands data in and out. Views are not launches: a launch's arguments say which
+bytes of which buffer they mean. Buffers are logical storages, not addresses: memory that an
+allocator would hand out twice is two buffers here.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from tessera.ir.kernel import Access, Kernel
+
+
+class BufferKind(StrEnum):
+    """Who owns a buffer's contents."""
+
+    WEIGHT = "weight"  # the model's: read only, alike for all requests
+    INPUT = "input"  # the request's, given anew for each step
+    STATE = "state"  # the request's, mutated by a step and handed to the next
+    OUTPUT = "output"  # what the step returns
+    TEMPORARY = "temporary"  # dead when the step ends
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One storage."""
+
+    name: str
+    kind: BufferKind
+    size_bytes: int
+    # Contents of a small constant that the program itself made, as hexadecimal; else empty.
+    constant_hex: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor: how one buffer's bytes are read. Strides and offset count elements."""
+
+    buffer: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A torch constant among the arguments: kind is dtype, device, layout or memory_format."""
+
+    kind: str
+    name: str
+
+
+# An argument of a launch: a tensor, a torch constant, a plain value, or a tuple of arguments.
+Arg = View | Symbol | bool | int | float | str | None | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One run of a kernel."""
+
+    kernel: int
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    # What the launch returns, in order; None for a result that is not a tensor.
+    outputs: tuple[View | None, ...]
+    accesses: tuple[Access, ...]
+    # The module that launched it ("model.layers.0.mlp"); empty outside any module.
+    scope: str = ""
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    # Empty if the launch may run on any device; else the reason why it may not.
+    immovable: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one call of the model does, and enough to build that call again."""
+
+    model: str
+    kind: str  # prefill, decode, encode or denoise
+    batch: int
+    # Tokens per row that the step's state can hold; of a prefill, the tokens it reads.
+    context: int
+    seed: int = 0
+    # Rows of state beyond `context` that a joined decode may fill.
+    reserve: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The launches of one step in program order."""
+
+    step: Step
+    kernels: tuple[Kernel, ...]
+    buffers: tuple[Buffer, ...]
+    launches: tuple[Launch, ...]
+    # What the step returns, by name.
+    outputs: tuple[tuple[str, View], ...]
+    # Number of view operations that took part and needed no launch.
+    num_views: int = 0
+
+    def kernel_of(self, launch: int) -> Kernel:
+        """The kernel that launch number `launch` runs."""
+        return self.kernels[self.launches[launch].kernel]
+
+    def buffers_of(self, kind: BufferKind) -> tuple[int, ...]:
+        """Indices of the buffers of one kind."""
+        return tuple(i for i, b in enumerate(self.buffers) if b.kind is kind)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names this trace by its contents; costs and plans refer to it."""
+        from tessera.ir.files import digest
+
+        return digest(self)
+
+
+def arg_views(arg: Arg) -> tuple[View, ...]:
+    """The tensors inside an argument, depth first."""
+    if isinstance(arg, View):
+        return (arg,)
+    if isinstance(arg, tuple):
+        return tuple(v for item in arg for v in arg_views(item))
+    return ()

@@ -1,0 +1,249 @@
+"""The rules of every artifact, as sentences. Each is checked after the stage that makes the artifact."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tessera.errors import RuleBroken
+from tessera.ir.cluster import Cluster
+from tessera.ir.costs import Costs
+from tessera.ir.graph import Graph, WorkUnit
+from tessera.ir.plan import Plan
+from tessera.ir.program import Free, Program, Recv, Run, Send
+from tessera.ir.timeline import Timeline
+from tessera.ir.trace import BufferKind, Launch, Trace, View, arg_views
+
+# (sentence, what must hold)
+Rule = tuple[str, Callable[[Any], bool]]
+
+
+def _all(items: Iterable[bool]) -> bool:
+    return all(items)
+
+
+def _launch_views(launch: Launch) -> Iterator[View]:
+    for arg in (*launch.args, *(value for _, value in launch.kwargs)):
+        yield from arg_views(arg)
+    yield from (view for view in launch.outputs if view is not None)
+
+
+def _accesses_fit(t: Trace) -> bool:
+    return _all(
+        0 <= a.region.start and a.region.stop <= t.buffers[a.buffer].size_bytes
+        for launch in t.launches
+        for a in launch.accesses
+    )
+
+
+TRACE_RULES: list[Rule] = [
+    (
+        "every launch runs a kernel of the trace",
+        lambda t: _all(0 <= x.kernel < len(t.kernels) for x in t.launches),
+    ),
+    (
+        "every view and access names a buffer of the trace",
+        lambda t: (
+            _all(0 <= v.buffer < len(t.buffers) for x in t.launches for v in _launch_views(x))
+            and _all(0 <= a.buffer < len(t.buffers) for x in t.launches for a in x.accesses)
+            and _all(0 <= v.buffer < len(t.buffers) for _, v in t.outputs)
+        ),
+    ),
+    (
+        "every view has as many strides as dimensions",
+        lambda t: _all(len(v.shape) == len(v.stride) for x in t.launches for v in _launch_views(x)),
+    ),
+    (
+        "every access reads, writes or updates something",
+        lambda t: _all(a.read or a.write or a.atomic for x in t.launches for a in x.accesses),
+    ),
+    ("every access lies inside its buffer", _accesses_fit),
+    (
+        "weights are never written",
+        lambda t: _all(
+            not (a.write and t.buffers[a.buffer].kind is BufferKind.WEIGHT)
+            for x in t.launches
+            for a in x.accesses
+        ),
+    ),
+    (
+        "weights, inputs and state have unique names",
+        lambda t: _unique(
+            b.name for b in t.buffers if b.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
+        ),
+    ),
+    ("batch and context of the step are positive", lambda t: t.step.batch > 0 and t.step.context > 0),
+]
+
+GRAPH_RULES: list[Rule] = [
+    (
+        "every edge points forward in the trace",
+        lambda g: _all(0 <= e.src < e.dst < len(g.trace.launches) for e in g.edges),
+    ),
+    (
+        "every value is made before it is read",
+        lambda g: _all(v.producer is None or _all(v.producer < r for r in v.readers) for v in g.values),
+    ),
+    (
+        "every value lies inside its buffer",
+        lambda g: _all(0 <= v.start <= v.stop <= g.trace.buffers[v.buffer].size_bytes for v in g.values),
+    ),
+    (
+        "every value is read by launches of the trace",
+        lambda g: _all(0 <= r < len(g.trace.launches) for v in g.values for r in v.readers),
+    ),
+    ("no launch is in two groups", lambda g: _unique(x for group in g.groups for x in group)),
+]
+
+CLUSTER_RULES: list[Rule] = [
+    ("a cluster has a device", lambda c: len(c.devices) > 0),
+    ("device names are unique", lambda c: _unique(c.names)),
+    (
+        "every link joins two different devices of the cluster",
+        lambda c: _all(x.src != x.dst and x.src in c.names and x.dst in c.names for x in c.links),
+    ),
+    (
+        "every link has a positive bandwidth and a latency that is not negative",
+        lambda c: _all(
+            x.gbps > 0 and x.latency_us >= 0 and math.isfinite(x.gbps + x.latency_us) for x in c.links
+        ),
+    ),
+    (
+        "every two devices are joined in both directions",
+        lambda c: _all(
+            a == b or any((x.src, x.dst) == (a, b) for x in c.links) for a in c.names for b in c.names
+        ),
+    ),
+]
+
+COSTS_RULES: list[Rule] = [
+    ("every launch is priced on every device", lambda c: _all(len(r) == len(c.devices) for r in c.costs)),
+    (
+        "every time is finite and not negative",
+        lambda c: _all(math.isfinite(x.us) and x.us >= 0 for row in c.costs for x in row),
+    ),
+    (
+        "every relative error is finite and not negative",
+        lambda c: _all(math.isfinite(x.rel_error) and x.rel_error >= 0 for row in c.costs for x in row),
+    ),
+]
+
+UNIT_RULES: list[Rule] = [
+    ("a work unit has a step", lambda u: len(u.graphs) > 0),
+    (
+        "every step has a multiplicity of at least one",
+        lambda u: len(u.counts) == len(u.graphs) and _all(n >= 1 for n in u.counts),
+    ),
+]
+
+PLAN_RULES: list[Rule] = [
+    ("a plan has a lane", lambda p: len(p.lanes) > 0),
+    (
+        "every launch of every step is placed in every lane",
+        lambda p: _all(
+            [len(step) for step in lane.placement.devices] == [len(g.trace.launches) for g in p.unit.graphs]
+            for lane in p.lanes
+        ),
+    ),
+    (
+        "every launch is placed on a device of the cluster",
+        lambda p: _all(
+            0 <= d < len(p.cluster.devices)
+            for lane in p.lanes
+            for step in lane.placement.devices
+            for d in step
+        ),
+    ),
+    (
+        "launches that share state share a device",
+        lambda p: _all(
+            len({lane.placement.devices[s][x] for x in group}) == 1
+            for lane in p.lanes
+            for s, g in enumerate(p.unit.graphs)
+            for group in g.groups
+        ),
+    ),
+    (
+        "there is one price list per step, made for that step's trace",
+        lambda p: [c.trace_digest for c in p.costs] == [g.trace.digest for g in p.unit.graphs],
+    ),
+    (
+        "the price lists are for the cluster's devices",
+        lambda p: _all(c.devices == p.cluster.devices for c in p.costs),
+    ),
+    ("every lane has a rate above zero", lambda p: _all(lane.rate_per_s > 0 for lane in p.lanes)),
+    ("the plan does not exceed its bound", lambda p: p.throughput_per_s <= p.bound_per_s * (1 + 1e-6)),
+    ("at least one request is in flight", lambda p: p.slots >= 1),
+]
+
+PROGRAM_RULES: list[Rule] = [
+    (
+        "every launch runs on exactly one device",
+        lambda p: _unique(i.launch for i in _flat(p) if isinstance(i, Run)),
+    ),
+    (
+        "every transfer has one sender and one receiver, at its own ends",
+        lambda p: _all(
+            _holders(p, Send, n) == [t.src] and _holders(p, Recv, n) == [t.dst]
+            for n, t in enumerate(p.transfers)
+        ),
+    ),
+    ("every transfer joins two different devices", lambda p: _all(t.src != t.dst for t in p.transfers)),
+    (
+        "nothing is used after it is freed",
+        lambda p: _all(_unique(i.buffer for i in column if isinstance(i, Free)) for column in p.instructions),
+    ),
+]
+
+TIMELINE_RULES: list[Rule] = [
+    ("no span ends before it starts", lambda t: _all(s.stop_us >= s.start_us for s in t.spans)),
+    (
+        "spans are sorted by start",
+        lambda t: _all(a.start_us <= b.start_us for a, b in zip(t.spans, t.spans[1:], strict=False)),
+    ),
+    ("no request completes before it arrives", lambda t: _all(a <= b for _, a, b in t.requests)),
+]
+
+RULES: dict[type, list[Rule]] = {
+    Trace: TRACE_RULES,
+    Graph: GRAPH_RULES,
+    Cluster: CLUSTER_RULES,
+    Costs: COSTS_RULES,
+    WorkUnit: UNIT_RULES,
+    Plan: PLAN_RULES,
+    Program: PROGRAM_RULES,
+    Timeline: TIMELINE_RULES,
+}
+# Records inside a record are verified before it.
+PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    Graph: lambda g: (g.trace,),
+    WorkUnit: lambda u: u.graphs,
+    Plan: lambda p: (p.unit, p.cluster, *p.costs),
+}
+
+
+def verify(record: Any) -> None:
+    """Raises RuleBroken with the first rule that the record breaks."""
+    for part in PARTS.get(type(record), lambda _: ())(record):
+        verify(part)
+    for sentence, holds in RULES[type(record)]:
+        if not holds(record):
+            raise RuleBroken(f"{type(record).__name__.lower()} breaks the rule: {sentence}")
+
+
+def _flat(program: Program) -> Iterator[Any]:
+    for column in program.instructions:
+        yield from column
+
+
+def _holders(program: Program, kind: type, transfer: int) -> list[int]:
+    return [
+        device
+        for device, column in enumerate(program.instructions)
+        for i in column
+        if isinstance(i, kind) and getattr(i, "transfer", None) == transfer
+    ]
+
+
+def _unique(items: Iterable[Any]) -> bool:
+    listed = list(items)
+    return len(listed) == len(set(listed))

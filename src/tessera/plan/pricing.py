@@ -1,0 +1,160 @@
+"""Pricing: the cheapest placement when device time, link time and waiting have prices.
+
+A placement costs, per request,
+  sum over nodes      (device price + path price) x load
+  sum over transfers  link price x busy time  +  path price x (latency + wire time)
+  sum over weights    memory price x bytes, once per device that holds them
+Two devices: an exact minimum cut. More: exact by dynamic programming where the values form a forest
+with one reader each; else swap moves (for every two devices an exact minimum cut decides which of the
+nodes on either should change over, until no pair helps), with the transfer-free minimum as the bound.
+Swaps are used rather than expansions because "paid once per destination" stays exact inside a move.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from tessera.plan.cut import Network, network
+from tessera.plan.forest import Forest, forest
+from tessera.plan.problem import Floats, Ints, Labels, Problem
+
+MAX_SWEEPS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What a microsecond costs."""
+
+    device: Floats
+    # [source, destination]
+    link: Floats
+    path: float = 0.0
+    # Per byte of weight resident on each device.
+    memory: Floats | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A cheap placement, and what no placement can be cheaper than."""
+
+    labels: Labels
+    bound: float
+
+
+@dataclass(frozen=True, eq=False)
+class Pricer:
+    """Finds cheapest placements of one problem; keeps the shapes it has built."""
+
+    problem: Problem
+    _networks: dict[bool, Network] = field(default_factory=dict)
+
+    def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
+        """The cheapest placement at these prices; `starts` are good guesses for more than two devices."""
+        prob = self.problem
+        own = (prices.device + prices.path) * prob.load_us
+        if prob.num_devices == 1:
+            return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
+        move = prices.link * prob.wire_us + prices.path * prob.transfer_us
+        if prob.num_devices == 2:
+            return self._by_cut(own, move, prices.memory)
+        if prices.memory is None and self._forest is not None:
+            return Priced(*self._forest.solve(own, move))
+        return self._by_swaps(own, move, prices.memory, starts)
+
+    @cached_property
+    def _forest(self) -> Forest | None:
+        return forest(self.problem.num_nodes, self.problem.values)
+
+    def _by_cut(self, own: Floats, move: Floats, memory: Floats | None) -> Priced:
+        with_memory = memory is not None
+        if with_memory not in self._networks:
+            self._networks[with_memory] = self._network(with_memory)
+        forward, backward = move[:, 0, 1], move[:, 1, 0]
+        if memory is not None:
+            held = self.problem.weights.num_bytes
+            forward = np.concatenate([forward, memory[1] * held])
+            backward = np.concatenate([backward, memory[0] * held])
+        return Priced(*self._networks[with_memory].solve(own, forward, backward))
+
+    def _network(self, with_memory: bool) -> Network:
+        prob, vals, held = self.problem, self.problem.values, self.problem.weights
+        if not with_memory:
+            return network(prob.num_nodes, vals.producer, vals.pin_value, vals.pin_node)
+        producer = np.concatenate([vals.producer, np.full(len(held.num_bytes), -1)])
+        pin_value = np.concatenate([vals.pin_value, held.pin_item + len(vals)])
+        return network(
+            prob.num_nodes, producer, pin_value, np.concatenate([vals.pin_node, held.pin_node])
+        )
+
+    def _by_swaps(
+        self, own: Floats, move: Floats, memory: Floats | None, starts: Sequence[Labels]
+    ) -> Priced:
+        guesses = [*starts, own.argmin(axis=1)]
+        best = min(guesses, key=lambda labels: self._cost(labels, own, move, memory))
+        cost = self._cost(best, own, move, memory)
+        pairs = [(a, b) for b in range(self.problem.num_devices) for a in range(b)]
+        for _ in range(MAX_SWEEPS):
+            before = cost
+            for a, b in pairs:
+                tried = swap(self.problem, best, own, move, memory, (a, b))
+                tried_cost = self._cost(tried, own, move, memory)
+                if tried_cost < cost:
+                    best, cost = tried, tried_cost
+            if cost >= before * (1 - 1e-9):
+                break
+        return Priced(best, float(own.min(axis=1).sum()))
+
+    def _cost(self, labels: Labels, own: Floats, move: Floats, memory: Floats | None) -> float:
+        total = own[np.arange(len(labels)), labels].sum() + move[self.problem.crossings(labels)].sum()
+        if memory is not None:
+            total += memory @ self.problem.weights.bytes_on(labels, self.problem.num_devices)
+        return float(total)
+
+
+def swap(
+    problem: Problem, labels: Labels, own: Floats, move: Floats, memory: Floats | None, pair: tuple[int, int]
+) -> Labels:
+    """The best placement that differs only in which nodes of two devices sit on which of the two."""
+    a, b = pair
+    free = np.flatnonzero((labels == a) | (labels == b))
+    item = np.full(problem.num_nodes, -1, dtype=np.int64)
+    item[free] = np.arange(len(free))
+    costs = own[free][:, [a, b]].copy()
+    vals = problem.values
+    home = labels[vals.producer]
+    # Readers elsewhere: the producer pays for each such device, from whichever side it takes.
+    needed = np.zeros((len(vals), problem.num_devices), dtype=np.bool_)
+    needed[vals.pin_value, labels[vals.pin_node]] = True
+    needed[:, [a, b]] = False
+    at = item[vals.producer]
+    mine = at >= 0
+    for side, device in enumerate(pair):
+        paid = (move[:, device, :] * needed).sum(axis=1)
+        np.add.at(costs[:, side], at[mine], paid[mine])
+    # Readers among the two: a cut. Of an outside producer each side is paid from its home.
+    forward = np.where(mine, move[:, a, b], move[np.arange(len(vals)), home, b])
+    backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
+    kept = item[vals.pin_node] >= 0
+    producer, pin_value, pin_item = at, vals.pin_value[kept], item[vals.pin_node[kept]]
+    if memory is not None:
+        producer, pin_value, pin_item = _with_weights(problem, item, producer, pin_value, pin_item)
+        forward = np.concatenate([forward, memory[b] * problem.weights.num_bytes])
+        backward = np.concatenate([backward, memory[a] * problem.weights.num_bytes])
+    side_of, _ = network(len(free), producer, pin_value, pin_item).solve(costs, forward, backward)
+    moved = labels.copy()
+    moved[free] = np.array(pair)[side_of]
+    return moved
+
+
+def _with_weights(
+    problem: Problem, item: Ints, producer: Ints, pin_value: Ints, pin_item: Ints
+) -> tuple[Ints, Ints, Ints]:
+    held = problem.weights
+    kept = item[held.pin_node] >= 0
+    return (
+        np.concatenate([producer, np.full(len(held.num_bytes), -1)]),
+        np.concatenate([pin_value, held.pin_item[kept] + len(producer)]),
+        np.concatenate([pin_item, item[held.pin_node[kept]]]),
+    )

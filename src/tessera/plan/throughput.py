@@ -1,0 +1,158 @@
+"""Throughput: a linear program over placements, solved by column generation.
+
+    maximise    sum_p x_p                                    requests per microsecond
+    subject to  sum_p x_p busy[p, r] <= 1                    for every device and every link r
+                sum_p x_p path[p]    <= depth                requests in flight (Little's law)
+                x_p >= 0                                     for every placement p
+
+There are too many placements to list: `Pricer` finds the one that the dual prices y make cheapest. For
+any y >= 0, no mix exceeds (sum of y times right-hand sides) / (cheapest placement's price); the least of
+these figures is the bound. Without the depth row the optimum is the best that busy time allows; with it,
+plans that send tiny kernels back and forth are refused when few requests are in flight. Path time adds
+up all launches and transfers of a request, so it is too strict where one request overlaps with itself:
+`solve` tries several depths and lets a simulation judge.
+
+Memory enters by filtering: a placement that does not fit is not used; when pricing returns one, its
+weights are charged until the cheapest placement fits (a heuristic; the bound ignores memory and stays
+valid). Lanes are chosen greedily by rate so that all of them fit together.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from tessera.plan.pricing import Pricer, Prices
+from tessera.plan.problem import Column, Floats, Labels, Mix, Problem
+
+# Stop when the bound is this close.
+GAP = 1e-4
+MAX_ROUNDS = 80
+# Lanes below this share of the requests are dropped.
+MIN_SHARE = 1e-3
+MAX_MEMORY_TRIES = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A mix, and what no mix can exceed under the same rows."""
+
+    mix: Mix
+    bound_per_s: float
+
+
+class Pool:
+    """Placements known so far, each once; all of them fit the devices' memory."""
+
+    def __init__(self, problem: Problem, slots: int) -> None:
+        self.problem, self.slots = problem, slots
+        self.columns: list[Column] = []
+        self.pricer = Pricer(problem)
+        self._keys: set[bytes] = set()
+        whole = np.zeros(problem.num_nodes, dtype=np.int64)
+        everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
+        self.is_tight = not problem.fits(everywhere, slots)
+
+    def add(self, column: Column) -> bool:
+        """True if the column is new and fits."""
+        if column.key in self._keys or not self.fits((column,)):
+            return False
+        self._keys.add(column.key)
+        self.columns.append(column)
+        return True
+
+    def fits(self, columns: Iterable[Column]) -> bool:
+        """Do these placements fit together? Checked only where a whole replica does not fit everywhere."""
+        return not self.is_tight or self.problem.fits(columns, self.slots)
+
+    def price(self, prices: Prices) -> tuple[Column, float]:
+        """The cheapest placement found that fits, and the bound of all placements."""
+        cost = _costs(self.columns, prices)
+        starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
+        priced = self.pricer.cheapest(prices, starts)
+        column = self.problem.column(priced.labels)
+        if not self.fits((column,)):
+            column = self._repair(prices, column, starts)
+        return column, priced.bound
+
+    def _repair(self, prices: Prices, column: Column, starts: list[Labels]) -> Column:
+        """Charges weights on overfull devices until the cheapest placement fits, or gives up."""
+        prob = self.problem
+        memory = np.zeros(prob.num_devices)
+        total_bytes = max(1.0, float(prob.weights.num_bytes.sum()))
+        step = 1e-3 * float(_costs([column], prices)[0]) / total_bytes
+        for _ in range(MAX_MEMORY_TRIES):
+            excess = prob.excess_bytes((column,), self.slots)
+            if (excess <= 0).all():
+                break
+            memory = np.where(excess > 0, np.maximum(memory * 1.6, step), memory)
+            charged = Prices(prices.device, prices.link, prices.path, memory)
+            column = prob.column(self.pricer.cheapest(charged, starts).labels)
+        return column
+
+
+def _costs(columns: list[Column], prices: Prices) -> Floats:
+    per_us = np.concatenate([prices.device, prices.link.ravel()])
+    busy = np.array([c.busy_us for c in columns])
+    return np.asarray(busy @ per_us + prices.path * np.array([c.path_us for c in columns]))
+
+
+def generate(pool: Pool, depth: float | None = None) -> Solved:
+    """Column generation over `pool`, which must hold a column and grows; depth None: no depth row."""
+    num = pool.problem.num_devices
+    bound = math.inf
+    for _ in range(MAX_ROUNDS):
+        rates, duals, path_dual = master(pool.columns, depth)
+        total = float(rates.sum())
+        prices = Prices(duals[:num], duals[num:].reshape(num, num), path_dual)
+        column, cheapest = pool.price(prices)
+        if cheapest > 0:
+            bound = min(bound, (float(duals.sum()) + path_dual * (depth or 0.0)) / cheapest)
+        if bound <= total * (1 + GAP) or not pool.add(column):
+            break
+    else:
+        rates, _, _ = master(pool.columns, depth)
+    mix = trimmed(pool, pool.columns, rates, depth)
+    return Solved(mix, max(bound * 1e6, mix.rate_per_s if depth is None else 0.0))
+
+
+def master(columns: list[Column], depth: float | None) -> tuple[Floats, Floats, float]:
+    """The linear program over known columns: (rates per us, duals of devices and links, dual of depth)."""
+    busy = np.array([c.busy_us for c in columns]).T
+    # Rates in units of the fastest column, so that the solver sees numbers near one.
+    unit = float(busy.max(axis=0).min())
+    rows, limits = busy / unit, np.ones(len(busy))
+    if depth is not None:
+        rows = np.vstack([rows, [c.path_us / unit for c in columns]])
+        limits = np.append(limits, depth)
+    used = rows.any(axis=1)
+    found = linprog(-np.ones(len(columns)), A_ub=rows[used], b_ub=limits[used], method="highs")
+    duals = np.zeros(len(rows))
+    duals[used] = np.maximum(0.0, -found.ineqlin.marginals)
+    # duals price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
+    num = len(busy)
+    return found.x / unit, duals[:num] / unit, float(duals[num] / unit) if depth is not None else 0.0
+
+
+def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | None) -> Mix:
+    """The lanes that matter and fit together, with shares that balance them."""
+    order = np.argsort(-rates, kind="stable")
+    kept: list[Column] = []
+    for index in order[rates[order] > MIN_SHARE * rates.sum()]:
+        if pool.fits((*kept, columns[index])):
+            kept.append(columns[index])
+    again, _, _ = master(kept, depth)
+    live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > MIN_SHARE * again.sum()]
+    total = sum(x for _, x in live)
+    return Mix(tuple(c for c, _ in live), tuple(x / total for _, x in live))
+
+
+def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
+    """The best mix of just these columns; None if none fits."""
+    fitting = [c for c in columns if pool.fits((c,))]
+    if not fitting:
+        return None
+    rates, _, _ = master(fitting, None)
+    return trimmed(pool, fitting, rates, None)

@@ -1,0 +1,207 @@
+"""Work: what one launch has to do, counted from the launch itself.
+
+The kernel's name gives its class. Bytes are the unique bytes the launch reads plus those it writes, from
+its accesses (or from its argument views where it has none). Floating-point operations come from the
+shapes of GEMM, attention and convolution arguments; every other class is bound by memory and counts none.
+
+Three classes touch less than their accesses must claim, since which rows they touch is data: gathers,
+scatters and grouped GEMMs. Their bytes are counted from the rows that move.
+Not handled: caches (a launch is taken to find its inputs in memory), sparsity, early exits.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from tessera.ir import Arg, Kernel, Launch, Origin, View, arg_views
+from tessera.profile.operators import CAUSAL_ARG, OPERATORS
+
+# Attention with at most this many queries a sequence streams the KV cache; above, it computes.
+MAX_DECODE_QUERIES = 8
+
+ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
+    "float32": 4, "int32": 4, "uint32": 4,
+    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
+}  # fmt: skip
+
+
+class OpClass(StrEnum):
+    """Kernels that share a cost model."""
+
+    GEMM = "gemm"
+    PREFILL = "prefill"  # attention of many queries
+    DECODE = "decode"  # attention of a few queries over a KV cache
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"
+    COPY = "copy"
+    REDUCTION = "reduction"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SOFTMAX = "softmax"
+    SAMPLING = "sampling"
+    SCAN = "scan"
+    CONV = "conv"
+    ALLOCATION = "allocation"  # starts no kernel
+    OTHER = "other"  # unknown: priced by its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Everything a cost model looks at."""
+
+    op: OpClass
+    # Of the arithmetic: the first floating-point tensor among the arguments.
+    dtype: str
+    flops: float
+    num_bytes: int
+
+
+def work_of(kernel: Kernel, launch: Launch) -> Work:
+    """Class, dtype, operations and bytes of one launch."""
+    op = class_of(kernel)
+    views = _inputs(launch)
+    if op is OpClass.PREFILL:
+        return _attention(kernel, launch, views)
+    flops = 0.0
+    if op is OpClass.GEMM:
+        flops = _gemm_flops(_base(kernel.name), launch, views)
+    elif op is OpClass.CONV:
+        flops = _conv_flops(launch, views)
+    return Work(op, _dtype(launch, views), flops, _bytes(op, kernel, launch, views))
+
+
+@cache
+def class_of(kernel: Kernel) -> OpClass:
+    """The class of a kernel by its name; attention is PREFILL until its query length is known."""
+    if kernel.origin is Origin.ATEN:
+        return OpClass(OPERATORS.get(_base(kernel.name), OpClass.OTHER))
+    # Inductor names its kernels by what it fused: pointwise, reduction or persistent reduction.
+    for prefix, op in (("triton_poi_", OpClass.ELEMENTWISE), ("triton_red_", OpClass.REDUCTION),
+                       ("triton_per_", OpClass.REDUCTION)):  # fmt: skip
+        if kernel.name.startswith(prefix):
+            return op
+    return OpClass.OTHER
+
+
+@cache
+def _base(name: str) -> str:
+    """`aten.add_.Tensor` -> `add`: the namespace, the overload and the in-place mark say nothing of cost."""
+    parts = name.split(".")
+    base = parts[1] if len(parts) > 1 else parts[0]
+    return base if base.endswith("__") else base.rstrip("_") or base
+
+
+def is_zero_size(launch: Launch) -> bool:
+    """True iff the launch makes tensors and all of them are empty."""
+    made = [v for v in launch.outputs if v is not None]
+    return bool(made) and all(v.num_elements == 0 for v in made)
+
+
+def item_bytes(dtype: str) -> int:
+    """Size of one element; one byte for the small types."""
+    return ITEM_BYTES.get(dtype, 1)
+
+
+def _inputs(launch: Launch) -> tuple[View, ...]:
+    listed = [v for arg in launch.args for v in arg_views(arg)]
+    return (*listed, *(v for key, arg in launch.kwargs if key != "out" for v in arg_views(arg)))
+
+
+def _outputs(launch: Launch) -> tuple[View, ...]:
+    made = tuple(v for v in launch.outputs if v is not None)
+    return made or tuple(v for key, arg in launch.kwargs if key == "out" for v in arg_views(arg))
+
+
+def _dtype(launch: Launch, views: tuple[View, ...]) -> str:
+    floating = (v.dtype for v in (*views, *_outputs(launch)) if "float" in v.dtype)
+    return next(floating, views[0].dtype if views else "uint8")
+
+
+def _size(view: View) -> int:
+    return view.num_elements * item_bytes(view.dtype)
+
+
+def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> int:
+    if op is OpClass.ALLOCATION:
+        return 0
+    if op is OpClass.GATHER:
+        made = sum(_size(v) for v in _outputs(launch))
+        return 2 * made + sum(_size(v) for v in views[1:])
+    if op is OpClass.SCATTER:
+        moved = 2 * sum(_size(v) for v in views[1:])
+        # Out of place, the untouched rows are copied too.
+        in_place = kernel.name.split(".")[1].endswith("_")
+        return moved if in_place or not views else moved + 2 * _size(views[0])
+    touched = _touched(launch) if launch.accesses else _seen(launch, views)
+    if op is OpClass.GEMM and "grouped_mm" in kernel.name and len(views) > 1:
+        return touched - _idle_experts(views)
+    return touched
+
+
+def _touched(launch: Launch) -> int:
+    """Unique bytes read plus unique bytes written; equal regions count once."""
+    reads = {(a.buffer, a.region) for a in launch.accesses if a.read or a.atomic}
+    writes = {(a.buffer, a.region) for a in launch.accesses if a.write or a.atomic}
+    return sum(r.num_bytes for _, r in reads) + sum(r.num_bytes for _, r in writes)
+
+
+def _seen(launch: Launch, views: tuple[View, ...]) -> int:
+    """Without accesses: every argument read once, every result written once."""
+    return sum(_size(v) for v in {*views}) + sum(_size(v) for v in {*_outputs(launch)})
+
+
+def _idle_experts(views: tuple[View, ...]) -> int:
+    """Weights of the groups that no row can reach: M rows visit at most M groups."""
+    rows, weights = views[0], views[1]
+    if len(weights.shape) != 3 or not rows.shape or not weights.shape[0]:
+        return 0
+    groups = weights.shape[0]
+    return _size(weights) * max(0, groups - rows.shape[0]) // groups
+
+
+def _gemm_flops(base: str, launch: Launch, views: tuple[View, ...]) -> float:
+    """2 m n k: every element of the result is a dot product as long as the left matrix is wide."""
+    first = 1 if base in ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation") else 0
+    outputs = _outputs(launch)
+    if len(views) <= first or not outputs or not views[first].shape:
+        return 0.0
+    k = views[first].shape[-1]
+    batch = views[first].shape[0] if base == "addbmm" else 1
+    return 2.0 * k * outputs[0].num_elements * batch
+
+
+def _conv_flops(launch: Launch, views: tuple[View, ...]) -> float:
+    """Every output (transposed: every input) element meets one filter."""
+    outputs = _outputs(launch)
+    if len(views) < 2 or not outputs or len(views[1].shape) < 2:
+        return 0.0
+    per_element = views[1].num_elements // max(1, views[1].shape[0])
+    transposed = len(launch.args) > 6 and launch.args[6] is True
+    return 2.0 * per_element * (views[0] if transposed else outputs[0]).num_elements
+
+
+def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
+    base = _base(kernel.name)
+    num_bytes = _touched(launch) if launch.accesses else _seen(launch, views)
+    if len(views) < 3 or len(views[0].shape) != 4 or len(views[1].shape) != 4:
+        # Packed sequences: lengths are data, so operations cannot be counted here.
+        return Work(OpClass.OTHER, _dtype(launch, views), 0.0, num_bytes)
+    sequence, heads = (1, 2) if base.endswith("_attention_forward") else (2, 1)
+    query, key, value = views[:3]
+    num_q, num_k = query.shape[sequence], key.shape[sequence]
+    pairs = float(num_q * num_k)
+    if _is_causal(base, launch) and num_k >= num_q:
+        pairs -= num_q * (num_q - 1) / 2
+    width = query.shape[3] + value.shape[3]
+    flops = 2.0 * query.shape[0] * query.shape[heads] * pairs * width
+    op = OpClass.DECODE if num_q <= MAX_DECODE_QUERIES else OpClass.PREFILL
+    return Work(op, query.dtype, flops, num_bytes)
+
+
+def _is_causal(base: str, launch: Launch) -> bool:
+    named: dict[str, Arg] = dict(launch.kwargs)
+    if "is_causal" in named:
+        return named["is_causal"] is True
+    place = CAUSAL_ARG.get(base)
+    return place is not None and len(launch.args) > place and launch.args[place] is True

@@ -1,0 +1,230 @@
+"""The fitted model: microseconds from operations and bytes, with an error that was measured.
+
+    us = t0 + ((F / (P * ec))^p + (B / (W * em))^p)^(1/p)
+
+F operations, B bytes; P and W the peaks of the data sheet; t0 the shortest time of the class, ec and em the shares of the
+peaks that long kernels reach, p how well computing and loading overlap. `fitted.json` holds one row for each
+GPU, class and family of dtypes, made by scripts/fit_costs.py from public measurements, with the error on
+rows that were held out.
+
+A GPU without a row of its own takes the class model: the geometric mean of the rows of its nearest relatives
+(same chip, else same architecture, else same kind of memory, else all) on its own data sheet, with the error
+that this rule makes on GPUs that do have a row. A class without any row takes a kindred class's, wider still.
+Not modelled: wave quantisation, L2 hits, clocks that sink under load.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from statistics import fmean
+
+from tessera.ir import Cost, Source
+from tessera.profile.counts import OpClass, Work
+from tessera.profile.gpus import Gpu, gpu
+
+# Kernels at least this long are judged by the error on long kernels.
+LONG_US = 30.0
+
+# No rows, no relatives: whose model to take, and how much relative error that adds. The additions are
+# assumptions, not measurements.
+KIN: dict[OpClass, tuple[OpClass, float]] = {
+    OpClass.COPY: (OpClass.ELEMENTWISE, 0.10),
+    OpClass.REDUCTION: (OpClass.SOFTMAX, 0.25),
+    OpClass.SCATTER: (OpClass.GATHER, 0.25),
+    OpClass.SAMPLING: (OpClass.SOFTMAX, 0.50),
+    OpClass.SCAN: (OpClass.SOFTMAX, 0.50),
+    OpClass.CONV: (OpClass.GEMM, 0.50),
+    OpClass.OTHER: (OpClass.ELEMENTWISE, 0.50),
+}
+# Added when a class was measured in another family of dtypes only.
+OTHER_DTYPE_ERROR = 0.30
+
+FAMILIES = {
+    "bfloat16": "f16", "float16": "f16", "float32": "f32", "float64": "f64",
+    "float8_e4m3fn": "f8", "float8_e5m2": "f8", "float8_e4m3fnuz": "f8", "float8_e5m2fnuz": "f8", "int8": "f8",
+}  # fmt: skip
+# Bound by memory: bytes matter, their dtype does not.
+ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """The four numbers of the model."""
+
+    t0_us: float
+    ec: float
+    em: float
+    p: float
+
+    def us(self, flops: float, num_bytes: float, tflops: float, gbps: float) -> float:
+        """The time of one kernel on a GPU with these peaks."""
+        compute = flops / (tflops * self.ec * 1e6)
+        memory = num_bytes / (gbps * self.em * 1e3)
+        longer = max(compute, memory)
+        if longer <= 0.0:
+            return self.t0_us
+        # Scaled by the longer of the two, so that no power overflows.
+        joined = (compute / longer) ** self.p + (memory / longer) ** self.p
+        return self.t0_us + longer * float(joined ** (1.0 / self.p))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One row of fitted.json."""
+
+    gpu: str
+    op: OpClass
+    # "f16" (bf16 and fp16), "f32" (no TF32), or "any" for classes bound by memory.
+    family: str
+    params: Params
+    # Relative errors on held-out rows: mean, median, and mean over kernels of 30 us and more.
+    mean_error: float
+    median_error: float
+    long_error: float
+    num_fitted: int
+    num_held_out: int
+    # The public table, and which of its rows.
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """How well the class model does for a GPU whose own row is put aside."""
+
+    gpu: str
+    op: OpClass
+    family: str
+    # How near its relatives are: "chip", "arch", "memory" or "any".
+    kinship: str
+    mean_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Parameters chosen for one GPU and class, and what is known about them."""
+
+    params: Params
+    source: Source
+    # Below and above LONG_US.
+    short_error: float
+    long_error: float
+    # One sentence for people.
+    why: str
+
+
+@cache
+def fits() -> tuple[Fit, ...]:
+    """Every fitted row."""
+    return tuple(
+        Fit(op=OpClass(row.pop("op")), params=Params(**row.pop("params")), **row) for row in _document()["fits"]
+    )
+
+
+@cache
+def left_out() -> tuple[LeftOut, ...]:
+    """The errors of the class model, one GPU left out at a time."""
+    return tuple(LeftOut(op=OpClass(row.pop("op")), **row) for row in _document()["left_out"])
+
+
+def _document() -> dict[str, list[dict[str, object]]]:
+    doc = json.loads(files("tessera.profile").joinpath("fitted.json").read_text(encoding="utf-8"))
+    return {"fits": doc["fits"], "left_out": doc["left_out"]}
+
+
+def family_of(op: OpClass, dtype: str) -> str:
+    """The family of dtypes a launch is priced in."""
+    if op in (OpClass.GEMM, OpClass.PREFILL, OpClass.DECODE, OpClass.CONV):
+        return FAMILIES.get(dtype, "f32")
+    return ANY
+
+
+def peak_tflops(spec: Gpu, dtype: str) -> float:
+    """The data sheet's rate for one dtype; the next wider one where the hardware lacks it."""
+    family = FAMILIES.get(dtype, "f32")
+    if family == "f64":
+        # Data-centre chips run fp64 at half the fp32 rate, the others at a token 1/64.
+        return spec.fp32_tflops / (2 if spec.memory_kind == "hbm" else 64)
+    if family == "f8" and spec.fp8_tflops:
+        return spec.fp8_tflops
+    if family in ("f8", "f16") and dtype != "bfloat16":
+        return spec.fp16_tflops
+    return spec.bf16_tflops if dtype == "bfloat16" and spec.bf16_tflops else spec.fp32_tflops
+
+
+@cache
+def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
+    """The best model there is for one GPU and class: its own fit, its relatives', a kindred class's."""
+    rows = [f for f in fits() if f.op is op and f.family == family]
+    if rows:
+        own = next((f for f in rows if f.gpu == gpu_name), None)
+        return _own(own) if own else _of_relatives(gpu(gpu_name), rows)
+    families = [f.family for f in fits() if f.op is op]
+    if families:
+        other = "f16" if "f16" in families else families[0]
+        borrowed, added = model_for(gpu_name, op, other), OTHER_DTYPE_ERROR
+        why = f"{op} was measured in {other} only"
+    else:
+        kin, added = KIN[op]
+        borrowed = model_for(gpu_name, kin, ANY if kin is not OpClass.GEMM else family)
+        why = f"{op} is priced like {kin}"
+    short, long = borrowed.short_error + added, borrowed.long_error + added
+    return Model(borrowed.params, Source.CLASS, short, long, f"{why}; {borrowed.why}")
+
+
+def _own(fit: Fit) -> Model:
+    why = f"fitted to {fit.num_fitted} rows of {fit.data}"
+    return Model(fit.params, Source.FITTED, fit.mean_error, fit.long_error, why)
+
+
+def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
+    kinship, nearest = relatives(spec, rows)
+    errors = [x for x in left_out() if (x.op, x.family) == (rows[0].op, rows[0].family)]
+    # Where no GPU with a row has relatives this near, the worst case stands in.
+    same = [x.mean_error for x in errors if x.kinship == kinship]
+    error = fmean(same) if same else max((x.mean_error for x in errors), default=1.0)
+    error = max(error, *(f.mean_error for f in nearest))
+    why = f"{spec.name} has no rows: {', '.join(f.gpu for f in nearest)} (same {kinship}) on its data sheet"
+    return Model(average([f.params for f in nearest]), Source.CLASS, error, error, why)
+
+
+def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
+    """The rows of the GPUs most like `spec`, and in what they are like it."""
+    donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name]
+    same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
+    for kinship, found in (
+        ("chip", [f for f, g in donors if g.chip == spec.chip]),
+        ("arch", [f for f, _ in same_arch]),
+        ("memory", [f for f, g in donors if g.memory_kind == spec.memory_kind]),
+    ):
+        if found:
+            return kinship, found
+    return "any", [f for f, _ in donors]
+
+
+def average(params: list[Params]) -> Params:
+    """Geometric means: efficiencies and times are ratios."""
+
+    def mean(values: list[float]) -> float:
+        return math.exp(fmean(math.log(v) for v in values))
+
+    return Params(
+        mean([x.t0_us for x in params]),
+        mean([x.ec for x in params]),
+        mean([x.em for x in params]),
+        mean([x.p for x in params]),
+    )
+
+
+def price(work: Work, gpu_name: str) -> Cost:
+    """The cost of one piece of work on one GPU."""
+    if work.op is OpClass.ALLOCATION:
+        # Starts no kernel, so it takes none of the GPU's time.
+        return Cost(0.0, Source.FITTED, 0.0)
+    spec = gpu(gpu_name)
+    family = family_of(work.op, work.dtype)
+    model = model_for(gpu_name, work.op, family)
+    us = model.params.us(work.flops, work.num_bytes, peak_tflops(spec, work.dtype), spec.memory_gbps)
+    error = model.long_error if us >= LONG_US else model.short_error
+    return Cost(us, model.source, error)

@@ -1,0 +1,245 @@
+"""The placement of one layer as data: rows in program order, one device each, and what crosses before them.
+
+The layer is found by the pattern of module lists: scopes that agree up to a number ("model.layers.2.mlp").
+A list counts as repeated if at least two of its items run the same kinds of kernels in the same children;
+of several lists the one with most such launches wins, and the middle item stands for all. Where nothing
+repeats, the whole trace is shown. Consecutive launches of one sub-module on one device are one row; if that
+is still too many, sub-modules are joined with their parents, and at last rows in the middle are left out and
+counted. A value crosses once per destination, before its first reader there; weights and inputs, which no
+launch makes, are not crossings.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tessera.errors import UnknownName
+from tessera.ir import Costs, Graph, Plan, Trace
+from tessera.report.figures import shares, step_title
+from tessera.report.kernels import short_name
+from tessera.report.units import percent
+
+MAX_ROWS = 26
+MIN_LAUNCHES = 3
+INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Bytes that one device hands to another."""
+
+    src: int
+    dst: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive launches of one sub-module on one device."""
+
+    module: str
+    device: int
+    # What runs: "mm x3, add".
+    text: str
+    num_launches: int
+    us: float
+    # What had to arrive from other devices first, one entry a source.
+    arrivals: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One layer, or a whole trace where no layer repeats."""
+
+    title: str
+    rows: tuple[Row, ...]
+    # Rows after the first `hidden_after` that were left out, and how many launches they held.
+    hidden_after: int
+    num_hidden: int
+    # Devices that the rows name, ascending: the columns of the picture.
+    devices: tuple[int, ...]
+    # What launches outside the picture read elsewhere.
+    leaving: tuple[Crossing, ...]
+    # Busy time of each of `devices` in this picture.
+    us: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The item of a module list that stands for the others."""
+
+    scope: str
+    launches: tuple[int, ...]
+    num_alike: int
+    num_items: int
+
+
+def layer_of(trace: Trace) -> Layer | None:
+    """The representative layer of a trace, if any layer repeats."""
+    lists: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for launch, record in enumerate(trace.launches):
+        for match in INDEX.finditer(record.scope):
+            lists[record.scope[: match.start()]][int(match[1])].append(launch)
+    best: tuple[int, Layer] | None = None
+    for prefix, items in lists.items():
+        alike = _alike(trace, prefix, items)
+        covered = sum(len(items[n]) for n in alike)
+        middle = alike[len(alike) // 2]
+        if len(alike) < 2 or len(items[middle]) < MIN_LAUNCHES or (best and best[0] >= covered):
+            continue
+        best = covered, Layer(_item(prefix, middle), tuple(items[middle]), len(alike), len(items))
+    return best[1] if best else None
+
+
+def _item(prefix: str, index: int) -> str:
+    return f"{prefix}.{index}" if prefix else str(index)
+
+
+def _alike(trace: Trace, prefix: str, items: dict[int, list[int]]) -> list[int]:
+    """The largest set of list items whose children run the same kernels, ascending."""
+    alike: dict[frozenset[tuple[str, int]], list[int]] = defaultdict(list)
+    for index in sorted(items):
+        scope = _item(prefix, index)
+        parts = ((_inside(trace.launches[x].scope, scope).split(".")[0], x) for x in items[index])
+        alike[frozenset((child, trace.launches[x].kernel) for child, x in parts)].append(index)
+    return max(alike.values(), key=len)
+
+
+def _inside(scope: str, layer: str) -> str:
+    return scope[len(layer) :].lstrip(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One step along one lane."""
+
+    graph: Graph
+    # devices[launch]
+    devices: tuple[int, ...]
+    costs: Costs
+
+
+def picture(plan: Plan, lane: int, step: int, max_rows: int = MAX_ROWS) -> Picture:
+    """How one lane of a plan places one layer of one step."""
+    _check("lane", lane, len(plan.lanes))
+    _check("step", step, len(plan.unit.graphs))
+    placed = Placed(plan.unit.graphs[step], plan.lanes[lane].placement.devices[step], plan.costs[step])
+    layer = layer_of(placed.graph.trace)
+    inside = layer.launches if layer else tuple(range(len(placed.devices)))
+    rows = _rows(placed, layer.scope if layer else "", inside, max_rows)
+    shown, hidden_after = _elide(rows, max_rows)
+    busy: dict[int, float] = defaultdict(float)
+    for row in rows:
+        busy[row.device] += row.us
+    leaving = _leaving(placed, frozenset(inside))
+    columns = sorted({*busy, *(c.src for r in shown for c in r.arrivals), *(c.dst for c in leaving)})
+    return Picture(
+        _title(plan, lane, step, layer),
+        shown,
+        hidden_after,
+        sum(r.num_launches for r in rows) - sum(r.num_launches for r in shown),
+        tuple(columns),
+        leaving,
+        tuple(busy[device] for device in columns),
+    )
+
+
+def _check(what: str, index: int, num: int) -> None:
+    if not 0 <= index < num:
+        raise UnknownName(what, str(index), map(str, range(num)))
+
+
+def _title(plan: Plan, lane: int, step: int, layer: Layer | None) -> str:
+    trace = plan.unit.graphs[step].trace
+    what = f"{layer.scope}, one of {layer.num_alike} alike" if layer else "the whole step (no layer repeats)"
+    share = f"lane {lane}, {percent(shares(plan)[lane])} of the work"
+    return f"{what}: {step_title(trace.step)}; {share}"
+
+
+def _rows(placed: Placed, scope: str, launches: Sequence[int], max_rows: int) -> tuple[Row, ...]:
+    """Rows as fine as fits: by sub-module, else by child, else by device alone."""
+    trace = placed.graph.trace
+    own = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
+
+    def full(launch: int) -> str:
+        return _inside(trace.launches[launch].scope, scope) or own
+
+    def child(launch: int) -> str:
+        return full(launch) if full(launch) == own else full(launch).split(".")[0]
+
+    arrivals: dict[int, list[Crossing]] = defaultdict(list)
+    for _, reader, crossing in crossings(placed):
+        arrivals[reader].append(crossing)
+    made: tuple[Row, ...] = ()
+    for module in (full, child, lambda _: ""):
+        made = tuple(_merged(placed, launches, module, arrivals))
+        if len(made) <= max_rows:
+            break
+    return made
+
+
+def _merged(
+    placed: Placed,
+    launches: Iterable[int],
+    module: Callable[[int], str],
+    arrivals: dict[int, list[Crossing]],
+) -> Iterator[Row]:
+    for (name, device), group in groupby(launches, key=lambda x: (module(x), placed.devices[x])):
+        members = list(group)
+        times = {x: placed.costs.us(x, device) for x in members}
+        arrived = _joined(c for x in members for c in arrivals.get(x, ()))
+        text = _kernels(placed.graph.trace, times)
+        yield Row(name, device, text, len(members), sum(times.values()), arrived)
+
+
+def _kernels(trace: Trace, times: dict[int, float]) -> str:
+    """The kernels of a row, those that take longest first: "mm x3, add, +2 more"."""
+    us: dict[str, float] = defaultdict(float)
+    num: Counter[str] = Counter()
+    for launch, time in times.items():
+        name = short_name(trace.kernel_of(launch).name)
+        us[name] += time
+        num[name] += 1
+    names = sorted(us, key=lambda name: -us[name])
+    shown = [f"{n} x{num[n]}" if num[n] > 1 else n for n in names[:2]]
+    rest = sum(num[n] for n in names[2:])
+    return ", ".join(shown) + (f" +{rest}" if rest else "")
+
+
+def crossings(placed: Placed) -> Iterator[tuple[int, int, Crossing]]:
+    """(launch that makes a value, its first reader on another device, what crosses)."""
+    for value in placed.graph.values:
+        if value.producer is None:
+            continue
+        home = placed.devices[value.producer]
+        holders = {home}
+        for reader in value.readers:
+            device = placed.devices[reader]
+            if device not in holders:
+                holders.add(device)
+                yield value.producer, reader, Crossing(home, device, value.num_bytes)
+
+
+def _joined(found: Iterable[Crossing]) -> tuple[Crossing, ...]:
+    total: Counter[tuple[int, int]] = Counter()
+    for crossing in found:
+        total[crossing.src, crossing.dst] += crossing.num_bytes
+    return tuple(Crossing(src, dst, num) for (src, dst), num in sorted(total.items()))
+
+
+def _leaving(placed: Placed, inside: frozenset[int]) -> tuple[Crossing, ...]:
+    return _joined(
+        crossing
+        for producer, reader, crossing in crossings(placed)
+        if producer in inside and reader not in inside
+    )
+
+
+def _elide(rows: tuple[Row, ...], max_rows: int) -> tuple[tuple[Row, ...], int]:
+    """The rows that fit, the first and the last ones; and after which of them some are missing."""
+    if len(rows) <= max_rows:
+        return rows, len(rows)
+    head = max_rows // 2
+    return rows[:head] + rows[len(rows) - (max_rows - head) :], head

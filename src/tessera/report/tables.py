@@ -1,0 +1,162 @@
+"""Tables for the terminal. Every figure is modelled unless its title names a clock."""
+
+from collections import Counter
+
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tessera.ir import Buffer, BufferKind, Graph, Hazard, Objective, Plan, Timeline
+from tessera.report.figures import (
+    best_baseline,
+    class_times,
+    gain,
+    launches_on,
+    modelled_utilisation,
+    verdict,
+    weight_bytes,
+)
+from tessera.report.kernels import short_name
+from tessera.report.layer import device_colour
+from tessera.report.tracks import tracks, utilisation
+from tessera.report.units import duration, percent, rate, ratio, size
+
+BAR_WIDTH = 16
+# With more devices the table of kernel classes would not fit a terminal.
+MAX_ALONE = 3
+NOT_APPLICABLE = "n/a"
+
+
+def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
+    """Devices with what is placed on them and how busy they are: in the timeline, or by the plan's rates."""
+    clock = timeline.clock.value if timeline else "modelled"
+    table = Table(title=f"Devices (utilisation {clock})", title_justify="left")
+    table.add_column("device")
+    table.add_column("GPU")
+    table.add_column("launches / work unit", justify="right")
+    table.add_column("utilisation")
+    table.add_column("", justify="right")
+    table.add_column("weights", justify="right")
+    busy = _utilisation(plan, timeline)
+    placed, weights = launches_on(plan), weight_bytes(plan)
+    for index, device in enumerate(plan.cluster.devices):
+        bar = ProgressBar(
+            total=1.0,
+            completed=min(1.0, busy[index]),
+            width=BAR_WIDTH,
+            complete_style=device_colour(index),
+            finished_style=device_colour(index),
+        )
+        name = Text(device.name, style=device_colour(index))
+        share = f"{placed[index]:,.0f} ({percent(placed[index] / (sum(placed) or 1))})"
+        table.add_row(name, Text(device.gpu or "-"), share, bar, percent(busy[index]), size(weights[index]))
+    return table
+
+
+def _utilisation(plan: Plan, timeline: Timeline | None) -> tuple[float, ...]:
+    if timeline is None:
+        return modelled_utilisation(plan)
+    found = {track.name: utilisation(track, timeline) for track in tracks(timeline, plan.cluster.names)}
+    return tuple(found[name] for name in plan.cluster.names)
+
+
+def comparison_table(plan: Plan) -> Table:
+    """The plan against every baseline under the same costs."""
+    table = Table(
+        title="Against coarser policies (modelled)", title_justify="left", caption=Text(verdict(plan))
+    )
+    table.caption_justify = "left"
+    table.add_column("policy")
+    table.add_column("work units/s", justify="right")
+    by = "latency" if plan.objective is Objective.LATENCY else "throughput"
+    table.add_column(f"{by} vs best baseline", justify="right")
+    table.add_column("latency", justify="right")
+    own = gain(plan, plan.throughput_per_s, plan.latency_us)
+    name = Text(f"{plan.policy} (this plan)", style="bold")
+    table.add_row(name, rate(plan.throughput_per_s), _ratio(own), duration(plan.latency_us), style="bold")
+    seen = gain(plan, plan.simulated_per_s, None)
+    inflight = f"  simulated, {plan.slots} in flight"
+    table.add_row(Text(inflight), rate(plan.simulated_per_s), _ratio(seen), "", end_section=True)
+    best = best_baseline(plan)
+    for b in sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0)):
+        speed = NOT_APPLICABLE if b.throughput_per_s is None else rate(b.throughput_per_s)
+        wait = NOT_APPLICABLE if b.latency_us is None else duration(b.latency_us)
+        mark = Text(f"{b.name} (best baseline)" if b == best else b.name)
+        table.add_row(mark, speed, _ratio(gain(plan, b.throughput_per_s, b.latency_us)), wait)
+    table.add_section()
+    table.add_row(Text("upper bound of any mix", style="dim"), rate(plan.bound_per_s), "", "", style="dim")
+    return table
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else ratio(value)
+
+
+def where_time_goes(plan: Plan) -> Table:
+    """Time of an average work unit by class of kernel: as placed, and if one device ran all of it."""
+    names = plan.cluster.names
+    alone_shown = len(names) <= MAX_ALONE
+    table = Table(title="Where the time goes, per work unit (modelled)", title_justify="left")
+    table.add_column("kernels")
+    table.add_column("launches", justify="right")
+    for index, name in enumerate(names):
+        table.add_column(Text(name, style=device_colour(index)), justify="right")
+    table.add_column("share", justify="right")
+    for name in names if alone_shown else ():
+        table.add_column(Text(f"all on {name}", style="dim"), justify="right")
+    times = class_times(plan)
+    total = sum(sum(placed) for _, placed, _ in times.values())
+    for name, (launches, placed, alone) in times.items():
+        cells = [_time(us) for us in placed]
+        rest = [Text(duration(us), style="dim") for us in alone] if alone_shown else []
+        table.add_row(Text(name), f"{launches:,.0f}", *cells, percent(sum(placed) / (total or 1.0)), *rest)
+    return table
+
+
+def _time(us: float) -> str:
+    return duration(us) if us else ""
+
+
+def graph_table(graph: Graph) -> Table:
+    """What a dependency graph holds: launches, edges by hazard, buffers by kind, and what cannot move."""
+    trace = graph.trace
+    step = trace.step
+    title = Text(f"{step.model}: {step.kind}, batch {step.batch}, context {step.context}")
+    table = Table(title=title, title_justify="left")
+    table.add_column("what")
+    table.add_column("count", justify="right")
+    table.add_column("bytes", justify="right")
+    table.add_column("note")
+    kernels = {launch.kernel for launch in trace.launches}
+    table.add_row("launches", f"{len(trace.launches):,}", "", f"{len(kernels):,} kernels")
+    table.add_row("views", f"{trace.num_views:,}", "", "need no launch")
+    hazards = Counter(edge.hazard for edge in graph.edges)
+    for hazard in Hazard:
+        table.add_row(f"edges, {hazard.value.upper()}", f"{hazards[hazard]:,}")
+    flowing = [v for v in graph.values if v.producer is not None]
+    moved = size(sum(v.num_bytes for v in flowing))
+    table.add_row("values made by launches", f"{len(flowing):,}", moved)
+    table.add_row("groups that share a device", f"{len(graph.groups):,}", "", "state", end_section=True)
+    for kind in BufferKind:
+        own = [b for b in trace.buffers if b.kind is kind]
+        table.add_row(f"buffers, {kind.value}", f"{len(own):,}", size(_bytes(own)))
+    table.add_section()
+    _add_immovable(table, graph)
+    return table
+
+
+def _bytes(buffers: list[Buffer]) -> int:
+    return sum(b.size_bytes for b in buffers)
+
+
+def _add_immovable(table: Table, graph: Graph) -> None:
+    trace = graph.trace
+    fixed = Counter(
+        (short_name(trace.kernels[launch.kernel].name), launch.immovable)
+        for launch in trace.launches
+        if launch.immovable
+    )
+    if not fixed:
+        table.add_row("immovable launches", "0", "", "every launch may run on any device")
+    for (name, reason), count in fixed.most_common():
+        table.add_row(Text(f"immovable: {name}"), f"{count:,}", "", Text(reason))

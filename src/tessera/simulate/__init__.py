@@ -1,0 +1,5 @@
+"""Plan -> Timeline: the executor on null devices under a virtual clock."""
+
+from tessera.simulate.clock import simulate, throughput_per_s
+
+__all__ = ["simulate", "throughput_per_s"]
