@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
     """Records while active; `trace` then holds what happened."""
 
     def __init__(self, scopes: Scopes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._scopes = scopes
         # A weak reference keeps the storage's identity from being handed out again, not its memory.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -81,9 +81,7 @@ class Recorder(TorchDispatchMode):
             else b
             for i, b in enumerate(self._buffers)
         )
-        return Trace(
-            step, tuple(self._kernel_list), buffers, tuple(self._launches), views, self._num_views
-        )
+        return Trace(step, tuple(self._kernel_list), buffers, tuple(self._launches), views, self._num_views)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +180,7 @@ class Recorder(TorchDispatchMode):
             str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
             tuple(tensor.stride()),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
         )
 
 

@@ -26,6 +26,8 @@ class Workload:
     make_inputs: Callable[[int], dict[str, torch.Tensor]]
     # seed -> the state one request starts this step with.
     make_state: Callable[[int], dict[str, torch.Tensor]]
+    # (the request's first inputs, run, last outputs) -> inputs of a later run of this step.
+    follow: Callable[[Tensors, int, Tensors], dict[str, torch.Tensor]]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The module's parameters and buffers by name; a tied weight appears once, by its first name."""

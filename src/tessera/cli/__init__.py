@@ -1,0 +1,94 @@
+"""The command line: one subcommand per stage, in the order of the flow, artifact in, artifact out.
+
+Only this package puts stages together. A user's mistake ends in one line on standard error and exit code 2;
+an interrupt in exit code 130. Anything else keeps its traceback, because it is a bug.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from tessera import __version__
+from tessera.cli import analyze, capture, demo, doctor, gpus, plan, profile, run, simulate
+from tessera.errors import TesseraError
+
+app = typer.Typer(
+    name="tessera",
+    help="Makes unlike GPUs work as one: kernel-level placement of PyTorch inference.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(capture.capture)
+app.command()(analyze.analyze)
+app.command()(profile.profile)
+app.command()(plan.plan)
+app.command()(run.run)
+app.command()(simulate.simulate)
+app.command()(demo.demo)
+app.command()(doctor.doctor)
+app.command()(gpus.gpus)
+
+# typer carries its own copy of click in some versions: find the base class of its usage errors.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"tessera {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", is_eager=True, callback=_show_version
+    ),
+) -> None:
+    """Makes unlike GPUs work as one: kernel-level placement of PyTorch inference."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console entry point."""
+    sys.exit(_main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    command: Any = typer.main.get_command(app)
+    try:
+        code = command.main(args=list(argv) if argv is not None else None, standalone_mode=False)
+    except UsageError as error:
+        return _complain(_usage(error))
+    except TesseraError as error:
+        return _complain(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        _complain("interrupted; no process was left behind")
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `tessera gpus | head`
+        sys.stderr.close()
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str) -> int:
+    Console(stderr=True, highlight=False).print(f"error: {message}", markup=False, soft_wrap=True)
+    return 2
+
+
+def _usage(error: Any) -> str:
+    """A usage error in one line, with the names that would have been understood."""
+    message = str(error.format_message())
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return message
+    if getattr(error, "option_name", None):
+        options = [o for p in context.command.params for o in p.opts if o.startswith("--")]
+        message = f"unknown option '{error.option_name}'; known: {', '.join(sorted(options))}"
+    elif message.startswith("No such command"):
+        known = ", ".join(context.command.list_commands(context))
+        message = f"{message.rstrip('.')}; known: {known}"
+    return f"{message.rstrip('.')}. See: {context.command_path} --help"

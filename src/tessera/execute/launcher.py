@@ -73,7 +73,10 @@ class Launcher:
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
         found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         size = tensor.untyped_storage().nbytes()
-        if found != (view.shape, view.stride, view.offset) or size != self._trace.buffers[view.buffer].size_bytes:
+        if (
+            found != (view.shape, view.stride, view.offset)
+            or size != self._trace.buffers[view.buffer].size_bytes
+        ):
             name = self._trace.kernel_of(index).name
             raise WorkerError(
                 f"launch {index} ({name}) laid out its result as {found}, the trace has "

@@ -96,9 +96,7 @@ def _instructions(
     return lists
 
 
-def _frees(
-    graph: Graph, place: tuple[int, ...], transfers: tuple[Transfer, ...]
-) -> dict[int, list[int]]:
+def _frees(graph: Graph, place: tuple[int, ...], transfers: tuple[Transfer, ...]) -> dict[int, list[int]]:
     """Launch -> buffers that its device needs no more once the launch has run and sent."""
     temporary = set(graph.trace.buffers_of(BufferKind.TEMPORARY))
     last: dict[tuple[int, int], int] = {}  # (device, buffer) -> last launch that touches it there
@@ -148,9 +146,7 @@ def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
     """State that the step before left on one device and this step wants on another; empty if none."""
     placement = plan.lanes[lane].placement.devices
     before, after = plan.unit.graphs[step - 1], plan.unit.graphs[step]
-    wanted = {
-        after.trace.buffers[buffer].name: device for buffer, device in _homes(after, placement[step])
-    }
+    wanted = {after.trace.buffers[buffer].name: device for buffer, device in _homes(after, placement[step])}
     transfers = []
     for buffer, device in _homes(before, placement[step - 1]):
         home = wanted.get(before.trace.buffers[buffer].name, device)

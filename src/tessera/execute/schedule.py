@@ -7,8 +7,9 @@ request thus never waits for a younger one for longer than one such stretch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tessera.ir import Instruction, Lane, Recv
+from tessera.ir import Lane, Recv
 
 
 @dataclass(slots=True)
@@ -18,7 +19,8 @@ class Job:
     slot: int
     # Identifies the run; the same on every device.
     ticket: int
-    instructions: Sequence[Instruction]
+    # Instructions, or whatever a simulator puts in their place; only receives are looked at here.
+    instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
 
@@ -35,7 +37,7 @@ class Job:
         head = self.instructions[self.position]
         return not isinstance(head, Recv) or head.transfer in self.arrived
 
-    def issue(self) -> Instruction:
+    def issue(self) -> Any:
         """The next instruction, which is issued now."""
         self.position += 1
         return self.instructions[self.position - 1]

@@ -1,0 +1,11 @@
+"""Plan: who runs what. Takes a work unit, its costs and a cluster; gives a plan.
+
+Read `solve` for the decision, `throughput` and `latency` for the mathematics, `policies` for the coarse
+policies that every plan is compared with.
+"""
+
+from tessera.plan.explain import Explanation, explain
+from tessera.plan.policies import PLANNERS
+from tessera.plan.solve import PlanConfig, Simulate, solve
+
+__all__ = ["PLANNERS", "Explanation", "PlanConfig", "Simulate", "explain", "solve"]

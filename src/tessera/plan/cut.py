@@ -24,7 +24,9 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from tessera.plan.problem import Floats, Ints
 
 # The largest flow after scaling: SciPy computes with 32-bit capacities, and two opposite ones are added.
-MAX_FLOW = 2**30 - 1
+MAX_FLOW = 2**30 - 2
+# More than any flow: an edge clipped to this is never full, so it is never cut.
+CLIP = MAX_FLOW + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Network:
             scaled, scale = (caps > 0).astype(np.int32), np.inf
         else:
             scale = MAX_FLOW / limit
-            scaled = np.minimum(np.floor(caps * scale), MAX_FLOW).astype(np.int32)
+            scaled = np.minimum(np.floor(caps * scale), CLIP).astype(np.int32)
         shape = (self.num_network_nodes, self.num_network_nodes)
         graph = csr_array((scaled, self.indices.astype(np.int32), self.indptr.astype(np.int32)), shape=shape)
         found = maximum_flow(graph, source, sink)

@@ -14,6 +14,7 @@ each reader, or the work spread freely over the devices, whichever is more.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -171,6 +172,11 @@ def _bound(problem: Problem, clock: Clock) -> tuple[list[Labels], float]:
     return [labels], total
 
 
+def bound_us(problem: Problem, clock: Clock) -> float:
+    """No placement serves one request alone faster than this."""
+    return _bound(problem, clock)[1]
+
+
 def _waits(problem: Problem, size: int) -> list[list[float]]:
     waits = problem.latency_us + size * problem.us_per_byte
     np.fill_diagonal(waits, 0.0)
@@ -250,7 +256,7 @@ def _search(
 def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
     """Runs of neighbouring nodes on one device, the ends of runs, and nodes that send or receive."""
     cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
-    spans = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b - a < len(labels)]
+    spans = [(a, b) for a, b in pairwise(cuts) if b - a < len(labels)]
     ends = [(x, x + 1) for a, b in spans if b - a > 1 for x in (a, b - 1)]
     # Heavy nodes first: they are what another device might do meanwhile.
     heavy = np.argsort(-problem.load_us.max(axis=1), kind="stable").tolist()

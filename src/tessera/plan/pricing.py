@@ -36,6 +36,25 @@ class Prices:
 
 
 @dataclass(frozen=True, eq=False)
+class Bill:
+    """Prices multiplied out: what every decision costs."""
+
+    # [node, device]
+    own: Floats
+    # [value, source, destination]
+    move: Floats
+    # [device], per byte of weight.
+    memory: Floats | None = None
+
+    def cost(self, problem: Problem, labels: Labels) -> float:
+        """Of a placement."""
+        total = self.own[np.arange(len(labels)), labels].sum() + self.move[problem.crossings(labels)].sum()
+        if self.memory is not None:
+            total += self.memory @ problem.weights.bytes_on(labels, problem.num_devices)
+        return float(total)
+
+
+@dataclass(frozen=True, eq=False)
 class Priced:
     """A cheap placement, and what no placement can be cheaper than."""
 
@@ -57,26 +76,27 @@ class Pricer:
         if prob.num_devices == 1:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
+        bill = Bill(own, move, prices.memory)
         if prob.num_devices == 2:
-            return self._by_cut(own, move, prices.memory)
+            return self._by_cut(bill)
         if prices.memory is None and self._forest is not None:
             return Priced(*self._forest.solve(own, move))
-        return self._by_swaps(own, move, prices.memory, starts)
+        return self._by_swaps(bill, starts)
 
     @cached_property
     def _forest(self) -> Forest | None:
         return forest(self.problem.num_nodes, self.problem.values)
 
-    def _by_cut(self, own: Floats, move: Floats, memory: Floats | None) -> Priced:
-        with_memory = memory is not None
+    def _by_cut(self, bill: Bill) -> Priced:
+        with_memory = bill.memory is not None
         if with_memory not in self._networks:
             self._networks[with_memory] = self._network(with_memory)
-        forward, backward = move[:, 0, 1], move[:, 1, 0]
-        if memory is not None:
+        forward, backward = bill.move[:, 0, 1], bill.move[:, 1, 0]
+        if bill.memory is not None:
             held = self.problem.weights.num_bytes
-            forward = np.concatenate([forward, memory[1] * held])
-            backward = np.concatenate([backward, memory[0] * held])
-        return Priced(*self._networks[with_memory].solve(own, forward, backward))
+            forward = np.concatenate([forward, bill.memory[1] * held])
+            backward = np.concatenate([backward, bill.memory[0] * held])
+        return Priced(*self._networks[with_memory].solve(bill.own, forward, backward))
 
     def _network(self, with_memory: bool) -> Network:
         prob, vals, held = self.problem, self.problem.values, self.problem.weights
@@ -84,44 +104,35 @@ class Pricer:
             return network(prob.num_nodes, vals.producer, vals.pin_value, vals.pin_node)
         producer = np.concatenate([vals.producer, np.full(len(held.num_bytes), -1)])
         pin_value = np.concatenate([vals.pin_value, held.pin_item + len(vals)])
-        return network(
-            prob.num_nodes, producer, pin_value, np.concatenate([vals.pin_node, held.pin_node])
-        )
+        return network(prob.num_nodes, producer, pin_value, np.concatenate([vals.pin_node, held.pin_node]))
 
-    def _by_swaps(
-        self, own: Floats, move: Floats, memory: Floats | None, starts: Sequence[Labels]
-    ) -> Priced:
-        guesses = [*starts, own.argmin(axis=1)]
-        best = min(guesses, key=lambda labels: self._cost(labels, own, move, memory))
-        cost = self._cost(best, own, move, memory)
-        pairs = [(a, b) for b in range(self.problem.num_devices) for a in range(b)]
+    def _by_swaps(self, bill: Bill, starts: Sequence[Labels]) -> Priced:
+        prob = self.problem
+        cost, best = min(
+            ((bill.cost(prob, labels), labels) for labels in (*starts, bill.own.argmin(axis=1))),
+            key=lambda x: x[0],
+        )
+        pairs = [(a, b) for b in range(prob.num_devices) for a in range(b)]
         for _ in range(MAX_SWEEPS):
             before = cost
-            for a, b in pairs:
-                tried = swap(self.problem, best, own, move, memory, (a, b))
-                tried_cost = self._cost(tried, own, move, memory)
+            for pair in pairs:
+                tried = swap(prob, best, bill, pair)
+                tried_cost = bill.cost(prob, tried)
                 if tried_cost < cost:
                     best, cost = tried, tried_cost
             if cost >= before * (1 - 1e-9):
                 break
-        return Priced(best, float(own.min(axis=1).sum()))
-
-    def _cost(self, labels: Labels, own: Floats, move: Floats, memory: Floats | None) -> float:
-        total = own[np.arange(len(labels)), labels].sum() + move[self.problem.crossings(labels)].sum()
-        if memory is not None:
-            total += memory @ self.problem.weights.bytes_on(labels, self.problem.num_devices)
-        return float(total)
+        return Priced(best, float(bill.own.min(axis=1).sum()))
 
 
-def swap(
-    problem: Problem, labels: Labels, own: Floats, move: Floats, memory: Floats | None, pair: tuple[int, int]
-) -> Labels:
+def swap(problem: Problem, labels: Labels, bill: Bill, pair: tuple[int, int]) -> Labels:
     """The best placement that differs only in which nodes of two devices sit on which of the two."""
     a, b = pair
     free = np.flatnonzero((labels == a) | (labels == b))
     item = np.full(problem.num_nodes, -1, dtype=np.int64)
     item[free] = np.arange(len(free))
-    costs = own[free][:, [a, b]].copy()
+    move = bill.move
+    costs = bill.own[free][:, [a, b]].copy()
     vals = problem.values
     home = labels[vals.producer]
     # Readers elsewhere: the producer pays for each such device, from whichever side it takes.
@@ -138,10 +149,10 @@ def swap(
     backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
     kept = item[vals.pin_node] >= 0
     producer, pin_value, pin_item = at, vals.pin_value[kept], item[vals.pin_node[kept]]
-    if memory is not None:
+    if bill.memory is not None:
         producer, pin_value, pin_item = _with_weights(problem, item, producer, pin_value, pin_item)
-        forward = np.concatenate([forward, memory[b] * problem.weights.num_bytes])
-        backward = np.concatenate([backward, memory[a] * problem.weights.num_bytes])
+        forward = np.concatenate([forward, bill.memory[b] * problem.weights.num_bytes])
+        backward = np.concatenate([backward, bill.memory[a] * problem.weights.num_bytes])
     side_of, _ = network(len(free), producer, pin_value, pin_item).solve(costs, forward, backward)
     moved = labels.copy()
     moved[free] = np.array(pair)[side_of]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,7 @@ class Problem:
     @property
     def num_devices(self) -> int:
         """Places."""
-        return self.load_us.shape[1]
+        return len(self.cluster.devices)
 
     @cached_property
     def wire_us(self) -> Floats:
@@ -288,7 +289,7 @@ def _contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     nodes = rank[inverse]
-    return tuple(nodes[a:b] for a, b in zip(starts, starts[1:], strict=False)), len(first)
+    return tuple(nodes[a:b] for a, b in pairwise(starts.tolist())), len(first)
 
 
 def _join(parent: list[int], find: Callable[[int], int], members: list[int]) -> None:

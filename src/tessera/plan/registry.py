@@ -1,4 +1,4 @@
-"""A name -> thing table that loads lazily, refuses duplicates and answers a wrong name with the right ones."""
+"""Names for things: loaded when asked for, no duplicates, a wrong name is answered with the right ones."""
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar

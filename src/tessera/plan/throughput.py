@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
+from tessera.errors import PlanInfeasible
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Floats, Labels, Mix, Problem
 
@@ -69,7 +70,7 @@ class Pool:
 
     def price(self, prices: Prices) -> tuple[Column, float]:
         """The cheapest placement found that fits, and the bound of all placements."""
-        cost = _costs(self.columns, prices)
+        cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
         starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
         priced = self.pricer.cheapest(prices, starts)
         column = self.problem.column(priced.labels)
@@ -91,6 +92,28 @@ class Pool:
             charged = Prices(prices.device, prices.link, prices.path, memory)
             column = prob.column(self.pricer.cheapest(charged, starts).labels)
         return column
+
+
+def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
+    """Gives the pool its first columns; PlanInfeasible if nothing is found that fits."""
+    prob = pool.problem
+    for mix in mixes:
+        for column in mix.columns:
+            pool.add(column)
+    if pool.columns:
+        return
+    num = prob.num_devices
+    start, _ = pool.price(Prices(np.ones(num), np.ones((num, num)) * 1e-3, 0.0))
+    if pool.add(start):
+        return
+    excess = prob.excess_bytes((start,), pool.slots)
+    worst = int(excess.argmax())
+    state = pool.slots * prob.states.bytes_on(start.labels, num)[worst]
+    raise PlanInfeasible(
+        f"no placement found fits: {prob.cluster.names[worst]} lacks {int(excess[worst]):,} bytes at best"
+        f" (it has {int(prob.memory_bytes[worst]):,}; state of {pool.slots} requests takes {int(state):,})",
+        "Add a device, or lower the batch, the context or the slots.",
+    )
 
 
 def _costs(columns: list[Column], prices: Prices) -> Floats:
@@ -133,7 +156,8 @@ def master(columns: list[Column], depth: float | None) -> tuple[Floats, Floats, 
     duals[used] = np.maximum(0.0, -found.ineqlin.marginals)
     # duals price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
     num = len(busy)
-    return found.x / unit, duals[:num] / unit, float(duals[num] / unit) if depth is not None else 0.0
+    rates = np.asarray(found.x, dtype=np.float64) / unit
+    return rates, duals[:num] / unit, float(duals[num] / unit) if depth is not None else 0.0
 
 
 def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | None) -> Mix:

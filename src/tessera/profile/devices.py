@@ -30,9 +30,11 @@ _IB = "NIC and switch about 5 us, plus staging through GPUDirect RDMA; 0.9 of th
 LINKS: dict[str, LinkPreset] = {
     x.name: x
     for x in (
-        LinkPreset("pcie4", 10.0, 25.0, "PCIe 4.0 x16: 31.5 GB/s raw, about 0.8 after framing: an assumption"),
+        LinkPreset(
+            "pcie4", 10.0, 25.0, "PCIe 4.0 x16: 31.5 GB/s raw, about 0.8 after framing: an assumption"
+        ),
         LinkPreset("pcie5", 10.0, 50.0, "PCIe 5.0 x16: 63 GB/s raw, about 0.8 after framing: an assumption"),
-        LinkPreset("nvlink", 10.0, 285.0, "Vidur, A100 send_recv in one node: 13 us + 286 GB/s, rounded"),
+        LinkPreset("nvlink", 13.0, 286.0, "Vidur, A100 send_recv in one node, fitted"),
         LinkPreset("ib100", 15.0, 11.2, f"InfiniBand 100 Gbit/s: {_IB}"),
         LinkPreset("ib200", 15.0, 22.5, f"InfiniBand 200 Gbit/s: {_IB}"),
         LinkPreset("ib400", 15.0, 45.0, f"InfiniBand 400 Gbit/s: {_IB}"),

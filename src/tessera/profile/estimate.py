@@ -8,8 +8,10 @@ pass through the queue; operators that start no kernel (allocations, views) take
 from tessera.errors import TesseraError
 from tessera.ir import Cost, Costs, Device, DeviceKind, Source, Trace, verify
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
-from tessera.profile.fitted import family_of, model_for, price
+from tessera.profile.fitted import family_of, model_of, price
 from tessera.profile.gpus import gpu
+
+FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
 
 def estimate(trace: Trace, devices: tuple[Device, ...]) -> Costs:
@@ -44,13 +46,24 @@ def notes(trace: Trace, devices: tuple[Device, ...]) -> tuple[str, ...]:
         named = ", ".join(f"{i} ({trace.kernel_of(i).name})" for i in empty[:8])
         more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
         said.append(f"zero-size launches, priced at the floor of their class: {named}{more}")
-    priced = sorted({(w.op, family_of(w.op, w.dtype)) for w in counted if w.op is not OpClass.ALLOCATION})
     for name in dict.fromkeys(d.gpu for d in devices):
-        models = [(op, model_for(name, op, family)) for op, family in priced]
-        guessed = [f"{op} (±{m.short_error:.0%})" for op, m in models if m.source is Source.CLASS]
+        guessed = _guessed(name, counted)
         if guessed:
             said.append(f"{name}: no measurements of {', '.join(guessed)}; the class model is used")
     return tuple(said)
+
+
+def _guessed(name: str, counted: tuple[Work, ...]) -> list[str]:
+    """The classes that this GPU was never measured in, with the error to expect."""
+    worst: dict[str, float] = {}
+    for work in dict.fromkeys(counted):
+        if work.op is OpClass.ALLOCATION:
+            continue
+        model = model_of(work, gpu(name))
+        if model.source is Source.CLASS:
+            words = f"{work.op}{FAMILY_WORDS[family_of(work.op, work.dtype)]}"
+            worst[words] = max(worst.get(words, 0.0), model.short_error)
+    return [f"{words} (±{error:.0%})" for words, error in sorted(worst.items())]
 
 
 def _check(device: Device) -> None:

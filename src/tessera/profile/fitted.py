@@ -2,10 +2,10 @@
 
     us = t0 + ((F / (P * ec))^p + (B / (W * em))^p)^(1/p)
 
-F operations, B bytes; P and W the peaks of the data sheet; t0 the shortest time of the class, ec and em the shares of the
-peaks that long kernels reach, p how well computing and loading overlap. `fitted.json` holds one row for each
-GPU, class and family of dtypes, made by scripts/fit_costs.py from public measurements, with the error on
-rows that were held out.
+F operations, B bytes; P and W the peaks of the data sheet; t0 the shortest time of the class, ec and em the
+shares of the peaks that long kernels reach, p how well computing and loading overlap. `fitted.json` holds one
+row for each GPU, class and family of dtypes, made by scripts/fit_costs.py from public measurements, with the
+error on rows that were held out.
 
 A GPU without a row of its own takes the class model: the geometric mean of the rows of its nearest relatives
 (same chip, else same architecture, else same kind of memory, else all) on its own data sheet, with the error
@@ -15,10 +15,12 @@ Not modelled: wave quantisation, L2 hits, clocks that sink under load.
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import fmean
+from typing import Any
 
 from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
@@ -32,7 +34,8 @@ LONG_US = 30.0
 KIN: dict[OpClass, tuple[OpClass, float]] = {
     OpClass.COPY: (OpClass.ELEMENTWISE, 0.10),
     OpClass.REDUCTION: (OpClass.SOFTMAX, 0.25),
-    OpClass.SCATTER: (OpClass.GATHER, 0.25),
+    OpClass.GATHER: (OpClass.ELEMENTWISE, 0.30),
+    OpClass.SCATTER: (OpClass.ELEMENTWISE, 0.30),
     OpClass.SAMPLING: (OpClass.SOFTMAX, 0.50),
     OpClass.SCAN: (OpClass.SOFTMAX, 0.50),
     OpClass.CONV: (OpClass.GEMM, 0.50),
@@ -40,10 +43,16 @@ KIN: dict[OpClass, tuple[OpClass, float]] = {
 }
 # Added when a class was measured in another family of dtypes only.
 OTHER_DTYPE_ERROR = 0.30
+# Added where the lenders are another vendor's.
+OTHER_VENDOR_ERROR = 0.30
+# Added where the parameter that decides was set, not fitted: t0 below LONG_US, em in kernels bound by memory.
+ASSUMED_FLOOR_ERROR = 0.25
+ASSUMED_MEMORY_ERROR = 0.15
 
 FAMILIES = {
     "bfloat16": "f16", "float16": "f16", "float32": "f32", "float64": "f64",
-    "float8_e4m3fn": "f8", "float8_e5m2": "f8", "float8_e4m3fnuz": "f8", "float8_e5m2fnuz": "f8", "int8": "f8",
+    "float8_e4m3fn": "f8", "float8_e5m2": "f8", "float8_e4m3fnuz": "f8", "float8_e5m2fnuz": "f8",
+    "int8": "f8",
 }  # fmt: skip
 # Bound by memory: bytes matter, their dtype does not.
 ANY = "any"
@@ -85,6 +94,8 @@ class Fit:
     long_error: float
     num_fitted: int
     num_held_out: int
+    # Parameters that were set, not fitted, since the rows say nothing about them.
+    assumed: tuple[str, ...]
     # The public table, and which of its rows.
     data: str
 
@@ -107,30 +118,43 @@ class Model:
 
     params: Params
     source: Source
-    # Below and above LONG_US.
+    # Expected relative error of kernels below and above LONG_US.
     short_error: float
     long_error: float
     # One sentence for people.
     why: str
+    # Added for kernels that memory bounds.
+    memory_error: float = 0.0
+
+    def wider(self, added: float, why: str) -> "Model":
+        """The same numbers, used for something they were not fitted to."""
+        return Model(
+            self.params,
+            Source.CLASS,
+            self.short_error + added,
+            self.long_error + added,
+            f"{why}; {self.why}",
+            self.memory_error,
+        )
 
 
 @cache
 def fits() -> tuple[Fit, ...]:
     """Every fitted row."""
     return tuple(
-        Fit(op=OpClass(row.pop("op")), params=Params(**row.pop("params")), **row) for row in _document()["fits"]
+        Fit(op=OpClass(row.pop("op")), params=Params(**row.pop("params")), **row)
+        for row in _document()["fits"]
     )
 
 
 @cache
 def left_out() -> tuple[LeftOut, ...]:
     """The errors of the class model, one GPU left out at a time."""
-    return tuple(LeftOut(op=OpClass(row.pop("op")), **row) for row in _document()["left_out"])
+    return tuple(LeftOut(**row | {"op": OpClass(row["op"])}) for row in _document()["left_out"])
 
 
-def _document() -> dict[str, list[dict[str, object]]]:
-    doc = json.loads(files("tessera.profile").joinpath("fitted.json").read_text(encoding="utf-8"))
-    return {"fits": doc["fits"], "left_out": doc["left_out"]}
+def _document() -> Any:
+    return json.loads(files("tessera.profile").joinpath("fitted.json").read_text(encoding="utf-8"))
 
 
 def family_of(op: OpClass, dtype: str) -> str:
@@ -163,30 +187,38 @@ def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
     families = [f.family for f in fits() if f.op is op]
     if families:
         other = "f16" if "f16" in families else families[0]
-        borrowed, added = model_for(gpu_name, op, other), OTHER_DTYPE_ERROR
-        why = f"{op} was measured in {other} only"
-    else:
-        kin, added = KIN[op]
-        borrowed = model_for(gpu_name, kin, ANY if kin is not OpClass.GEMM else family)
-        why = f"{op} is priced like {kin}"
-    short, long = borrowed.short_error + added, borrowed.long_error + added
-    return Model(borrowed.params, Source.CLASS, short, long, f"{why}; {borrowed.why}")
+        return model_for(gpu_name, op, other).wider(OTHER_DTYPE_ERROR, f"{op} was measured in {other} only")
+    kin, added = KIN[op]
+    borrowed = model_for(gpu_name, kin, family if kin is OpClass.GEMM else ANY)
+    return borrowed.wider(added, f"{op} is priced like {kin}")
 
 
 def _own(fit: Fit) -> Model:
     why = f"fitted to {fit.num_fitted} rows of {fit.data}"
-    return Model(fit.params, Source.FITTED, fit.mean_error, fit.long_error, why)
+    return _model([fit], Source.FITTED, fit.mean_error, fit.long_error, why)
 
 
 def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
     kinship, nearest = relatives(spec, rows)
-    errors = [x for x in left_out() if (x.op, x.family) == (rows[0].op, rows[0].family)]
-    # Where no GPU with a row has relatives this near, the worst case stands in.
-    same = [x.mean_error for x in errors if x.kinship == kinship]
-    error = fmean(same) if same else max((x.mean_error for x in errors), default=1.0)
+    errors = [x for x in left_out() if x.op is rows[0].op]
+    same = [x for x in errors if x.kinship == kinship]
+    # How well the lenders stand in for each other; else others as near; else the worst case.
+    lenders = [x.mean_error for x in same if x.gpu in {f.gpu for f in nearest}]
+    worst = max((x.mean_error for x in errors), default=1.0)
+    error = fmean(lenders or [x.mean_error for x in same] or [worst])
     error = max(error, *(f.mean_error for f in nearest))
-    why = f"{spec.name} has no rows: {', '.join(f.gpu for f in nearest)} (same {kinship}) on its data sheet"
-    return Model(average([f.params for f in nearest]), Source.CLASS, error, error, why)
+    if all(gpu(f.gpu).vendor != spec.vendor for f in nearest):
+        error += OTHER_VENDOR_ERROR
+    alike = "" if kinship == "any" else f", same {kinship},"
+    why = f"{spec.name} has no rows: {', '.join(f.gpu for f in nearest)}{alike} on its data sheet"
+    return _model(nearest, Source.CLASS, error, error, why)
+
+
+def _model(rows: list[Fit], source: Source, error: float, long_error: float, why: str) -> Model:
+    assumed = {name for f in rows for name in f.assumed}
+    short = error + (ASSUMED_FLOOR_ERROR if "t0_us" in assumed else 0.0)
+    memory = ASSUMED_MEMORY_ERROR if "em" in assumed else 0.0
+    return Model(average([f.params for f in rows]), source, short, long_error, why, memory)
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
@@ -205,16 +237,28 @@ def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
 
 def average(params: list[Params]) -> Params:
     """Geometric means: efficiencies and times are ratios."""
+    if len(params) == 1:
+        return params[0]
 
-    def mean(values: list[float]) -> float:
+    def mean(values: Iterable[float]) -> float:
         return math.exp(fmean(math.log(v) for v in values))
 
     return Params(
-        mean([x.t0_us for x in params]),
-        mean([x.ec for x in params]),
-        mean([x.em for x in params]),
-        mean([x.p for x in params]),
+        mean(x.t0_us for x in params),
+        mean(x.ec for x in params),
+        mean(x.em for x in params),
+        mean(x.p for x in params),
     )
+
+
+def coverage(gpu_name: str) -> tuple[tuple[OpClass, str, Model], ...]:
+    """How each class would be priced on one GPU: (class, family of dtypes, model)."""
+    listed = []
+    for op in OpClass:
+        if op is not OpClass.ALLOCATION:
+            names = dict.fromkeys(family_of(op, dtype) for dtype in ("bfloat16", "float32"))
+            listed += [(op, family, model_for(gpu_name, op, family)) for family in names]
+    return tuple(listed)
 
 
 def price(work: Work, gpu_name: str) -> Cost:
@@ -223,8 +267,20 @@ def price(work: Work, gpu_name: str) -> Cost:
         # Starts no kernel, so it takes none of the GPU's time.
         return Cost(0.0, Source.FITTED, 0.0)
     spec = gpu(gpu_name)
-    family = family_of(work.op, work.dtype)
-    model = model_for(gpu_name, work.op, family)
-    us = model.params.us(work.flops, work.num_bytes, peak_tflops(spec, work.dtype), spec.memory_gbps)
+    model = model_of(work, spec)
+    tflops = peak_tflops(spec, work.dtype)
+    us = model.params.us(work.flops, work.num_bytes, tflops, spec.memory_gbps)
     error = model.long_error if us >= LONG_US else model.short_error
+    if work.num_bytes * tflops * model.params.ec * 1e3 > work.flops * spec.memory_gbps * model.params.em:
+        error += model.memory_error
     return Cost(us, model.source, error)
+
+
+def model_of(work: Work, spec: Gpu) -> Model:
+    """The model that prices this work on this GPU."""
+    family = family_of(work.op, work.dtype)
+    if family == "f16" and work.dtype == "bfloat16" and spec.bf16_tflops is None:
+        # No units for it: computed as fp32, by kernels that nobody measured.
+        model = model_for(spec.name, work.op, "f32")
+        return model.wider(OTHER_DTYPE_ERROR, f"{spec.name} has no bf16 units")
+    return model_for(spec.name, work.op, family)

@@ -2,8 +2,8 @@
 
 `gpus.json` holds one row a GPU. A data-sheet peak is never a price by itself: it only scales the
 efficiencies of `tessera.profile.fitted`. Sustained rates are medians of public measurements and are
-absent for a GPU that nobody measured. Memory is counted in GiB as the driver reports it, less what
-the driver keeps for itself, which is not modelled.
+absent for a GPU that nobody measured. Memory is the advertised size in units of 1e9 bytes, a little less
+than drivers report on most cards.
 """
 
 import json
@@ -69,6 +69,11 @@ class Gpu:
     effective_source: str
     price_source: str
     note: str = ""
+
+    @property
+    def vendor(self) -> str:
+        """Who makes it."""
+        return self.full_name.split(maxsplit=1)[0]
 
     @property
     def usd_per_hour(self) -> float | None:

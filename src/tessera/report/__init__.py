@@ -1,6 +1,6 @@
 """What a person looks at: tables and a picture for the terminal, a trace for Perfetto, a page for a browser.
 
-Reads plans, graphs and timelines; decides nothing. Imports only `ir`, `errors`, rich and the standard library.
+Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich and the standard library.
 """
 
 from tessera.report.layer import layer_picture

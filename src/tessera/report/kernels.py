@@ -13,12 +13,12 @@ RULES: tuple[tuple[str, re.Pattern[str], re.Pattern[str]], ...] = tuple(
     (name, re.compile(kernel), re.compile(scope))
     for name, kernel, scope in (
         ("attention", r"attention|flash|fmha|sdpa", r""),
-        ("attention", r"^_?(bmm|baddbmm|softmax|_safe_softmax|matmul)$", r"(?i)attn|attention"),
+        ("attention", r"^(bmm|baddbmm|softmax|safe_softmax|matmul)$", r"(?i)attn|attention"),
         ("matrix multiply", r"(^|_)(mm|addmm|bmm|baddbmm|matmul|linear|gemm|gemv)(_|$)|grouped_mm", r""),
         ("convolution, scan", r"conv|scan|ssm|ssd", r""),
         ("norm", r"norm", r""),
         ("norm", r"", r"(?i)norm[^.]*$|(^|\.)ln_?\w*$"),
-        ("softmax, sort, reduce", r"softmax|topk|sort|argm|^sum|^mean|^amax|cumsum|triton_(per|red)_", r""),
+        ("reduction", r"softmax|topk|sort|argm|^sum|^mean|^amax|cumsum|triton_(per|red)_", r""),
         ("lookup", r"embedding|index|gather|scatter|select", r""),
         ("copy", r"copy|clone|^cat$|stack|contiguous|fill|zero|ones|empty|arange|full|repeat", r""),
     )
@@ -26,9 +26,11 @@ RULES: tuple[tuple[str, re.Pattern[str], re.Pattern[str]], ...] = tuple(
 
 
 def short_name(name: str) -> str:
-    """ "aten.mm.default" -> "mm"; other names stay as they are."""
+    """ "aten.mm.default" -> "mm", "aten._softmax.default" -> "softmax"; other names stay as they are."""
     parts = name.split(".")
-    return parts[1] if len(parts) >= 2 and parts[0] in ("aten", "prims") else name
+    if len(parts) < 2 or parts[0] not in ("aten", "prims"):
+        return name
+    return parts[1].lstrip("_").replace("scaled_dot_product", "sdpa") or name
 
 
 def kernel_class(kernel: Kernel, scope: str) -> str:

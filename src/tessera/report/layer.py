@@ -41,7 +41,8 @@ class LayerPicture:
         columns = self.picture.devices
         room = (options.max_width - MODULE_WIDTH - TIME_WIDTH - 4) // max(1, len(columns))
         width = max(MIN_WIDTH, min(MAX_WIDTH, room))
-        yield Text(self.picture.title, style="bold", no_wrap=True, overflow="ellipsis")
+        title = f"{self.picture.subject} ({self.picture.step}; {self.picture.lane})"
+        yield Text(title, style="bold", no_wrap=True, overflow="ellipsis")
         yield self._table(width, options.ascii_only)
         yield from self._summary()
 
@@ -66,7 +67,7 @@ class LayerPicture:
     def _summary(self) -> RenderResult:
         shown = self.picture
         busy = zip(shown.devices, shown.us, strict=True)
-        parts = [f"{self.names[device]} {duration(us)}" for device, us in busy]
+        parts = [f"{self.names[device]} {duration(us)}" for device, us in busy if us]
         arrivals = [c for row in shown.rows for c in row.arrivals]
         moved = sum(c.num_bytes for c in arrivals)
         parts.append(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from html import escape
 
 from tessera.ir import Plan, Timeline
-from tessera.report.figures import gain, launches_on, main_lane, shares, step_title, step_us, weight_bytes
+from tessera.report.figures import gain, launches_on, main_lane, shares, step_us, weight_bytes
 from tessera.report.picture import Picture, Row, picture
-from tessera.report.tracks import Track, utilisation
+from tessera.report.tracks import Track, end_us, utilisation
 from tessera.report.units import duration, percent, rate, ratio, size
 
 NUM_DEVICE_COLOURS = 6
@@ -73,10 +73,11 @@ def _bar(bar: Bar, top: float) -> str:
 def devices(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> str:
     """Utilisation bars of devices, then of links."""
     placed, weights = launches_on(plan), weight_bytes(plan)
-    busy = {track.name: utilisation(track, timeline) for track in found}
+    run_us = end_us(timeline)
+    busy = {track.name: utilisation(track, run_us) for track in found}
     parts = []
     for index, device in enumerate(plan.cluster.devices):
-        facts = f"{placed[index]:,.0f} launches a work unit, weights {size(weights[index])}"
+        facts = f"{placed[index]:,.0f} launches, {size(weights[index])} weights"
         parts.append(_usage(device.name, device.gpu or "CPU", busy[device.name], device_class(index), facts))
     kinds = {f"{link.src} -> {link.dst}": link for link in plan.cluster.links}
     links = sorted((t for t in found if t.is_link), key=lambda t: -busy[t.name])
@@ -143,15 +144,17 @@ def _layer(plan: Plan, lane: int, step: int) -> str:
     names = [f"<b class='{device_class(d)}'>{cut(plan.cluster.names[d])}</b>" for d in shown.devices]
     head = f"<div class='head'><span>sub-module</span>{''.join(names)}<span class='time'>time</span></div>"
     body = "".join(_layer_rows(shown))
-    busy = (f"{plan.cluster.names[d]} {duration(us)}" for d, us in zip(shown.devices, shown.us, strict=True))
+    busy = (
+        f"{plan.cluster.names[d]} {duration(us)}" for d, us in zip(shown.devices, shown.us, strict=True) if us
+    )
     leaving = (
         f"{size(c.num_bytes)} leave {plan.cluster.names[c.src]} for {plan.cluster.names[c.dst]}"
         for c in shown.leaving
     )
-    title = escape(step_title(plan.unit.graphs[step].trace.step))
+    about = f"<p class='note'>{escape(shown.subject)}; {escape(shown.lane)}</p>"
     return (
-        f"<figure class='layer'><h3>{title}</h3><p class='note'>{escape(shown.title)}</p>"
-        f"<div class='scroll'><div class='grid' style='--columns:{columns}'>{head}{body}</div></div>"
+        f"<figure class='layer'><h3>{escape(shown.step)}</h3>"
+        f"{about}<div class='scroll'><div class='grid' style='--columns:{columns}'>{head}{body}</div></div>"
         f"<figcaption>{escape('; '.join([*busy, *leaving]))}</figcaption></figure>"
     )
 
@@ -165,7 +168,13 @@ def _layer_rows(shown: Picture) -> Iterator[str]:
         previous = row.module
         cells = "".join(_cell(row, device) for device in shown.devices)
         time = f"<span class='time'>{duration(row.us)}</span>"
-        yield f"<div class='line'><span>{cut(module)}</span>{cells}{time}</div>"
+        yield f"<div class='line'><span>{_breakable(module)}</span>{cells}{time}</div>"
+
+
+def _breakable(name: str) -> str:
+    """A dotted name that a narrow screen may break after dots and, in long parts, after underscores."""
+    parts = cut(name).split(".")
+    return ".<wbr>".join(part if len(part) <= 12 else part.replace("_", "_<wbr>") for part in parts)
 
 
 def _cell(row: Row, device: int) -> str:

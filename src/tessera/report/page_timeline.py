@@ -21,10 +21,10 @@ NUM_COLOURS = 8
 COLUMNS = 900
 LEVELS = 4
 MAX_TRACKS = 40
-MAX_SPANS = 360
+MAX_SPANS = 160
 MAX_ROWS = 4
 # A name is written into a span that is at least this part of the width.
-NAMED_WIDTH = 0.03
+NAMED_WIDTH = 0.022
 
 
 def legend() -> str:
@@ -44,7 +44,7 @@ def overview(timeline: Timeline, found: Sequence[Track]) -> str:
     if not timeline.spans or total <= 0:
         return "<p class='note'>Nothing ran.</p>"
     shown = _shown(found)
-    parts = [_track(t, percent(utilisation(t, timeline)), _columns(t.spans, total)) for t in shown]
+    parts = [_track(t, percent(utilisation(t, total)), _columns(t.spans, total)) for t in shown]
     if len(shown) < len(found):
         parts.append(f"<p class='note'>{len(found) - len(shown)} less busy links are not drawn.</p>")
     return f"<div class='timeline'>{''.join(parts)}{_axis(0.0, total)}</div>"
@@ -148,10 +148,13 @@ def _axis(start_us: float, stop_us: float) -> str:
     step = 10.0 ** math.floor(math.log10(width_us / 4))
     step *= next((k for k in (5, 2) if width_us / (step * k) >= 4), 1)
     unit, name = _unit(stop_us)
-    first, last = math.ceil(start_us / step - 1e-9), math.floor(stop_us / step + 1e-9)
+    places = max(0, -math.floor(math.log10(step / unit) + 1e-9))
+    # The last twentieth is left free: a number there would stick out.
+    first, last = math.ceil(start_us / step - 1e-9), math.floor((stop_us - 0.05 * width_us) / step + 1e-9)
+    times = (n * step for n in range(first, last + 1))
     marks = "".join(
-        f"<span style='left:{100 * (n * step - start_us) / width_us:.2f}%'>{n * step / unit:,.6g}</span>"
-        for n in range(first, last + 1)
+        f"<span style='left:{100 * (us - start_us) / width_us:.2f}%'>{us / unit:,.{places}f}</span>"
+        for us in times
     )
     who = f"<div class='who'><small>time, {name}</small></div>"
     return f"<div class='row axis'>{who}<div class='run'>{marks}</div></div>"

@@ -3,9 +3,9 @@
 Three processes: devices, links, requests; each name says whether the time was simulated or measured. A
 thread is a device or a link; where spans of one overlap, further threads of the same name take them, since
 slices of one thread must nest. A flow arrow follows a transfer of one request from the last launch that ended
-on the source before it began, to the first launch that starts on the destination after it arrived; the
-timeline does not say which launch made the value, so the arrow shows the neighbours in time. Where there is
-no such launch, or one took no time, that end of the arrow is left out.
+on the source before it began, to the first launch that starts on the destination after it. The timeline does
+not say which launch made the value, so the arrow shows the neighbours in time. Where there is no such launch,
+or one took no time, that end of the arrow is left out.
 """
 
 import json

@@ -22,6 +22,8 @@ from tessera.report.kernels import short_name
 from tessera.report.units import percent
 
 MAX_ROWS = 26
+# Up to this many devices all are shown, idle ones too; of more, only those that take part.
+MAX_COLUMNS = 4
 MIN_LAUNCHES = 3
 INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
@@ -53,12 +55,15 @@ class Row:
 class Picture:
     """One layer, or a whole trace where no layer repeats."""
 
-    title: str
+    # "model.layers.2, one of 4 alike", and which step and lane it is of.
+    subject: str
+    step: str
+    lane: str
     rows: tuple[Row, ...]
     # Rows after the first `hidden_after` that were left out, and how many launches they held.
     hidden_after: int
     num_hidden: int
-    # Devices that the rows name, ascending: the columns of the picture.
+    # The columns of the picture, ascending.
     devices: tuple[int, ...]
     # What launches outside the picture read elsewhere.
     leaving: tuple[Crossing, ...]
@@ -134,13 +139,15 @@ def picture(plan: Plan, lane: int, step: int, max_rows: int = MAX_ROWS) -> Pictu
     for row in rows:
         busy[row.device] += row.us
     leaving = _leaving(placed, frozenset(inside))
-    columns = sorted({*busy, *(c.src for r in shown for c in r.arrivals), *(c.dst for c in leaving)})
+    columns = _columns(len(plan.cluster.devices), shown, leaving)
     return Picture(
-        _title(plan, lane, step, layer),
+        f"{layer.scope}, one of {layer.num_alike} alike" if layer else "the whole step: no layer repeats",
+        step_title(placed.graph.trace.step),
+        f"lane {lane}, {percent(shares(plan)[lane])} of the work",
         shown,
         hidden_after,
         sum(r.num_launches for r in rows) - sum(r.num_launches for r in shown),
-        tuple(columns),
+        columns,
         leaving,
         tuple(busy[device] for device in columns),
     )
@@ -151,11 +158,11 @@ def _check(what: str, index: int, num: int) -> None:
         raise UnknownName(what, str(index), map(str, range(num)))
 
 
-def _title(plan: Plan, lane: int, step: int, layer: Layer | None) -> str:
-    trace = plan.unit.graphs[step].trace
-    what = f"{layer.scope}, one of {layer.num_alike} alike" if layer else "the whole step (no layer repeats)"
-    share = f"lane {lane}, {percent(shares(plan)[lane])} of the work"
-    return f"{what}: {step_title(trace.step)}; {share}"
+def _columns(num: int, rows: Sequence[Row], leaving: Sequence[Crossing]) -> tuple[int, ...]:
+    if num <= MAX_COLUMNS:
+        return tuple(range(num))
+    named = {*(r.device for r in rows), *(c.src for r in rows for c in r.arrivals), *(c.dst for c in leaving)}
+    return tuple(sorted(named))
 
 
 def _rows(placed: Placed, scope: str, launches: Sequence[int], max_rows: int) -> tuple[Row, ...]:

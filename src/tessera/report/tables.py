@@ -18,7 +18,7 @@ from tessera.report.figures import (
 )
 from tessera.report.kernels import short_name
 from tessera.report.layer import device_colour
-from tessera.report.tracks import tracks, utilisation
+from tessera.report.tracks import end_us, tracks, utilisation
 from tessera.report.units import duration, percent, rate, ratio, size
 
 BAR_WIDTH = 16
@@ -56,7 +56,8 @@ def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
 def _utilisation(plan: Plan, timeline: Timeline | None) -> tuple[float, ...]:
     if timeline is None:
         return modelled_utilisation(plan)
-    found = {track.name: utilisation(track, timeline) for track in tracks(timeline, plan.cluster.names)}
+    run_us = end_us(timeline)
+    found = {track.name: utilisation(track, run_us) for track in tracks(timeline, plan.cluster.names)}
     return tuple(found[name] for name in plan.cluster.names)
 
 

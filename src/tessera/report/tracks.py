@@ -46,10 +46,9 @@ def busy_us(spans: Sequence[Span]) -> float:
     return busy
 
 
-def utilisation(track: Track, timeline: Timeline) -> float:
-    """Fraction of the run during which the track was busy."""
-    total = end_us(timeline)
-    return busy_us(track.spans) / total if total > 0 else 0.0
+def utilisation(track: Track, run_us: float) -> float:
+    """Fraction of a run of that length during which the track was busy."""
+    return busy_us(track.spans) / run_us if run_us > 0 else 0.0
 
 
 def end_us(timeline: Timeline) -> float:

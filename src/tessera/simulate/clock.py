@@ -1,16 +1,25 @@
 """simulate: the executor's own schedule under a virtual clock.
 
 Uses the programs and the queue that the workers use; only time is replaced. A launch takes its modelled
-time on its device, one at a time. A transfer occupies its link for its wire time, first come first served, and
-arrives a latency later. Receives and frees cost nothing.
+time on its device, one at a time. A transfer occupies its link for its wire time, first come first served,
+and arrives a latency later. Receives and frees cost nothing. Without detail, launches that follow each other
+are one busy stretch: the same times with far fewer events.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tessera.execute.lower import lower
 from tessera.execute.schedule import Job, LaneTable, Queue
-from tessera.ir import Clock, Plan, Program, Run, Send, Span, Timeline, verify
+from tessera.ir import Clock, Free, Instruction, Plan, Program, Run, Send, Span, Timeline, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Several launches in a row, as one stretch of time."""
+
+    us: float
 
 
 @dataclass(slots=True)
@@ -37,6 +46,8 @@ class _Simulation:
     def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
         self._plan, self._is_detailed = plan, is_detailed
         self._programs = lower(plan)
+        # columns[id of program][device]: what the device's jobs go through
+        self._columns = {id(p): self._column(p) for lane in self._programs for p in lane}
         self._table = LaneTable(plan.lanes, plan.slots)
         self._devices = [_Device() for _ in plan.cluster.devices]
         self._link_free: dict[tuple[int, int], float] = {}
@@ -62,6 +73,15 @@ class _Simulation:
         verify(timeline)
         return timeline
 
+    def _column(self, program: Program) -> list[Sequence[Instruction | Busy]]:
+        if self._is_detailed:
+            return list(program.instructions)
+        costs = self._plan.costs[program.step].costs
+        return [
+            _compressed(column, [row[device].us for row in costs])
+            for device, column in enumerate(program.instructions)
+        ]
+
     def _post(self, time_us: float, what: str, device: int, ticket: int, transfer: int = -1) -> None:
         self._tickets += 1
         heapq.heappush(self._events, (time_us, self._tickets, (what, device, ticket, transfer)))
@@ -80,7 +100,7 @@ class _Simulation:
         busy = [d for d, column in enumerate(program.instructions) if column]
         request.waiting = len(busy)
         for device in busy:
-            self._devices[device].queue.add(Job(request.slot, ticket, program.instructions[device]))
+            self._devices[device].queue.add(Job(request.slot, ticket, self._columns[id(program)][device]))
             self._post(max(now, self._devices[device].free_us), "look", device, ticket)
 
     def _pump(self, device: int, now: float) -> None:
@@ -93,7 +113,9 @@ class _Simulation:
         clock = now
         while job.is_ready:
             instruction = job.issue()
-            if isinstance(instruction, Run):
+            if isinstance(instruction, Busy):
+                clock += instruction.us
+            elif isinstance(instruction, Run):
                 clock = self._launch(request, program, device, instruction.launch, clock)
             elif isinstance(instruction, Send):
                 self._send(request, program, job.ticket, instruction.transfer, clock)
@@ -110,10 +132,9 @@ class _Simulation:
 
     def _launch(self, request: _Request, program: Program, device: int, launch: int, clock: float) -> float:
         stop = clock + self._plan.costs[program.step].us(launch, device)
-        if self._is_detailed:
-            label = self._plan.unit.graphs[program.step].trace.kernel_of(launch).name
-            track = self._plan.cluster.devices[device].name
-            self._spans.append(Span(track, label, request.number, request.slot, clock, stop))
+        label = self._plan.unit.graphs[program.step].trace.kernel_of(launch).name
+        track = self._plan.cluster.devices[device].name
+        self._spans.append(Span(track, label, request.number, request.slot, clock, stop))
         return stop
 
     def _send(self, request: _Request, program: Program, ticket: int, number: int, clock: float) -> None:
@@ -140,6 +161,20 @@ class _Simulation:
         self._done.append((request.number, request.arrival_us, now))
         self._table.give_back(request.lane)
         self._admit(request.slot, now)
+
+
+def _compressed(column: Sequence[Instruction], us: Sequence[float]) -> list[Instruction | Busy]:
+    """A device's instructions with launches that follow each other merged, and frees left out."""
+    short: list[Instruction | Busy] = []
+    for instruction in column:
+        if isinstance(instruction, Run):
+            if short and isinstance(last := short[-1], Busy):
+                short[-1] = Busy(last.us + us[instruction.launch])
+            else:
+                short.append(Busy(us[instruction.launch]))
+        elif not isinstance(instruction, Free):
+            short.append(instruction)
+    return short
 
 
 def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timeline:

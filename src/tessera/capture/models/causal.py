@@ -54,6 +54,7 @@ def causal_workload(family: str, sizes: dict[str, int], step: Step) -> Workload:
         _caller(model, capacity),
         lambda seed: _inputs(step, model.config.vocab_size, seed),
         lambda seed: _state(step, model.config, capacity, seed),
+        _follow,
     )
 
 
@@ -103,6 +104,15 @@ def _inputs(step: Step, vocab_size: int, seed: int) -> dict[str, torch.Tensor]:
         positions = torch.arange(width).repeat(step.batch, 1)
         return {"tokens": tokens, "positions": positions, "last": lengths - 1}
     return {"tokens": tokens, "positions": (lengths - 1)[:, None].clone()}
+
+
+def _follow(first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+    """Each row reads the token it chose, one place further on."""
+    start = first["last"] + 1 if "last" in first else first["positions"][:, 0]
+    return {
+        "tokens": last["next_tokens"][:, None].clone(),
+        "positions": (start + run)[:, None].clone(),
+    }
 
 
 def _state(step: Step, config: Any, capacity: int, seed: int) -> dict[str, torch.Tensor]:

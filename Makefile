@@ -1,0 +1,42 @@
+# Tessera: `make` lists what there is to do. Everything runs in .venv, which is made on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench venv clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## capture, plan and run a small model on two unlike devices
+	$(BIN)/tessera demo
+
+test: $(READY) ## run every test that needs no GPU
+	$(BIN)/python -m pytest
+
+check: $(READY) ## lint, types and import contracts
+	$(BIN)/ruff check src tests benchmarks scripts corpus
+	$(BIN)/ruff format --check src tests benchmarks scripts corpus
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## measure the planner, the simulator and the analyzer on this machine
+	for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+
+venv: $(READY) ## make .venv and install everything into it
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Tessera needs Python 3.11 or later; try: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' \
+		|| { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean: ## remove .venv and everything that was made
+	rm -rf $(VENV) tessera-demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

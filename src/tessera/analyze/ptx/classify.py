@@ -1,0 +1,132 @@
+"""Addresses to buffers: which parameter, symbol or table an address belongs to.
+
+An address may have several candidate bases, since a 64-bit scalar looks like a pointer. They are
+ranked by evidence: variables first; then parameters that are certainly pointers (declared `.ptr`,
+converted by `cvta` as they stand, or the only candidate of some access); then all that is left. The
+best rank wins and the rest is offset: the sum of two pointers is no address, while pointer plus scalar
+is. Candidates of the same rank are all reported, which is sound and costs precision only.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.analyze.ptx.ranges import within
+from tessera.analyze.ptx.values import Atoms, Poly
+
+_NEAR_NULL = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One buffer an address may point into."""
+
+    kind: str  # param, symbol, indirect, frame, unknown
+    # param: (index, offset); symbol: name; frame: (space, name); indirect: table names; unknown: reason
+    what: Any
+    # Offset from the base; None when it is not known.
+    offset: Poly | None
+
+
+class Classifier:
+    """Knows the evidence of one kernel; `learn` first, then `targets`."""
+
+    def __init__(self, atoms: Atoms, declared: set[int], converted: set[int], wide_offsets: bool = False) -> None:
+        self.atoms = atoms
+        # Parameter indices declared .ptr; atoms converted by cvta.
+        self.declared, self.converted = declared, converted
+        self.sole: set[int] = set()
+
+    def item(self, number: int) -> tuple[Any, ...]:
+        """The atom behind copies."""
+        item = self.atoms.atoms[number].item
+        while item[0] == "copy":
+            item = self.atoms.atoms[item[1]].item
+        return item
+
+    def learn(self, poly: Poly) -> None:
+        """An address with one candidate proves that the candidate is a pointer."""
+        base = self.atoms.base_of(poly)
+        if len(base) == 1:
+            item = self.item(next(iter(base)))
+            if item[0] == "param":
+                self.sole.add(self.atoms.number(item))
+
+    def _rank(self, number: int) -> int:
+        item = self.item(number)
+        if item[0] in ("frame", "symbol", "func"):
+            return 0
+        if item[0] == "param":
+            original = self.atoms.number(item)
+            if original in self.converted:
+                return 1
+            return 2 if item[1] in self.declared or original in self.sole else 3
+        return 3
+
+    def targets(self, poly: Poly) -> list[Target]:
+        """Every buffer the address may be in."""
+        base = self.atoms.base_of(poly)
+        if not base:
+            return [self._baseless(poly)]
+        best = min(self._rank(n) for n in base)
+        out: list[Target] = []
+        for number in sorted(base):
+            if self._rank(number) == best:
+                rest = {m: c for m, c in poly.items() if m != (number,)}
+                out += self._expand(number, rest)
+        return out
+
+    def _baseless(self, poly: Poly) -> Target:
+        if within(self.atoms.range(poly), -_NEAR_NULL, _NEAR_NULL):
+            return Target("null", "", None)
+        return Target("unknown", "an address of unknown origin", None)
+
+    def _expand(self, number: int, rest: Poly) -> list[Target]:
+        item = self.item(number)
+        kind = item[0]
+        if kind == "param":
+            return [Target("param", (item[1], item[2]), rest)]
+        if kind == "fields":
+            _, index, start, step, count = item
+            return [Target("param", (index, start + k * step), None) for k in range(count)]
+        if kind == "symbol":
+            return [Target("symbol", item[1], rest)]
+        if kind == "frame":
+            return [Target("frame", item[1:], rest)]
+        if kind == "loaded":
+            return [Target("indirect", self.table_names(item[3]), None)]
+        if kind == "func":
+            return [Target("unknown", "accesses code", None)]
+        return self._tainted(number)
+
+    def _tainted(self, number: int) -> list[Target]:
+        """An opaque value may be any base that went into it."""
+        out: list[Target] = []
+        for inner in sorted(self.atoms.atoms[number].taint - {number}):
+            item = self.item(inner)
+            if item[0] not in ("opaque", "op"):
+                out += [Target(t.kind, t.what, None) for t in self._expand(inner, {})]
+        return out or [Target("unknown", "an address of unknown origin", None)]
+
+    def table_names(self, table: frozenset[int]) -> tuple[Any, ...]:
+        """The bases a pointer was loaded through."""
+        names: set[Any] = set()
+        stack, seen = list(table), set(table)
+        while stack:
+            number = stack.pop()
+            if number < 0:
+                names.add(("unknown", ""))
+                continue
+            item = self.item(number)
+            if item[0] == "param":
+                names.add(("param", item[1], item[2]))
+            elif item[0] == "fields":
+                names.add(("param", item[1], item[2]))
+            elif item[0] == "symbol":
+                names.add(("symbol", item[1]))
+            elif item[0] == "frame":
+                names.add(("frame", *item[1:]))
+            else:
+                inner = item[3] if item[0] == "loaded" else self.atoms.atoms[number].taint
+                stack += [n for n in inner if n not in seen]
+                seen |= set(inner)
+        return tuple(sorted(names, key=repr))

@@ -1,0 +1,79 @@
+"""PTX types as NumPy sees them.
+
+A register is an array of unsigned integers, one element per lane, of the register's declared width (predicates:
+bool). An instruction reads it through its own type: `view` for types of the same width, the low bits for narrower
+ones. Writing widens by the instruction's type: signed types extend their sign, all others extend with zeros.
+bf16 and the packed pairs have no NumPy type; they are handled as bits and converted by `floats`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Type(NamedTuple):
+    """One PTX type."""
+
+    name: str
+    bits: int
+    kind: str  # u, s, f, b (bits), p (predicate)
+    dtype: np.dtype[Any]  # how an operand of this type is seen
+    raw: np.dtype[Any]  # the unsigned integer of the same width
+
+
+_RAW = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+_FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
+# Float formats without a NumPy type: seen as their bits.
+_AS_BITS = {"bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32, "e4m3x2": 16, "e5m2x2": 16, "f32x2": 64}
+
+
+def _make() -> dict[str, Type]:
+    table = {"pred": Type("pred", 1, "p", np.dtype(bool), np.dtype(bool))}
+    for bits in (8, 16, 32, 64):
+        raw = np.dtype(_RAW[bits])
+        table[f"u{bits}"] = Type(f"u{bits}", bits, "u", raw, raw)
+        table[f"b{bits}"] = Type(f"b{bits}", bits, "b", raw, raw)
+        table[f"s{bits}"] = Type(f"s{bits}", bits, "s", np.dtype(_SIGNED[bits]), raw)
+        if bits in _FLOAT:
+            table[f"f{bits}"] = Type(f"f{bits}", bits, "f", np.dtype(_FLOAT[bits]), raw)
+    for name, bits in _AS_BITS.items():
+        table[name] = Type(name, bits, "f", np.dtype(_RAW[bits]), np.dtype(_RAW[bits]))
+    return table
+
+
+TYPES = _make()
+U8, U16, U32, U64 = (TYPES[f"u{bits}"] for bits in (8, 16, 32, 64))
+S32, S64 = TYPES["s32"], TYPES["s64"]
+F16, F32, F64 = TYPES["f16"], TYPES["f32"], TYPES["f64"]
+PRED = TYPES["pred"]
+
+
+def types_of(mods: tuple[str, ...]) -> list[Type]:
+    """The types among an opcode's qualifiers, in order."""
+    return [TYPES[m] for m in mods if m in TYPES]
+
+
+def narrow(value: Array, wanted: Type) -> Array:
+    """A register's bits seen as a type: the low bits of a wider register, zero-extended from a narrower one."""
+    if wanted.bits == 1:
+        return value if value.dtype == bool else value != 0
+    if value.dtype.itemsize * 8 != wanted.bits:
+        value = value.astype(wanted.raw)
+    return value.view(wanted.dtype)
+
+
+def widen(value: Array, given: Type, raw: np.dtype[Any]) -> Array:
+    """A result as the bits of a register of type `raw`."""
+    if raw == bool:
+        return value if value.dtype == bool else value != 0
+    if value.dtype == bool:
+        return value.astype(raw)
+    if value.dtype.itemsize == raw.itemsize:
+        return value.view(raw)
+    if given.kind == "s":
+        return value.astype(f"i{raw.itemsize}").view(raw)
+    return value.view(f"u{value.dtype.itemsize}").astype(raw)

@@ -1,0 +1,355 @@
+"""The abstract domain: what a register may hold.
+
+A value is a tuple of alternatives; each alternative is a polynomial with integer coefficients over
+atoms. An address is then `base + offset`, where the base is an atom that may be a pointer and stands
+with coefficient 1, and everything else is offset. Scaled pointers, differences of pointers and
+indices loaded from memory are therefore never bases, and two bases in one register are two alternatives.
+
+    Poly      {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
+    Value     tuple of polynomials with different bases; () is "no value reaches here"
+
+    atom                                   meaning
+    ("param", index, offset, width)        bytes of a kernel parameter
+    ("fields", index, start, step, n)      one of n 8-byte fields of a parameter, which is unknown
+    ("special", name)                      %tid.x, %ctaid.y, ...
+    ("frame", space, name)                 address of a shared, local or param variable ("?" = any)
+    ("symbol", name)                       address of a module variable
+    ("loaded", key, width, table)          read from memory; `table` are the bases it was read through
+    ("counter", key)                       0, 1, 2, ... of a loop
+    ("op", name, bits, tag, args...)       a function of polynomials: and, shr, sext, any, ...
+    ("copy", atom, tag)                    the atom as another thread or an earlier iteration saw it
+    ("opaque", key, taint)                 anything; `taint` are bases that may be inside
+
+Arithmetic is exact in the ring of integers modulo 2**bits, so only widening (`sext`, `zext`) has to
+check for wrap-around; that check is made where the numbers are known (`extent.resolve`), or here when
+the ranges already exclude it. Levels: 0 the same for the launch, 1 per thread, 2 changing in time.
+"""
+
+from typing import Any, NamedTuple
+
+from tessera.analyze.ptx.ranges import FULL, Range, op_mask, op_range, special_range, within
+
+Poly = dict[tuple[int, ...], int]
+Value = tuple[Poly, ...]
+Key = Any  # a register name, or a tuple for one of several definitions, a phi or a cell
+Frozen = frozenset[tuple[tuple[int, ...], int]]
+
+BOTTOM: Value = ()
+ZERO: Poly = {}
+_FAR = 1 << 40
+_MAX_TERMS = 24
+_MAX_DEGREE = 4
+UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
+
+
+class Atom(NamedTuple):
+    """One entry of the atom table, with the facts derived once when it is made."""
+
+    item: tuple[Any, ...]
+    range: Range
+    mask: int  # bits that may be one; -1 when unknown
+    base: bool  # may be a pointer
+    level: int
+    taint: frozenset[int]
+
+
+def freeze(poly: Poly) -> Frozen:
+    """A hashable copy."""
+    return frozenset(poly.items())
+
+
+def const(value: int) -> Poly:
+    """A constant polynomial."""
+    return {(): value} if value else ZERO
+
+
+def constant_of(poly: Poly) -> int | None:
+    """The value of a constant polynomial, or None."""
+    if not poly:
+        return 0
+    return poly.get(()) if len(poly) == 1 else None
+
+
+def add(a: Poly, b: Poly) -> Poly:
+    """Sum of two polynomials."""
+    if not a:
+        return b
+    if not b:
+        return a
+    if len(a) < len(b):
+        a, b = b, a
+    out = dict(a)
+    for mono, coeff in b.items():
+        total = out.get(mono, 0) + coeff
+        if total:
+            out[mono] = total
+        else:
+            del out[mono]
+    return out
+
+
+def scale(a: Poly, by: int, bits: int = 64) -> Poly:
+    """The polynomial times a constant, coefficients folded to signed numbers of that width."""
+    if by == 1:
+        return a
+    half, full = 1 << (bits - 1), 1 << bits
+    out = {}
+    for mono, coeff in a.items():
+        product = ((coeff * by + half) % full) - half
+        if product:
+            out[mono] = product
+    return out
+
+
+def sub(a: Poly, b: Poly) -> Poly:
+    """Difference of two polynomials."""
+    return add(a, scale(b, -1))
+
+
+def wrap(a: Poly, bits: int) -> Poly:
+    """Coefficients folded to signed numbers of `bits` bits; the value modulo 2**bits is the same."""
+    half = 1 << (bits - 1)
+    for coeff in a.values():
+        if not -half <= coeff < half:
+            return scale(a, 1, bits) if bits == 64 else _fold(a, half)
+    return a
+
+
+def _fold(a: Poly, half: int) -> Poly:
+    folded = {m: ((c + half) % (2 * half)) - half for m, c in a.items()}
+    return {m: c for m, c in folded.items() if c}
+
+
+def multiply(a: Poly, b: Poly, bits: int) -> Poly | None:
+    """Product, or None when it would be too large to carry."""
+    known = constant_of(b)
+    if known is not None:
+        return scale(a, known, bits) if known else ZERO
+    known = constant_of(a)
+    if known is not None:
+        return scale(b, known, bits) if known else ZERO
+    if len(a) * len(b) > _MAX_TERMS:
+        return None
+    out: Poly = {}
+    for mono_a, coeff_a in a.items():
+        for mono_b, coeff_b in b.items():
+            mono = tuple(sorted(mono_a + mono_b))
+            if len(mono) > _MAX_DEGREE:
+                return None
+            out[mono] = out.get(mono, 0) + coeff_a * coeff_b
+    return wrap({m: c for m, c in out.items() if c}, bits)
+
+
+class Atoms:
+    """The atom table of one kernel; atoms are numbers that index it."""
+
+    def __init__(self, limits: dict[str, int]) -> None:
+        # Exclusive bounds from .reqntid / .maxntid, by special register: {"%tid.x": 128}.
+        self.limits = limits
+        self.atoms: list[Atom] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self.bases: set[int] = set()
+
+    def number(self, item: tuple[Any, ...]) -> int:
+        """The number of an atom, made when new."""
+        known = self._numbers.get(item)
+        return self._make(item) if known is None else known
+
+    def poly(self, item: tuple[Any, ...]) -> Poly:
+        """The polynomial that is this one atom."""
+        return {(self.number(item),): 1}
+
+    def value(self, item: tuple[Any, ...]) -> Value:
+        """The value that is this one atom."""
+        return ({(self.number(item),): 1},)
+
+    def _make(self, item: tuple[Any, ...]) -> int:
+        atom = getattr(self, "_make_" + item[0])(item)
+        number = self._numbers[item] = len(self.atoms)
+        if atom.base:
+            self.bases.add(number)
+            atom = atom._replace(taint=atom.taint | {number})
+        self.atoms.append(atom)
+        return number
+
+    def _make_param(self, item: tuple[Any, ...]) -> Atom:
+        width = item[3]
+        return Atom(item, FULL, -1, width >= 8, UNIFORM, frozenset())
+
+    def _make_fields(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, True, IN_TIME, frozenset())
+
+    def _make_special(self, item: tuple[Any, ...]) -> Atom:
+        name = item[1]
+        span, level = special_range(name, self.limits.get(name))
+        mask = -1 if span[1] is None else (1 << span[1].bit_length()) - 1
+        return Atom(item, span, mask, False, level, frozenset())
+
+    def _make_frame(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, True, UNIFORM, frozenset())
+
+    _make_symbol = _make_frame
+    _make_func = _make_frame
+
+    def _make_loaded(self, item: tuple[Any, ...]) -> Atom:
+        _, _, width, _, signed = item
+        span: Range = FULL
+        if 0 < width < 4:
+            half = 1 << (8 * width - 1)
+            span = (-half, half - 1) if signed else (0, 2 * half - 1)
+        mask = -1 if span[0] != 0 or span[1] is None else span[1]
+        return Atom(item, span, mask, width >= 8, IN_TIME, frozenset())
+
+    def _make_counter(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, (0, None), -1, False, IN_TIME, frozenset())
+
+    def _make_copy(self, item: tuple[Any, ...]) -> Atom:
+        inner = self.atoms[item[1]]
+        return Atom(item, inner.range, inner.mask, inner.base, IN_TIME, inner.taint)
+
+    def _make_opaque(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, bool(item[2]), IN_TIME, item[2])
+
+    def _make_op(self, item: tuple[Any, ...]) -> Atom:
+        _, name, bits, tag, *args = item
+        polys = [dict(a) if isinstance(a, frozenset) else const(a) for a in args]
+        span = op_range(name, bits, [self.range(p) for p in polys])
+        level = max((self.level(p) for p in polys), default=UNIFORM)
+        taint = frozenset[int]().union(*(self.taint(p) for p in polys))
+        mask = op_mask(name, bits, span, [self.mask(p) for p in polys])
+        # A phi or a selection keeps its base outside; what is left of a pointer in here is no base
+        # on its own unless the whole could be one.
+        base = bool(taint) and bits == 64 and not within(span, -_FAR, _FAR)
+        return Atom(item, span, mask, base, IN_TIME if tag is not None else level, taint)
+
+    def range(self, poly: Poly) -> Range:
+        """Static bounds of a polynomial, None where there is none."""
+        low: int | None = 0
+        high: int | None = 0
+        for mono, coeff in poly.items():
+            term_low, term_high = self._monomial_range(mono, coeff)
+            low = None if low is None or term_low is None else low + term_low
+            high = None if high is None or term_high is None else high + term_high
+        return low, high
+
+    def _monomial_range(self, mono: tuple[int, ...], coeff: int) -> Range:
+        low: int | None = 1
+        high: int | None = 1
+        for number in mono:
+            atom_low, atom_high = self.atoms[number].range
+            # Products are bounded only where both factors are non-negative; that is what occurs.
+            if atom_low is None or low is None or atom_low < 0:
+                if len(mono) > 1:
+                    return FULL
+                low, high = atom_low, atom_high
+                break
+            low *= atom_low
+            high = None if high is None or atom_high is None else high * atom_high
+        ends = (low if low is None else low * coeff, high if high is None else high * coeff)
+        return ends if coeff >= 0 else (ends[1], ends[0])
+
+    def mask(self, poly: Poly) -> int:
+        """Bits that may be one in a polynomial whose value is known to be non-negative, else -1."""
+        total = 0
+        for mono, coeff in poly.items():
+            bits = coeff
+            if mono:
+                if len(mono) > 1 or coeff <= 0 or coeff & (coeff - 1):
+                    return self._bound_mask(poly)
+                bits = self.atoms[mono[0]].mask
+                if bits < 0:
+                    return -1
+                bits *= coeff
+            if coeff < 0 or bits & total:
+                return self._bound_mask(poly)
+            total |= bits
+        return total
+
+    def _bound_mask(self, poly: Poly) -> int:
+        low, high = self.range(poly)
+        if low is None or high is None or low < 0:
+            return -1
+        zeros = min((coeff & -coeff) for coeff in poly.values()) if poly else 1
+        return ((1 << high.bit_length()) - 1) & -zeros
+
+    def level(self, poly: Poly) -> int:
+        """How variable the polynomial is; see the module docstring."""
+        atoms = self.atoms
+        return max((atoms[n].level for mono in poly for n in mono), default=UNIFORM)
+
+    def taint(self, poly: Poly) -> frozenset[int]:
+        """Every base that has a part in the polynomial."""
+        found: set[int] = set()
+        for mono in poly:
+            for number in mono:
+                found |= self.atoms[number].taint
+        return frozenset(found)
+
+    def base_of(self, poly: Poly) -> frozenset[int]:
+        """The atoms that may be the base: pointers with coefficient 1."""
+        bases = self.bases
+        return frozenset(m[0] for m, c in poly.items() if c == 1 and len(m) == 1 and m[0] in bases)
+
+    def split(self, poly: Poly) -> tuple[frozenset[int], Poly]:
+        """The base and the rest of a polynomial."""
+        base = self.base_of(poly)
+        if not base:
+            return base, poly
+        return base, {m: c for m, c in poly.items() if not (len(m) == 1 and c == 1 and m[0] in base)}
+
+    def opaque(self, key: Key, *values: Value) -> Value:
+        """Anything, tainted by the bases of the values it was made from."""
+        taint: set[int] = set()
+        for value in values:
+            for poly in value:
+                taint |= self.taint(poly)
+        return self.value(("opaque", key, frozenset(taint)))
+
+    def op(self, name: str, bits: int, *args: Poly | int) -> Poly:
+        """An atom that is a function of polynomials."""
+        frozen = tuple(a if isinstance(a, int) else freeze(a) for a in args)
+        return self.poly(("op", name, bits, None, *frozen))
+
+    def join(self, key: Key, value: Value) -> Value:
+        """One alternative per base: offsets of the same base become `any(...)`, tagged with the key."""
+        if len(value) < 2:
+            return value
+        groups: dict[frozenset[int], list[Poly]] = {}
+        for poly in value:
+            base, rest = self.split(poly)
+            offsets = groups.setdefault(base, [])
+            if rest not in offsets:
+                offsets.append(rest)
+        return tuple(self._whole(base, self.any(key, offsets)) for base, offsets in groups.items())
+
+    @staticmethod
+    def _whole(base: frozenset[int], rest: Poly) -> Poly:
+        return rest if not base else add({(n,): 1 for n in base}, rest)
+
+    def any(self, key: Key, offsets: list[Poly]) -> Poly:
+        """One of several polynomials."""
+        if len(offsets) == 1:
+            return offsets[0]
+        if len(offsets) > _MAX_TERMS or sum(map(len, offsets)) > 4 * _MAX_TERMS:
+            return self.opaque(key, tuple(offsets))[0]
+        frozen = sorted((freeze(o) for o in offsets), key=sorted)
+        return self.poly(("op", "any", 64, key, *frozen))
+
+    def others(self, poly: Poly, above: int, tag: Key) -> Poly:
+        """The polynomial as another thread (above UNIFORM) or iteration (above PER_THREAD) computed it."""
+        if self.level(poly) <= above:
+            return poly
+        out: Poly = {}
+        for mono, coeff in poly.items():
+            renamed = tuple(
+                self.number(("copy", self._original(n), tag)) if self.atoms[n].level > above else n
+                for n in mono
+            )
+            other = tuple(sorted(renamed))
+            out[other] = out.get(other, 0) + coeff
+        return {m: c for m, c in out.items() if c}
+
+    def _original(self, number: int) -> int:
+        """Copies of copies are kept one deep."""
+        item = self.atoms[number].item
+        return int(item[1]) if item[0] == "copy" else number

@@ -1,0 +1,227 @@
+"""tessera demo: the whole flow on a small model, on devices nobody has to own.
+
+A four-layer Llama-style model with random weights is captured, analyzed, priced for two GPUs, planned twice,
+run for real on one worker process a device, and compared bit for bit with the undivided model.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.panel import Panel
+
+from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.errors import TesseraError
+from tessera.ir import Clock, Objective, Plan, Step, Timeline, save
+
+if TYPE_CHECKING:
+    from tessera.cli.flow import Undivided, UnitRequest
+    from tessera.execute import RunResult
+
+MODEL = "tiny-llama"
+PROMPTS = (
+    "Unlike GPUs, working as one",
+    "A kernel is code; a launch is one run of it",
+    "Which card should run this?",
+    "Sound before fast",
+    "Transfers hide behind compute",
+    "No gain: use one GPU",
+)
+PROMPT_TOKENS = 48
+SIMULATED_REQUESTS = 24
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One plan, run for real."""
+
+    plan: Plan
+    results: "list[RunResult]"
+    measured: Timeline
+    tokens_equal: bool
+    logits_equal: bool
+    state_equal: bool
+
+    @property
+    def verified(self) -> bool:
+        """True iff nothing differs from the undivided run."""
+        return self.tokens_equal and self.logits_equal and self.state_equal
+
+
+def demo(
+    devices: Annotated[str, typer.Option(help="Two or more devices.")] = "emu:a100,emu:l40s",
+    link: Annotated[str, typer.Option(help="What joins them.")] = "pcie4",
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 24,
+    slots: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
+        "tessera-demo"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Capture, plan and run a small model on two unlike devices, and check every bit."""
+    if tokens < 1:
+        raise TesseraError(f"{tokens} tokens are none", "Generate at least one.", "--tokens")
+    started = time.perf_counter()
+    with progress("importing torch", 6 + 3 * len(PROMPTS)) as advance:
+        policies = _run(devices, link, tokens, slots, output, advance)
+    files = _write(policies, output)
+    found = _document(policies, files, round(time.perf_counter() - started, 1))
+    print_json(found) if as_json else _show(policies, files, found)
+    if not found["verified"]:
+        raise TesseraError("the divided run differs from the undivided one", "Please report this.")
+
+
+def _run(
+    devices: str, link: str, tokens: int, slots: int, output: Path, advance: Callable[[str], None]
+) -> list[Policy]:
+    from tessera.capture import build, record
+    from tessera.capture.text import prompt_inputs
+    from tessera.cli.flow import UnitRequest, make_plan, make_unit, price, run_undivided
+    from tessera.profile import make_cluster, parse_devices
+
+    cluster = make_cluster(parse_devices(devices), link)
+    output.mkdir(parents=True, exist_ok=True)
+    steps = (
+        Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
+        Step(MODEL, "decode", 1, PROMPT_TOKENS + tokens),
+    )
+    advance("capturing prefill and decode")
+    workloads = [build(step) for step in steps]
+    traces = [record(workload) for workload in workloads]
+    for trace in traces:
+        save(trace, output / f"{trace.step.kind}.trace")
+    advance("finding dependencies")
+    unit = make_unit(traces)
+    advance(f"pricing every launch on {devices}")
+    costs = price(unit, cluster)
+    plans = []
+    for objective in Objective:
+        advance(f"planning for {objective.value}")
+        plans.append(make_plan(unit, costs, cluster, objective, slots))
+        save(plans[-1], output / f"{objective.value}.plan")
+    requests = [
+        UnitRequest(workloads, prompt_inputs([prompt], PROMPT_TOKENS), seed)
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    reference = []
+    for request in requests:
+        reference.append(run_undivided(unit, request))
+        advance("generating undivided, for comparison")
+    return [_run_policy(plan, requests, reference, advance) for plan in plans]
+
+
+def _run_policy(
+    plan: Plan,
+    requests: "list[UnitRequest]",
+    reference: "list[Undivided]",
+    advance: Callable[[str], None],
+) -> Policy:
+    from tessera.cli.flow import same_bits
+    from tessera.execute import Engine
+
+    with Engine(plan, requests[0].workloads[0].weights()) as engine:
+        what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"
+        results = engine.run(requests, lambda number: advance(what))
+        measured = engine.timeline()
+    pairs = list(zip(reference, results, strict=True))
+
+    def equal(name: str) -> bool:
+        return all(
+            same_bits(a[name], b[name])
+            for one, other in pairs
+            for a, b in zip(one.outputs, other.outputs, strict=True)
+        )
+
+    state = all(same_bits(t, other.state[name]) for one, other in pairs for name, t in one.state.items())
+    return Policy(plan, results, measured, equal("next_tokens"), equal("logits"), state)
+
+
+def _write(policies: list[Policy], output: Path) -> dict[str, str]:
+    from tessera.report import write_page, write_perfetto
+    from tessera.simulate import simulate
+
+    first = policies[0]
+    simulated = simulate(first.plan, SIMULATED_REQUESTS)
+    assert simulated.clock is Clock.SIMULATED
+    files = {
+        "perfetto": output / "timeline.perfetto.json",
+        "perfetto_measured": output / "measured.perfetto.json",
+        "page": output / "timeline.html",
+        "plan": output / f"{first.plan.objective.value}.plan",
+    }
+    write_perfetto(simulated, files["perfetto"])
+    write_perfetto(first.measured, files["perfetto_measured"])
+    write_page(first.plan, simulated, files["page"])
+    return {name: str(path) for name, path in files.items()}
+
+
+def _document(policies: list[Policy], files: dict[str, str], seconds: float) -> dict[str, Any]:
+    from tessera.cli.plan import document
+    from tessera.cli.run import overlap, per_device
+
+    plan = policies[0].plan
+    return {
+        "verified": all(p.verified for p in policies),
+        "tokens_equal": all(p.tokens_equal for p in policies),
+        "logits_equal": all(p.logits_equal for p in policies),
+        "state_equal": all(p.state_equal for p in policies),
+        "model": MODEL,
+        "devices": list(plan.cluster.names),
+        "requests": len(PROMPTS),
+        "throughput": {
+            "unit": "requests/s",
+            "source": "modelled",
+            "plan": plan.simulated_per_s,
+            "bound": plan.bound_per_s,
+            **{b.name: b.throughput_per_s for b in plan.baselines},
+        },
+        "plans": {p.plan.policy: document(p.plan) for p in policies},
+        "measured": {
+            p.plan.policy: {"overlap": overlap(p.measured), "per_device": per_device(p.plan, p.measured)}
+            for p in policies
+        },
+        "files": files,
+        "seconds": seconds,
+    }
+
+
+def _show(policies: list[Policy], files: dict[str, str], found: dict[str, Any]) -> None:
+    from tessera.plan import explain
+    from tessera.report import comparison_table, devices_table, layer_picture, where_time_goes
+
+    out = console()
+    plan = policies[0].plan
+    decode = len(plan.unit.graphs) - 1
+    lane = max(range(len(plan.lanes)), key=lambda i: plan.lanes[i].rate_per_s)
+    out.print(layer_picture(plan, lane, decode))
+    out.print(devices_table(plan))
+    out.print(comparison_table(plan))
+    out.print(where_time_goes(plan))
+    out.print(explain(plan).verdict, markup=False)
+    out.print(_generated(policies[0]))
+    for policy in policies:
+        word = "equal bit for bit" if policy.verified else "DIFFERENT"
+        runs = sum(len(r.outputs) for r in policy.results)
+        out.print(
+            f"{policy.plan.policy} policy: {len(policy.results)} requests, {runs} steps on "
+            f"{len(plan.cluster.devices)} worker processes; tokens, logits and state {word}"
+        )
+    for name, path in files.items():
+        out.print(f"{name}: {path}", markup=False)
+    out.print(f"done in {found['seconds']} s", markup=False)
+
+
+def _generated(policy: Policy) -> Panel:
+    """What the requests produced; the weights are random, so it is noise, but the same noise everywhere."""
+    from tessera.capture.text import decode
+
+    lines = []
+    for prompt, result in zip(PROMPTS, policy.results, strict=True):
+        text = decode([int(step["next_tokens"][0]) for step in result.outputs])
+        lines.append(f"lane {result.lane}  {prompt!r} -> {ascii(text)[:60]}")
+    title = "Generated (random weights: noise, but the same noise on every placement)"
+    return Panel(Group(*(line.replace("[", r"\[") for line in lines)), title=title)

@@ -1,0 +1,185 @@
+"""Explain: what a plan does and why, as records for others to show.
+
+Figures are per average request and follow from the plan's own costs. The error of the plan's costs is
+what their stated errors leave when errors are shared by all launches of a kernel and independent between
+kernels: the root of the summed squares of (share of the work x relative error). A gain below it is not
+called a gain.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from tessera import ir
+from tessera.plan.latency import Clock, bound_us
+from tessera.plan.problem import Column, Mix, Problem, build
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How busy one device or link is at the plan's rate by busy time."""
+
+    # Device name, or "src -> dst".
+    name: str
+    is_link: bool
+    # Busy microseconds per request, and the fraction of the time that is.
+    busy_us: float
+    utilisation: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """One kernel in one kind of module: what it costs where, and where it runs."""
+
+    kernel: str
+    # Module path with numbers as "*": "model.layers.*.mlp".
+    scope: str
+    # Runs per request.
+    num_runs: int
+    # Per device: microseconds per request if all of it ran there, and the share that does.
+    us: tuple[float, ...]
+    share: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The plan against one coarse policy; above one is better. None where the policy does not apply."""
+
+    name: str
+    throughput: float | None
+    latency: float | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All there is to say about a plan."""
+
+    devices: tuple[Usage, ...]
+    links: tuple[Usage, ...]
+    bottleneck: str
+    kernels: tuple[KernelUse, ...]
+    gains: tuple[Gain, ...]
+    # Transfers and bytes per average request.
+    num_transfers: float
+    transfer_bytes: float
+    # Relative error to expect of the plan's figures.
+    error: float
+    # No placement serves one request alone faster than this.
+    latency_bound_us: float
+    is_gain: bool
+    verdict: str
+
+
+def explain(plan: ir.Plan) -> Explanation:
+    """Reads a plan back into words and figures."""
+    problem = build(plan.unit, plan.costs, plan.cluster)
+    mix = _mix(problem, plan)
+    devices, links = _usages(problem, mix, plan)
+    busiest = max((*devices, *links), key=lambda u: u.utilisation)
+    gains = tuple(_gain(plan, b) for b in plan.baselines)
+    error = _error(plan, mix)
+    is_gain, verdict = _verdict(plan, gains, busiest, error)
+    return Explanation(
+        devices=devices,
+        links=links,
+        bottleneck=busiest.name,
+        kernels=_kernels(plan, mix, problem),
+        gains=gains,
+        num_transfers=mix.num_messages,
+        transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
+        error=error,
+        latency_bound_us=bound_us(problem, Clock(problem)),
+        is_gain=is_gain,
+        verdict=verdict,
+    )
+
+
+def _mix(problem: Problem, plan: ir.Plan) -> Mix:
+    total = sum(lane.rate_per_s for lane in plan.lanes)
+    columns = tuple(problem.column(problem.labels(lane.placement)) for lane in plan.lanes)
+    return Mix(columns, tuple(lane.rate_per_s / total for lane in plan.lanes))
+
+
+def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
+    num, names = problem.num_devices, problem.cluster.names
+    per_us = plan.throughput_per_s / 1e6
+    busy = mix.busy_us.tolist()
+    devices = tuple(Usage(names[d], False, busy[d], busy[d] * per_us) for d in range(num))
+    links = tuple(
+        Usage(f"{names[a]} -> {names[b]}", True, us, us * per_us)
+        for a in range(num)
+        for b in range(num)
+        if a != b
+        for us in (busy[num + a * num + b],)
+    )
+    return devices, links
+
+
+def _bytes(problem: Problem, column: Column) -> float:
+    value, _, _ = problem.crossings(column.labels)
+    return float((problem.values.num_bytes * problem.values.runs)[value].sum())
+
+
+def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
+    """Heaviest first."""
+    num = problem.num_devices
+    runs: dict[tuple[str, str], int] = {}
+    tables: dict[tuple[str, str], np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
+    shares = np.array(mix.shares)
+    for step, (graph, count) in enumerate(zip(plan.unit.graphs, plan.unit.counts, strict=True)):
+        placed = np.array([c.labels[problem.node_of[step]] for c in mix.columns])
+        for index, launch in enumerate(graph.trace.launches):
+            key = (graph.trace.kernel_of(index).name, re.sub(r"\b\d+\b", "*", launch.scope))
+            runs[key] = runs.get(key, 0) + count
+            table = tables.setdefault(key, np.zeros((2, num)))
+            table[0] += count * problem.cost_us[step][index]
+            table[1] += count * np.bincount(placed[:, index], weights=shares, minlength=num)
+    found = [
+        KernelUse(key[0], key[1], runs[key], tuple(us.tolist()), tuple((on / runs[key]).tolist()))
+        for key, (us, on) in tables.items()
+    ]
+    return tuple(sorted(found, key=lambda k: (-max(k.us), k.scope, k.kernel)))
+
+
+def _gain(plan: ir.Plan, baseline: ir.Baseline) -> Gain:
+    rate, latency = baseline.throughput_per_s, baseline.latency_us
+    return Gain(
+        baseline.name,
+        plan.simulated_per_s / rate if rate else None,
+        latency / plan.latency_us if latency and plan.latency_us else None,
+    )
+
+
+def _error(plan: ir.Plan, mix: Mix) -> float:
+    """Shared within a kernel, independent between kernels; weighed by the time the plan spends on each."""
+    spread: dict[str, float] = {}
+    total = 0.0
+    placements = [lane.placement.devices for lane in plan.lanes]
+    for step, (graph, count) in enumerate(zip(plan.unit.graphs, plan.unit.counts, strict=True)):
+        for index, row in enumerate(plan.costs[step].costs):
+            name = graph.trace.kernel_of(index).name
+            for share, devices in zip(mix.shares, placements, strict=True):
+                cost = row[devices[step][index]]
+                us = share * count * cost.us
+                total += us
+                spread[name] = spread.get(name, 0.0) + us * cost.rel_error
+    return float(np.sqrt(sum(x * x for x in spread.values())) / total) if total else 0.0
+
+
+def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: float) -> tuple[bool, str]:
+    by_latency = plan.objective is ir.Objective.LATENCY
+    ratios = [(g.latency if by_latency else g.throughput, g.name) for g in gains]
+    known = [(ratio, name) for ratio, name in ratios if ratio is not None]
+    where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
+    if not known:
+        return True, f"No coarser policy applies; {where}."
+    ratio, name = min(known)
+    what = "as fast for one request as" if by_latency else "the throughput of"
+    if ratio - 1.0 <= error:
+        reason = f"within the costs' own error of {error:.1%}" if error else "and the costs state no error"
+        return False, f"No gain: use {name}. The plan has {ratio:.3f}x {what} it, {reason}; {where}."
+    return True, (
+        f"{ratio:.2f}x {what} the best coarser policy, {name}, "
+        f"which is more than the costs' own error of {error:.1%}; {where}."
+    )

@@ -1,0 +1,113 @@
+"""Cheapest placements at given prices."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, random_case
+
+from tessera.plan.cut import network
+from tessera.plan.pricing import Bill, Pricer, Prices
+from tessera.plan.problem import Problem, build
+
+
+def random_prices(seed: int, num: int) -> Prices:
+    """Any prices."""
+    rng = np.random.default_rng(seed)
+    return Prices(rng.uniform(0, 1, num), rng.uniform(0, 1, (num, num)), float(rng.uniform(0, 0.3)))
+
+
+def bill_of(problem: Problem, prices: Prices) -> Bill:
+    """The same prices, multiplied out."""
+    own = (prices.device + prices.path) * problem.load_us
+    return Bill(own, prices.link * problem.wire_us + prices.path * problem.transfer_us, prices.memory)
+
+
+def brute(problem: Problem, bill: Bill) -> float:
+    """The cheapest of all placements."""
+    every = product(range(problem.num_devices), repeat=problem.num_nodes)
+    return min(bill.cost(problem, np.array(labels)) for labels in every)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_devices_are_priced_exactly(seed: int) -> None:
+    """On two devices the cut's placement costs what the best of all placements costs, and proves it."""
+    problem = build(*random_case(seed, num=5))
+    prices = random_prices(seed, 2)
+    bill = bill_of(problem, prices)
+    best = brute(problem, bill)
+
+    priced = Pricer(problem).cheapest(prices)
+
+    assert best == pytest.approx(bill.cost(problem, priced.labels), rel=1e-6)
+    assert best * (1 - 1e-6) <= priced.bound <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_resident_weights_are_priced_exactly(seed: int) -> None:
+    """A weight that several launches read is charged once per device that holds it."""
+    rng = np.random.default_rng(seed)
+    readers = {f"w{n}": (tuple(range(n, n + 3)), int(rng.integers(1, 100))) for n in range(4)}
+    unit = make_unit(Draft(6, chain(6, 1000).flows, weights=readers))
+    cluster = make_cluster()
+    problem = build(unit, make_costs(unit, cluster, rng.uniform(1, 9, (1, 6, 2)).tolist()), cluster)
+    prices = Prices(np.ones(2), np.ones((2, 2)), 0.0, rng.uniform(0, 0.2, 2))
+    bill = bill_of(problem, prices)
+
+    found = Pricer(problem).cheapest(prices).labels
+
+    assert brute(problem, bill) == pytest.approx(bill.cost(problem, found), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chain_on_three_devices_is_priced_exactly(seed: int) -> None:
+    """Where values form a forest, any number of devices is exact."""
+    rng = np.random.default_rng(seed)
+    unit, cluster = make_unit(chain(6, 40_000)), make_cluster(3)
+    problem = build(unit, make_costs(unit, cluster, rng.uniform(1, 9, (1, 6, 3)).tolist()), cluster)
+    prices = random_prices(seed, 3)
+    bill = bill_of(problem, prices)
+
+    priced = Pricer(problem).cheapest(prices)
+
+    assert brute(problem, bill) == pytest.approx(bill.cost(problem, priced.labels))
+    assert brute(problem, bill) == pytest.approx(priced.bound)
+
+
+def test_swaps_come_close_on_three_devices() -> None:
+    """On small random graphs swap moves end within 5 % of the best on average, never below the bound."""
+    ratios = []
+    for seed in range(12):
+        problem = build(*random_case(seed, num=4, devices=3))
+        prices = random_prices(seed, 3)
+        bill = bill_of(problem, prices)
+        priced = Pricer(problem).cheapest(prices)
+        best = brute(problem, bill)
+        ratios.append(bill.cost(problem, priced.labels) / best)
+        assert priced.bound <= best * (1 + 1e-9)
+
+    assert float(np.mean(ratios)) < 1.05
+    assert min(ratios) > 1 - 1e-9
+
+
+def test_chain_is_cut_at_its_cheapest_edge() -> None:
+    """Given one end that belongs here and one that belongs there, the smallest value is cut."""
+    sizes = [4 << 20, 4 << 10, 4 << 20]
+    unit, cluster = make_unit(chain(4, sizes)), make_cluster()
+    us = [[[10.0, 900.0], [50.0, 50.0], [50.0, 50.0], [900.0, 10.0]]]
+    problem = build(unit, make_costs(unit, cluster, us), cluster)
+
+    found = Pricer(problem).cheapest(Prices(np.ones(2), np.ones((2, 2)))).labels
+
+    assert [0, 0, 1, 1] == found.tolist()
+
+
+def test_capacity_far_above_the_flow_is_never_cut() -> None:
+    """An item that one side costs a million times more than the other stays off that side."""
+    own = np.array([[1.0, 1e6], [1e-3, 2e-3]])
+    shape = network(2, np.array([0]), np.array([0]), np.array([1]))
+
+    side, bound = shape.solve(own, np.array([1e-4]), np.array([1e-4]))
+
+    assert [0, 0] == side.tolist()
+    assert 1.001 == pytest.approx(bound)

@@ -1,0 +1,182 @@
+"""Work is counted from a launch's own shapes and accesses."""
+
+import pytest
+
+from tessera.ir import Kernel, Origin, Trace, View
+from tessera.profile import OpClass, Work, class_of, works
+from tessera.profile.counts import is_zero_size
+from unit.profile.profile_factories import TraceMaker, attention_trace, gemm_trace, unary_trace
+
+
+def only(trace: Trace) -> Work:
+    """The work of the single launch of a trace."""
+    (work,) = works(trace)
+    return work
+
+
+def test_mm_counts_two_operations_a_product_and_each_matrix_once() -> None:
+    """An m x n x k product is 2mnk operations over its three matrices."""
+    work = only(gemm_trace(8, 16, 32))
+
+    assert Work(OpClass.GEMM, "bfloat16", 2.0 * 8 * 16 * 32, 2 * (8 * 32 + 32 * 16 + 8 * 16)) == work
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "out", "flops"),
+    [
+        ("aten.addmm.default", [(16,), (8, 32), (32, 16)], (8, 16), 2 * 8 * 16 * 32),
+        ("aten.bmm.default", [(4, 8, 32), (4, 32, 16)], (4, 8, 16), 2 * 4 * 8 * 16 * 32),
+        ("aten.baddbmm.default", [(4, 8, 16), (4, 8, 32), (4, 32, 16)], (4, 8, 16), 2 * 4 * 8 * 16 * 32),
+        ("aten.linear.default", [(2, 8, 32), (16, 32)], (2, 8, 16), 2 * 2 * 8 * 16 * 32),
+        ("aten.matmul.default", [(2, 8, 32), (32, 16)], (2, 8, 16), 2 * 2 * 8 * 16 * 32),
+        ("aten._grouped_mm.default", [(8, 32), (4, 32, 16)], (8, 16), 2 * 8 * 16 * 32),
+    ],
+)
+def test_every_gemm_form_is_counted(
+    name: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], flops: int
+) -> None:
+    """Each overload of a matrix product counts the same operations for the same product."""
+    make = TraceMaker()
+    make.launch(name, tuple(make.tensor(s) for s in shapes), make.tensor(out))
+
+    assert (OpClass.GEMM, flops) == (only(make.done()).op, only(make.done()).flops)
+
+
+def test_experts_that_no_row_reaches_are_not_read() -> None:
+    """Two rows can visit two of eight experts at most."""
+    make = TraceMaker()
+    rows, experts, out = make.tensor((2, 32)), make.tensor((8, 32, 16)), make.tensor((2, 16))
+    make.launch("aten._grouped_mm.default", (rows, experts), out)
+
+    assert 2 * (2 * 32 + 2 * 32 * 16 + 2 * 16) == only(make.done()).num_bytes
+
+
+def test_attention_of_one_query_is_decode() -> None:
+    """A single query over a cache streams it; many queries compute."""
+    ops = [only(attention_trace(1, 8, queries, 256)).op for queries in (1, 256)]
+
+    assert [OpClass.DECODE, OpClass.PREFILL] == ops
+
+
+def test_causal_attention_counts_half_the_square() -> None:
+    """With a causal mask, query i meets i + 1 keys."""
+    full, causal = (only(attention_trace(1, 1, 64, 64, flag)).flops for flag in (False, True))
+
+    assert (4 * 128 * 64 * 64, 4 * 128 * (64 * 65 / 2)) == (full, causal)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_attention_math.default",
+        "aten.scaled_dot_product_attention.default",
+    ],
+)
+def test_every_attention_overload_is_known(name: str) -> None:
+    """All forms of scaled dot-product attention are counted alike."""
+    make = TraceMaker()
+    q, k, v, out = (make.tensor((2, 4, n, 128)) for n in (1, 64, 64, 1))
+    make.launch(name, (q, k, v), out)
+
+    assert Work(OpClass.DECODE, "bfloat16", 4.0 * 2 * 4 * 64 * 128, 2 * 128 * 2 * 4 * 130) == only(
+        make.done()
+    )
+
+
+def test_embedding_reads_the_rows_it_takes() -> None:
+    """The table's access is the whole table, but only the chosen rows move."""
+    make = TraceMaker()
+    table, index, out = make.tensor((128_000, 64)), make.tensor((4,), "int64"), make.tensor((4, 64))
+    make.launch("aten.embedding.default", (table, index), out)
+
+    assert (OpClass.GATHER, 2 * (4 * 64 * 2) + 4 * 8) == (only(make.done()).op, only(make.done()).num_bytes)
+
+
+def test_scatter_in_place_moves_the_new_rows_only() -> None:
+    """Writing one row into a cache does not touch the rest of it; out of place it copies it all."""
+    sizes = []
+    for name in ("aten.index_copy_.default", "aten.index_copy.default"):
+        make = TraceMaker()
+        cache, index, row = make.tensor((512, 64)), make.tensor((1,), "int64"), make.tensor((1, 64))
+        make.launch(name, (cache, 0, index, row), make.tensor((512, 64)))
+        sizes.append(only(make.done()).num_bytes)
+
+    assert [2 * (8 + 128), 2 * (8 + 128) + 2 * 512 * 64 * 2] == sizes
+
+
+def test_a_tensor_read_twice_counts_once() -> None:
+    """x + x reads x once."""
+    make = TraceMaker()
+    x = make.tensor((1024,), "float32")
+    make.launch("aten.add.Tensor", (x, x), make.tensor((1024,), "float32"))
+
+    assert 2 * 4096 == only(make.done()).num_bytes
+
+
+def test_a_broadcast_tensor_counts_its_own_bytes() -> None:
+    """A stride of zero reads the same bytes again, not more of them."""
+    make = TraceMaker()
+    bias, out = make.tensor((16,), "float32"), make.tensor((64, 16), "float32")
+    spread = View(bias.buffer, "float32", (64, 16), (0, 1))
+    make.launch("aten.clone.default", (spread,), out)
+
+    assert 64 + 64 * 64 == only(make.done()).num_bytes
+
+
+def test_convolution_counts_one_filter_an_output() -> None:
+    """Each output element is a dot product with one filter."""
+    make = TraceMaker()
+    x, w, y = make.tensor((1, 8, 10, 10)), make.tensor((4, 8, 3, 3)), make.tensor((1, 4, 8, 8))
+    make.launch("aten.convolution.default", (x, w), y)
+
+    assert (OpClass.CONV, 2.0 * 4 * 64 * 72) == (only(make.done()).op, only(make.done()).flops)
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("aten.add_.Tensor", OpClass.ELEMENTWISE),
+        ("aten.__and__.Tensor", OpClass.ELEMENTWISE),
+        ("aten.native_layer_norm.default", OpClass.NORM),
+        ("aten._softmax.default", OpClass.SOFTMAX),
+        ("aten.mean.dim", OpClass.REDUCTION),
+        ("aten.argmax.default", OpClass.SAMPLING),
+        ("aten.cumsum.default", OpClass.SCAN),
+        ("aten.cat.default", OpClass.COPY),
+        ("aten.index_put_.default", OpClass.SCATTER),
+        ("aten.empty.memory_format", OpClass.ALLOCATION),
+        ("aten.never_heard_of.default", OpClass.OTHER),
+    ],
+)
+def test_class_by_name(name: str, op: OpClass) -> None:
+    """Overload and in-place mark do not change a class; an unknown operator is `other`."""
+    assert op is class_of(Kernel(name, Origin.ATEN))
+
+
+def test_inductor_kernels_are_classed_by_their_prefix() -> None:
+    """Generated kernels say what they fuse."""
+    names = ("triton_poi_fused_add_0", "triton_red_fused_mean_1", "my_kernel")
+
+    assert [OpClass.ELEMENTWISE, OpClass.REDUCTION, OpClass.OTHER] == [
+        class_of(Kernel(name, Origin.TRITON)) for name in names
+    ]
+
+
+def test_a_launch_without_accesses_is_counted_from_its_tensors() -> None:
+    """Where accesses are absent, arguments are read once and results written once."""
+    trace = unary_trace("aten.relu.default", 256)
+    launch = trace.launches[0]
+    bare = type(launch)(launch.kernel, launch.args, (), launch.outputs, ())
+    trace = Trace(trace.step, trace.kernels, trace.buffers, (bare,), ())
+
+    assert 2 * 1024 == only(trace).num_bytes
+
+
+def test_zero_size_means_every_result_is_empty() -> None:
+    """A launch with only empty results is zero-size."""
+    empty, full = unary_trace("aten.relu.default", 0), unary_trace("aten.relu.default", 1)
+
+    assert (True, False) == (is_zero_size(empty.launches[0]), is_zero_size(full.launches[0]))

@@ -1,0 +1,102 @@
+"""Words to devices, and devices to a cluster."""
+
+import pytest
+
+from tessera.errors import TesseraError, UnknownName
+from tessera.ir import DeviceKind, verify
+from tessera.profile import LINKS, gpu, known_gpus, make_cluster, parse_devices
+from unit.profile.profile_factories import emulated
+
+
+def test_devices_keep_their_order_and_figures() -> None:
+    """Each word becomes a device with its GPU's memory and rent."""
+    first, second = parse_devices("emu:a100, emu:l40s")
+
+    assert ("emu:a100", DeviceKind.EMU, "a100") == (first.name, first.kind, first.gpu)
+    assert (gpu("l40s").memory_bytes, 0.99) == (second.memory_bytes, second.usd_per_hour)
+
+
+def test_the_second_of_a_kind_is_numbered() -> None:
+    """Names stay unique."""
+    names = [d.name for d in parse_devices("emu:a100,emu:l40s,emu:a100,emu:a100")]
+
+    assert ["emu:a100", "emu:l40s", "emu:a100#1", "emu:a100#2"] == names
+
+
+def test_an_unknown_gpu_answers_with_the_known_ones() -> None:
+    """A wrong GPU lists the right ones."""
+    with pytest.raises(UnknownName, match=r"unknown GPU 'a101'; known: a100, .*v100"):
+        parse_devices("emu:a101")
+
+
+def test_an_unknown_kind_answers_with_the_known_ones() -> None:
+    """A wrong kind lists the right ones."""
+    with pytest.raises(UnknownName, match="unknown kind of device 'tpu'; known: cpu, cuda, emu"):
+        parse_devices("tpu:0")
+
+
+@pytest.mark.parametrize("text", ["cpu", "cuda:0"])
+def test_devices_that_need_measuring_are_refused(text: str) -> None:
+    """Only emulated GPUs can be priced, and the message says so and lists them."""
+    with pytest.raises(TesseraError, match=r"only emu:GPU can at present.*a100, .*rtx-pro-6000"):
+        parse_devices(text)
+
+
+@pytest.mark.parametrize("text", ["", " ", "emu:a100,", ",", "emu", "emu:"])
+def test_malformed_text_gets_one_clear_error(text: str) -> None:
+    """Nothing, a stray comma, a missing GPU: one line with a remedy."""
+    with pytest.raises(TesseraError, match=r"--devices: .*emu:"):
+        parse_devices(text)
+
+
+def test_every_two_devices_are_joined_both_ways() -> None:
+    """Three devices have six links."""
+    cluster = make_cluster(emulated("a100", "l40s", "h100"), "pcie4")
+
+    verify(cluster)
+    assert 6 == len(cluster.links)
+
+
+def test_an_unknown_link_answers_with_the_known_ones() -> None:
+    """A wrong link lists the right ones."""
+    with pytest.raises(UnknownName, match="unknown link 'pcie9'; known: ib100, ib200, ib400, nvlink, pcie4"):
+        make_cluster(emulated("a100"), "pcie9")
+
+
+def test_every_link_says_where_its_figures_come_from() -> None:
+    """No link without a source, none faster than its line rate."""
+    ceiling = {"pcie4": 31.5, "pcie5": 63.0, "nvlink": 900.0, "ib100": 12.5, "ib200": 25.0, "ib400": 50.0}
+
+    assert ceiling.keys() == LINKS.keys()
+    assert all(x.source and x.latency_us > 0 and x.gbps < ceiling[name] for name, x in LINKS.items())
+
+
+def test_all_gpus_are_known_with_their_sources() -> None:
+    """Twenty-three GPUs, each with figures that make sense and words on where they come from."""
+    gpus = known_gpus()
+
+    assert 23 == len({g.name for g in gpus}) == len(gpus)
+    assert all(g.memory_bytes > 1e9 and g.memory_gbps > 100 and g.fp32_tflops > 1 for g in gpus)
+    assert all(g.spec_source and g.price_source and g.effective_source for g in gpus)
+
+
+def test_sustained_rates_are_below_the_data_sheet() -> None:
+    """No measured rate exceeds its peak."""
+    for g in known_gpus():
+        if g.effective:
+            assert g.effective.gemm_tflops < (g.bf16_tflops or 0)
+            assert max(g.effective.decode_gbps, g.effective.weights_gbps) < g.memory_gbps
+
+
+def test_default_price_is_runpods_where_it_quotes_one() -> None:
+    """RunPod first, then Lambda, AWS, GCP; None where nobody rents it."""
+    quoted = [(gpu(n).price_provider, gpu(n).usd_per_hour) for n in ("a100", "gh200", "a10g", "h20")]
+
+    assert [("RunPod", 1.59), ("Lambda", 2.29), ("AWS", 1.006), ("", None)] == quoted
+
+
+def test_no_source_names_a_place_on_somebodys_disk() -> None:
+    """Sources are public data sets, not paths."""
+    words = " ".join(f"{g.spec_source} {g.effective_source} {g.price_source} {g.note}" for g in known_gpus())
+
+    assert not any(part in words for part in ("/work", "/home", "shared/", ".parquet"))

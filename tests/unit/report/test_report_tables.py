@@ -1,0 +1,131 @@
+"""Tables for the terminal."""
+
+import pytest
+from report_factory import make_cluster, make_graph, make_plan, make_timeline
+from rich.console import Console, RenderableType
+
+from tessera.ir import Clock, Kernel, Objective, Origin, verify
+from tessera.report import comparison_table, devices_table, graph_table, where_time_goes
+from tessera.report.kernels import kernel_class
+
+
+def text_of(shown: RenderableType) -> str:
+    """What a plain, wide terminal shows."""
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def line_of(shown: RenderableType, word: str) -> str:
+    """The first line with a word."""
+    return next(line for line in text_of(shown).splitlines() if word in line)
+
+
+def test_the_factory_keeps_the_rules() -> None:
+    """The records these tests are made of are valid."""
+    verify(make_plan())
+    verify(make_timeline(make_plan()))
+
+
+def test_devices_table_shows_utilisation_of_the_run() -> None:
+    """Utilisation is busy time over the length of the run, and the title says whose clock it is."""
+    plan = make_plan()
+    timeline = make_timeline(plan, clock=Clock.MEASURED)
+    expected = f"{100 * timeline.busy_us()['emu:a100'] / timeline.makespan_us:.0f} %"
+
+    assert expected in line_of(devices_table(plan, timeline), "emu:a100")
+    assert "measured" in text_of(devices_table(plan, timeline))
+
+
+def test_devices_table_without_a_run_is_modelled() -> None:
+    """Without a timeline the rates and costs of the plan say how busy a device is."""
+    table = devices_table(make_plan())
+
+    assert "modelled" in text_of(table)
+    assert "100 %" in line_of(table, "emu:l40s")
+
+
+def test_devices_table_counts_launches_and_weights() -> None:
+    """Launches are those of an average work unit; a weight that two steps or lanes read counts once."""
+    assert "912 (42 %)" in line_of(devices_table(make_plan()), "emu:l40s")
+    assert "38.0 MB" in line_of(devices_table(make_plan()), "emu:l40s")
+    assert "66.0 MB" in line_of(devices_table(make_plan()), "emu:a100")
+
+
+def test_comparison_is_marked_as_modelled_and_relative_to_the_best_baseline() -> None:
+    """The plan's ratio is to the best baseline, whose own is one."""
+    table = comparison_table(make_plan())
+
+    assert "modelled" in text_of(table)
+    assert "1.18x" in line_of(table, "this plan")
+    assert "1.00x" in line_of(table, "best baseline)")
+    assert "data-parallel" in line_of(table, "best baseline)")
+    assert "n/a" in line_of(table, "layer pipeline")
+
+
+def test_comparison_of_a_latency_plan_is_by_latency() -> None:
+    """For latency the best baseline is the quickest, and slower plans are below one."""
+    table = comparison_table(make_plan(objective=Objective.LATENCY))
+
+    assert "best single GPU" in line_of(table, "best baseline)")
+    assert "0.88x" in line_of(table, "this plan")
+    assert "No gain in latency over best single GPU" in text_of(table)
+
+
+def test_no_gain_is_said() -> None:
+    """A plan that is no better than the best baseline says so."""
+    assert "No gain in throughput over data-parallel" in text_of(
+        comparison_table(make_plan(throughput_per_s=45.0))
+    )
+
+
+def test_where_time_goes_sums_to_the_whole() -> None:
+    """Attention is on one device only, with its time there and its share."""
+    line = line_of(where_time_goes(make_plan()), "attention")
+
+    assert "3.96 ms" in line
+    assert "7.66 ms" in line
+    assert "11 %" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "expected"),
+    [
+        ("aten.mm.default", "model.layers.0.self_attn.q_proj", "matrix multiply"),
+        ("aten.bmm.default", "model.layers.0.self_attn", "attention"),
+        ("aten.bmm.default", "model.layers.0.mlp", "matrix multiply"),
+        ("aten.mean.dim", "model.layers.0.input_layernorm", "norm"),
+        ("aten.mean.dim", "pooler", "reduction"),
+        ("aten.silu.default", "mlp.act_fn", "elementwise"),
+        ("aten._to_copy.default", "", "copy"),
+        ("aten.index.Tensor", "", "lookup"),
+    ],
+)
+def test_kernel_classes(name: str, scope: str, expected: str) -> None:
+    """A launch is classed by its kernel's name and by the module it came from."""
+    assert expected == kernel_class(Kernel(name, Origin.ATEN), scope)
+
+
+def test_graph_table_shows_edges_buffers_and_what_cannot_move() -> None:
+    """Counts by hazard and kind, bytes, and every immovable launch by name with its reason."""
+    table = graph_table(make_graph(immovable="reads [pointers] from memory"))
+
+    assert "65" in line_of(table, "edges, RAW")
+    assert "66.0 MB" in line_of(table, "buffers, weight")
+    assert "reads [pointers] from memory" in line_of(table, "immovable: embedding")
+
+
+def test_graph_table_says_when_everything_moves() -> None:
+    """With no immovable launch the table says so."""
+    assert "every launch may run on any device" in text_of(graph_table(make_graph()))
+
+
+def test_names_are_not_markup() -> None:
+    """A device named like console markup is shown as it is named."""
+    plan = make_plan(cluster=make_cluster(("[red]a", "[/b]")), best_baseline="[bold]x")
+
+    assert all(
+        name in text_of(devices_table(plan)) + text_of(where_time_goes(plan)) for name in ("[red]a", "[/b]")
+    )
+    assert "[bold]x" in text_of(comparison_table(plan))
