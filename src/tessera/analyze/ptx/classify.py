@@ -30,7 +30,9 @@ class Target:
 class Classifier:
     """Knows the evidence of one kernel; `learn` first, then `targets`."""
 
-    def __init__(self, atoms: Atoms, declared: set[int], converted: set[int], wide_offsets: bool = False) -> None:
+    def __init__(
+        self, atoms: Atoms, declared: set[int], converted: set[int], wide_offsets: bool = False
+    ) -> None:
         self.atoms = atoms
         # Parameter indices declared .ptr; atoms converted by cvta.
         self.declared, self.converted = declared, converted

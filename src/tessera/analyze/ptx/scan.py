@@ -95,8 +95,6 @@ def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None
 
 def _optional(info: OpInfo, operand: int) -> bool:
     """Barrier operations have forms without a result or without their last address."""
-    return (
-        (info.op.name in ("mbarrier", "st", "red", "clusterlaunchcontrol")
-        and operand > 0)
-        or (info.op.name == "mbarrier" or info.op.text.startswith("cp.async.mbarrier"))
+    return (info.op.name in ("mbarrier", "st", "red", "clusterlaunchcontrol") and operand > 0) or (
+        info.op.name == "mbarrier" or info.op.text.startswith("cp.async.mbarrier")
     )

@@ -56,12 +56,15 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def decode(function: Function, file: str) -> Code:
-    """Blocks of steps for one function."""
+def decode(function: Function, file: str, describe: Callable[[Block, "Decoder"], None]) -> Code:
+    """Blocks of steps for one function; `describe` adds what control flow needs to know."""
     decoder = Decoder(function, file)
     blocks = blocks_of(function) if function.body else [Block(0, [], None, "ret")]
     for block in blocks:
         block.steps = [decoder.step(ins) for ins in block.body]
+        if block.end is not None:
+            block.guard, block.negated = decoder.guard(block.end)
+        describe(block, decoder)
     if blocks[-1].kind in ("plain", "collective"):
         blocks.append(Block(len(function.body), [], None, "ret", rank=blocks[-1].rank + 1))
         blocks[-2].next = len(blocks) - 1

@@ -8,7 +8,7 @@ runs the lowest-ranked block that has lanes reconverges at immediate post-domina
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tessera.analyze.ptx.syntax import Function, Instruction, Sym
 
@@ -35,6 +35,11 @@ class Block:
     rank: int = 0
     # Filled by the decoder: (step, instruction, guard slot or -1, guard negated).
     steps: list[tuple[Step, Instruction, int, bool]] = field(default_factory=list)
+    guard: int = -1
+    negated: bool = False
+    # Of a collective: getter of the member mask; of a branch table: getter of the index; of barriers and
+    # calls: a record of `control`.
+    info: Any = None
 
 
 def kind_of(ins: Instruction) -> str:

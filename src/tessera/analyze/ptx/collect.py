@@ -1,0 +1,193 @@
+"""From a kernel's values to its accesses: the facts that `report` turns into records.
+
+Every reachable memory operand that is not in shared, local or parameter space is classified; what
+cannot be classified becomes a reason why the kernel is immovable, with its line.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessera.analyze.ptx.classify import Classifier, Target
+from tessera.analyze.ptx.conditions import Condition, Conditions
+from tessera.analyze.ptx.fixpoint import Flow, Node
+from tessera.analyze.ptx.forms import OpInfo
+from tessera.analyze.ptx.scan import Access
+from tessera.analyze.ptx.syntax import Function, Imm, Instruction, Module, Operand
+from tessera.analyze.ptx.tensormaps import TensorMaps
+from tessera.analyze.ptx.values import Poly, Value
+
+_FAR_SPACES = frozenset({"global", "const", ""})
+
+
+@dataclass(slots=True)
+class Piece:
+    """One access to one buffer: offset polynomial (None: anywhere), bytes (0: unknown), conditions."""
+
+    offset: Poly | None
+    width: int
+    conditions: tuple[Condition, ...] = ()
+
+
+@dataclass(slots=True)
+class Touch:
+    """All accesses to one (parameter, offset), symbol or table."""
+
+    read: bool = False
+    write: bool = False
+    atomic: bool = False
+    pieces: list[Piece] = field(default_factory=list)
+    # (line, effect): r, w or a
+    lines: set[tuple[int, str]] = field(default_factory=set)
+    # The bytes of the parameter are a tensor map; the buffer is the one behind it.
+    by_map: bool = False
+
+    def add(self, effect: str, line: int, piece: Piece) -> None:
+        """Takes in one access."""
+        self.read |= effect in "ra"
+        self.write |= effect in "wa"
+        self.atomic |= effect == "a"
+        self.lines.add((line, effect))
+        if piece not in self.pieces:
+            self.pieces.append(piece)
+
+
+@dataclass(slots=True)
+class Facts:
+    """What one kernel does."""
+
+    flow: Flow
+    params: dict[tuple[int, int], Touch] = field(default_factory=dict)
+    symbols: dict[str, Touch] = field(default_factory=dict)
+    indirect: dict[tuple[Any, ...], Touch] = field(default_factory=dict)
+    # (line, reason), in the order found.
+    stops: list[tuple[int, str]] = field(default_factory=list)
+
+
+def collect(module: Module, entry: Function) -> Facts:
+    """Analyzes one kernel."""
+    return _Collector(Flow(module, entry)).run()
+
+
+class _Collector:
+    """Wants the addresses, runs the flow, classifies."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.facts = Facts(flow)
+        self.conditions = Conditions(flow)
+        self.maps = TensorMaps(flow)
+        self.roots: list[tuple[Access, Node | Value, tuple[Any, ...]]] = []
+        self.stored: list[tuple[int, Node | Value]] = []
+
+    def run(self) -> Facts:
+        flow = self.flow
+        for access in flow.scan.accesses:
+            if access.space in _FAR_SPACES:
+                conditions = self.conditions.want(access.at)
+                self.roots.append((access, flow.want_address(access.at, access.operand), conditions))
+                self._want_stored(access)
+        self.maps.want()
+        flow.run()
+        self.facts.stops += flow.stops
+        self._classify()
+        self._escapes()
+        return self.facts
+
+    def _want_stored(self, access: Access) -> None:
+        """64-bit integers written to memory may be addresses that leave the kernel."""
+        instruction, info = self._at(access.at)
+        if access.effect == "w" and instruction.op.name == "st" and info.width == 8 and info.form is not None:
+            for item in _items(instruction.operands[1:2]):
+                self.stored.append((instruction.line, self.flow.want(access.at, item)))
+
+    def _at(self, index: int) -> tuple[Instruction, OpInfo]:
+        info = self.flow.scan.infos[index]
+        assert info is not None
+        return self.flow.flat.body[index], info
+
+    def _classify(self) -> None:
+        flow = self.flow
+        declared = {i for i, p in enumerate(flow.entry.params) if p.is_pointer}
+        self.classifier = Classifier(flow.atoms, declared, flow.converted)
+        addresses = [(a, flow.address(a, node), c) for a, node, c in self.roots]
+        for _, address, _ in addresses:
+            for poly in address:
+                self.classifier.learn(poly)
+        for access, address, wanted in addresses:
+            self._access(access, address, self.conditions.known(wanted))
+        for effect, line, target in self.maps.accesses(self.classifier):
+            self._touch(effect, line, target, Piece(None, 0))
+
+    def _access(self, access: Access, address: Value, conditions: tuple[Condition, ...]) -> None:
+        instruction, info = self._at(access.at)
+        if not address:
+            self._stop(instruction, "an address that no definition reaches")
+            return
+        width = _width(instruction, info)
+        targets = [t for poly in address for t in self.classifier.targets(poly)]
+        real = [t for t in targets if t.kind != "null"]
+        if not real:
+            self._stop(instruction, "an address near null")
+        for target in real:
+            self._touch(access.effect, instruction.line, target, Piece(target.offset, width, conditions))
+
+    def _stop(self, instruction: Instruction, reason: str) -> None:
+        self.facts.stops.append((instruction.line, f"{reason} in '{instruction.op.text}'"))
+
+    def _touch(self, effect: str, line: int, target: Target, piece: Piece) -> None:
+        facts = self.facts
+        if target.kind == "param":
+            facts.params.setdefault(target.what, Touch()).add(effect, line, piece)
+        elif target.kind == "map":
+            touch = facts.params.setdefault(target.what, Touch())
+            touch.by_map = True
+            touch.add(effect, line, Piece(None, 0))
+        elif target.kind == "symbol":
+            facts.symbols.setdefault(target.what, Touch()).add(effect, line, piece)
+        elif target.kind == "indirect":
+            facts.indirect.setdefault(target.what, Touch()).add(effect, line, piece)
+        elif target.kind == "unknown":
+            facts.stops.append((line, target.what))
+
+    def _escapes(self) -> None:
+        """Addresses written to memory: another device would write other numbers."""
+        at = self.flow.atoms
+        for line, node in self.stored:
+            value = node.value if isinstance(node, Node) else node
+            for poly in value:
+                for number in at.base_of(poly):
+                    name = self._address_name(number)
+                    if name:
+                        self.facts.stops.append((line, f"stores {name}"))
+
+    def _address_name(self, number: int) -> str:
+        item = self.classifier.item(number)
+        if item[0] == "symbol":
+            return f"the address of '{item[1]}'"
+        if item[0] == "func":
+            return f"the address of function '{item[1]}'"
+        if item[0] != "param":
+            return ""
+        touched = (item[1], item[2]) in self.facts.params
+        if touched or item[1] in self.classifier.declared or number in self.flow.converted:
+            return f"the address in parameter {item[1]}"
+        return ""
+
+
+def _items(operands: tuple[Operand, ...]) -> Iterator[Operand]:
+    for operand in operands:
+        yield from getattr(operand, "items", (operand,))
+
+
+def _width(instruction: Instruction, info: OpInfo) -> int:
+    """Bytes of one access; 0 when it is not known."""
+    op = info.op
+    if op.name in ("wmma", "multimem") or op.text.startswith(("cp.async.bulk", "cp.reduce", "tensormap")):
+        return 0
+    if op.text.startswith("cp.async"):
+        size = instruction.operands[2] if len(instruction.operands) > 2 else None
+        return size.value if isinstance(size, Imm) else 16
+    if op.name == "discard":
+        return 128
+    return info.width * info.vector

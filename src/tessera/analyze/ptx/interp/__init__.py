@@ -1,0 +1,24 @@
+"""A PTX interpreter on NumPy: the oracle of the static analysis, and the `cpu` device of PTX kernels."""
+
+from tessera.analyze.ptx.interp.faults import (
+    BadLaunch,
+    Deadlock,
+    InterpreterFault,
+    OutOfBounds,
+    UnknownInstruction,
+)
+from tessera.analyze.ptx.interp.launch import ByPointer, Offset, Packed, Result, Touched, run
+
+__all__ = [
+    "BadLaunch",
+    "ByPointer",
+    "Deadlock",
+    "InterpreterFault",
+    "Offset",
+    "OutOfBounds",
+    "Packed",
+    "Result",
+    "Touched",
+    "UnknownInstruction",
+    "run",
+]

@@ -1,0 +1,43 @@
+"""Design rules: who may import what."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("stage", ["ir", "analyze", "plan", "simulate", "profile", "report"])
+def test_stage_never_imports_torch(stage: str) -> None:
+    """Planning works on a laptop: importing this stage does not import torch."""
+    code = f"import sys, tessera.{stage}; sys.exit('torch' in sys.modules)"
+
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+def test_ir_imports_the_standard_library_only() -> None:
+    """The nouns depend on nothing that has to be installed."""
+    code = (
+        "import sys; before = set(sys.modules); import tessera.ir; "
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new - sys.stdlib_module_names - {'tessera'}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "[]" == found.stdout.strip()
+
+
+def test_help_does_not_import_torch() -> None:
+    """`tessera --help` and `tessera gpus` answer at once."""
+    code = (
+        "import sys\nfrom tessera.cli import _main\n_main(['gpus', '--json'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
+
+
+def test_stages_meet_only_in_ir() -> None:
+    """The import contracts of pyproject.toml hold."""
+    found = subprocess.run(["lint-imports"], capture_output=True, text=True, check=False)
+
+    assert 0 == found.returncode, found.stdout

@@ -1,0 +1,131 @@
+"""The engine: real worker processes, compared bit for bit with the undivided model."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import models
+import pytest
+import torch
+from factories import make_cluster, make_plan
+
+from tessera.cli.flow import UnitRequest, run_undivided, same_bits
+from tessera.errors import WorkerError
+from tessera.execute import Engine
+from tessera.execute.engine import RunResult
+from tessera.ir import Plan
+
+
+def make_requests(num: int) -> list[UnitRequest]:
+    """Prompts of the tiny Llama."""
+    workloads = [models.workload("prefill"), models.workload("decode")]
+    return [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(num)]
+
+
+def make_random_plan(seed: int, num_devices: int, lanes: int = 2, slots: int = 3) -> Plan:
+    """Launches scattered at random: the worst case for transfers."""
+    rng = random.Random(seed)
+    graphs = models.unit().graphs
+    placements = [[models.random_placement(g, rng, num_devices) for g in graphs] for _ in range(lanes)]
+    traces = [g.trace for g in graphs]
+    cluster = make_cluster(num_devices)
+    return make_plan(traces, placements, models.unit().counts, cluster, slots=slots)
+
+
+def assert_equal_to_undivided(requests: Sequence[UnitRequest], results: Sequence[RunResult]) -> None:
+    """Every output of every run, and the state at the end."""
+    for request, result in zip(requests, results, strict=True):
+        reference = run_undivided(models.unit(), request)
+        for one, other in zip(reference.outputs, result.outputs, strict=True):
+            assert one.keys() == other.keys()
+            assert all(same_bits(one[name], other[name]) for name in one)
+        assert all(same_bits(t, result.state[name]) for name, t in reference.state.items())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_scattered_launches_give_the_undivided_bits(num_devices: int) -> None:
+    """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
+    requests = make_requests(5)
+    plan = make_random_plan(num_devices, num_devices)
+    with Engine(plan, requests[0].workloads[0].weights()) as engine:
+        results = engine.run(requests)
+        assert_equal_to_undivided(requests, results)
+        assert_equal_to_undivided(requests, engine.run(requests))  # slots can be used again
+        timeline = engine.timeline()
+    assert {0, 1} == {r.lane for r in results}
+    assert set(plan.cluster.names) == {s.track for s in timeline.spans}
+
+
+def test_same_bits_sees_a_single_flipped_bit() -> None:
+    """The comparison itself can fail."""
+    one = torch.ones(8)
+    other = one.clone()
+    other.view(torch.uint8)[5] ^= 1
+
+    assert same_bits(one, one.clone())
+    assert not same_bits(one, other)
+
+
+def test_a_killed_worker_is_named_and_nothing_is_left() -> None:
+    """A worker that dies ends the run with its device's name; no process survives."""
+    plan = make_random_plan(0, 2)
+    requests = make_requests(4)
+    before = {p.pid for p in multiprocessing.active_children()}
+    with (
+        pytest.raises(WorkerError, match=r"device d1: the worker process ended.*exit code -9"),
+        Engine(plan, requests[0].workloads[0].weights()) as engine,
+    ):
+        victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d1")
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        engine.run(requests)
+    assert before == {p.pid for p in multiprocessing.active_children()}
+
+
+INTERRUPTED = """
+import signal, sys, time
+sys.path[:0] = {path!r}
+import test_engine as t
+from tessera.execute import Engine
+
+if __name__ == "__main__":
+    requests = t.make_requests(1)
+    with Engine(t.make_random_plan(0, 2), requests[0].workloads[0].weights()) as engine:
+        print(*(p.pid for p in t.multiprocessing.active_children()), flush=True)
+        while True:
+            engine.run(requests)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """True while a process exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_workers_do_not_outlive_their_engine(how: signal.Signals, tmp_path: pytest.TempPathFactory) -> None:
+    """Ctrl-C and even a killed parent leave no worker behind."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    script = os.path.join(str(tmp_path), "interrupted.py")
+    with open(script, "w", encoding="utf-8") as file:
+        file.write(INTERRUPTED.format(path=[here, os.path.dirname(os.path.dirname(here))]))
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert 2 == len(pids)
+    process.send_signal(how)
+    process.wait(30)
+    deadline = time.monotonic() + 20
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+    assert not any(is_alive(pid) for pid in pids)

@@ -1,0 +1,121 @@
+"""Artifacts on disk: what is saved comes back, and what is damaged is said to be so."""
+
+import json
+from pathlib import Path
+
+import pytest
+from factories import make_chain, make_plan
+
+from tessera.analyze import build_graph
+from tessera.errors import ArtifactError
+from tessera.execute import lower
+from tessera.ir import Costs, Graph, Plan, Program, Timeline, Trace, View, kind_of, load, save
+from tessera.ir.codec import decode, encode
+from tessera.simulate import simulate
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    """A saved trace."""
+    path = tmp_path / "chain.trace"
+    save(make_chain(3), path)
+    return path
+
+
+def test_every_artifact_comes_back_equal(tmp_path: Path) -> None:
+    """Saving and loading any artifact gives an equal record with an equal hash."""
+    plan = make_plan([make_chain(3)], [[[0, 1, 0]]])
+    records: list[tuple[type, object]] = [
+        (Trace, plan.unit.graphs[0].trace),
+        (Graph, build_graph(make_chain(3))),
+        (Costs, plan.costs[0]),
+        (Plan, plan),
+        (Program, lower(plan)[0][0]),
+        (Timeline, simulate(plan, 2)),
+    ]
+    for cls, record in records:
+        save(record, tmp_path / "file")
+        loaded = load(cls, tmp_path / "file")
+
+        assert record == loaded
+        assert hash(record) == hash(loaded)
+
+
+def test_arguments_keep_their_types() -> None:
+    """1, 1.0, True, minus infinity and nested tuples are told apart in a file."""
+    view = View(0, "float32", (2,), (1,))
+    trace = make_chain(1)
+    args = (1, 1.0, True, None, "mean", float("-inf"), (view, (2, 3)))
+    launch = trace.launches[0]
+    changed = type(launch)(launch.kernel, args, (), (), launch.accesses)
+
+    again = decode(type(launch), json.loads(json.dumps(encode(changed))))
+
+    assert [type(a) for a in args] == [type(a) for a in again.args]
+    assert args == again.args
+
+
+def test_a_truncated_file_is_said_to_be_truncated(trace_file: Path) -> None:
+    """Losing the end of a file is one clear error with the place and the remedy."""
+    trace_file.write_bytes(trace_file.read_bytes()[:-10])
+
+    with pytest.raises(ArtifactError, match=r"chain\.trace: truncated.*tessera capture"):
+        load(Trace, trace_file)
+
+
+def test_a_changed_byte_is_found(trace_file: Path) -> None:
+    """A file whose body was altered does not load."""
+    raw = bytearray(trace_file.read_bytes())
+    raw[-20] ^= 1
+    trace_file.write_bytes(raw)
+
+    with pytest.raises(ArtifactError, match="corrupted"):
+        load(Trace, trace_file)
+
+
+def test_a_foreign_file_is_named_as_such(tmp_path: Path) -> None:
+    """Some other file is not taken for an artifact."""
+    path = tmp_path / "picture.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
+
+    with pytest.raises(ArtifactError, match="not a Tessera file"):
+        load(Trace, path)
+    assert kind_of(path) is None
+
+
+def test_a_newer_format_asks_for_an_upgrade(trace_file: Path) -> None:
+    """A file of a later version is refused before its body is read."""
+    first, body = trace_file.read_bytes().split(b"\n", 1)
+    head = json.loads(first) | {"version": 999}
+    trace_file.write_bytes(json.dumps(head).encode() + b"\n" + body)
+
+    with pytest.raises(ArtifactError, match="format 999.*Upgrade"):
+        load(Trace, trace_file)
+
+
+def test_another_kind_of_artifact_is_named(trace_file: Path) -> None:
+    """A trace where a plan is wanted says what it is."""
+    with pytest.raises(ArtifactError, match="this is a trace file; a plan is expected"):
+        load(Plan, trace_file)
+
+
+def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:
+    """A path that does not exist names the command that writes such a file."""
+    with pytest.raises(ArtifactError, match="No such file.*tessera plan"):
+        load(Plan, tmp_path / "none.plan")
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    """Writing into a folder that is not there is one error and no half file."""
+    with pytest.raises(ArtifactError, match="cannot write"):
+        save(make_chain(1), tmp_path / "no" / "folder.trace")
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 200])
+def test_any_prefix_of_a_file_is_refused(trace_file: Path, cut: int) -> None:
+    """However short the rest of a file is, it is an artifact error and nothing else."""
+    trace_file.write_bytes(trace_file.read_bytes()[:cut])
+
+    with pytest.raises(ArtifactError):
+        load(Trace, trace_file)
