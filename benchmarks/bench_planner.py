@@ -7,7 +7,9 @@ prefill and once as a decode step that repeats. Costs come from a seed: two unli
 at some kernels, every layer's cost shaken by a few percent. Nothing here is measured on a GPU.
 
 `build` is the time to make the arrays, `solve` the whole call (arrays, baselines, linear program,
-checks of the finished plan), both with the traces' digests known, as they are after loading.
+checks of the finished plan), both with the traces' digests known, as they are after loading. `gap` is the
+distance of throughput from its bound, `lat. gap` that of one request's time from its lower bound: each
+means something only under its own objective.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan import PlanConfig, solve
+from tessera.plan.latency import Clock, bound_us
 from tessera.plan.problem import build
 
 # Per launch of a layer: scope, what it reads (offsets back to its producers), relative work, bytes out.
@@ -59,6 +62,9 @@ class Row:
     lanes: int
     best_baseline: str
     gain: float
+    latency_us: float
+    # How far one request's time is above its lower bound, as a fraction of it.
+    latency_gap: float
 
 
 def make_graph(num_layers: int, kind: str) -> ir.Graph:
@@ -118,7 +124,7 @@ def measure(num_launches: int, num_devices: int, objective: ir.Objective) -> Row
     """Plans one instance."""
     unit, costs, cluster = make_case(num_launches, num_devices)
     start = time.perf_counter()
-    build(unit, costs, cluster)
+    problem = build(unit, costs, cluster)
     built = time.perf_counter()
     plan = solve(unit, costs, cluster, PlanConfig(objective))
     stop = time.perf_counter()
@@ -137,6 +143,8 @@ def measure(num_launches: int, num_devices: int, objective: ir.Objective) -> Row
         len(plan.lanes),
         name,
         plan.throughput_per_s / rate,
+        plan.latency_us,
+        plan.latency_us / bound_us(problem, Clock(problem)) - 1.0,
     )
 
 
@@ -152,12 +160,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps([asdict(r) for r in rows], indent=2))
         return
-    print(f"{'launches':>9} {'devices':>7} {'build s':>8} {'solve s':>8} {'gap':>8} {'lanes':>5}  gain over")
+    heads = ("launches", "devices", "build s", "solve s", "gap", "lanes", "lat. gap")
+    print(" ".join(f"{h:>9}" for h in heads), " gain over")
     for r in rows:
-        print(
-            f"{r.launches:>9} {r.devices:>7} {r.build_s:>8.3f} {r.solve_s:>8.3f} {r.gap:>8.3%} {r.lanes:>5}"
-            f"  {r.gain:.3f} x {r.best_baseline}"
-        )
+        cells = (r.launches, r.devices, f"{r.build_s:.3f}", f"{r.solve_s:.3f}", f"{r.gap:.3%}", r.lanes)
+        shown = " ".join(f"{c:>9}" for c in (*cells, f"{r.latency_gap:.2%}"))
+        print(f"{shown}  {r.gain:.3f} x {r.best_baseline}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ A golden file says, in sentences written from the kernels' source, what each ker
     k may be immovable: a function calls itself    stopping is honest, an exact answer is better
     on sm_90: k reads a, scratch                   holds for these architectures only
 
-`name (2+8)` places a name at byte 8 of parameter 2 (fields of structs); without it, names follow the parameter
-list. Files are named `<part>_<theme>.txt`; the subject is the kernel's name, for Triton the build's. Triton adds two
-pointers to every list, `global_scratch` and `profile_scratch`.
+`name (2+8)` places a name at byte 8 of parameter 2 (fields of structs); without it, names follow the
+parameter list. Files are named `<part>_<theme>.txt`; the subject is the kernel's name, for Triton the
+build's. Triton adds two pointers to every list, `global_scratch` and `profile_scratch`.
 """
 
 import json
@@ -24,7 +24,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ARCHS = ("sm_80", "sm_89", "sm_90")
 PLACED = re.compile(r"^([\w.]+)(\*?)(?:\s*\((\d+)\+(\d+)\))?$")
-SENTENCE = re.compile(r"^(?:on ([\w, ]+): )?(\w+) (takes|is immovable:|may be immovable:|reads|writes|updates|indirect)\s*(.*)$")
+SENTENCE = re.compile(
+    r"^(?:on ([\w, ]+): )?(\w+) (takes|is immovable:|may be immovable:|reads|writes|updates|indirect)\s*(.*)$"
+)
 FLAG = {"reads": "read", "writes": "write", "updates": "atomic"}
 
 
@@ -113,10 +115,14 @@ def truth() -> list[dict[str, Any]]:
                     continue
                 record["ptx"] = file
                 # A Triton build may rename a kernel; the entry's own name is in the text.
-                entry = re.search(r"\.entry\s+([\w$]+)", text.read_text()) if record["part"] == "triton" else None
+                entry = (
+                    re.search(r"\.entry\s+([\w$]+)", text.read_text()) if record["part"] == "triton" else None
+                )
                 record["entry"] = entry[1] if entry else record["kernel"]
                 names = record.pop("names").values()
-                record["pointers"] = [{k: v for k, v in n.items() if k != "pointer"} for n in names if n["pointer"]]
+                record["pointers"] = [
+                    {k: v for k, v in n.items() if k != "pointer"} for n in names if n["pointer"]
+                ]
                 record["symbols"] = list(record["symbols"].values())
                 rows.append(record)
     return rows

@@ -5,9 +5,10 @@
     hand/*.ptx      are sources themselves
     golden/*.txt    -> truth.json
 
-A compiler that this machine does not have is named and skipped; its files stay as they are. What is written is free of
-the machine's paths: `.file` keeps base names only, and debug sections are cut, except in the files of KEEP_DEBUG, which
-exist so that the parser meets them. `--table` prints the accuracy table of docs/ptx-corpus.md and makes nothing.
+A compiler that this machine does not have is named and skipped; its files stay as they are. What is
+written is free of the machine's paths: `.file` keeps base names only, and debug sections are cut, except
+in the files of KEEP_DEBUG, which exist so that the parser meets them. `--table` prints the accuracy table
+of docs/ptx-corpus.md and makes nothing.
 """
 
 import argparse
@@ -24,11 +25,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # pinned: the default changes between releases
 
-import golden  # noqa: E402
+import golden
 
 ARCHS = golden.ARCHS
 FROM_SM_90 = {"tma", "hopper"}  # CUDA files whose instructions older architectures lack
-KEEP_DEBUG = {"debug_info", "swap_buffers"}
+KEEP_DEBUG = {"debug_info", "row_sum"}
 COMP_DIR = re.compile(r"(\.b8 )\d+( +// DW_AT_comp_dir\n)((?:\.b8 \d+\n)*?)(\.b8 0\n)")
 
 
@@ -88,14 +89,15 @@ def make_triton(only: str) -> int:
 def load(path: Path) -> Any:
     """Import one file of triton/ by its path."""
     spec = importlib.util.spec_from_file_location(f"corpus_triton_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def compile_triton(build: dict[str, Any], capability: int) -> str:
-    """PTX of one build; pointers and integers are divisible by 16 unless `aligned` names the ones that are."""
+    """PTX of one build; pointers and integers divide by 16 unless `aligned` names those that do."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -116,6 +118,8 @@ def clean(text: str, keep_debug: bool) -> str:
     text = re.sub(r'(\.file\s+\d+\s+")(?:[^"]*/)?([^"/]*")\s*(?:"([^"]*)")?', _base_name, text)
     if keep_debug:
         return COMP_DIR.sub(lambda m: f"{m[1]}46{m[2]}" + ".b8 46\n" * m[3].count("\n") + m[4], text)
+    # `.loc` names its inlined function by a label of the string section, which goes.
+    text = re.sub(r"(\.loc\s+\d+ \d+ \d+), function_name [^\n/]*", r"\1", text)
     return re.sub(r"\n\s*\.section\s+\.debug_\w+\s*\{[^}]*\}", "", text)
 
 

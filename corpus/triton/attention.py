@@ -6,8 +6,18 @@ import triton.language as tl
 
 @triton.jit
 def flash_forward(
-    q, k, v, out, lse, scale, length, heads,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    scale,
+    length,
+    heads,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     head = tl.program_id(1)
     rm = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -33,14 +43,27 @@ def flash_forward(
         vv = tl.load(v + base + rn[:, None] * D + rd[None, :], mask=rn[:, None] < length, other=0.0)
         acc = tl.dot(p.to(vv.dtype), vv, acc * fix[:, None])
         top = new
-    tl.store(out + base + rm[:, None] * D + rd[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=rm[:, None] < length)
+    tl.store(
+        out + base + rm[:, None] * D + rd[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=rm[:, None] < length,
+    )
     tl.store(lse + head * length + rm, top + tl.log(total), mask=rm < length)
 
 
 @triton.jit
 def paged_decode(
-    q, kcache, vcache, table, lengths, out, scale, heads, max_pages,
-    PAGE: tl.constexpr, D: tl.constexpr,
+    q,
+    kcache,
+    vcache,
+    table,
+    lengths,
+    out,
+    scale,
+    heads,
+    max_pages,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
 ):
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -95,10 +118,15 @@ def kv_append(key, cache, slots, dim, BLOCK: tl.constexpr):
 
 def flash(dtype, causal):
     """One build of `flash_forward`."""
-    signature = {name: f"*{dtype}" for name in ("q", "k", "v", "out")}
+    signature = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     signature |= {"lse": "*fp32", "scale": "fp32", "length": "i32", "heads": "i32"}
-    signature |= {name: "constexpr" for name in ("BM", "BN", "D", "CAUSAL")}
-    return dict(fn=flash_forward, signature=signature, constexprs={"BM": 64, "BN": 32, "D": 32, "CAUSAL": causal}, aligned=("q", "k", "v", "out", "lse"))
+    signature |= dict.fromkeys(("BM", "BN", "D", "CAUSAL"), "constexpr")
+    return dict(
+        fn=flash_forward,
+        signature=signature,
+        constexprs={"BM": 64, "BN": 32, "D": 32, "CAUSAL": causal},
+        aligned=("q", "k", "v", "out", "lse"),
+    )
 
 
 BUILDS = {
@@ -107,8 +135,17 @@ BUILDS = {
     "paged_decode": dict(
         fn=paged_decode,
         signature={
-            "q": "*fp32", "kcache": "*fp32", "vcache": "*fp32", "table": "*i32", "lengths": "*i32", "out": "*fp32",
-            "scale": "fp32", "heads": "i32", "max_pages": "i32", "PAGE": "constexpr", "D": "constexpr",
+            "q": "*fp32",
+            "kcache": "*fp32",
+            "vcache": "*fp32",
+            "table": "*i32",
+            "lengths": "*i32",
+            "out": "*fp32",
+            "scale": "fp32",
+            "heads": "i32",
+            "max_pages": "i32",
+            "PAGE": "constexpr",
+            "D": "constexpr",
         },
         constexprs={"PAGE": 16, "D": 32},
         aligned=("q", "kcache", "vcache", "table", "lengths", "out"),
@@ -116,8 +153,11 @@ BUILDS = {
     "ssm_scan": dict(
         fn=ssm_scan,
         signature={
-            **{name: "*fp32" for name in ("x", "dt", "a", "b", "c", "state", "y")},
-            "steps": "i32", "channels": "i32", "BLOCK": "constexpr", "N": "constexpr",
+            **dict.fromkeys(("x", "dt", "a", "b", "c", "state", "y"), "*fp32"),
+            "steps": "i32",
+            "channels": "i32",
+            "BLOCK": "constexpr",
+            "N": "constexpr",
         },
         constexprs={"BLOCK": 32, "N": 16},
         aligned=("x", "dt", "a", "b", "c", "state", "y"),

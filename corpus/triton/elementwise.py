@@ -55,7 +55,11 @@ def transcendental(x, out, n, BLOCK: tl.constexpr):
 
 POINTWISE = {"n": "i32", "BLOCK": "constexpr"}
 BUILDS = {
-    "add": dict(fn=add, signature={"x": "*fp32", "y": "*fp32", "out": "*fp32", **POINTWISE}, constexprs={"BLOCK": 1024}),
+    "add": dict(
+        fn=add,
+        signature={"x": "*fp32", "y": "*fp32", "out": "*fp32", **POINTWISE},
+        constexprs={"BLOCK": 1024},
+    ),
     "add_unaligned": dict(
         fn=add,
         signature={"x": "*fp16", "y": "*fp16", "out": "*fp16", **POINTWISE},
@@ -70,7 +74,12 @@ BUILDS = {
     "strided_copy": dict(
         fn=strided_copy,
         signature={
-            "src": "*fp32", "dst": "*fp32", "src_row": "i64", "dst_row": "i32", "rows": "i32", "cols": "i32",
+            "src": "*fp32",
+            "dst": "*fp32",
+            "src_row": "i64",
+            "dst_row": "i32",
+            "rows": "i32",
+            "cols": "i32",
             "BLOCK": "constexpr",
         },
         constexprs={"BLOCK": 128},

@@ -94,7 +94,9 @@ def swap_buffers(a, b, steps, BLOCK: tl.constexpr):
 
 FLAT = {"n": "i32", "BLOCK": "constexpr"}
 BUILDS = {
-    "histogram": dict(fn=histogram, signature={"idx": "*i32", "hist": "*i32", **FLAT}, constexprs={"BLOCK": 256}),
+    "histogram": dict(
+        fn=histogram, signature={"idx": "*i32", "hist": "*i32", **FLAT}, constexprs={"BLOCK": 256}
+    ),
     "scatter_add": dict(
         fn=scatter_add,
         signature={"values": "*fp32", "idx": "*i32", "out": "*fp32", **FLAT},
@@ -116,18 +118,30 @@ BUILDS = {
         signature={"a": "*fp32", "b": "*fp32", "x": "*fp32", "flag": "i32", **FLAT},
         constexprs={"BLOCK": 256},
     ),
-    "ptr_table": dict(fn=ptr_table, signature={"table": "*i64", "out": "*fp16", **FLAT}, constexprs={"BLOCK": 128}),
+    "ptr_table": dict(
+        fn=ptr_table, signature={"table": "*i64", "out": "*fp16", **FLAT}, constexprs={"BLOCK": 128}
+    ),
     "paged_gather": dict(
         fn=paged_gather,
-        signature={"pages": "*fp16", "table": "*i32", "out": "*fp16", "dim": "i32", "PAGE": "constexpr", "BLOCK": "constexpr"},
+        signature={
+            "pages": "*fp16",
+            "table": "*i32",
+            "out": "*fp16",
+            "dim": "i32",
+            "PAGE": "constexpr",
+            "BLOCK": "constexpr",
+        },
         constexprs={"PAGE": 16, "BLOCK": 128},
         aligned=("pages", "table", "out"),
     ),
     "gather_i64": dict(
-        fn=gather_i64, signature={"x": "*fp32", "idx": "*i64", "out": "*fp32", **FLAT}, constexprs={"BLOCK": 128}
+        fn=gather_i64,
+        signature={"x": "*fp32", "idx": "*i64", "out": "*fp32", **FLAT},
+        constexprs={"BLOCK": 128},
     ),
     "swap_buffers": dict(
-        fn=swap_buffers, signature={"a": "*fp32", "b": "*fp32", "steps": "i32", "BLOCK": "constexpr"},
+        fn=swap_buffers,
+        signature={"a": "*fp32", "b": "*fp32", "steps": "i32", "BLOCK": "constexpr"},
         constexprs={"BLOCK": 128},
     ),
 }

@@ -114,8 +114,14 @@ BUILDS = {
     "layernorm_residual": dict(
         fn=layernorm_residual,
         signature={
-            "x": "*fp32", "residual": "*fp32", "w": "*fp32", "b": "*fp32", "out": "*fp32", "cols": "i32",
-            "eps": "fp32", "BLOCK": "constexpr",
+            "x": "*fp32",
+            "residual": "*fp32",
+            "w": "*fp32",
+            "b": "*fp32",
+            "out": "*fp32",
+            "cols": "i32",
+            "eps": "fp32",
+            "BLOCK": "constexpr",
         },
         constexprs={"BLOCK": 256},
     ),
@@ -129,7 +135,12 @@ BUILDS = {
     "column_sum": dict(
         fn=column_sum,
         signature={
-            "x": "*fp32", "out": "*fp32", "rows": "i32", "cols": "i32", "ROWS": "constexpr", "COLS": "constexpr"
+            "x": "*fp32",
+            "out": "*fp32",
+            "rows": "i32",
+            "cols": "i32",
+            "ROWS": "constexpr",
+            "COLS": "constexpr",
         },
         constexprs={"ROWS": 32, "COLS": 32},
     ),

@@ -1,7 +1,7 @@
 """Tensor descriptors: made on the device from a pointer, and handed over by the host.
 
-Before sm_90 both are lowered to plain loads and stores, and the host's descriptor becomes a pointer, shapes and
-strides: the parameter list differs between architectures.
+Before sm_90 both are lowered to plain loads and stores, and the host's descriptor becomes a pointer,
+shapes and strides: the parameter list differs between architectures.
 """
 
 import triton
@@ -49,8 +49,13 @@ BUILDS = {
     "tma_host_desc": dict(
         fn=tma_host_desc,
         signature={
-            "a": "tensordesc<fp16[64,32]>", "b": "tensordesc<fp16[32,64]>", "c": "tensordesc<fp16[64,64]>", "k": "i32",
-            "BM": "constexpr", "BN": "constexpr", "BK": "constexpr",
+            "a": "tensordesc<fp16[64,32]>",
+            "b": "tensordesc<fp16[32,64]>",
+            "c": "tensordesc<fp16[64,64]>",
+            "k": "i32",
+            "BM": "constexpr",
+            "BN": "constexpr",
+            "BK": "constexpr",
         },
         constexprs={"BM": 64, "BN": 64, "BK": 32},
         aligned=(),
@@ -58,8 +63,15 @@ BUILDS = {
     "tma_device_matmul": dict(
         fn=tma_device_matmul,
         signature={
-            "a": "*fp16", "b": "*fp16", "c": "*fp16", "m": "i32", "n": "i32", "k": "i32",
-            "BM": "constexpr", "BN": "constexpr", "BK": "constexpr",
+            "a": "*fp16",
+            "b": "*fp16",
+            "c": "*fp16",
+            "m": "i32",
+            "n": "i32",
+            "k": "i32",
+            "BM": "constexpr",
+            "BN": "constexpr",
+            "BK": "constexpr",
         },
         constexprs={"BM": 64, "BN": 64, "BK": 32},
     ),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,7 @@ def test_help_does_not_import_torch() -> None:
 
 def test_stages_meet_only_in_ir() -> None:
     """The import contracts of pyproject.toml hold."""
-    found = subprocess.run(["lint-imports"], capture_output=True, text=True, check=False)
+    tool = Path(sys.executable).with_name("lint-imports")
+    found = subprocess.run([tool], capture_output=True, text=True, check=False)
 
     assert 0 == found.returncode, found.stdout

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str] | None) -> int:
     command: Any = typer.main.get_command(app)
     try:
-        code = command.main(args=list(argv) if argv is not None else None, standalone_mode=False)
+        words = list(argv) if argv is not None else None
+        code = command.main(args=words, prog_name="tessera", standalone_mode=False)
     except UsageError as error:
         return _complain(_usage(error))
     except TesseraError as error:

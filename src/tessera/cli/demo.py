@@ -141,6 +141,7 @@ def _run_policy(
 
 
 def _write(policies: list[Policy], output: Path) -> dict[str, str]:
+    from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
     from tessera.simulate import simulate
 
@@ -155,7 +156,7 @@ def _write(policies: list[Policy], output: Path) -> dict[str, str]:
     }
     write_perfetto(simulated, files["perfetto"])
     write_perfetto(first.measured, files["perfetto_measured"])
-    write_page(first.plan, simulated, files["page"])
+    write_page(first.plan, simulated, files["page"], explain(first.plan).verdict)
     return {name: str(path) for name, path in files.items()}
 
 

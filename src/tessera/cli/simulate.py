@@ -20,6 +20,7 @@ def simulate(
 ) -> None:
     """Run requests through a plan on its modelled costs, with the executor's own schedule."""
     from tessera import simulate as simulator
+    from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
 
     if requests < 1:
@@ -29,7 +30,7 @@ def simulate(
     if trace is not None:
         write_perfetto(timeline, trace)
     if page is not None:
-        write_page(loaded, timeline, page)
+        write_page(loaded, timeline, page, explain(loaded).verdict)
     if output is not None:
         save(timeline, output)
     found = figures(loaded, timeline) | {

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Protocol
@@ -24,6 +24,7 @@ import torch.multiprocessing  # teaches pickle to pass tensors through shared me
 
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute import worker
+from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.lower import lower
 from tessera.execute.packing import Packed, pack_all, unpack_all
 from tessera.execute.schedule import LaneTable
@@ -83,7 +84,8 @@ class Engine:
         self._programs = lower(plan)
         self._weights = {name: tensor.detach().share_memory_() for name, tensor in weights.items()}
         self._num_threads = num_threads
-        self._pipes: list[Connection] = []
+        self._orders: list[Connection] = []
+        self._inbox: Inbox | None = None
         self._processes: list[BaseProcess] = []
         self._tickets = 0
         self._spans: list[Span] = []
@@ -174,7 +176,7 @@ class Engine:
 
     def _order(self, device: int, order: worker.Begin) -> None:
         try:
-            self._pipes[device].send(order)
+            self._orders[device].send(order)
         except OSError as error:
             raise self._lost(device) from error
 
@@ -190,19 +192,13 @@ class Engine:
             self._spans.append(Span(name, label, flight.number, slot, begin, end))
 
     def _next_answer(self) -> tuple[int, worker.Done]:
-        ready = wait([*self._pipes, *(p.sentinel for p in self._processes)])
-        for device, pipe in enumerate(self._pipes):
-            if pipe not in ready:
-                continue
-            try:
-                answer = pipe.recv()
-            except (EOFError, OSError) as error:
-                raise self._lost(device) from error
-            if isinstance(answer, worker.Done):
-                return device, answer
-            raise self._failed(device, answer)
-        dead = next(i for i, p in enumerate(self._processes) if p.sentinel in ready)
-        raise self._lost(dead)
+        assert self._inbox is not None, "an engine runs inside its with statement"
+        news = self._inbox.take(block=True)
+        assert news is not None, "a blocking take has a message"
+        device, answer = news
+        if isinstance(answer, worker.Done):
+            return device, answer
+        raise self._lost(device) if isinstance(answer, Hangup) else self._failed(device, answer)
 
     def _failed(self, device: int, answer: object) -> WorkerError:
         place = f"device {self._plan.cluster.devices[device].name}"
@@ -221,21 +217,43 @@ class Engine:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        setups, theirs = self._setups(context)
+        setups, answers, theirs = self._setups(context)
         with _children_ignore_interrupts():
             for device, setup in enumerate(setups):
                 name = f"tessera-{self._plan.cluster.devices[device].name}"
                 process = context.Process(target=worker.main, args=(setup,), name=name, daemon=True)
                 process.start()
                 self._processes.append(process)
-        for pipe in theirs:  # so that a worker's end is closed when the worker ends
+        for pipe in theirs:  # so that a pipe is closed when the worker that holds its end is gone
             pipe.close()
+        self._inbox = Inbox(answers)
 
     def _setups(
         self, context: multiprocessing.context.SpawnContext
-    ) -> tuple[list[worker.Setup], list[Connection]]:
+    ) -> tuple[list[worker.Setup], list[Connection], list[Connection]]:
+        """What each worker is born with, the pipes it answers through, and its ends of all pipes."""
         num = len(self._plan.cluster.devices)
         traces = tuple(g.trace for g in self._plan.unit.graphs)
+        sends, recvs, theirs = self._wires(context, num)
+        setups, answers = [], []
+        for device in range(num):
+            orders_in, orders_out = context.Pipe(duplex=False)
+            answers_in, answers_out = context.Pipe(duplex=False)
+            self._orders.append(orders_out)
+            answers.append(answers_in)
+            theirs += [orders_in, answers_out]
+            setups.append(
+                worker.Setup(
+                    device, traces, self._programs, self._weights_of(device), sends[device],
+                    recvs[device], orders_in, answers_out, self._num_threads,
+                )
+            )  # fmt: skip
+        return setups, answers, theirs
+
+    def _wires(
+        self, context: multiprocessing.context.SpawnContext, num: int
+    ) -> tuple[list[dict[int, Wire]], list[dict[int, Wire]], list[Connection]]:
+        """An arena and a pipe for every two devices that some program joins."""
         sends: list[dict[int, Wire]] = [{} for _ in range(num)]
         recvs: list[dict[int, Wire]] = [{} for _ in range(num)]
         theirs: list[Connection] = []
@@ -248,18 +266,7 @@ class Engine:
                     sends[src][dst] = Wire(src, dst, arena, size, send)
                     recvs[dst][src] = Wire(src, dst, arena, size, receive)
                     theirs += [receive, send]
-        setups = []
-        for device in range(num):
-            mine, other = context.Pipe()
-            self._pipes.append(mine)
-            theirs.append(other)
-            setups.append(
-                worker.Setup(
-                    device, traces, self._programs, self._weights_of(device),
-                    sends[device], recvs[device], other, self._num_threads,
-                )
-            )  # fmt: skip
-        return setups, theirs
+        return sends, recvs, theirs
 
     def _weights_of(self, device: int) -> dict[str, torch.Tensor]:
         """Weights that some lane reads on this device."""
@@ -273,7 +280,7 @@ class Engine:
 
     def _stop(self) -> None:
         """Hangs up; a worker that does not leave by itself is ended."""
-        for pipe in self._pipes:
+        for pipe in self._orders:
             pipe.close()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
@@ -281,7 +288,9 @@ class Engine:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._pipes, self._processes = [], []
+        if self._inbox is not None:
+            self._inbox.join(STOP_TIMEOUT_S)
+        self._orders, self._processes, self._inbox = [], [], None
 
 
 def _computes(program: Program) -> bool:

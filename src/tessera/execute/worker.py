@@ -1,19 +1,20 @@
 """worker: one process, one device.
 
-The loop takes news from its pipes (jobs from the engine, arrivals from other workers), asks the queue what
-can go on, and runs it until it must wait. It ends when the engine's pipe closes, so no worker outlives
-its engine.
+The loop takes news from its inbox (orders from the engine, arrivals from other workers), asks the queue
+what can go on, and runs it until it must wait. It ends when the engine hangs up, so no worker outlives its
+engine.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from tessera.errors import TesseraError
+from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, tensor_of
 from tessera.execute.packing import Packed, pack, unpack
@@ -60,7 +61,9 @@ class Setup:
     weights: dict[str, torch.Tensor]
     sends: dict[int, Wire]
     recvs: dict[int, Wire]
-    engine: Connection
+    # From the engine, and to it.
+    orders: Connection
+    answers: Connection
     num_threads: int
 
 
@@ -85,33 +88,27 @@ class Worker:
         self._state: dict[int, dict[str, Storage]] = {}
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         self._weights = [self._bind_weights(t) for t in setup.traces]
-        self._pipes = {wire.pipe: wire for wire in setup.recvs.values()}
+        self._inbox = Inbox([setup.orders, *(wire.pipe for wire in setup.recvs.values())])
 
     def loop(self) -> None:
         """Until the engine hangs up."""
         while True:
             job = self._queue.pick()
-            if not self._take_news(block=job is None):
-                return
-            if job is not None:
+            news = self._inbox.take(block=job is None)
+            if news is not None:
+                if not self._handle(*news):
+                    return
+            elif job is not None:
                 self._stretch(job)
 
-    def _take_news(self, block: bool) -> bool:
-        """Handles everything that has come; False when the engine is gone."""
-        engine = self._setup.engine
-        for pipe in wait([engine, *self._pipes], timeout=None if block else 0):
-            assert isinstance(pipe, Connection)
-            try:
-                news = pipe.recv()
-            except (EOFError, OSError):
-                if pipe is engine:
-                    return False
-                del self._pipes[pipe]  # a lost peer is the engine's to report
-                continue
-            if pipe is engine:
-                self._begin(news)
-            else:
-                self._queue.deliver(*news)
+    def _handle(self, source: int, news: Any) -> bool:
+        """Takes in one message; False when the engine is gone."""
+        if isinstance(news, Hangup):
+            return source != 0  # a lost peer is the engine's to report
+        if source == 0:
+            self._begin(news)
+        else:
+            self._queue.deliver(*news)
         return True
 
     def _stretch(self, job: Job) -> None:
@@ -121,7 +118,7 @@ class Worker:
             self._issue(job.issue(), active)
         if job.is_done:
             self._queue.drop(job.ticket)
-            self._setup.engine.send(self._done(self._active.pop(job.ticket)))
+            self._setup.answers.send(self._done(self._active.pop(job.ticket)))
 
     def _issue(self, instruction: Instruction, active: _Active) -> None:
         match instruction:
@@ -169,7 +166,7 @@ class Worker:
         self._queue.add(Job(order.slot, order.ticket, program.instructions[self._setup.device]))
         if not program.instructions[self._setup.device]:  # holds an output and runs nothing
             self._queue.drop(order.ticket)
-            self._setup.engine.send(self._done(self._active.pop(order.ticket)))
+            self._setup.answers.send(self._done(self._active.pop(order.ticket)))
 
     def _done(self, active: _Active) -> Done:
         trace = self._trace(active)
@@ -207,13 +204,13 @@ def main(setup: Setup) -> None:
     except (BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone, or a peer died and the engine is about to say so
     except TesseraError as error:
-        _tell(setup.engine, error)
+        _tell(setup.answers, error)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
-        _tell(setup.engine, error)
+        _tell(setup.answers, error)
 
 
-def _tell(engine: Connection, error: Any) -> None:
+def _tell(answers: Connection, error: Any) -> None:
     try:
-        engine.send(error if isinstance(error, TesseraError) else f"{type(error).__name__}: {error}")
+        answers.send(error if isinstance(error, TesseraError) else f"{type(error).__name__}: {error}")
     except OSError:
         return

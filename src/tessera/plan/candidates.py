@@ -1,52 +1,61 @@
 """Kernel-level candidates: what the linear program and the latency search propose for judgement.
 
-For throughput: the optimum by busy time; where a simulation judges, also the optima under several depth
-limits, the single columns with the shortest periods and paths, and splices: two lanes of an optimum
-joined into one placement, the first layers from one and the rest from the other.
+For throughput: the optimum by busy time; where a simulation judges, also
+  the optima under several depth limits,
+  splices: two lanes of an optimum joined, the first layers from one and the rest from the other,
+  steps balanced each for itself: with few requests in flight, devices that are evenly busy over a whole
+  request still wait for each other inside a step,
+  the single columns with the shortest periods and paths.
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
+from tessera import ir
 from tessera.plan import latency, throughput
 from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Mix
+from tessera.plan.problem import Column, Floats, Mix, Problem, build
 
-# Depth limits that are tried, as multiples of the requests in flight.
-DEPTHS = (4.0, 2.0, 1.5, 1.0, 0.75, 0.5)
+# Depth limits that are tried, as multiples of the number of devices: below one they could not all be busy.
+DEPTHS = (1.02, 1.1, 1.35, 1.5, 1.75, 2.0)
 # Single columns that are tried, by period and by path.
-NUM_SINGLE = 3
+NUM_SINGLE = 2
 MAX_SPLICES = 32
+# Placements of each step that are combined, and combinations that are tried.
+NUM_PER_STEP = 4
+NUM_COMBINED = 3
+MAX_COMBINATIONS = 256
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     """Optima of the linear program and what lies near them; judged by busy time if nothing simulates."""
     best = task.free.mix
-    if not task.is_judged:
+    if not task.is_judged or task.problem.num_devices == 1:
         return (best,)
-    mixes = [best]
-    for factor in DEPTHS:
-        mixes.append(throughput.generate(task.pool, factor * task.slots).mix)
-    for mix in tuple(mixes):
-        mixes += [Mix((c,), (1.0,)) for c in _splices(task, mix)]
-    return tuple(_distinct([*mixes, *_single_columns(task)]))
+    depths = {factor * task.problem.num_devices for factor in DEPTHS} | {float(task.slots)}
+    optima = [best, *(throughput.generate(task.pool, depth).mix for depth in sorted(depths))]
+    columns = [c for mix in _distinct(optima) for c in _splices(task, mix)]
+    columns += [*_step_by_step(task), *_single_columns(task)]
+    return tuple(_distinct([*optima, *(Mix((c,), (1.0,)) for c in columns)]))
 
 
 def latency_mixes(task: Task) -> tuple[Mix, ...]:
     """The fastest placement for one request alone."""
     prob, pool = task.problem, task.pool
-    extra = [c for mixes in task.coarse.values() for m in mixes or () for c in m.columns]
-    throughput.seed(pool, [])
-    found = latency.solve(prob, [*extra, *pool.columns], lambda labels: pool.fits((prob.column(labels),)))
+    throughput.seed(pool, [mix for mixes in task.coarse.values() for mix in mixes or ()])
+    found = latency.solve(prob, pool.columns, lambda x: not pool.is_tight or pool.fits((prob.column(x),)))
     return (Mix((prob.column(found.labels),), (1.0,)),)
 
 
-def _single_columns(task: Task) -> Iterator[Mix]:
-    by_period = sorted(task.pool.columns, key=lambda c: float(c.busy_us.max()))
-    by_path = sorted(task.pool.columns, key=lambda c: c.path_us)
-    for column in (*by_period[:NUM_SINGLE], *by_path[:NUM_SINGLE]):
-        yield Mix((column,), (1.0,))
+def _single_columns(task: Task) -> Iterator[Column]:
+    yield from sorted(task.pool.columns, key=_period_us)[:NUM_SINGLE]
+    yield from sorted(task.pool.columns, key=lambda c: c.path_us)[:NUM_SINGLE]
+
+
+def _period_us(column: Column) -> float:
+    return float(column.busy_us.max())
 
 
 def _splices(task: Task, mix: Mix) -> Iterator[Column]:
@@ -64,7 +73,38 @@ def _splices(task: Task, mix: Mix) -> Iterator[Column]:
     )
     fitting = [c for c in joined if task.pool.fits((c,))]
     if fitting:
-        yield min(fitting, key=lambda c: (float(c.busy_us.max()), c.path_us))
+        yield min(fitting, key=lambda c: (_period_us(c), c.path_us))
+
+
+def _step_by_step(task: Task) -> Iterator[Column]:
+    """Placements that are good in every step by itself, best first by the sum of the steps' periods."""
+    prob = task.problem
+    unit = prob.unit
+    if len(unit.graphs) < 2 or NUM_PER_STEP ** len(unit.graphs) > MAX_COMBINATIONS:
+        return
+    choices: list[list[tuple[int, ...]]] = []
+    for graph, costs, count in zip(unit.graphs, prob.costs, unit.counts, strict=True):
+        alone = Task(build(ir.WorkUnit((graph,), (count,)), (costs,), prob.cluster), task.slots)
+        mix = alone.free.mix
+        tried = sorted(
+            {c.key: c for c in (*_splices(alone, mix), *alone.pool.columns)}.values(), key=_period_us
+        )
+        choices.append([alone.problem.placement(c.labels).devices[0] for c in tried[:NUM_PER_STEP]])
+    joined = [prob.column(prob.labels(ir.Placement(steps))) for steps in product(*choices)]
+    fitting = [c for c in joined if task.pool.fits((c,))]
+    yield from sorted(fitting, key=lambda c: max(_period_us(c), float(_step_periods(prob, c).sum())))[
+        :NUM_COMBINED
+    ]
+
+
+def _step_periods(problem: Problem, column: Column) -> Floats:
+    """Per step: busy time of its busiest device."""
+    periods = []
+    for nodes, costs, count in zip(problem.node_of, problem.cost_us, problem.unit.counts, strict=True):
+        device = column.labels[nodes]
+        own = costs[np.arange(len(device)), device]
+        periods.append(count * np.bincount(device, weights=own, minlength=problem.num_devices).max())
+    return np.array(periods)
 
 
 def _distinct(mixes: list[Mix]) -> list[Mix]:

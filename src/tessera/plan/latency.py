@@ -20,7 +20,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.pricing import Pricer, Prices
-from tessera.plan.problem import Column, Floats, Labels, Problem
+from tessera.plan.problem import Column, Labels, Problem, spread_us
 
 # Local search stops after this many launches have been timed, so that its work does not depend on the clock.
 SEARCH_LAUNCHES = 400_000
@@ -167,7 +167,7 @@ def _bound(problem: Problem, clock: Clock) -> tuple[list[Labels], float]:
     for step, count in enumerate(problem.unit.counts):
         reach = _reach(problem, step, clock.reads[step])
         longest = max((min(row) for row in reach), default=0.0)
-        total += count * max(longest, _spread_us(problem.cost_us[step]))
+        total += count * max(longest, spread_us(problem.cost_us[step]))
         _follow(problem, step, clock.reads[step], reach, labels)
     return [labels], total
 
@@ -215,23 +215,6 @@ def _follow(problem: Problem, step: int, reads: Reads, reach: list[list[float]],
             if labels[nodes[producer]] < 0:
                 ready = np.add(reach[producer], waits[size][int(labels[node])])
                 labels[nodes[producer]] = int(np.argmin(ready))
-
-
-def _spread_us(cost_us: Floats) -> float:
-    """No device assignment, even of fractions of launches, ends sooner: the best of some multipliers."""
-    num = cost_us.shape[1]
-    weights = np.full(num, 1.0 / num)
-    best = 0.0
-    for round_number in range(1, 40):
-        priced = cost_us * weights
-        best = max(best, float(priced.min(axis=1).sum()))
-        choice = priced.argmin(axis=1)
-        own = cost_us[np.arange(len(choice)), choice]
-        busy = np.bincount(choice, weights=own, minlength=num)
-        # Busier devices become dearer, by steps that shrink.
-        weights = weights * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
-        weights /= weights.sum()
-    return best
 
 
 def _search(

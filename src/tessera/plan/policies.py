@@ -202,14 +202,14 @@ def _phase_columns(problem: Problem) -> dict[tuple[int, int], Column] | None:
 def _two_stages(task: Task, layer: Ints, num_layers: int) -> Iterator[Labels]:
     """For either order of two devices, the split of the least bottleneck that fits, links included."""
     for first in (0, 1):
-        for cut in np.argsort(_split_periods(task.problem, layer, num_layers, first), kind="stable").tolist():
+        for cut in np.argsort(split_periods(task.problem, layer, num_layers, first), kind="stable").tolist():
             labels = np.where(layer < cut + 1, first, 1 - first)
             if task.pool.fits((task.problem.column(labels),)):
                 yield labels
                 break
 
 
-def _split_periods(problem: Problem, layer: Ints, num_layers: int, first: int) -> Floats:
+def split_periods(problem: Problem, layer: Ints, num_layers: int, first: int) -> Floats:
     """Busiest device or link when layers below 1, 2, ... go to device `first` and the rest to the other."""
     second = 1 - first
     load = np.zeros((num_layers, 2))

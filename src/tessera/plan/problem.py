@@ -12,7 +12,6 @@ begins where it lives) and what it returns. Not handled: the memory of temporari
 a bus.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera import ir
-from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
+from tessera.plan.check import check, check_load
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -216,7 +215,7 @@ def build(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -
     load = np.zeros((num_nodes, len(cluster.devices)))
     for nodes, us, count in zip(node_of, cost_us, unit.counts, strict=True):
         np.add.at(load, nodes, us * count)
-    _check_load(load, cluster)
+    check_load(load, cluster)
     us_per_byte, latency = _wires(cluster)
     memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
     values = _values(unit, node_of)
@@ -225,45 +224,6 @@ def build(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -
     return Problem(
         unit, costs, cluster, node_of, cost_us, load, values, weights, states, us_per_byte, latency, memory
     )
-
-
-def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
-    """Refuses what cannot be planned, with the place and the remedy."""
-    ir.verify(cluster)
-    ir.verify(unit)
-    if unit.num_launches == 0:
-        raise PlanInfeasible("the work unit has no launches", "Capture a step that launches a kernel.")
-    if len(costs) != len(unit.graphs):
-        raise MismatchError(f"{len(unit.graphs)} steps but {len(costs)} price lists", "Give one per step.")
-    for step, (graph, listed) in enumerate(zip(unit.graphs, costs, strict=True)):
-        _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, listed, cluster)
-
-
-def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Cluster) -> None:
-    remedy = "Make them again with `tessera profile`."
-    if costs.devices != cluster.devices:
-        theirs, ours = ", ".join(d.name for d in costs.devices), ", ".join(cluster.names)
-        raise MismatchError(f"priced for devices {theirs}; the cluster has {ours}", remedy, place)
-    if costs.trace_digest != trace.digest:
-        raise MismatchError("these are the costs of another trace", remedy, place)
-    if len(costs.costs) != len(trace.launches):
-        message = f"{len(costs.costs)} launches are priced; the trace has {len(trace.launches)}"
-        raise MismatchError(message, remedy, place)
-    for launch, row in enumerate(costs.costs):
-        if len(row) != len(costs.devices):
-            raise MismatchError(f"launch {launch} is not priced on every device", remedy, place)
-        for device, cost in zip(cluster.names, row, strict=True):
-            if not (math.isfinite(cost.us) and cost.us >= 0):
-                name = trace.kernel_of(launch).name
-                message = f"launch {launch} ({name}) costs {cost.us} us on {device}"
-                raise RuleBroken(message, f"A cost is finite and not negative. {remedy}", place)
-
-
-def _check_load(load: Floats, cluster: ir.Cluster) -> None:
-    for device, total in zip(cluster.names, load.sum(axis=0), strict=True):
-        if total == 0:
-            message = f"every launch costs nothing on {device}, so no rate is too high for it"
-            raise PlanInfeasible(message, "Price the traces again.")
 
 
 def _contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
@@ -376,3 +336,21 @@ def _holdings(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKind)
                     pins.add((item, node[index]))
     listed = np.array(sorted(pins), dtype=np.int64).reshape(-1, 2)
     return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy())
+
+
+def spread_us(cost_us: Floats) -> float:
+    """No assignment of rows, even of fractions of them, keeps all devices below this."""
+    # Any prices that sum to one prove such a figure; the best of some is returned.
+    num = cost_us.shape[1]
+    weights = np.full(num, 1.0 / num)
+    best = 0.0
+    for round_number in range(1, 40):
+        priced = cost_us * weights
+        best = max(best, float(priced.min(axis=1).sum()))
+        choice = priced.argmin(axis=1)
+        own = cost_us[np.arange(len(choice)), choice]
+        busy = np.bincount(choice, weights=own, minlength=num)
+        # Busier devices become dearer, by steps that shrink.
+        weights = weights * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
+        weights /= weights.sum()
+    return best

@@ -60,7 +60,7 @@ def solve(
     mixes = planner(task)
     if not mixes:
         raise PlanInfeasible(f"the policy '{name}' does not apply to this work", _remedy(name))
-    if config.policy is None and config.objective is ir.Objective.THROUGHPUT:
+    if name == config.objective.value == ir.Objective.THROUGHPUT.value:
         chosen = judge.simplest(mixes, [m for m in coarse.values() if m is not None])
     else:
         chosen = judge.best(mixes)

@@ -17,7 +17,6 @@ weights are charged until the cheapest placement fits (a heuristic; the bound ig
 valid). Lanes are chosen greedily by rate so that all of them fit together.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from scipy.optimize import linprog
 
 from tessera.errors import PlanInfeasible
 from tessera.plan.pricing import Pricer, Prices
-from tessera.plan.problem import Column, Floats, Labels, Mix, Problem
+from tessera.plan.problem import Column, Floats, Labels, Mix, Problem, spread_us
 
 # Stop when the bound is this close.
 GAP = 1e-4
@@ -125,7 +124,8 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
 def generate(pool: Pool, depth: float | None = None) -> Solved:
     """Column generation over `pool`, which must hold a column and grows; depth None: no depth row."""
     num = pool.problem.num_devices
-    bound = math.inf
+    # With transfers free: a first bound, which pricing improves.
+    bound = 1.0 / spread_us(pool.problem.load_us)
     for _ in range(MAX_ROUNDS):
         rates, duals, path_dual = master(pool.columns, depth)
         total = float(rates.sum())

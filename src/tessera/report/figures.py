@@ -8,9 +8,6 @@ from collections import Counter, defaultdict
 from tessera.ir import Baseline, BufferKind, Lane, Objective, Plan, Step
 from tessera.report.kernels import kernel_class
 
-# Below this the plan is not said to gain: costs are less certain than that.
-GAIN_THRESHOLD = 1.005
-
 
 def shares(plan: Plan) -> tuple[float, ...]:
     """Fraction of the work units that follow each lane."""
@@ -86,18 +83,6 @@ def gain(plan: Plan, throughput_per_s: float | None, latency_us: float | None) -
     if plan.objective is Objective.LATENCY:
         return best.latency_us / latency_us if best.latency_us and latency_us else None
     return throughput_per_s / best.throughput_per_s if best.throughput_per_s and throughput_per_s else None
-
-
-def verdict(plan: Plan) -> str:
-    """One honest sentence: the gain over the best baseline, or that there is none."""
-    best, factor = best_baseline(plan), gain(plan, plan.throughput_per_s, plan.latency_us)
-    if best is None or factor is None:
-        return "Nothing to compare with: the plan carries no baseline."
-    what = "latency" if plan.objective is Objective.LATENCY else "throughput"
-    if factor < GAIN_THRESHOLD:
-        return f"No gain in {what} over {best.name} ({factor:.2f}x, modelled)."
-    better = "lower" if plan.objective is Objective.LATENCY else "higher"
-    return f"{factor:.2f}x the best baseline, {best.name}: {better} {what}, modelled."
 
 
 def class_times(plan: Plan) -> dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from tessera.ir import Objective, Plan, Timeline
-from tessera.report.figures import gain, verdict
+from tessera.report.figures import gain
 from tessera.report.output import write_text
 from tessera.report.page_plan import comparison, devices, lanes, layers
 from tessera.report.page_timeline import closer_look, legend, overview
@@ -19,8 +19,8 @@ from tessera.report.tracks import end_us, tracks
 from tessera.report.units import duration, percent, plural, rate, ratio
 
 
-def write_page(plan: Plan, timeline: Timeline, path: str | Path) -> None:
-    """Writes the page; it opens in any browser, without a server."""
+def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
+    """Writes the page; it opens in any browser, without a server. The planner's verdict heads it."""
     template = files("tessera.report").joinpath("timeline_page.html").read_text(encoding="utf-8")
     found = tracks(timeline, plan.cluster.names)
     first = plan.unit.graphs[0].trace.step
@@ -28,7 +28,7 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path) -> None:
         title=escape(f"{first.model}, {plan.policy} plan"),
         model=escape(first.model),
         subtitle=escape(_subtitle(plan)),
-        verdict=escape(verdict(plan)),
+        verdict=escape(verdict),
         tiles=_tiles(plan, timeline),
         comparison=comparison(plan),
         devices=devices(plan, timeline, found),
@@ -58,7 +58,7 @@ def _run(timeline: Timeline) -> str:
 def _tiles(plan: Plan, timeline: Timeline) -> str:
     total = end_us(timeline)
     reached = len(timeline.requests) / total * 1e6 if total > 0 else 0.0
-    factor = gain(plan, plan.throughput_per_s, plan.latency_us)
+    factor = gain(plan, plan.simulated_per_s, plan.latency_us)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     values = [
         ("throughput", rate(plan.throughput_per_s), "work units, modelled"),

@@ -30,9 +30,7 @@ class Target:
 class Classifier:
     """Knows the evidence of one kernel; `learn` first, then `targets`."""
 
-    def __init__(
-        self, atoms: Atoms, declared: set[int], converted: set[int], wide_offsets: bool = False
-    ) -> None:
+    def __init__(self, atoms: Atoms, declared: set[int], converted: set[int]) -> None:
         self.atoms = atoms
         # Parameter indices declared .ptr; atoms converted by cvta.
         self.declared, self.converted = declared, converted
@@ -88,8 +86,7 @@ class Classifier:
         if kind == "param":
             return [Target("param", (item[1], item[2]), rest)]
         if kind == "fields":
-            _, index, start, step, count = item
-            return [Target("param", (index, start + k * step), None) for k in range(count)]
+            return [Target("param", (item[1], offset), None) for offset in item[2]]
         if kind == "symbol":
             return [Target("symbol", item[1], rest)]
         if kind == "frame":
@@ -101,13 +98,17 @@ class Classifier:
         return self._tainted(number)
 
     def _tainted(self, number: int) -> list[Target]:
-        """An opaque value may be any base that went into it."""
+        """An opaque value may be any base that went into it; one computed from bases may be anything."""
         out: list[Target] = []
-        for inner in sorted(self.atoms.atoms[number].taint - {number}):
-            item = self.item(inner)
-            if item[0] not in ("opaque", "op"):
-                out += [Target(t.kind, t.what, None) for t in self._expand(inner, {})]
+        for inner in sorted(self.atoms.atoms[number].taint):
+            out += [Target(t.kind, t.what, None) for t in self._expand(inner, {})]
+        if not self._is_joined(number):
+            out.append(Target("unknown", "an address computed in a way that is not followed", None))
         return out or [Target("unknown", "an address of unknown origin", None)]
+
+    def _is_joined(self, number: int) -> bool:
+        item = self.item(number)
+        return bool(item[3]) if item[0] == "opaque" else item[:2] == ("op", "any")
 
     def table_names(self, table: frozenset[int]) -> tuple[Any, ...]:
         """The bases a pointer was loaded through."""
@@ -122,7 +123,7 @@ class Classifier:
             if item[0] == "param":
                 names.add(("param", item[1], item[2]))
             elif item[0] == "fields":
-                names.add(("param", item[1], item[2]))
+                names |= {("param", item[1], offset) for offset in item[2]}
             elif item[0] == "symbol":
                 names.add(("symbol", item[1]))
             elif item[0] == "frame":

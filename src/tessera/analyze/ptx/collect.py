@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.analyze.ptx.classify import Classifier, Target
-from tessera.analyze.ptx.conditions import Condition, Conditions
+from tessera.analyze.ptx.conditions import Condition, Conditions, Path
 from tessera.analyze.ptx.fixpoint import Flow, Node
 from tessera.analyze.ptx.forms import OpInfo
 from tessera.analyze.ptx.scan import Access
@@ -27,6 +27,7 @@ class Piece:
     offset: Poly | None
     width: int
     conditions: tuple[Condition, ...] = ()
+    complete: bool = False
 
 
 @dataclass(slots=True)
@@ -48,8 +49,7 @@ class Touch:
         self.write |= effect in "wa"
         self.atomic |= effect == "a"
         self.lines.add((line, effect))
-        if piece not in self.pieces:
-            self.pieces.append(piece)
+        self.pieces.append(piece)
 
 
 @dataclass(slots=True)
@@ -60,6 +60,8 @@ class Facts:
     params: dict[tuple[int, int], Touch] = field(default_factory=dict)
     symbols: dict[str, Touch] = field(default_factory=dict)
     indirect: dict[tuple[Any, ...], Touch] = field(default_factory=dict)
+    # Conditions on the back edges of loops, by header block.
+    loops: dict[int, tuple[Condition, ...]] = field(default_factory=dict)
     # (line, reason), in the order found.
     stops: list[tuple[int, str]] = field(default_factory=list)
 
@@ -77,8 +79,11 @@ class _Collector:
         self.facts = Facts(flow)
         self.conditions = Conditions(flow)
         self.maps = TensorMaps(flow)
-        self.roots: list[tuple[Access, Node | Value, tuple[Any, ...]]] = []
-        self.stored: list[tuple[int, Node | Value]] = []
+        # Accesses that may leave the block's own memory.
+        self.outside: set[Access] = set()
+        self.roots: list[tuple[Access, Node | Value, Path]] = []
+        # Line, value and address of 64-bit integers written to memory.
+        self.stored: list[tuple[int, Node | Value, Access]] = []
 
     def run(self) -> Facts:
         flow = self.flow
@@ -88,7 +93,9 @@ class _Collector:
                 self.roots.append((access, flow.want_address(access.at, access.operand), conditions))
                 self._want_stored(access)
         self.maps.want()
+        loops = self.conditions.want_loops() if self.roots else {}
         flow.run()
+        self.facts.loops = {h: self.conditions.known(p) for h, p in loops.items() if p.wanted}
         self.facts.stops += flow.stops
         self._classify()
         self._escapes()
@@ -99,7 +106,7 @@ class _Collector:
         instruction, info = self._at(access.at)
         if access.effect == "w" and instruction.op.name == "st" and info.width == 8 and info.form is not None:
             for item in _items(instruction.operands[1:2]):
-                self.stored.append((instruction.line, self.flow.want(access.at, item)))
+                self.stored.append((instruction.line, self.flow.want(access.at, item), access))
 
     def _at(self, index: int) -> tuple[Instruction, OpInfo]:
         info = self.flow.scan.infos[index]
@@ -115,22 +122,27 @@ class _Collector:
             for poly in address:
                 self.classifier.learn(poly)
         for access, address, wanted in addresses:
-            self._access(access, address, self.conditions.known(wanted))
+            self._access(access, address, wanted)
         for effect, line, target in self.maps.accesses(self.classifier):
             self._touch(effect, line, target, Piece(None, 0))
 
-    def _access(self, access: Access, address: Value, conditions: tuple[Condition, ...]) -> None:
+    def _access(self, access: Access, address: Value, path: Path) -> None:
         instruction, info = self._at(access.at)
         if not address:
             self._stop(instruction, "an address that no definition reaches")
             return
         width = _width(instruction, info)
+        conditions = self.conditions.known(path)
+        complete = path.complete and len(conditions) == len(path.wanted) and len(address) == 1
         targets = [t for poly in address for t in self.classifier.targets(poly)]
         real = [t for t in targets if t.kind != "null"]
         if not real:
             self._stop(instruction, "an address near null")
+        if any(t.kind != "frame" for t in real):
+            self.outside.add(access)
         for target in real:
-            self._touch(access.effect, instruction.line, target, Piece(target.offset, width, conditions))
+            piece = Piece(target.offset, width, conditions, complete)
+            self._touch(access.effect, instruction.line, target, piece)
 
     def _stop(self, instruction: Instruction, reason: str) -> None:
         self.facts.stops.append((instruction.line, f"{reason} in '{instruction.op.text}'"))
@@ -153,7 +165,9 @@ class _Collector:
     def _escapes(self) -> None:
         """Addresses written to memory: another device would write other numbers."""
         at = self.flow.atoms
-        for line, node in self.stored:
+        for line, node, access in self.stored:
+            if access not in self.outside:
+                continue
             value = node.value if isinstance(node, Node) else node
             for poly in value:
                 for number in at.base_of(poly):

@@ -223,7 +223,7 @@ class Flow:
         node = self._store_node(access.at, operand)
         node.info, node.part = info, operand
         self._depend(node, self.want_address(access.at, access.operand))
-        if info.op.name == "st" and not info.op.mods[:1] == ("bulk",):
+        if info.op.name == "st" and info.op.mods[:1] != ("bulk",):
             stored = instruction.operands[1] if len(instruction.operands) > 1 else Imm(0)
             for item in stored.items if isinstance(stored, Vec) else (stored,):
                 self._depend(node, self.want(access.at, item))
@@ -289,9 +289,13 @@ class Flow:
             value = self.atoms.opaque(key, *args)
         if node.old is not None and node.old.value:
             value = self.atoms.join((key, "old"), value + node.old.value)
-        if node.visits > 3 * _MAX_VISITS and len(value) > 0:
-            return self.atoms.opaque((key, "late"), value, node.value)
-        return value
+        return value if node.visits <= _MAX_VISITS else self._late(node, value)
+
+    def _late(self, node: Node, value: Value) -> Value:
+        """Ends a cycle that keeps changing: first the offsets are given up, then which base it is."""
+        if node.visits <= 3 * _MAX_VISITS:
+            return self.atoms.blur(node.key, value + node.value)
+        return self.atoms.opaque((node.key, "late"), value, node.value, joined=True)
 
     def _awaits(self, node: Node) -> bool:
         return any(type(a) is Node and not a.value for a in node.args) and node.visits <= _MAX_VISITS
@@ -354,7 +358,8 @@ class Flow:
         if info.op.name in ("atom", "red"):
             left = self.atoms.opaque(node.key, *args[1:])
         else:
-            table = frozenset(n for value in args[1:] for p in value for n in self.atoms.base_of(p))
+            found = frozenset(n for value in args[1:] for p in value for n in self.atoms.base_of(p))
+            table = self.atoms.roots(found)
             left = self.loads.plain(node.key, 8, table or frozenset({-1}), False)
         anywhere = self.atoms.opaque((node.key, "place"))[0]
         address = tuple(add(p, anywhere) for p in args[0])
@@ -370,8 +375,8 @@ class Flow:
         back = [p for v, b in zip(inputs, node.back, strict=True) if b for p in v]
         if not back:
             return start
-        if node.visits > 3 * _MAX_VISITS:
-            return self.atoms.opaque((node.key, "late"), start, tuple(back), node.value)
+        if node.visits > 2 * _MAX_VISITS:
+            return self._late(node, start + tuple(back))
         at = self.atoms
         current = {at.base_of(p): at.split(p)[1] for p in start}
         first = dict(current)
@@ -398,16 +403,24 @@ class Flow:
         if first is None:
             # Only comes around the loop: as an earlier iteration saw it.
             old = at.others(rest, PER_THREAD, node.key)
-            return old if now is None or now == old else at.opaque((node.key, "mix", base), (old, now))[0]
+            return (
+                old
+                if now is None or now == old
+                else at.opaque((node.key, "mix", base), (old, now), joined=True)[0]
+            )
         if rest == first and (now is None or now == first):
             return first
         step = self._step(node, base, rest, shown if shown is not None else first)
         if step is None or node.visits > _MAX_VISITS:
             node.steps[base] = {}
-            return at.opaque((node.key, "loop", base), (rest, first))[0]
+            return at.opaque((node.key, "loop", base), (rest, first), joined=True)[0]
         node.steps[base] = step
         moved = multiply(at.poly(("counter", self._counter(node))), step, 64)
-        return at.opaque((node.key, "loop", base), (rest, first))[0] if moved is None else add(first, moved)
+        return (
+            at.opaque((node.key, "loop", base), (rest, first), joined=True)[0]
+            if moved is None
+            else add(first, moved)
+        )
 
     def _counter(self, node: Node) -> Key:
         """All variables of a loop with one back edge count the same iterations."""

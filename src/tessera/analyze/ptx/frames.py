@@ -1,37 +1,76 @@
 """Memory that can hold pointers between instructions: shared, local and call-parameter variables.
 
-A frame is one variable. Its cells are the (offset, width) of stores at known offsets; stores at other
-offsets go everywhere in the frame. Order is not followed: a load may see any store to its bytes. That
-is sound, and enough, because compilers give each variable its own bytes.
+A frame is one variable. Its cells are the (offset, width) of stores at known offsets; a store at a
+computed offset is kept with the bounds of that offset. Order is not followed: a load may see any store
+to its bytes. That is sound, and enough, because compilers give each variable its own bytes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from tessera.analyze.ptx.ranges import Range
 from tessera.analyze.ptx.values import Poly, Value
 
 _WORD = 4
+
+
+class Somewhere(NamedTuple):
+    """A store at a computed offset."""
+
+    span: Range  # of the offset
+    width: int
+    value: Value
+
+    def reaches(self, offset: int, width: int) -> bool:
+        """Whether it may touch these bytes."""
+        low, high = self.span
+        return (low is None or low < offset + width) and (high is None or high + self.width > offset)
 
 
 @dataclass(slots=True)
 class Frame:
     """Stores into one variable; writers are store nodes, readers load nodes."""
 
-    # (offset, width) -> {(writer, part): value}
+    # (offset, width) -> {writer: value}
     cells: dict[tuple[int, int], dict[Any, Value]] = field(default_factory=dict)
     # Writers whose offset is not constant.
-    anywhere: dict[Any, Value] = field(default_factory=dict)
+    anywhere: dict[Any, Somewhere] = field(default_factory=dict)
+    # Word -> cells that have bytes in it.
+    by_word: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    # writer -> the cells it wrote, to take them back when its address changes.
+    written: dict[Any, set[tuple[int, int]]] = field(default_factory=dict)
     readers: dict[int, list[Any]] = field(default_factory=dict)
     all_readers: list[Any] = field(default_factory=list)
 
-    def write(self, writer: Any, offset: int | None, width: int, value: Value) -> bool:
-        """Records a store; True when something changed."""
-        cell = self.anywhere if offset is None else self.cells.setdefault((offset, width), {})
+    def write(self, writer: Any, offset: int, width: int, value: Value) -> bool:
+        """Records a store at a known offset; True when something changed."""
+        place = (offset, width)
+        cell = self.cells.get(place)
+        if cell is None:
+            cell = self.cells[place] = {}
+            for word in _words(offset, width):
+                self.by_word.setdefault(word, set()).add(place)
         if cell.get(writer) == value:
             return False
         cell[writer] = value
+        self.written.setdefault(writer, set()).add(place)
         return True
+
+    def write_somewhere(self, writer: Any, somewhere: Somewhere) -> bool:
+        """Records a store at a computed offset; True when something changed."""
+        if self.anywhere.get(writer) == somewhere:
+            return False
+        self.anywhere[writer] = somewhere
+        return True
+
+    def take_back(self, writer: Any, kept: set[tuple[int, int]], dynamic: bool) -> None:
+        """Forgets what a writer stored at places it no longer writes."""
+        for place in self.written.get(writer, set()) - kept:
+            self.cells[place].pop(writer, None)
+            self.written[writer].discard(place)
+        if not dynamic:
+            self.anywhere.pop(writer, None)
 
     def read_by(self, reader: Any, offset: int | None, width: int) -> None:
         """Remembers who must look again when these bytes change."""
@@ -58,21 +97,19 @@ class Frame:
         """Values stored to exactly these bytes."""
         return list(self.cells.get((offset, width), {}).values())
 
-    def overlapping(self, offset: int, width: int) -> Iterator[tuple[int, int, list[Value]]]:
+    def overlapping(self, offset: int, width: int) -> list[tuple[int, int, list[Value]]]:
         """Cells that share some bytes with these but are not the same: (offset, width, values)."""
-        for near in range(offset - 15, offset + width):
-            for size in (1, 2, 4, 8, 16):
-                if near + size > offset and (near, size) != (offset, width):
-                    cell = self.cells.get((near, size))
-                    if cell:
-                        yield near, size, list(cell.values())
-
-    def everything(self) -> list[Value]:
-        """Every value stored anywhere in the frame."""
-        values = list(self.anywhere.values())
-        for cell in self.cells.values():
-            values += cell.values()
-        return values
+        found = set[tuple[int, int]]()
+        for word in _words(offset, width):
+            found |= self.by_word.get(word, set())
+        return [
+            (near, size, list(self.cells[near, size].values()))
+            for near, size in sorted(found)
+            if (near, size) != (offset, width)
+            and near < offset + width
+            and near + size > offset
+            and self.cells[near, size]
+        ]
 
 
 def _words(offset: int, width: int) -> range:

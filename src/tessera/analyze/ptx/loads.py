@@ -5,16 +5,21 @@ there; through anything else, a fresh `loaded` value that remembers the bases it
 that a pointer read from memory is reported with its table.
 """
 
+from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
 from tessera.analyze.ptx.flatten import Flat
-from tessera.analyze.ptx.frames import Frame, constant_offset
-from tessera.analyze.ptx.syntax import Function, Mem, Module, Sym
+from tessera.analyze.ptx.frames import Frame, Somewhere, constant_offset
+from tessera.analyze.ptx.opcodes import vector_of, width_of
+from tessera.analyze.ptx.ranges import FULL, hull
+from tessera.analyze.ptx.syntax import Function, Instruction, Mem, Module, Sym
 from tessera.analyze.ptx.transfer import halves, pack, widen
 from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key, Poly, Value
 
 _SPACE_ANY = "?"
+# A load from a frame that changes more often than this is part of a cycle through memory.
+_MAX_LOOKS = 4
 
 
 class LoadRules:
@@ -26,10 +31,15 @@ class LoadRules:
         self.symbols = {v.name: v for v in module.variables}
         self.functions = {f.name for f in module.functions}
         self.frames: dict[tuple[str, str], Frame] = {}
+        # Loads from an unknown variable of a space look at all of them.
+        self.any_readers: dict[str, list[Any]] = {}
+        # writer -> frames it writes
+        self.written: dict[Any, set[tuple[str, str]]] = {}
         self.has_frames = any(
             v.space in ("shared", "local") for v in (*flat.variables.values(), *module.variables)
         )
         self._specials: dict[str, Value] = {}
+        self._narrow: dict[int, frozenset[int]] = {}
         self._symbols: dict[Sym, Value] = {}
 
     # Names --------------------------------------------------------------------------------------------
@@ -94,7 +104,7 @@ class LoadRules:
             if not frames and space in ("shared", "local", "param"):
                 frames, rest = [("frame", space, _SPACE_ANY)], poly
             if not frames:
-                table |= base or {-1}
+                table |= at.roots(base) or {-1}
             for _, frame_space, name in frames:
                 if frame_space == "param" and name in self.params:
                     found += self._param(node, name, rest, width, signed)
@@ -102,7 +112,8 @@ class LoadRules:
                     found += self._frame(node, frame_space, name, rest, width)
         if table:
             found += self.plain(node.key, width, frozenset(table), signed)
-        return at.join((node.key, "load"), tuple(found))
+        value = at.join((node.key, "load"), tuple(found))
+        return at.blur((node.key, "load"), value) if node.visits > _MAX_LOOKS else value
 
     def _param(self, node: Any, name: str, rest: Poly, width: int, signed: bool) -> Value:
         index, param = self.params[name]
@@ -114,30 +125,56 @@ class LoadRules:
             return self.atoms.opaque((node.key, "outside"))
         if width < 8:
             return self.plain((node.key, "field"), width, frozenset(), signed)
-        start, step, count = _fields(rest, param.size)
-        return self.atoms.value(("fields", index, start, step, count))
+        offsets = tuple(o for o in self._reachable(rest, param.size) if o not in self._scalars(index))
+        return self.atoms.value(("fields", index, offsets))
 
     def _frame(self, node: Any, space: str, name: str, rest: Poly, width: int) -> list[Poly]:
         """What may have been stored in these bytes."""
-        offset = constant_offset(rest) if name != _SPACE_ANY else None
         values: list[Value] = []
-        for frame in self._touched(space, name):
-            frame.read_by(node, offset if frame is self._frame_of(space, name) else None, width)
-            if offset is None or frame is not self._frame_of(space, name):
-                values += self._whole(node, frame, rest if name != _SPACE_ANY else {(-1,): 1}, width)
+        if name == _SPACE_ANY:
+            known = self.any_readers.setdefault(space, [])
+            if node not in known:
+                known.append(node)
+            for (other, _), frame in list(self.frames.items()):
+                if other == space:
+                    values += self._whole(node, frame, None, width)
+        else:
+            frame, wild = self._frame_of(space, name), self._frame_of(space, _SPACE_ANY)
+            offset = constant_offset(rest)
+            frame.read_by(node, offset, width)
+            wild.read_by(node, None, width)
+            values = self._whole(node, wild, None, width)
+            if offset is None:
+                values += self._whole(node, frame, rest, width)
             else:
                 values += frame.exact(offset, width)
                 values += self._pieces(node, frame, offset, width)
-                values += frame.anywhere.values()
+                values += self._strays(node, frame, offset, width)
         # Local memory is the thread's own; shared memory holds what other threads stored.
         above = PER_THREAD if space in ("local", "param") else UNIFORM
         return [self.atoms.others(p, above, (node.key, "seen")) for v in values for p in v]
 
-    def _touched(self, space: str, name: str) -> list[Frame]:
-        if name == _SPACE_ANY:
-            self._frame_of(space, name)
-            return [f for (s, _), f in list(self.frames.items()) if s == space]
-        return [self._frame_of(space, name), self._frame_of(space, _SPACE_ANY)]
+    def _strays(self, node: Any, frame: Frame, offset: int, width: int) -> list[Value]:
+        """Stores at computed offsets that may have hit these bytes."""
+        values: list[Value] = []
+        for stray in frame.anywhere.values():
+            if stray.reaches(offset, width):
+                values += self._stray(node, stray, width)
+        return values
+
+    def _stray(self, node: Any, stray: Somewhere, width: int) -> list[Value]:
+        if stray.width == width:
+            return [stray.value]
+        # A narrow number that was computed, not copied, cannot be a part of a pointer.
+        if stray.width < width and not any(self._may_carry(p) for p in stray.value):
+            return []
+        return [self.atoms.opaque((node.key, "piece"), stray.value)]
+
+    def _may_carry(self, poly: Poly) -> bool:
+        """Whether a narrow value may be a piece of a pointer: copied from memory, or of unknown making."""
+        atoms = self.atoms.atoms
+        kinds = {atoms[n].item[0] for mono in poly for n in mono}
+        return bool(kinds & {"loaded", "opaque", "copy"}) or bool(self.atoms.taint(poly))
 
     def _frame_of(self, space: str, name: str) -> Frame:
         frame = self.frames.get((space, name))
@@ -145,21 +182,64 @@ class LoadRules:
             frame = self.frames[(space, name)] = Frame()
         return frame
 
-    def _whole(self, node: Any, frame: Frame, rest: Poly, width: int) -> list[Value]:
-        """What a load at a dynamic offset may see: cells its stride can reach."""
+    def _reachable(self, rest: Poly, size: int) -> Iterator[int]:
+        """Offsets of 8-byte fields that a dynamic offset may pick."""
+        step, start = self._stride(rest)
+        step, start = (step, start % step) if step % 8 == 0 else (8, 0)
+        low, high = self.atoms.range(rest)
+        for offset in range(start, size - 7, step):
+            if (low is None or low <= offset) and (high is None or offset <= high):
+                yield offset
+
+    def _scalars(self, index: int) -> frozenset[int]:
+        """8-byte fields of a parameter of which the kernel reads one narrow half only: no pointers."""
+        known = self._narrow.get(index)
+        if known is None:
+            narrow: set[int] = set()
+            for instruction in self.flat.body:
+                narrow |= self._narrow_loads(instruction, index)
+            halves_read = {o // 8 * 8: {n // 4 * 4 for n in narrow if n // 8 == o // 8} for o in narrow}
+            known = frozenset(o for o, read in halves_read.items() if len(read) == 1)
+            self._narrow[index] = known
+        return known
+
+    def _narrow_loads(self, instruction: Instruction, index: int) -> set[int]:
+        op, operands = instruction.op, instruction.operands
+        if op.name != "ld" or len(operands) < 2 or not isinstance(operands[1], Mem):
+            return set()
+        base, width = operands[1].base, width_of(op)
+        if not isinstance(base, Sym) or self.params.get(base.name, (-1,))[0] != index or width >= 8:
+            return set()
+        return {operands[1].offset + k * width for k in range(vector_of(op))}
+
+    def _stride(self, rest: Poly) -> tuple[int, int]:
+        """Distance and origin of the places a dynamic offset may reach."""
         step, start = stride_of(rest), rest.get((), 0)
-        values = list(frame.anywhere.values())
+        mask = self.atoms.mask(rest)
+        if mask > 0:
+            return max(mask & -mask, 1), 0
+        return step, start
+
+    def _whole(self, node: Any, frame: Frame, rest: Poly | None, width: int) -> list[Value]:
+        """What a load at a dynamic offset may see: cells its stride and range can reach."""
+        step, start = (1, 0) if rest is None else self._stride(rest)
+        low, high = FULL if rest is None else self.atoms.range(rest)
+        values: list[Value] = []
+        for stray in frame.anywhere.values():
+            values += self._stray(node, stray, width)
         for (offset, size), cell in frame.cells.items():
+            if (low is not None and offset + size <= low) or (high is not None and offset >= high + width):
+                continue
             if size == width:
                 if (offset - start) % step == 0:
                     values += cell.values()
-            elif any((offset - start + k) % step < size for k in range(-width + 1, 1)):
+            elif cell and any((offset - start + k) % step == 0 for k in range(1 - width, size)):
                 values.append(self.atoms.opaque((node.key, "piece"), *cell.values()))
         return values
 
     def _pieces(self, node: Any, frame: Frame, offset: int, width: int) -> list[Value]:
         """Stores of other widths that share bytes with the load."""
-        near = list(frame.overlapping(offset, width))
+        near = frame.overlapping(offset, width)
         if not near:
             return []
         halves_known = {(o, w): v for o, w, v in near}
@@ -182,19 +262,42 @@ class LoadRules:
         woken: list[Any] = []
         if not value:
             return woken
+        places: dict[tuple[str, str], list[Poly]] = {}
         for poly in address:
             base, rest = at.split(poly)
             frames = [at.atoms[n].item for n in base if at.atoms[n].item[0] == "frame"]
             if not frames and space in ("shared", "local", "param"):
                 frames, rest = [("frame", space, _SPACE_ANY)], poly
             for _, frame_space, name in frames:
-                offset = constant_offset(rest) if name != _SPACE_ANY else None
-                frame = self._frame_of(frame_space, name)
-                if frame.write(writer, offset, width, value):
-                    woken += frame.readers_of(offset, width)
-                    for other in self._touched(frame_space, _SPACE_ANY):
-                        woken += other.all_readers
+                places.setdefault((frame_space, name), []).append(rest)
+        for gone in self.written.get(writer, set()) - set(places):
+            self.frames[gone].take_back(writer, set(), False)
+        self.written[writer] = set(places)
+        for place, offsets in places.items():
+            woken += self._store_in(writer, place, offsets, width, value)
         return woken
+
+    def _store_in(
+        self, writer: Any, place: tuple[str, str], offsets: list[Poly], width: int, value: Value
+    ) -> list[Any]:
+        frame = self._frame_of(*place)
+        woken: list[Any] = []
+        changed = False
+        known = {o for rest in offsets if (o := constant_offset(rest)) is not None}
+        unknown = [rest for rest in offsets if constant_offset(rest) is None]
+        if place[1] == _SPACE_ANY:
+            known, unknown = set(), offsets
+        frame.take_back(writer, {(o, width) for o in known}, bool(unknown))
+        for offset in sorted(known):
+            if frame.write(writer, offset, width, value):
+                changed = True
+                woken += frame.readers_of(offset, width)
+        if unknown:
+            span = FULL if place[1] == _SPACE_ANY else hull([self.atoms.range(r) for r in unknown])
+            if frame.write_somewhere(writer, Somewhere(span, width, value)):
+                changed = True
+                woken += frame.readers_of(None, width)
+        return woken + self.any_readers.get(place[0], []) if changed else woken
 
 
 def stride_of(rest: Poly) -> int:
@@ -204,16 +307,6 @@ def stride_of(rest: Poly) -> int:
         if mono:
             step = gcd(step, coeff)
     return step or 1
-
-
-def _fields(rest: Poly, size: int) -> tuple[int, int, int]:
-    """Start, step and count of the 8-byte fields a dynamic offset may pick."""
-    step = stride_of(rest)
-    if step % 8:
-        step, start = 8, 0
-    else:
-        start = rest.get((), 0) % step
-    return start, step, max((size - 8 - start) // step + 1, 0)
 
 
 __all__ = ["LoadRules"]

@@ -160,18 +160,23 @@ def _min_max(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
     return _each(at, key, args[0], args[1], lambda x, y: at.op(name, form.bits, x, y))
 
 
+# Address bits that distinguish buffers: a mask that keeps them keeps the pointer.
+_HIGH_BITS = ((1 << 47) - 1) ^ ((1 << 40) - 1)
+_NEAR = 1 << 40
+
+
 def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     """`x & y`, simplified where the bits are known."""
     known = constant_of(y)
     if known is None:
-        if constant_of(x) is not None:
-            return bit_and(at, y, x, bits)
-        return at.op("and", bits, x, y)
-    low_mask = (1 << bits) - 1
-    known &= low_mask
-    rest = known ^ low_mask
-    if rest & (rest + 1) == 0:
-        # x & ~(2**k - 1) = x - (x & (2**k - 1)), which keeps the base of x.
+        if constant_of(x) is not None or (at.taint(y) and not at.taint(x)):
+            return bit_and(at, y, x, bits) if constant_of(x) is not None else _align(at, y, x, bits)
+        return _align(at, x, y, bits) if at.taint(x) else at.op("and", bits, x, y)
+    whole = (1 << bits) - 1
+    known &= whole
+    rest = known ^ whole
+    if rest & (rest + 1) == 0 or (bits == 64 and known & _HIGH_BITS == _HIGH_BITS):
+        # x & m = x - (x & ~m), which keeps the base of x.
         return x if not rest else sub(x, bit_and(at, x, const(rest), bits))
     possible = at.mask(x)
     if possible >= 0:
@@ -184,14 +189,26 @@ def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     return at.op("and", bits, x, known)
 
 
+def _align(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
+    """A pointer under a computed mask: kept when the mask is a small negative number (an alignment)."""
+    if within(at.range(y), -_NEAR, -1) and not at.taint(y):
+        return sub(x, at.op("and", bits, x, add(scale(y, -1, bits), const(-1))))
+    return at.op("and", bits, x, y)
+
+
+def _shifts_little(at: Atoms, x: Poly, y: Poly) -> bool:
+    """Whether one side is a pointer and the other a small non-negative number."""
+    if at.taint(y):
+        x, y = y, x
+    return not at.taint(y) and within(at.range(y), 0, _NEAR)
+
+
 def bit_or(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     """`x | y`: a sum where no bit can be one in both."""
     mask_x, mask_y = at.mask(x), at.mask(y)
-    if mask_x >= 0 and mask_y >= 0:
-        if mask_x & mask_y == 0:
-            return add(x, y)
-        return at.op("or", bits, x, y)
-    if at.taint(x) or at.taint(y):
+    if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
+        return add(x, y)
+    if (at.taint(x) or at.taint(y)) and _shifts_little(at, x, y):
         return sub(add(x, y), bit_and(at, x, y, bits))
     return at.op("or", bits, x, y)
 
@@ -203,7 +220,7 @@ def bit_xor(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     mask_x, mask_y = at.mask(x), at.mask(y)
     if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
         return add(x, y)
-    if at.taint(x) or at.taint(y):
+    if (at.taint(x) or at.taint(y)) and _shifts_little(at, x, y):
         return sub(add(x, y), scale(bit_and(at, x, y, bits), 2))
     return at.op("xor", bits, x, y)
 

@@ -10,7 +10,7 @@ indices loaded from memory are therefore never bases, and two bases in one regis
 
     atom                                   meaning
     ("param", index, offset, width)        bytes of a kernel parameter
-    ("fields", index, start, step, n)      one of n 8-byte fields of a parameter, which is unknown
+    ("fields", index, offsets)             one of several 8-byte fields of a parameter
     ("special", name)                      %tid.x, %ctaid.y, ...
     ("frame", space, name)                 address of a shared, local or param variable ("?" = any)
     ("symbol", name)                       address of a module variable
@@ -18,7 +18,8 @@ indices loaded from memory are therefore never bases, and two bases in one regis
     ("counter", key)                       0, 1, 2, ... of a loop
     ("op", name, bits, tag, args...)       a function of polynomials: and, shr, sext, any, ...
     ("copy", atom, tag)                    the atom as another thread or an earlier iteration saw it
-    ("opaque", key, taint)                 anything; `taint` are bases that may be inside
+    ("opaque", key, taint, joined)         anything; `taint` are bases that may be inside; `joined`: it
+                                           is one of several values, not something computed from them
 
 Arithmetic is exact in the ring of integers modulo 2**bits, so only widening (`sext`, `zext`) has to
 check for wrap-around; that check is made where the numbers are known (`extent.resolve`), or here when
@@ -168,7 +169,9 @@ class Atoms:
         number = self._numbers[item] = len(self.atoms)
         if atom.base:
             self.bases.add(number)
-            atom = atom._replace(taint=atom.taint | {number})
+            if item[0] not in ("opaque", "op", "copy"):
+                # Taint names origins only, else it would grow with every turn of a loop.
+                atom = atom._replace(taint=frozenset({number}))
         self.atoms.append(atom)
         return number
 
@@ -297,13 +300,30 @@ class Atoms:
             return base, poly
         return base, {m: c for m, c in poly.items() if not (len(m) == 1 and c == 1 and m[0] in base)}
 
-    def opaque(self, key: Key, *values: Value) -> Value:
+    def opaque(self, key: Key, *values: Value, joined: bool = False) -> Value:
         """Anything, tainted by the bases of the values it was made from."""
         taint: set[int] = set()
         for value in values:
             for poly in value:
                 taint |= self.taint(poly)
-        return self.value(("opaque", key, frozenset(taint)))
+        return self.value(("opaque", key, frozenset(taint), joined))
+
+    def blur(self, key: Key, value: Value) -> Value:
+        """The same bases at unknown offsets."""
+        out: dict[frozenset[int], Poly] = {}
+        for poly in value:
+            base, rest = self.split(poly)
+            out[base] = self._whole(base, self.opaque((key, "blur", base), (rest,), joined=True)[0])
+        return tuple(out.values())
+
+    def roots(self, numbers: frozenset[int]) -> frozenset[int]:
+        """The origins of bases, pointers loaded from memory replaced by where they were loaded from."""
+        out: set[int] = set()
+        for number in numbers:
+            for origin in self.atoms[number].taint if number >= 0 else (number,):
+                item = self.atoms[origin].item if origin >= 0 else ("",)
+                out |= item[3] if item[0] == "loaded" else {origin}
+        return frozenset(out)
 
     def op(self, name: str, bits: int, *args: Poly | int) -> Poly:
         """An atom that is a function of polynomials."""
@@ -331,7 +351,7 @@ class Atoms:
         if len(offsets) == 1:
             return offsets[0]
         if len(offsets) > _MAX_TERMS or sum(map(len, offsets)) > 4 * _MAX_TERMS:
-            return self.opaque(key, tuple(offsets))[0]
+            return self.opaque(key, tuple(offsets), joined=True)[0]
         frozen = sorted((freeze(o) for o in offsets), key=sorted)
         return self.poly(("op", "any", 64, key, *frozen))
 

@@ -50,7 +50,9 @@ def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark
     return out
 
 
-def store(frame: Frame, space: str, lanes: Array, address: Array, value: Array, size: int, mark: str = "w") -> None:
+def store(
+    frame: Frame, space: str, lanes: Array, address: Array, value: Array, size: int, mark: str = "w"
+) -> None:
     """Store unsigned integers of `size` bytes."""
     machine = frame.machine
     if space == "global":

@@ -79,13 +79,13 @@ class Barriers:
         moves: list[Move] = []
         kept = []
         for (frame, after, barrier), which, mask, ins in self.waiting:
-            going = mask & done if which == number else np.zeros(1, bool)
+            going = mask & done if which == number else np.zeros_like(mask)
             if going.any():
                 self._result(barrier, number, frame, going)
                 moves.append((frame, after, going))
-                mask = mask & ~going
-            if mask.any():
-                kept.append(((frame, after, barrier), which, mask, ins))
+            staying = mask & ~going
+            if staying.any():
+                kept.append(((frame, after, barrier), which, staying, ins))
         self.waiting = kept
         self.arrived[number] = self.arrived[number] & ~done
         for table in (self.expected, self.votes):

@@ -1,7 +1,7 @@
 """Calls of device functions: frames, arguments by value, results.
 
-A frame belongs to a chain of call sites; lanes that came along the same chain share it, each lane with its own
-registers and its own strip of local memory. Recursion makes a new frame at each depth.
+A frame belongs to a chain of call sites; lanes that came along the same chain share it, each lane with
+its own registers and its own strip of local memory. Recursion makes a new frame at each depth.
 """
 
 import numpy as np
@@ -26,7 +26,9 @@ def make_frame(machine: Machine, code: Code, parent: Frame | None, call_block: i
     return frame
 
 
-def enter(frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: Call, mask: Array) -> list[Move]:
+def enter(
+    frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: Call, mask: Array
+) -> list[Move]:
     """Move lanes into the function they call; KeyError names one that has no body."""
     moves = []
     for name, lanes in _targets(caller, call, mask):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tessera.analyze.ptx.interp.decode import Decoder, Get, Put, Unknown
 from tessera.analyze.ptx.interp.program import Block
 from tessera.analyze.ptx.interp.rules_warp import member_getter
-from tessera.analyze.ptx.interp.types import PRED, U32, U64, Type, types_of
+from tessera.analyze.ptx.interp.types import PRED, U32, U64
 from tessera.analyze.ptx.syntax import Args, Instruction, Operand, Reg, Sym
 
 
@@ -64,16 +64,25 @@ def _barrier(ins: Instruction, decoder: Decoder) -> Barrier:
 
 def _call(ins: Instruction, decoder: Decoder) -> Call:
     operands = list(ins.operands)
-    results = operands.pop(0) if operands and isinstance(operands[0], Args) else Args(())
+    results = _list(operands)
     target = operands.pop(0)
-    arguments = operands.pop(0) if operands and isinstance(operands[0], Args) else Args(())
+    arguments = _list(operands)
     known = isinstance(target, Sym)
     return Call(
         target.name if isinstance(target, Sym) else "",
         None if known else decoder.get(target, U64),
-        tuple(_argument(o, decoder) for o in arguments.items),
-        tuple(_result(o, decoder) for o in results.items),
+        tuple(_argument(o, decoder) for o in arguments),
+        tuple(_result(o, decoder) for o in results),
     )
+
+
+def _list(operands: list[Operand]) -> tuple[Operand, ...]:
+    """Takes a bracketed list off the front; an absent one is empty."""
+    if operands and isinstance(operands[0], Args):
+        first = operands.pop(0)
+        assert isinstance(first, Args)
+        return first.items
+    return ()
 
 
 def _argument(operand: Operand, decoder: Decoder) -> "str | Get":
@@ -86,6 +95,3 @@ def _result(operand: Operand, decoder: Decoder) -> "str | Put":
     if not isinstance(operand, Reg):
         raise Unknown("a result that is no register")
     return decoder.put(operand, U64)
-
-
-__all__ = ["Barrier", "Call", "Type", "describe", "types_of"]

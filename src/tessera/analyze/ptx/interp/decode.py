@@ -1,8 +1,8 @@
 """Instructions to steps: operands become getters and putters, opcodes are looked up in the rule table.
 
-A rule is a function `(ins, decoder) -> Step`, registered by opcode name with `@rule("add", "sub")`. An instruction
-without a rule, or a form of it that its rule does not know, becomes a step that raises UnknownInstruction when a lane
-gets there: dead code does no harm.
+A rule is a function `(ins, decoder) -> Step`, registered by opcode name with `@rule("add", "sub")`. An
+instruction without a rule, or a form of it that its rule does not know, becomes a step that raises
+UnknownInstruction when a lane gets there: dead code does no harm.
 """
 
 import re
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from tessera.analyze.ptx.interp.faults import UnknownInstruction
-from tessera.analyze.ptx.interp.memory import CODE, SHARED
 from tessera.analyze.ptx.interp.program import Block, Step, blocks_of
 from tessera.analyze.ptx.interp.state import Active, Code, Frame
 from tessera.analyze.ptx.interp.types import PRED, TYPES, U64, Array, Type, narrow, widen
@@ -36,6 +35,7 @@ Get = Callable[[Frame], Any]
 Put = Callable[[Frame, Active, Any], None]
 Rule = Callable[[Instruction, "Decoder"], Step]
 RULES: dict[str, Rule] = {}
+CARRY = "%carry"  # the condition code of add.cc and the like, kept like a register
 _SCOPED = re.compile(r"#\d+$")
 
 
@@ -124,6 +124,8 @@ class Decoder:
         return known
 
     def _dtype(self, name: str) -> np.dtype[Any]:
+        if name == CARRY:
+            return np.dtype(bool)
         plain = _SCOPED.sub("", name.split(".", maxsplit=1)[0])
         decls = self._exact.get(plain, [])
         for cut in range(len(plain) - 1, 0, -1):
@@ -136,7 +138,7 @@ class Decoder:
         # Scopes may declare one name with several types: the widest holds them all.
         return max(found, key=lambda d: (d.itemsize, d != np.dtype(bool)))
 
-    # ---- operands -------------------------------------------------------------------------------------------------
+    # ---- operands ----------------------------------------------------------------------------------
 
     def get(self, operand: Operand, wanted: Type) -> Get:
         """A function that gives the operand's value, seen as a type."""
@@ -151,7 +153,7 @@ class Decoder:
         if isinstance(operand, Sym):
             place = self.symbol(operand.name)
             offset = operand.offset
-            return lambda frame: narrow(np.uint64(place(frame) + offset), wanted)
+            return lambda frame: narrow(np.asarray(np.uint64(place(frame) + offset)), wanted)
         if isinstance(operand, Not):
             inner = self.get(operand.item, wanted)
             return (lambda frame: ~inner(frame)) if operand.sign == "!" else (lambda frame: -inner(frame))
@@ -277,18 +279,3 @@ def only(found: list[Type], ins: Instruction) -> Type:
     if not found:
         raise Unknown(f"no type in {ins.op.text}")
     return found[-1]
-
-
-__all__ = [
-    "CODE",
-    "SHARED",
-    "Decoder",
-    "Get",
-    "Put",
-    "Unknown",
-    "decode",
-    "literal",
-    "only",
-    "rule",
-    "simple",
-]

@@ -1,20 +1,26 @@
 """The engine: runs the blocks of a batch until every lane has left.
 
-Lanes at the same block of the same frame form a group. The engine always runs the group whose block has the lowest
-rank (see `program`), so lanes that parted meet again at the immediate post-dominator. Lanes wait
+Lanes at the same block of the same frame form a group. The engine always runs the group whose block has
+the lowest rank (see `program`), so lanes that parted meet again at the immediate post-dominator. Lanes wait
 
-    at a block barrier      until all lanes of their block that are alive, or as many as it says, have arrived;
+    at a block barrier      until all living lanes of their block, or as many as it says, have arrived;
     at a warp collective    until all living lanes of the member mask stand at the same instruction.
 
-Every 1,024 blocks the group that has waited longest gets a turn, so that lanes that spin on memory let others write.
-When every group waits, the launch is deadlocked: a Deadlock names the line.
+Every 1,024 blocks the group that has waited longest gets a turn, so that lanes that spin on memory let
+others write. When every group waits, the launch is deadlocked: a Deadlock names the line.
 """
 
 import numpy as np
 
 from tessera.analyze.ptx.interp.barriers import Barriers
 from tessera.analyze.ptx.interp.calls import enter, leave
-from tessera.analyze.ptx.interp.faults import BadAccess, Deadlock, InterpreterFault, OutOfBounds, UnknownInstruction
+from tessera.analyze.ptx.interp.faults import (
+    BadAccess,
+    Deadlock,
+    InterpreterFault,
+    OutOfBounds,
+    UnknownInstruction,
+)
 from tessera.analyze.ptx.interp.program import Block
 from tessera.analyze.ptx.interp.rules_warp import per_lane, warp_bits
 from tessera.analyze.ptx.interp.state import Active, Frame, Machine
@@ -86,7 +92,7 @@ class Engine:
                 self._arrive(move)
             return
 
-    # ---- one block ----------------------------------------------------------------------------------------------------
+    # ---- one block -------------------------------------------------------------------------------
 
     def _run_block(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
         act = Active(mask, bool(int(mask.sum()) == self.everyone))
@@ -134,7 +140,9 @@ class Engine:
         for value in np.unique(chosen[mask]):
             if value >= len(block.targets):
                 assert block.end is not None
-                raise self._fault(OutOfBounds, f"branch {value} of a table of {len(block.targets)}", block.end)
+                raise self._fault(
+                    OutOfBounds, f"branch {value} of a table of {len(block.targets)}", block.end
+                )
             moves.append((frame, self._known(block.targets[int(value)], block), mask & (chosen == value)))
         return moves
 
@@ -178,10 +186,12 @@ class Engine:
     def _end_barrier(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
         assert block.end is not None
         if block.info is None:
-            raise self._fault(UnknownInstruction, f"the interpreter does not run '{block.end.op.text}'", block.end)
+            raise self._fault(
+                UnknownInstruction, f"the interpreter does not run '{block.end.op.text}'", block.end
+            )
         return self.barriers.arrive(block.info, frame, block.next, mask, block.end)
 
-    # ---- warps --------------------------------------------------------------------------------------------------------
+    # ---- warps -----------------------------------------------------------------------------------
 
     def _assemble(self, frame: Frame, index: int, block: Block, mask: Array) -> Array:
         """The lanes that may run a collective now; the others stay where they are."""
@@ -205,7 +215,7 @@ class Engine:
             self.stuck.add((frame, index))
         return ready if block.steps[0][2] < 0 else ready | passing
 
-    # ---- faults -------------------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def _fault(self, kind: type[InterpreterFault], message: str, ins: Instruction) -> InterpreterFault:
         return kind(message, place=f"{self.machine.file}:{ins.line}")
@@ -215,7 +225,9 @@ class Engine:
         special = self.machine.special
         thread = ", ".join(str(int(special[f"%tid.{axis}"][lane])) for axis in "xyz")
         block = ", ".join(str(int(special[f"%ctaid.{axis}"][lane])) for axis in "xyz")
-        return self._fault(OutOfBounds, f"{bad.message}, by '{ins.op.text}' of thread ({thread}) of block ({block})", ins)
+        return self._fault(
+            OutOfBounds, f"{bad.message}, by '{ins.op.text}' of thread ({thread}) of block ({block})", ins
+        )
 
     def _deadlock(self) -> Deadlock:
         lines = {ins.line for _, _, _, ins in self.barriers.waiting}

@@ -1,11 +1,13 @@
 """Floating-point arithmetic that NumPy has no name for: rounding modes, fused multiply-add, small formats.
 
-Directed rounding works on a pair (value, error) in double precision: `value` is the nearest double, `error` the sign
-of what was left over, so that the final step to single precision rounds the exact result.
+Directed rounding works on a pair (value, error) in double precision: `value` is the nearest double,
+`error` the sign of what was left over, so that the final step to single precision rounds the exact
+result.
 
-Not exact: `f64` with directed rounding (the nearest result is given), and fused multiply-add in double precision,
-which is right to within one unit in the last place. Approximate instructions (`ex2.approx`, `sin.approx`, ...) give
-the correctly rounded value, which is within the error bound that PTX states for them.
+Not exact: `f64` with directed rounding (the nearest result is given), and fused multiply-add in double
+precision, which is right to within one unit in the last place. Approximate instructions (`ex2.approx`,
+`sin.approx`, ...) give the correctly rounded value, which is within the error bound that PTX states for
+them.
 """
 
 from typing import Any
@@ -28,7 +30,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 def to_single(value: Array, error: Array, mode: str = "n") -> Array:
     """The exact number `value + error` (doubles, error small) rounded once to single precision."""
-    near = value.astype(np.float32)
+    near: Array = value.astype(np.float32)
     back = near.astype(np.float64)
     above = (back > value) | ((back == value) & (error < 0))  # the result lies above the exact number
     below = (back < value) | ((back == value) & (error > 0))
@@ -122,8 +124,8 @@ def flush(value: Array, ftz: bool) -> Array:
 
 
 def saturate(value: Array) -> Array:
-    """Clamp to [0, 1]; not-a-number becomes 0."""
-    return np.where(np.isnan(value), value.dtype.type(0), np.clip(value, 0, 1)).astype(value.dtype)
+    """Clamp to [0, 1]; not-a-number and the negative zero become 0."""
+    return np.where(value > 0, np.minimum(value, 1), 0).astype(value.dtype)
 
 
 def whole(value: Array, mode: str) -> Array:
@@ -161,6 +163,16 @@ def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
     return np.where(np.isnan(value), np.uint32(nan), rounded >> shift)
 
 
+def to_half(value: Array, mode: str = "n") -> Array:
+    """Floats as halves; not-a-number in its one canonical form."""
+    near: Array = value.astype(np.float16)
+    if mode == "z":
+        back = near.astype(np.float64)
+        over = (np.abs(back) > np.abs(value)) & ~np.isinf(value)
+        near = np.where(over, np.nextafter(near, np.float16(0)), near)
+    return np.where(np.isnan(near), np.uint16(0x7FFF).view(np.float16), near)
+
+
 def halves(bits: Array) -> tuple[Array, Array]:
     """The low and the high 16 bits of 32-bit patterns."""
     return (bits & np.uint32(0xFFFF)).astype(np.uint16), (bits >> np.uint32(16)).astype(np.uint16)
@@ -179,7 +191,7 @@ def _small_table(exponent_bits: int, mantissa_bits: int, finite_only: bool) -> A
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     bias = (1 << (exponent_bits - 1)) - 1
     scale = 2.0 ** (np.maximum(exponent, 1) - bias)
-    value = sign * scale * (mantissa / (1 << mantissa_bits) + (exponent > 0))
+    value: Array = sign * scale * (mantissa / (1 << mantissa_bits) + (exponent > 0))
     if finite_only:
         value[(code & 0x7F) == 0x7F] = np.nan
     else:
@@ -193,7 +205,8 @@ SMALL = {"e4m3": _small_table(4, 3, True), "e5m2": _small_table(5, 2, False)}
 
 def small_to_single(code: Array, name: str) -> Array:
     """Eight-bit floats as singles: exact."""
-    return SMALL[name][code.astype(np.intp)]
+    value: Array = SMALL[name][code.astype(np.intp)]
+    return value
 
 
 def single_to_small(value: Array, name: str) -> Array:
@@ -206,8 +219,8 @@ def single_to_small(value: Array, name: str) -> Array:
     middle = (low + high) / 2
     up = (size > middle) | ((size == middle) & (above % 2 == 0))
     code: Array = np.where(up, above, above - 1)
-    code = np.where(np.isnan(value), 0x7F, code)
-    return (code | np.where(np.signbit(value), 0x80, 0)).astype(np.uint8)
+    code = code | np.where(np.signbit(value), 0x80, 0)
+    return np.where(np.isnan(value), 0x7F, code).astype(np.uint8)
 
 
 def constant(value: float, dtype: np.dtype[Any]) -> Any:

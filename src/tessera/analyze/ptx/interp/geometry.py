@@ -32,7 +32,7 @@ class Geometry:
             dims = (given,) if isinstance(given, int) else tuple(given)
             if not 1 <= len(dims) <= 3 or min(dims) < 1:
                 raise BadLaunch(f"{name} {given} is no launch shape")
-            shapes.append((dims + (1, 1))[:3])
+            shapes.append((*dims, 1, 1)[:3])
         geometry = Geometry((*shapes[0],), (*shapes[1],), cluster)  # type: ignore[arg-type]
         if geometry.size > 1024:
             raise BadLaunch(f"a block of {geometry.size} threads; at most 1024 are possible")
@@ -90,14 +90,17 @@ class Geometry:
             "%total_smem_size": np.full(lanes, layout.shared_bytes),
         }  # fmt: skip
         found |= self._cluster(found["%ctaid.x"])
-        return {name: (value.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32) for name, value in found.items()}
+        return {
+            name: (value.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32) for name, value in found.items()
+        }
 
     def _cluster(self, block_x: Array) -> dict[str, Array]:
         rank, every = block_x % self.cluster, np.ones_like(block_x)
         found = {
             "%cluster_ctarank": rank, "%cluster_nctarank": every * self.cluster, "%cluster_ctaid.x": rank,
             "%cluster_nctaid.x": every * self.cluster, "%clusterid.x": block_x // self.cluster,
-            "%nclusterid.x": every * (self.grid[0] // self.cluster), "%is_explicit_cluster": every * (self.cluster > 1),
+            "%nclusterid.x": every * (self.grid[0] // self.cluster),
+            "%is_explicit_cluster": every * (self.cluster > 1),
         }  # fmt: skip
         for letter in "yz":
             found |= {f"%cluster_ctaid.{letter}": every * 0, f"%cluster_nctaid.{letter}": every}

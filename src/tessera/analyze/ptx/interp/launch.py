@@ -4,7 +4,8 @@
     result.arrays[0]                       what y holds afterwards; the argument itself is not changed
     result.touched(1).read                 which bytes of x were read, as a mask
 
-An argument is an array (a buffer, passed as its address), a number (a scalar, as wide as the parameter says), or
+An argument is an array (a buffer, passed as its address), a number (a scalar, as wide as the parameter
+says), or
 
     Offset(array, 64)                      the address of byte 64 of the array
     Packed({0: y, 8: x, 16: 500}, 24)      a struct by value: what lies at which byte
@@ -80,8 +81,8 @@ class Result:
 
     # Contents afterwards, by argument; numbers stay as they were given. Fields of structs are in `buffers`.
     arrays: tuple[Any, ...]
-    # Every buffer by its name: "0" is argument 0, "1+8" the pointer at byte 8 of argument 1, "0->8" the pointer at byte
-    # 8 of the buffer behind argument 0, ":gbuf" a variable of the module.
+    # Every buffer by its name: "0" is argument 0, "1+8" the pointer at byte 8 of argument 1, "0->8" the
+    # pointer at byte 8 of the buffer behind argument 0, ":gbuf" a variable of the module.
     buffers: Mapping[str, Array]
     masks: Mapping[str, Touched]
     # Where each pointer leads: (argument, byte offset in it) -> (buffer, byte offset in that).
@@ -156,7 +157,12 @@ def make_frame_of_entry(machine: Machine, code: Code, function: Function) -> Any
 
 
 def _machine(
-    module: Module, geometry: Geometry, blocks: range, bound: "Binding", layout: Layout, codes: dict[str, Code]
+    module: Module,
+    geometry: Geometry,
+    blocks: range,
+    bound: "Binding",
+    layout: Layout,
+    codes: dict[str, Code],
 ) -> Machine:
     lanes = geometry.lanes(blocks)
     machine = Machine(
@@ -173,7 +179,9 @@ class Binding:
 
     def __init__(self, module: Module, function: Function, args: Sequence[Any]) -> None:
         if len(args) > len(function.params):
-            message = f"'{function.name}' has {len(function.params)} parameters, {len(args)} arguments are given"
+            message = (
+                f"'{function.name}' has {len(function.params)} parameters, {len(args)} arguments are given"
+            )
             raise BadLaunch(message, place=module.file)
         self.arena, self.args = Arena(), args
         self.homes: dict[int, tuple[str, int, Array]] = {}  # id of an array -> name, address, the array
@@ -184,7 +192,10 @@ class Binding:
             at = function.param_offsets[param.name]
             content = self._value(str(number), number, 0, arg, param.size, param.type)
             if content.size > param.size:
-                raise BadLaunch(f"argument {number} has {content.size} bytes, the parameter {param.size}", place=module.file)
+                raise BadLaunch(
+                    f"argument {number} has {content.size} bytes, the parameter {param.size}",
+                    place=module.file,
+                )
             self.params[at : at + content.size] = content
 
     def _value(self, name: str, number: int, offset: int, arg: Any, size: int, kind: str) -> Array:

@@ -1,7 +1,8 @@
-"""Addresses of module symbols: global and constant variables, shared variables, functions; and their initial values.
+"""Addresses of module symbols: global and constant variables, shared variables, functions; and their initial
+values.
 
-Shared variables of all functions get places side by side in a block's strip; unsized (extern) arrays all begin behind
-them, where the launch's dynamic shared memory lies.
+Shared variables of all functions get places side by side in a block's strip; unsized (extern) arrays all
+begin behind them, where the launch's dynamic shared memory lies.
 """
 
 import re
@@ -15,7 +16,9 @@ from tessera.analyze.ptx.interp.memory import ARENA, CODE, SHARED, Arena
 from tessera.analyze.ptx.interp.types import TYPES, Array
 from tessera.analyze.ptx.syntax import Module, Variable
 
-_TOKEN = re.compile(r"generic\s*\(\s*([\w$%.]+)\s*\)|mask\s*\([^)]*\)|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|[\w$%.+-]+")
+_TOKEN = re.compile(
+    r"generic\s*\(\s*([\w$%.]+)\s*\)|mask\s*\([^)]*\)|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|[\w$%.+-]+"
+)
 
 
 @dataclass(slots=True)
@@ -95,10 +98,12 @@ def _element(match: re.Match[str], size: int, kind: str, variable: Variable, lay
         return struct.pack("<Q", int(text[2:], 16))
     name, _, plus = text.partition("+")
     if name in layout.symbols:
-        return (layout.symbols[name] + int(plus or 0, 0)).to_bytes(size, "little")
+        return (layout.symbols[name] + int(plus or "0", 0)).to_bytes(size, "little")
     if kind == "f":
         return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], float(text))
     try:
         return (int(text.rstrip("U"), 0) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
     except ValueError:
-        raise BadLaunch(f"the initial value of '{variable.name}' holds '{text}'", place=str(variable.line)) from None
+        raise BadLaunch(
+            f"the initial value of '{variable.name}' holds '{text}'", place=str(variable.line)
+        ) from None

@@ -5,11 +5,12 @@ Addresses are numbers a kernel can compute with:
     global      ARENA + offset of the byte in the arena; buffers lie apart, so a step outside one is seen
     shared      offset in the block's own strip; generic form SHARED + offset
     local       offset in the lane's own strip; generic form LOCAL + offset
-    param       offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip, which also
-                holds the parameters of device functions; generic form PARAM + offset
+    param       offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip,
+                which also holds the parameters of device functions; generic form PARAM + offset
 
-Every access is checked: inside one buffer, and aligned to its size. Global bytes read, written and atomically updated
-are marked in three masks. Constant variables and module variables are buffers of the arena.
+Every access is checked: inside one buffer, and aligned to its size. Global bytes read, written and
+atomically updated are marked in three masks. Constant variables and module variables are buffers of the
+arena.
 """
 
 from dataclasses import dataclass, field

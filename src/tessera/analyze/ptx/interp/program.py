@@ -1,9 +1,10 @@
 """A function as basic blocks, decoded once and run many times.
 
-Blocks end at branches, calls, barriers and before labels; a warp-collective instruction (shuffle, vote, mma, ...) is a
-block of its own, because its lanes may have to wait for one another. Each block has a rank: its position in a
-post-order walk of the post-dominator tree. A block's post-dominators all rank behind it, so an engine that always
-runs the lowest-ranked block that has lanes reconverges at immediate post-dominators.
+Blocks end at branches, calls, barriers and before labels; a warp-collective instruction (shuffle, vote,
+mma, ...) is a block of its own, because its lanes may have to wait for one another. Each block has a
+rank: its position in a post-order walk of the post-dominator tree. A block's post-dominators all rank
+behind it, so an engine that always runs the lowest-ranked block that has lanes reconverges at immediate
+post-dominators.
 """
 
 from collections.abc import Callable

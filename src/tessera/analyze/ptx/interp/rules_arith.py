@@ -114,6 +114,16 @@ def sign(ins: Instruction, decoder: Decoder) -> Step:
     return rules_integer.integer_rule(ins, decoder, function, 1)
 
 
+def _with_xor_sign(pick: Function) -> Function:
+    """`.xorsign.abs`: of the magnitudes, with the exclusive or of the signs."""
+
+    def picked(a: Any, b: Any) -> Any:
+        size = pick(np.abs(a), np.abs(b))
+        return np.where(np.signbit(a) ^ np.signbit(b), -size, size)
+
+    return picked
+
+
 @rule("min", "max")
 def extreme(ins: Instruction, decoder: Decoder) -> Step:
     """Smaller and larger; of a number and not-a-number the number, unless `.NaN` is given."""
@@ -124,10 +134,7 @@ def extreme(ins: Instruction, decoder: Decoder) -> Step:
         return rules_integer.integer_rule(ins, decoder, np.minimum if low else np.maximum, 2)
     pick: Function = (np.minimum if low else np.maximum) if "NaN" in mods else (np.fmin if low else np.fmax)
     if "xorsign" in mods:
-        plain = pick
-        pick = lambda a, b: np.copysign(
-            plain(np.abs(a), np.abs(b)), np.copysign(a, 1) * np.sign(a) * np.sign(b)
-        )
+        pick = _with_xor_sign(pick)
     if len(ins.operands) == 4:
         pair = pick
         return float_rule(ins, decoder, lambda a, b, c: pair(pair(a, b), c), 3)
@@ -140,8 +147,8 @@ def _keep_type(function: Function) -> Function:
 
 
 _UNARY: dict[str, Function] = {
-    "sin": _keep_type(np.sin), "cos": _keep_type(np.cos), "lg2": _keep_type(np.log2), "ex2": _keep_type(np.exp2),
-    "tanh": _keep_type(np.tanh), "rsqrt": _keep_type(lambda a: 1.0 / np.sqrt(a)),
+    "sin": _keep_type(np.sin), "cos": _keep_type(np.cos), "lg2": _keep_type(np.log2),
+    "ex2": _keep_type(np.exp2), "tanh": _keep_type(np.tanh), "rsqrt": _keep_type(lambda a: 1.0 / np.sqrt(a)),
 }  # fmt: skip
 
 

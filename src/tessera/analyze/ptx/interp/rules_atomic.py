@@ -7,6 +7,7 @@ import numpy as np
 
 from tessera.analyze.ptx.interp.access import load, pick, spread, store
 from tessera.analyze.ptx.interp.decode import Decoder, Get, Unknown, rule
+from tessera.analyze.ptx.interp.memory import SHARED
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.rules_arith import lift
 from tessera.analyze.ptx.interp.rules_memory import space_of
@@ -68,7 +69,7 @@ def take_turns(
     index, size = act.index, kind.bits // 8
     values = [pick(np.asarray(get(frame)), index) for get in gets]
     old = np.zeros(index.shape, kind.dtype)
-    for turn in turns(where, index if space != "global" else None, frame):
+    for turn in turns(frame, space, where, index):
         before = load(frame, space, index[turn], where[turn], size, "a").view(kind.dtype)
         after = np.asarray(update(before, *(v[turn] for v in values))).astype(kind.dtype)
         store(frame, space, index[turn], where[turn], after.view(kind.raw), size, "a")
@@ -76,15 +77,16 @@ def take_turns(
     return old
 
 
-def turns(where: Array, lanes: Array | None, frame: Frame) -> list[Array]:
-    """Positions grouped so that no group has an address twice, and each address's lanes come in order."""
-    key = where
-    if lanes is not None:
+def turns(frame: Frame, space: str, where: Array, lanes: Array) -> list[Array]:
+    """Positions grouped so that no group has a place twice, and each place's lanes come in order."""
+    owner = np.zeros(where.shape, np.int64)
+    if space != "global":
         # The same shared address in two blocks is two places.
-        key = where * np.uint64(frame.machine.num_lanes) + frame.machine.block_of[lanes].astype(np.uint64)
-    order = np.argsort(key, kind="stable")
-    ordered = key[order]
-    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        private = np.ones(where.shape, bool) if space else where >> np.uint64(44) == np.uint64(SHARED >> 44)
+        owner = np.where(private, frame.machine.block_of[lanes], 0)
+    order = np.lexsort((owner, where))
+    new = (where[order][1:] != where[order][:-1]) | (owner[order][1:] != owner[order][:-1])
+    first = np.flatnonzero(np.concatenate(([True], new)))
     rank = np.arange(order.size) - np.repeat(first, np.diff(np.append(first, order.size)))
     if not rank.any():
         return [np.arange(order.size)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.analyze.ptx.interp.decode import Decoder, Unknown, only, rule, simple
+from tessera.analyze.ptx.interp.decode import CARRY, Decoder, Unknown, only, rule, simple
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.state import Active, Frame
 from tessera.analyze.ptx.interp.types import S32, TYPES, U32, Array, Type, types_of
@@ -43,9 +43,9 @@ def divide(a: Any, b: Any) -> Any:
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """What `divide` leaves; by zero, the dividend."""
+    """What `divide` leaves; by zero, all bits set."""
     safe = np.where(b == 0, b.dtype.type(1), b)
-    return np.where(b == 0, a, a - divide(a, safe) * safe)
+    return np.where(b == 0, ~a.dtype.type(0), a - divide(a, safe) * safe)
 
 
 def saturated(function: Function, kind: Type) -> Function:
@@ -68,19 +68,19 @@ def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources
     return simple(decoder.put(ins.operands[0], kind), function, *gets)
 
 
-def with_carry(ins: Instruction, decoder: Decoder, function: Callable[[int, int, int, int], int]) -> Step:
-    """Extended-precision arithmetic on Python integers would be exact but slow: it is done in object arrays."""
+def with_carry(ins: Instruction, decoder: Decoder, function: Function) -> Step:
+    """Extended-precision arithmetic, on arrays of Python integers: exact and rare."""
     kind = only(types_of(ins.op.mods), ins)
     unsigned = TYPES[f"u{kind.bits}"]
     gets = [decoder.get(o, unsigned) for o in ins.operands[1:]]
     put = decoder.put(ins.operands[0], unsigned)
-    carry_slot, _ = decoder.slot("%carry")
+    carry_slot, _ = decoder.slot(CARRY)
     takes, gives, bits = ins.op.name.endswith("c"), "cc" in ins.op.mods, kind.bits
 
     def step(frame: Frame, act: Active) -> None:
         wide = [np.broadcast_to(g(frame), frame.machine.num_lanes).astype(object) for g in gets]
         carry = frame.regs[carry_slot].astype(int).astype(object) if takes else 0
-        exact = function(*wide, carry)  # type: ignore[arg-type]
+        exact = function(*wide, carry)
         put(frame, act, np.asarray(exact & ((1 << bits) - 1)).astype(unsigned.dtype))
         if gives:
             flag = np.asarray((exact >> bits) & 1).astype(bool)
@@ -103,7 +103,7 @@ def carried(ins: Instruction, decoder: Decoder) -> Step:
         return with_carry(ins, decoder, lambda a, b, c: a - b - c)
     if "s32" in ins.op.mods or "s64" in ins.op.mods:
         raise Unknown("signed madc")
-    return with_carry(ins, decoder, lambda a, b, c, d: _part(a * b, high, bits) + c + d)  # type: ignore[misc,arg-type]
+    return with_carry(ins, decoder, lambda a, b, c, d: _part(a * b, high, bits) + c + d)
 
 
 def carry_out(ins: Instruction, decoder: Decoder) -> Step:
@@ -113,7 +113,7 @@ def carry_out(ins: Instruction, decoder: Decoder) -> Step:
         return with_carry(ins, decoder, lambda a, b, c: a + b)
     if ins.op.name == "sub":
         return with_carry(ins, decoder, lambda a, b, c: a - b)
-    return with_carry(ins, decoder, lambda a, b, c, d: _part(a * b, high, bits) + c)  # type: ignore[misc,arg-type]
+    return with_carry(ins, decoder, lambda a, b, c, d: _part(a * b, high, bits) + c)
 
 
 def multiply(ins: Instruction, decoder: Decoder) -> Step:
@@ -123,19 +123,27 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
     if ins.op.name in ("mul24", "mad24"):
         return _multiply24(ins, decoder, kind, fused)
     if "wide" in ins.op.mods:
-        wide = TYPES[f"{kind.kind}{_WIDE[kind.bits]}"]
-        gets = [decoder.get(o, kind) for o in ins.operands[1:3]]
-        gets += [decoder.get(o, wide) for o in ins.operands[3:]]
-        product: Function = lambda a, b, *c: (
-            a.astype(wide.dtype) * b.astype(wide.dtype) + (c[0] if c else wide.dtype.type(0))
-        )
-        return simple(decoder.put(ins.operands[0], wide), product, *gets)
+        return _multiply_wide(ins, decoder, kind)
     if "hi" in ins.op.mods:
-        function: Function = lambda a, b, *c: high_product(a, b, kind) + (c[0] if c else kind.dtype.type(0))  # noqa: E731
-        return integer_rule(ins, decoder, function, 3 if fused else 2)
+
+        def upper(a: Any, b: Any, *c: Any) -> Any:
+            return high_product(a, b, kind) + (c[0] if c else kind.dtype.type(0))
+
+        return integer_rule(ins, decoder, upper, 3 if fused else 2)
     if fused:
         return integer_rule(ins, decoder, lambda a, b, c: a * b + c, 3)
     return integer_rule(ins, decoder, lambda a, b: a * b, 2)
+
+
+def _multiply_wide(ins: Instruction, decoder: Decoder, kind: Type) -> Step:
+    wide = TYPES[f"{kind.kind}{_WIDE[kind.bits]}"]
+    gets = [decoder.get(o, kind) for o in ins.operands[1:3]]
+    gets += [decoder.get(o, wide) for o in ins.operands[3:]]
+
+    def product(a: Any, b: Any, *c: Any) -> Any:
+        return a.astype(wide.dtype) * b.astype(wide.dtype) + (c[0] if c else wide.dtype.type(0))
+
+    return simple(decoder.put(ins.operands[0], wide), product, *gets)
 
 
 def _multiply24(ins: Instruction, decoder: Decoder, kind: Type, fused: bool) -> Step:
@@ -260,15 +268,16 @@ def extract(ins: Instruction, decoder: Decoder) -> Step:
     def field(a: Any, start: Any, length: Any) -> Any:
         start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
         raw = a.view(kind.raw)
+        if kind.kind == "s":
+            filled = (a >> np.minimum(start, top - np.uint32(1)).astype(kind.dtype)).view(kind.raw)
+            last = np.minimum(start + length - np.uint32(1), top - np.uint32(1))
+            sign = ((raw >> last.astype(kind.raw)) & kind.raw.type(1)).astype(bool) & (length > 0)
+            within = filled & _ones(length, kind)
+            return np.where(sign, within | ~_ones(length, kind), within).view(kind.dtype)
         moved = np.where(
             start >= top, kind.raw.type(0), raw >> np.minimum(start, top - np.uint32(1)).astype(kind.raw)
         )
-        kept = moved & _ones(length, kind)
-        if kind.kind != "s":
-            return kept
-        last = np.minimum(start + length - np.uint32(1), top - np.uint32(1))
-        sign = ((raw >> last.astype(kind.raw)) & kind.raw.type(1)).astype(bool) & (length > 0)
-        return np.where(sign, kept | ~_ones(length, kind), kept).view(kind.dtype)
+        return moved & _ones(length, kind)
 
     gets = decoder.get(ins.operands[1], kind), *(decoder.get(o, U32) for o in ins.operands[2:4])
     return simple(decoder.put(ins.operands[0], kind), field, *gets)
@@ -329,7 +338,7 @@ def permute(ins: Instruction, decoder: Decoder) -> Step:
 
     def picked(a: Any, b: Any, select: Any) -> Any:
         both = (b.astype(np.uint64) << np.uint64(32)) | a.astype(np.uint64)
-        result = np.uint32(0)
+        result: Any = np.uint32(0)
         for k in range(4):
             code = (select >> np.uint32(4 * k)) & np.uint32(0xF)
             byte = (
@@ -372,7 +381,7 @@ def video(ins: Instruction, decoder: Decoder) -> Step:
         raise Unknown("only the plain unsigned form")
 
     def differ(a: Any, b: Any, c: Any) -> Any:
-        result = np.uint32(0)
+        result: Any = np.uint32(0)
         for k in range(4):
             x, y = ((v >> np.uint32(8 * k)) & np.uint32(0xFF) for v in (a, b))
             result = result | (np.where(x > y, x - y, y - x) << np.uint32(8 * k))

@@ -6,9 +6,10 @@ Layouts of mma fragments, with g = lane / 4, t = lane % 4 and n elements to a 32
     B   register r holds column g, rows 4n r + n t + 0 .. n-1
     C   register pair p holds row g + 8 p, columns 2 t and 2 t + 1
 
-wmma leaves its layout to the implementation; here element e of lane l is number (elements of a lane) l + e of the
-matrix, counted around. Products are summed in double precision and rounded once: hardware sums in an order and width
-that PTX leaves open, so results agree to the accuracy of the accumulator's type, not to the bit.
+wmma leaves its layout to the implementation; here element e of lane l is number (elements of a lane) l +
+e of the matrix, counted around. Products are summed in double precision and rounded once: hardware sums
+in an order and width that PTX leaves open, so results agree to the accuracy of the accumulator's type,
+not to the bit.
 """
 
 import re
@@ -17,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from tessera.analyze.ptx.interp import floats
-from tessera.analyze.ptx.interp.access import load, pick, spaces_of, store
+from tessera.analyze.ptx.interp.access import load, spaces_of, store
 from tessera.analyze.ptx.interp.decode import Decoder, Unknown, rule
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.state import Active, Frame
-from tessera.analyze.ptx.interp.types import F32, S32, U32, U64, Array, Type, types_of
+from tessera.analyze.ptx.interp.types import F32, S32, U32, Array, Type, types_of
 from tessera.analyze.ptx.syntax import Instruction, Vec
 
 LANE = np.arange(32)
@@ -122,7 +123,14 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
     mods = ins.op.mods
     shape = next((_SHAPE.match(m) for m in mods if _SHAPE.match(m)), None)
     names = [m for m in mods if m in ("f16", "bf16", "tf32", "s8", "u8", "e4m3", "e5m2", "f32", "s32", "f64")]
-    if shape is None or shape[1] != "16" or shape[2] != "8" or len(names) != 4 or "sp" in mods or "row" not in mods:
+    if (
+        shape is None
+        or shape[1] != "16"
+        or shape[2] != "8"
+        or len(names) != 4
+        or "sp" in mods
+        or "row" not in mods
+    ):
         raise Unknown("this shape")
     depth, (out, left, right, into) = int(shape[3]), names
     elements(np.zeros((1, 32), np.uint32), left)
@@ -179,7 +187,7 @@ def _results(product: Array, added: list[Array], out: str) -> list[Array]:
     return [(tile + word.astype(np.float64)).astype(kind) for tile, word in zip(tiles, added, strict=True)]
 
 
-# ---- wmma ---------------------------------------------------------------------------------------------------------------
+# ---- wmma ------------------------------------------------------------------------------------------
 
 
 @rule("wmma")
@@ -233,7 +241,11 @@ def _wmma_multiply(ins: Instruction, decoder: Decoder) -> Step:
     if not all(isinstance(o, Vec) for o in operands):
         raise Unknown("this form of wmma")
     puts = decoder.vector_put(operands[0], F32)
-    a, b, c = decoder.vector(operands[1], U32), decoder.vector(operands[2], U32), decoder.vector(operands[3], F32)
+    a, b, c = (
+        decoder.vector(operands[1], U32),
+        decoder.vector(operands[2], U32),
+        decoder.vector(operands[3], F32),
+    )
 
     def step(frame: Frame, act: Active) -> None:
         where = warps(act)
@@ -265,6 +277,3 @@ def _wmma_store(ins: Instruction, decoder: Decoder) -> Step:
         store(frame, space, lanes.ravel(), at.ravel(), words.ravel(), 4)
 
     return step
-
-
-__all__ = ["U64", "pick"]

@@ -1,7 +1,7 @@
 """Loads, stores, asynchronous copies and cache hints.
 
-Asynchronous copies are done at once: a schedule in which every copy finishes immediately is one that the hardware may
-choose, and waits for it are then no-ops.
+Asynchronous copies are done at once: a schedule in which every copy finishes immediately is one that the
+hardware may choose, and waits for it are then no-ops.
 """
 
 from typing import Any
@@ -58,7 +58,12 @@ def read(ins: Instruction, decoder: Decoder) -> Step:
     kind = only(types_of(ins.op.mods), ins)
     space, size = space_of(ins), kind.bits // 8
     source = ins.operands[1]
-    if space == "param" and isinstance(source, Mem) and isinstance(source.base, Sym) and decoder.function.is_entry:
+    if (
+        space == "param"
+        and isinstance(source, Mem)
+        and isinstance(source.base, Sym)
+        and decoder.function.is_entry
+    ):
         fast = _read_parameter(ins, decoder)
         if fast is not None:
             return fast
@@ -164,7 +169,11 @@ def _copy_async(ins: Instruction, decoder: Decoder) -> Step:
         index = act.index
         into, out_of = pick(target(frame), index), pick(source(frame), index)
         aligned(out_of, size)
-        limit = pick(np.asarray(valid(frame)), index) if valid is not None else np.full(index.shape, size, np.uint32)
+        limit = (
+            pick(np.asarray(valid(frame)), index)
+            if valid is not None
+            else np.full(index.shape, size, np.uint32)
+        )
         unit = 4 if not np.any(limit & np.uint32(3)) else 1
         for k in range(0, size, unit):
             value = np.zeros(index.shape, f"u{unit}")
@@ -203,8 +212,8 @@ def _bulk(ins: Instruction, decoder: Decoder) -> Step:
 def mbarrier(ins: Instruction, decoder: Decoder) -> Step:
     """Barriers of asynchronous copies: copies finish at once, so every wait finds its phase complete.
 
-    Used to count threads instead (arrivals without transactions), they would need real phases: such arrivals are
-    refused.
+    Used to count threads instead (arrivals without transactions), they would need real phases: such
+    arrivals are refused.
     """
     kind = ins.op.mods[0]
     if kind in ("init", "inval", "expect_tx", "complete_tx"):

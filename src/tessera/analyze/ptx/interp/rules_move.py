@@ -11,7 +11,7 @@ from tessera.analyze.ptx.interp.memory import ARENA, LOCAL, PARAM, SHARED, WINDO
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.rules_arith import mode_of
 from tessera.analyze.ptx.interp.state import Active, Frame
-from tessera.analyze.ptx.interp.types import PRED, S32, TYPES, U32, U64, Type, types_of
+from tessera.analyze.ptx.interp.types import PRED, TYPES, U64, Type, types_of
 from tessera.analyze.ptx.syntax import Instruction, Pair, Vec
 
 Function = Callable[..., Any]
@@ -83,7 +83,8 @@ def is_space(ins: Instruction, decoder: Decoder) -> Step:
 
 
 _COMPARE: dict[str, Function] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 _JOIN: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
@@ -106,7 +107,7 @@ def comparison(name: str, kind: Type) -> Function:
             return _COMPARE[name[:-1]](a, b) | unordered(a, b)
         return _COMPARE[name](a, b) & ~unordered(a, b)
 
-    if kind.kind == "u" or kind.kind == "b" or name in ("lo", "ls", "hi", "hs"):
+    if kind.kind in ("u", "b") or name in ("lo", "ls", "hi", "hs"):
         return lambda a, b: _COMPARE[name](a.view(kind.raw), b.view(kind.raw))
     return compare
 
@@ -170,7 +171,7 @@ def select_by_sign(ins: Instruction, decoder: Decoder) -> Step:
     return simple(decoder.put(ins.operands[0], kinds[0]), lambda c, a, b: np.where(c >= 0, a, b), *gets)
 
 
-# ---- conversions ------------------------------------------------------------------------------------------------------
+# ---- conversions -----------------------------------------------------------------------------------
 
 
 @rule("cvt")
@@ -209,7 +210,7 @@ def _through_floats(ins: Instruction, target: Type, source: Type) -> Function:
         if whole and source.kind == "f":
             value = floats.whole(value, whole)
         if target.kind != "f":
-            return _to_integer(value, target)
+            return _to_integer(value, target, 64 in (source.bits, target.bits))
         result = _to_float(value, target, mode, sat, relu)
         return floats.flush(result, ftz) if target.name == "f32" else result
 
@@ -223,6 +224,9 @@ def _to_float(value: Any, target: Type, mode: str, sat: bool, relu: bool) -> Any
         return floats.single_to_bf16(value.astype(np.float32), mode, relu)
     if target.name == "tf32":
         return floats.single_to_tf32(value, mode)
+    if target.name == "f16":
+        half = floats.to_half(value, mode)
+        return floats.saturate(half) if sat else half
     if target.name == "f32" and mode != "n" and value.dtype != np.float32:
         wide = value.astype(np.float64)
         rest = (
@@ -236,14 +240,20 @@ def _to_float(value: Any, target: Type, mode: str, sat: bool, relu: bool) -> Any
     return floats.saturate(result) if sat else result
 
 
-def _to_integer(value: Any, target: Type) -> Any:
-    """Floats to integers: truncated, clamped to the range, not-a-number becomes 0."""
+def _to_integer(value: Any, target: Type, wide: bool) -> Any:
+    """Floats to integers: truncated, clamped to the range.
+
+    Not-a-number becomes 0, or the highest bit alone where either side has 64 bits: so it does on hardware.
+    """
+    unknown = (
+        np.array(1 << (target.bits - 1), target.raw).view(target.dtype) if wide else target.dtype.type(0)
+    )
     limits = np.iinfo(target.dtype)
-    wide = np.trunc(value.astype(np.float64))
-    low, high = wide <= float(limits.min), wide >= float(limits.max)
-    middle = np.where(low | high | np.isnan(wide), 0.0, wide).astype(target.dtype)
+    exact = np.trunc(value.astype(np.float64))
+    low, high = exact <= float(limits.min), exact >= float(limits.max)
+    middle = np.where(low | high | np.isnan(exact), 0.0, exact).astype(target.dtype)
     result = np.where(high, target.dtype.type(limits.max), middle)
-    return np.where(low, target.dtype.type(limits.min), result)
+    return np.where(np.isnan(exact), unknown, np.where(low, target.dtype.type(limits.min), result))
 
 
 def _pack_pair(ins: Instruction, target: Type, source: Type) -> Function:
@@ -272,9 +282,6 @@ def _unpack_small(target: Type, source: Type) -> Function:
 
     def unpack(a: Any) -> Any:
         low, high = a & np.uint16(0xFF), a >> np.uint16(8)
-        return floats.join(*(floats.small_to_single(v, small).astype(np.float16) for v in (low, high)))
+        return floats.join(*(floats.to_half(floats.small_to_single(v, small)) for v in (low, high)))
 
     return unpack
-
-
-__all__ = ["S32", "U32", "compare", "comparison", "convert", "move", "select"]

@@ -1,15 +1,14 @@
 """Exchanges within a warp: shuffles, votes, matches, reductions.
 
-The engine brings the lanes of the member mask together before such a step runs. A value read from a lane that does not
-take part is whatever its register holds, as on the hardware.
+The engine brings the lanes of the member mask together before such a step runs. A value read from a lane
+that does not take part is whatever its register holds, as on the hardware.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tessera.analyze.ptx.interp.decode import Decoder, Get, Unknown, only, rule, simple
+from tessera.analyze.ptx.interp.decode import Decoder, Get, Unknown, only, rule
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.state import Active, Frame
 from tessera.analyze.ptx.interp.types import PRED, U32, Array, types_of
@@ -120,7 +119,11 @@ def match(ins: Instruction, decoder: Decoder) -> Step:
         rows = np.broadcast_to(get(frame), act.mask.shape).reshape(-1, 32)
         there = act.mask.reshape(-1, 32)
         equal = (rows[:, :, None] == rows[:, None, :]) & there[:, None, :]
-        put(frame, act, (equal * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(axis=2, dtype=np.uint32).ravel())
+        put(
+            frame,
+            act,
+            (equal * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(axis=2, dtype=np.uint32).ravel(),
+        )
 
     return step
 
@@ -172,7 +175,3 @@ def member_getter(ins: Instruction, decoder: Decoder) -> Get | None:
     """A getter of the member mask, or None for the whole warp."""
     operand = member_operand(ins)
     return None if operand is None else decoder.get(operand, U32)
-
-
-Getter = Callable[[Frame], Any]
-__all__ = ["member_getter", "per_lane", "simple", "warp_bits"]

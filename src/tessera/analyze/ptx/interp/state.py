@@ -55,7 +55,8 @@ class Frame:
     call_block: int
     # Ranks of the call sites above: orders frames among one another.
     prefix: tuple[int, ...]
-    # Offsets of variables of local and param space in the lanes' strips (the entry's parameters: in the block).
+    # Offsets of variables of local and param space in the lanes' strips; of the entry's parameters, in
+    # the parameter block.
     places: dict[str, int]
 
 

@@ -1,9 +1,10 @@
 """PTX types as NumPy sees them.
 
-A register is an array of unsigned integers, one element per lane, of the register's declared width (predicates:
-bool). An instruction reads it through its own type: `view` for types of the same width, the low bits for narrower
-ones. Writing widens by the instruction's type: signed types extend their sign, all others extend with zeros.
-bf16 and the packed pairs have no NumPy type; they are handled as bits and converted by `floats`.
+A register is an array of unsigned integers, one element per lane, of the register's declared width
+(predicates: bool). An instruction reads it through its own type: `view` for types of the same width, the
+low bits for narrower ones. Writing widens by the instruction's type: signed types extend their sign, all
+others extend with zeros. bf16 and the packed pairs have no NumPy type; they are handled as bits and
+converted by `floats`.
 """
 
 from typing import Any, NamedTuple
@@ -58,9 +59,9 @@ def types_of(mods: tuple[str, ...]) -> list[Type]:
 
 
 def narrow(value: Array, wanted: Type) -> Array:
-    """A register's bits seen as a type: the low bits of a wider register, zero-extended from a narrower one."""
+    """A register's bits seen as a type: the low bits of a wider one, zeros above a narrower one."""
     if wanted.bits == 1:
-        return value if value.dtype == bool else value != 0
+        return value if value.dtype.kind == "b" else value != 0
     if value.dtype.itemsize * 8 != wanted.bits:
         value = value.astype(wanted.raw)
     return value.view(wanted.dtype)
@@ -68,9 +69,9 @@ def narrow(value: Array, wanted: Type) -> Array:
 
 def widen(value: Array, given: Type, raw: np.dtype[Any]) -> Array:
     """A result as the bits of a register of type `raw`."""
-    if raw == bool:
-        return value if value.dtype == bool else value != 0
-    if value.dtype == bool:
+    if raw.kind == "b":
+        return value if value.dtype.kind == "b" else value != 0
+    if value.dtype.kind == "b":
         return value.astype(raw)
     if value.dtype.itemsize == raw.itemsize:
         return value.view(raw)

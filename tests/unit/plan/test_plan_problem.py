@@ -8,7 +8,7 @@ from plan_factories import Draft, chain, make_cluster, make_costs, make_unit
 
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
-from tessera.plan.problem import MESSAGE_US, Problem, build
+from tessera.plan.problem import MESSAGE_US, Problem, build, spread_us
 
 
 def flat(unit: ir.WorkUnit, cluster: ir.Cluster, us: float = 10.0) -> tuple[ir.Costs, ...]:
@@ -171,3 +171,16 @@ def test_unit_without_steps_is_refused() -> None:
     """A work unit has a step."""
     with pytest.raises(RuleBroken, match="a work unit has a step"):
         build(ir.WorkUnit((), ()), (), make_cluster())
+
+
+def test_work_without_cost_is_refused() -> None:
+    """If every launch is free somewhere, no rate would be too high."""
+    unit, cluster = make_unit(chain(2)), make_cluster()
+
+    with pytest.raises(PlanInfeasible, match="costs nothing on d0 or d1"):
+        build(unit, make_costs(unit, cluster, [[[0.0, 5.0], [5.0, 0.0]]]), cluster)
+
+
+def test_spread_is_a_lower_bound_that_fractions_attain() -> None:
+    """Two rows of opposite preference end no sooner than each on its own device."""
+    assert 10.0 == pytest.approx(spread_us(np.array([[10.0, 30.0], [30.0, 10.0]])), rel=1e-6)

@@ -7,7 +7,7 @@ import pytest
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, random_case
 
 from tessera.plan.cut import network
-from tessera.plan.pricing import Bill, Pricer, Prices
+from tessera.plan.pricing import Bill, Pricer, Prices, swap
 from tessera.plan.problem import Problem, build
 
 
@@ -60,10 +60,11 @@ def test_resident_weights_are_priced_exactly(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_chain_on_three_devices_is_priced_exactly(seed: int) -> None:
+def test_tree_on_three_devices_is_priced_exactly(seed: int) -> None:
     """Where values form a forest, any number of devices is exact."""
     rng = np.random.default_rng(seed)
-    unit, cluster = make_unit(chain(6, 40_000)), make_cluster(3)
+    joins = [(0, (2,), 90_000), (1, (2,), 50_000), (2, (4,), 70_000), (3, (4,), 60_000), (4, (5,), 40_000)]
+    unit, cluster = make_unit(Draft(6, joins)), make_cluster(3)
     problem = build(unit, make_costs(unit, cluster, rng.uniform(1, 9, (1, 6, 3)).tolist()), cluster)
     prices = random_prices(seed, 3)
     bill = bill_of(problem, prices)
@@ -88,6 +89,28 @@ def test_swaps_come_close_on_three_devices() -> None:
 
     assert float(np.mean(ratios)) < 1.05
     assert min(ratios) > 1 - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_swap_is_the_best_exchange_of_two_devices(seed: int) -> None:
+    """No other way to share two devices' nodes between them is cheaper, the third device's left alone."""
+    problem = build(*random_case(seed, num=6, devices=3))
+    prices = random_prices(seed, 3)
+    bill = bill_of(problem, Prices(prices.device, 5 * prices.link, prices.path))
+    labels = np.random.default_rng(seed).integers(0, 3, problem.num_nodes)
+    free = np.flatnonzero(labels != 1)
+
+    def exchanged(sides: tuple[int, ...]) -> float:
+        other = labels.copy()
+        other[free] = sides
+        return bill.cost(problem, other)
+
+    found = swap(problem, labels, bill, (0, 2))
+
+    assert min(map(exchanged, product((0, 2), repeat=len(free)))) == pytest.approx(
+        bill.cost(problem, found), rel=1e-6
+    )
+    assert (found[labels == 1] == 1).all()
 
 
 def test_chain_is_cut_at_its_cheapest_edge() -> None:

@@ -1,0 +1,251 @@
+"""The result: what each kernel of a module reads and writes, as frozen records and as JSON.
+
+    analyze_ptx(text, file) -> (KernelReport, ...)         raises ParseError only
+
+A kernel is movable when every access belongs to a parameter (or to a constant table of the module) and
+nothing stopped the analysis. `why` lists what stands against it, each with its line.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.analyze.ptx.collect import Facts, Piece, Touch, collect
+from tessera.analyze.ptx.expression import Exporter
+from tessera.analyze.ptx.extent import Extent, Limit, Part
+from tessera.analyze.ptx.parser import parse
+from tessera.analyze.ptx.syntax import Function, Module, Variable
+from tessera.analyze.ptx.values import Poly
+
+_MAX_PARTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AccessReport:
+    """Accesses through one pointer: parameter `param`, `offset` bytes into it."""
+
+    param: int
+    offset: int
+    read: bool
+    write: bool
+    # Some access is an atomic update (which also reads and writes).
+    atomic: bool
+    extent: Extent
+    # The parameter's bytes are a tensor map; the buffer is the one behind it.
+    is_tensor_map: bool
+    # (source line, r / w / a)
+    lines: tuple[tuple[int, str], ...]
+
+    @property
+    def extent_text(self) -> str:
+        """The extent for people."""
+        return "tensor map" if self.is_tensor_map else str(self.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolReport:
+    """Accesses to one module variable."""
+
+    name: str
+    read: bool
+    write: bool
+    atomic: bool
+    lines: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndirectReport:
+    """Accesses through pointers that were loaded from memory."""
+
+    # ("param", index, offset), ("symbol", name), ("frame", space, name) or ("unknown", "")
+    tables: tuple[tuple[Any, ...], ...]
+    read: bool
+    write: bool
+    atomic: bool
+    lines: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """What one kernel does, for one architecture."""
+
+    name: str
+    arch: str
+    movable: bool
+    why: tuple[str, ...]
+    accesses: tuple[AccessReport, ...]
+    symbols: tuple[SymbolReport, ...]
+    indirect: tuple[IndirectReport, ...]
+    # Names and sizes of the parameters, as the PTX declares them.
+    params: tuple[tuple[str, int], ...]
+
+    def access(self, param: int, offset: int = 0) -> AccessReport | None:
+        """The accesses through one pointer, or None."""
+        return next((a for a in self.accesses if (a.param, a.offset) == (param, offset)), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The kernel as the JSON of `tessera analyze`."""
+        return {
+            "name": self.name,
+            "arch": self.arch,
+            "movable": self.movable,
+            "why": list(self.why),
+            "accesses": [
+                {"param": a.param, "offset": a.offset, "read": a.read, "write": a.write,
+                 "atomic": a.atomic, "extent": a.extent_text}
+                for a in self.accesses
+            ],
+            "symbols": [{"name": s.name, "read": s.read, "write": s.write} for s in self.symbols],
+            "indirect": [
+                {"tables": [_table_dict(t) for t in i.tables], "read": i.read, "write": i.write,
+                 "atomic": i.atomic, "lines": [line for line, _ in i.lines]}
+                for i in self.indirect
+            ],
+        }  # fmt: skip
+
+
+def to_json(reports: Iterable[KernelReport]) -> str:
+    """`{"kernels": [...]}`, indented."""
+    return json.dumps({"kernels": [r.as_dict() for r in reports]}, indent=2)
+
+
+def analyze_ptx(text: str | bytes, file: str = "<ptx>") -> tuple[KernelReport, ...]:
+    """Every kernel of a PTX text, in the order of the file."""
+    return analyze_module(parse(text, file))
+
+
+def analyze_module(module: Module) -> tuple[KernelReport, ...]:
+    """Every kernel of a parsed module."""
+    facts = [(entry, collect(module, entry)) for entry in module.entries if entry.defined]
+    written = {name for _, f in facts for name, touch in f.symbols.items() if touch.write}
+    return tuple(_report(module, entry, f, written) for entry, f in facts)
+
+
+def _report(module: Module, entry: Function, facts: Facts, written: set[str]) -> KernelReport:
+    exporter = Exporter(facts.flow.atoms)
+    loops = {h: _limits(exporter, conditions) for h, conditions in facts.loops.items()}
+    accesses = tuple(
+        AccessReport(
+            param, offset, touch.read, touch.write, touch.atomic, _extent(exporter, touch, loops),
+            touch.by_map, tuple(sorted(touch.lines)),
+        )
+        for (param, offset), touch in sorted(facts.params.items())
+    )  # fmt: skip
+    symbols = tuple(
+        SymbolReport(name, t.read, t.write, t.atomic, tuple(sorted(t.lines)))
+        for name, t in sorted(facts.symbols.items())
+    )
+    indirect = tuple(
+        IndirectReport(tables, t.read, t.write, t.atomic, tuple(sorted(t.lines)))
+        for tables, t in sorted(facts.indirect.items(), key=repr)
+    )
+    why = _reasons(module, facts, symbols, indirect, written)
+    params = tuple((p.name, p.size) for p in entry.params)
+    return KernelReport(entry.name, module.target, not why, why, accesses, symbols, indirect, params)
+
+
+def _reasons(
+    module: Module,
+    facts: Facts,
+    symbols: tuple[SymbolReport, ...],
+    indirect: tuple[IndirectReport, ...],
+    written: set[str],
+) -> tuple[str, ...]:
+    """What stands against moving the kernel, each with its line."""
+    reasons = [(line, f"line {line}: {what}") for line, what in facts.stops]
+    variables = {v.name: v for v in module.variables}
+    for symbol in symbols:
+        reason = _symbol_reason(symbol, variables.get(symbol.name), written)
+        if reason:
+            reasons.append((symbol.lines[0][0], f"line {symbol.lines[0][0]}: {reason}"))
+    for item in indirect:
+        where = ", ".join(map(_table_text, item.tables)) or "memory"
+        line = item.lines[0][0]
+        verb = "accesses" if item.read and item.write else "writes" if item.write else "reads"
+        reasons.append((line, f"line {line}: {verb} through pointers loaded from {where}"))
+    return tuple(dict.fromkeys(text for _, text in sorted(reasons)))
+
+
+def _symbol_reason(symbol: SymbolReport, variable: Variable | None, written: set[str]) -> str:
+    """Why touching a module variable pins the kernel; '' for a constant table."""
+    if variable is None:
+        return f"accesses '{symbol.name}', which the module does not declare"
+    if symbol.write:
+        return f"writes the module variable '{symbol.name}'"
+    if symbol.name in written:
+        return f"reads the module variable '{symbol.name}', which a kernel of this module writes"
+    if not variable.initial or variable.linkage:
+        return f"reads the module variable '{symbol.name}', which the host may set"
+    return ""
+
+
+def _table_text(table: tuple[Any, ...]) -> str:
+    if table[0] == "param":
+        return f"parameter {table[1]}" + (f" (offset {table[2]})" if table[2] else "")
+    return (
+        f"'{table[1]}'"
+        if table[0] == "symbol"
+        else "memory"
+        if table[0] == "unknown"
+        else f"{table[1]} memory"
+    )
+
+
+def _table_dict(table: tuple[Any, ...]) -> dict[str, Any]:
+    if table[0] == "param":
+        return {"param": table[1], "offset": table[2]}
+    return {table[0]: table[1]}
+
+
+def _limits(exporter: Exporter, conditions: Iterable[Any]) -> tuple[Limit, ...]:
+    return tuple(
+        Limit(exporter.sum(c.left), c.relation, exporter.sum(c.right), c.bits, c.signed) for c in conditions
+    )
+
+
+def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[Limit, ...]]) -> Extent:
+    """The pieces of one pointer; neighbours that differ by a constant are joined."""
+    if touch.by_map or any(p.offset is None or p.width == 0 for p in touch.pieces):
+        return Extent((Part(None, 0, (), False),))
+    parts = _joined(exporter, touch.pieces)
+    if len(parts) > _MAX_PARTS:
+        return Extent((Part(None, 0, (), False),))
+    used = tuple((h, limits) for h, limits in loops.items() if _mentions(parts, h, loops))
+    return Extent(parts, used)
+
+
+def _mentions(parts: tuple[Part, ...], header: int, loops: dict[int, tuple[Limit, ...]]) -> bool:
+    return f"('loop', {header})" in repr(parts) or f"('loop', {header})" in repr(list(loops.values()))
+
+
+def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[Part, ...]:
+    """Accesses at constant distances from one another become one part each run of bytes."""
+    runs: dict[Any, tuple[Piece, set[tuple[int, int]]]] = {}
+    for piece in pieces:
+        offset: Poly = piece.offset or {}
+        moving = frozenset((m, c) for m, c in offset.items() if m)
+        limits = tuple(
+            (frozenset(c.left.items()), c.relation, frozenset(c.right.items()), c.bits, c.signed)
+            for c in piece.conditions
+        )
+        _, found = runs.setdefault((moving, limits, piece.complete), (piece, set()))
+        found.add((offset.get((), 0), offset.get((), 0) + piece.width))
+    parts: list[Part] = []
+    for piece, found in runs.values():
+        limits = _limits(exporter, piece.conditions)
+        moving_sum = exporter.sum({m: c for m, c in (piece.offset or {}).items() if m})
+        for low, high in _runs(found):
+            offset_sum = (*moving_sum, (low, ())) if low else moving_sum
+            parts.append(Part(offset_sum, high - low, limits, piece.complete))
+    return tuple(parts)
+
+
+def _runs(spans: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return out

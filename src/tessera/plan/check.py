@@ -1,0 +1,48 @@
+"""What cannot be planned, refused in one sentence with its place and remedy."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera import ir
+from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
+
+
+def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
+    """Refuses what cannot be planned, with the place and the remedy."""
+    ir.verify(cluster)
+    ir.verify(unit)
+    if unit.num_launches == 0:
+        raise PlanInfeasible("the work unit has no launches", "Capture a step that launches a kernel.")
+    if len(costs) != len(unit.graphs):
+        raise MismatchError(f"{len(unit.graphs)} steps but {len(costs)} price lists", "Give one per step.")
+    for step, (graph, listed) in enumerate(zip(unit.graphs, costs, strict=True)):
+        _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, listed, cluster)
+
+
+def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Cluster) -> None:
+    remedy = "Make them again with `tessera profile`."
+    if costs.devices != cluster.devices:
+        theirs, ours = ", ".join(d.name for d in costs.devices), ", ".join(cluster.names)
+        raise MismatchError(f"priced for devices {theirs}; the cluster has {ours}", remedy, place)
+    if costs.trace_digest != trace.digest:
+        raise MismatchError("these are the costs of another trace", remedy, place)
+    if len(costs.costs) != len(trace.launches):
+        message = f"{len(costs.costs)} launches are priced; the trace has {len(trace.launches)}"
+        raise MismatchError(message, remedy, place)
+    for launch, row in enumerate(costs.costs):
+        if len(row) != len(costs.devices):
+            raise MismatchError(f"launch {launch} is not priced on every device", remedy, place)
+        for device, cost in zip(cluster.names, row, strict=True):
+            if not (math.isfinite(cost.us) and cost.us >= 0):
+                name = trace.kernel_of(launch).name
+                message = f"launch {launch} ({name}) costs {cost.us} us on {device}"
+                raise RuleBroken(message, f"A cost is finite and not negative. {remedy}", place)
+
+
+def check_load(load: npt.NDArray[np.float64], cluster: ir.Cluster) -> None:
+    """load[node, device]: some work must cost something wherever it runs."""
+    if load.min(axis=1).sum() == 0:
+        message = f"every launch costs nothing on {' or '.join(cluster.names)}, so no rate is too high"
+        raise PlanInfeasible(message, "Price the traces again.")

@@ -1,0 +1,253 @@
+"""The command line, as a user runs it: real processes, real files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.cli import _main
+from tessera.ir import Plan, Trace, load
+
+
+def call(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one command, in this process."""
+    code = _main([str(w) for w in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def answer(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The JSON document of a command that succeeds."""
+    code, out, err = call(*words, "--json", capsys=capsys)
+    assert 0 == code, err
+    return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifacts of the flow, made by the commands of the README."""
+    path = tmp_path_factory.mktemp("flow")
+    commands = [
+        ["capture", "tiny-llama", "--step", "decode", "--batch", "2", "--context", "64", "-o", "decode.trace"],
+        ["analyze", "decode.trace", "-o", "decode.graph"],
+        ["profile", "decode.trace", "--devices", "emu:a100,emu:l40s", "-o", "decode.costs"],
+        [
+            "plan", "decode.trace", "--costs", "decode.costs", "--link", "pcie4",
+            "--objective", "throughput", "-o", "decode.plan",
+        ],
+        ["simulate", "decode.plan", "--requests", "100", "--trace", "out.perfetto.json"],
+    ]  # fmt: skip
+    for words in commands:
+        found = subprocess.run(
+            [sys.executable, "-m", "tessera", *words], cwd=path, capture_output=True, text=True, check=False
+        )
+        assert 0 == found.returncode, (words, found.stderr)
+    return path
+
+
+def test_the_flow_writes_every_artifact(folder: Path) -> None:
+    """Each command leaves the file it was told to write."""
+    names = {"decode.trace", "decode.graph", "decode.costs", "decode.plan", "out.perfetto.json"}
+
+    assert names <= {p.name for p in folder.iterdir()}
+
+
+def test_run_verifies_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tessera run PLAN --verify` compares every bit and loses nothing."""
+    found = answer("run", folder / "decode.plan", "--verify", "--requests", "4", capsys=capsys)
+
+    assert found["verified"] is True
+    assert (4, 0) == (found["requests"], found["lost"])
+    assert ["emu:a100", "emu:l40s"] == [row["device"] for row in found["per_device"]]
+
+
+def test_state_larger_than_a_pipe_does_not_stall_a_run(tmp_path: Path) -> None:
+    """Megabytes of state travel both ways at once, with several requests in flight."""
+    commands = [
+        ["capture", "tiny-llama", "--step", "decode", "--batch", "8", "--context", "512", "-o", "x.trace"],
+        ["plan", "x.trace", "--devices", "emu:a100,emu:l40s", "-o", "x.plan"],
+        ["run", "x.plan", "--verify", "--requests", "6"],
+    ]
+    for words in commands:
+        command = [sys.executable, "-m", "tessera", *words]
+        found = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+        )
+
+        assert 0 == found.returncode, (words, found.stderr)
+
+
+def test_capture_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary of a capture agrees with the trace it wrote."""
+    path = tmp_path / "x.trace"
+    found = answer("capture", "tiny-llama", "--step", "prefill", "--context", "8", "-o", path, capsys=capsys)
+    trace = load(Trace, path)
+
+    assert len(trace.launches) == found["launches"]
+    assert {"views", "buffers", "edges", "state_bytes", "weight_bytes", "seconds"} <= found.keys()
+
+
+def test_analyze_counts_hazards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The graph in figures."""
+    found = answer("analyze", folder / "decode.trace", capsys=capsys)
+
+    assert found["edges"] == sum(found["hazards"].values()) > 0
+    assert 8 == found["buffers"]["state"]
+
+
+def test_profile_tags_every_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each launch has a time, a source and an error on each device, and the times add up."""
+    found = answer(
+        "profile", folder / "decode.trace", "--devices", "emu:a100,emu:l40s",
+        "-o", folder / "again.costs", capsys=capsys,
+    )  # fmt: skip
+    total = sum(row["costs"]["emu:a100"]["us"] for row in found["launches"])
+
+    assert all({"us", "source", "rel_error"} == row["costs"]["emu:l40s"].keys() for row in found["launches"])
+    assert total == pytest.approx(found["total_us"]["emu:a100"])
+
+
+def test_plan_is_never_below_a_baseline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The throughput plan reaches at least what every coarser policy reaches, and stays under its bound."""
+    found = answer(
+        "plan", folder / "decode.trace", "--devices", "emu:h20,emu:l40s", "-o", folder / "other.plan",
+        capsys=capsys,
+    )  # fmt: skip
+    reached = [value for value in found["baselines"].values() if value is not None]
+
+    assert max(reached) <= found["simulated"] <= found["throughput"] <= found["bound"] * (1 + 1e-6)
+    assert found["baselines"]["prefill-decode"] is None  # a decode alone has no prefill
+
+
+def test_simulate_reports_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A simulated run says that it is one, and no device is more than fully busy."""
+    found = answer("simulate", folder / "decode.plan", "--requests", "20", capsys=capsys)
+
+    assert "simulated" == found["clock"]
+    assert all(0 <= u <= 1 + 1e-9 for u in found["utilisation"].values())
+
+
+def test_the_perfetto_trace_is_json(folder: Path) -> None:
+    """The file opens in Perfetto: a list of events with times."""
+    events = json.loads((folder / "out.perfetto.json").read_text())["traceEvents"]
+
+    assert sum(e["ph"] == "X" for e in events) > 100
+
+
+def test_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """An extra that is not installed comes with the line that installs it."""
+    found = answer("doctor", capsys=capsys)
+    for name, extra in found["extras"].items():
+        assert extra["installed"] or extra["install"] == f'pip install "tessera[{name}]"'
+    assert found["versions"]["torch"]
+
+
+def test_gpus_lists_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every GPU has specifications and says where they come from."""
+    found = {row["name"]: row for row in answer("gpus", capsys=capsys)}
+
+    assert {"a100", "l40s", "h100", "h200"} <= found.keys()
+    assert all(row["spec_source"] for row in found.values())
+
+
+@pytest.mark.parametrize("words", [[], ["a100"]])
+def test_gpus_prints_a_table(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The tables for people name the GPU."""
+    code, out, _ = call("gpus", *words, capsys=capsys)
+
+    assert 0 == code
+    assert "A100" in out
+
+
+BAD = [
+    (["capture", "tiny-lama"], "unknown model 'tiny-lama'; known: tiny-llama"),
+    (["capture", "tiny-llama", "--step", "denoise"], "known: decode, prefill"),
+    (["capture", "tiny-llama", "--batch", "0"], "Use a batch"),
+    (["capture", "tiny-llama", "--context", "100000"], "Use at most 4096"),
+    (["capture", "tiny-llama", "--device", "cuda:0"], "unknown capture device 'cuda:0'; known: cpu"),
+    (["capture", "tiny-llama", "--contxt", "8"], "unknown option '--contxt'; known: --batch, --context"),
+    (["capture", "tiny-llama", "--batch", "many"], "Invalid value for '--batch'"),
+    (["plann"], "No such command 'plann'; known: capture, analyze"),
+    (["profile", "{decode.trace}", "--devices", "emu:a1000"], "unknown GPU 'a1000'; known: "),
+    (["profile", "{decode.trace}", "--devices", "tpu:1"], "known: cpu, cuda, emu"),
+    (["profile", "missing.trace", "--devices", "emu:a100"], "missing.trace: cannot read: No such file"),
+    (["plan", "{decode.trace}"], "neither --costs nor --devices"),
+    (["plan", "{decode.trace}", "--devices", "emu:a100,emu:l40s", "--link", "rope"], "unknown link 'rope'"),
+    (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--objective", "joy"], "unknown objective 'joy'"),
+    (["plan", "{decode.costs}", "--devices", "emu:a100"], "this is a costs file; a trace is expected"),
+    (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--counts", "two"], "not a list of counts"),
+    (["run", "{decode.plan}", "--devices", "emu:h100,emu:l40s"], "the plan was made for emu:a100,emu:l40s"),
+    (["run", "{decode.plan}", "--requests", "0"], "Use at least one"),
+    (["simulate", "{decode.plan}", "--requests", "-5"], "Use at least one"),
+    (["simulate", "{out.perfetto.json}"], "not a Tessera file"),
+    (["gpus", "a1000"], "unknown GPU 'a1000'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(w) for w, _ in BAD])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A user's mistake names its place and remedy, without a traceback, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    given = [str(folder / w[1:-1]) if w.startswith("{") else w for w in words]
+    code, out, err = call(*given, capsys=capsys)
+
+    assert 2 == code
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+    assert "" == out
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_costs_of_another_trace_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prices are for one trace; another one needs its own."""
+    other = tmp_path / "other.trace"
+    answer("capture", "tiny-llama", "--batch", "3", "--context", "8", "-o", other, capsys=capsys)
+    code, _, err = call("plan", other, "--costs", folder / "decode.costs", capsys=capsys)
+
+    assert 2 == code
+    assert "decode.costs: these are costs of another trace" in " ".join(err.split())
+
+
+def test_a_corrupted_plan_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan with a flipped byte does not run."""
+    raw = bytearray((folder / "decode.plan").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path = tmp_path / "bad.plan"
+    path.write_bytes(raw)
+    code, _, err = call("run", path, capsys=capsys)
+
+    assert 2 == code
+    assert "corrupted" in err
+
+
+def test_steps_that_do_not_fit_together_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A decode must hold what its prefill leaves behind."""
+    path = tmp_path / "prefill.trace"
+    words = ("capture", "tiny-llama", "--step", "prefill", "--batch", "2", "--context", "8", "-o", path)
+    answer(*words, capsys=capsys)
+    code, _, err = call("plan", path, folder / "decode.trace", "--devices", "emu:a100,emu:l40s", capsys=capsys)
+
+    assert 2 == code
+    assert "same batch" in " ".join(err.split())
+
+
+def test_a_plan_can_be_loaded_and_compared(folder: Path) -> None:
+    """Equal plans are equal by value, so that they can be cached."""
+    one, other = load(Plan, folder / "decode.plan"), load(Plan, folder / "decode.plan")
+
+    assert one == other
+    assert 1 == len({one, other})
