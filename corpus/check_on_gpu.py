@@ -125,8 +125,7 @@ def holds_addresses(args: list[Any]) -> bool:
 
 def check_row(gpu: Gpu, row: dict[str, Any], seed: int) -> tuple[str, float]:
     """One launch on both: 'equal', 'close' or 'different', and the largest relative error."""
-    key = row["part"], row["theme"], row["kernel"]
-    made = launches.all_makers()[key](np.random.default_rng(seed))
+    made = checks.made(row, seed)
     module = checks.module_of(row["ptx"])
     function = _entry(module, row["entry"])
     _, ours = checks.run_row(row, seed)

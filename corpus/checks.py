@@ -13,15 +13,6 @@ from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.syntax import Module
 
 HERE = Path(__file__).resolve().parent
-# Kernels that the interpreter has no rules for, by (kernel, architecture): why.
-NOT_RUN: dict[tuple[str, str], str] = {
-    ("flash_forward", "sm_90"): "wgmma",
-    ("flash_forward_causal", "sm_90"): "wgmma",
-    ("matmul_f16", "sm_90"): "wgmma",
-    ("tma_device_desc", "sm_90"): "tensor maps",
-    ("tma_device_matmul", "sm_90"): "tensor maps",
-    ("tma_host_desc", "sm_90"): "tensor maps",
-}
 
 
 @lru_cache(maxsize=1)
@@ -48,25 +39,31 @@ def module_of(file: str) -> Module:
 
 
 def is_runnable(row: dict[str, Any]) -> bool:
-    """Whether the corpus has a launch for the row that the interpreter can run."""
-    key = row["part"], row["theme"], row["kernel"]
-    return key in launches.all_makers() and (row["kernel"], row["arch"]) not in NOT_RUN
+    """Whether the corpus has a launch for the row; the interpreter runs all of them."""
+    return launches.maker_of(row) is not None
+
+
+def made(row: dict[str, Any], seed: int) -> launches.Launch:
+    """One launch of a row."""
+    maker = launches.maker_of(row)
+    assert maker is not None
+    return maker(np.random.default_rng(seed))
 
 
 def run_row(row: dict[str, Any], seed: int) -> tuple[launches.Launch, Result]:
     """One launch of a row, run by the interpreter."""
-    made = launches.all_makers()[row["part"], row["theme"], row["kernel"]](np.random.default_rng(seed))
+    launch = made(row, seed)
     module = module_of(row["ptx"])
     result = run(
         module,
         row["entry"],
-        made.grid,
-        made.block,
-        made.args,
-        shared_bytes=made.shared_bytes,
-        cluster=made.cluster,
+        launch.grid,
+        launch.block,
+        launch.args,
+        shared_bytes=launch.shared_bytes,
+        cluster=launch.cluster,
     )
-    return made, result
+    return launch, result
 
 
 def differences(made: launches.Launch, result: Result) -> list[str]:

@@ -51,6 +51,13 @@ def launch(part: str, theme: str, *kernels: str) -> Callable[[Maker], Maker]:
     return register
 
 
+def maker_of(row: Mapping[str, Any]) -> Maker | None:
+    """The maker of a row of truth; one for the row's architecture (`name@sm_90`) goes first."""
+    makers = all_makers()
+    key = row["part"], row["theme"], row["kernel"]
+    return makers.get((*key[:2], f"{key[2]}@{row['arch']}"), makers.get(key))
+
+
 def all_makers() -> dict[tuple[str, str, str], Maker]:
     """Every maker by (part, theme, kernel)."""
     for name in LAUNCH_FILES:

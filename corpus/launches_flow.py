@@ -5,6 +5,8 @@ import math
 import numpy as np
 from launches import Launch, launch, pick, shape_1d, singles
 
+from tessera.analyze.ptx.interp import ByPointer, tensor_map
+
 
 @launch("cuda", "or_and_index", "or_and_index")
 def _(rng):
@@ -214,6 +216,62 @@ def _(rng):
 def _(rng):
     x = singles(rng, int(rng.integers(1, 4)), 256)
     return Launch(len(x), 32, [np.zeros_like(x), x, 0], {0: x})
+
+
+@launch("cuda", "tma", "bulk_reduce")
+def _(rng):
+    x = rng.integers(-9, 9, (int(rng.integers(1, 4)), 64)).astype(np.int32)
+    return Launch(len(x), 64, [np.ones(64, np.int32), x], {0: 1 + x.sum(0)}, 0)
+
+
+def tiles(rng):
+    """A tensor of 16 x 16 tiles, with a ragged edge."""
+    rows, cols = int(rng.integers(1, 40)), 4 * int(rng.integers(1, 10))
+    return singles(rng, rows, cols), (math.ceil(cols / 16), math.ceil(rows / 16))
+
+
+@launch("cuda", "tma", "tma_copy")
+def _(rng):
+    x, grid = tiles(rng)
+    args = [tensor_map(x, (16, 16)), tensor_map(np.zeros_like(x), (16, 16))]
+    return Launch(grid, 32, args, {"1+0": x})
+
+
+@launch("cuda", "tma", "tma_read_only")
+def _(rng):
+    x, grid = tiles(rng)
+    padded = np.zeros((16, 16 * grid[0]), np.float32)
+    part = x[:16]
+    padded[: len(part), : x.shape[1]] = part
+    want = padded.reshape(16, grid[0], 16).transpose(1, 0, 2)
+    args = [tensor_map(x, (16, 16)), np.zeros((grid[0], 256), np.float32)]
+    return Launch(grid[0], 256, args, {1: want.reshape(grid[0], 256)})
+
+
+@launch("cuda", "tma", "tma_map_by_pointer")
+def _(rng):
+    x = singles(rng, 16, 16)
+    args = [ByPointer(tensor_map(x, (16, 16))), np.zeros((16, 16), np.float32)]
+    return Launch(1, 256, args, {1: x})
+
+
+@launch("cuda", "tma", "tma_reduce_add")
+def _(rng):
+    acc, x = singles(rng, 12, 16), singles(rng, 16, 16)
+    return Launch(1, 256, [tensor_map(acc, (16, 16)), x], {"0+0": acc + x[:12]})
+
+
+@launch("cuda", "tma", "tma_prefetch_only")
+def _(rng):
+    args = [tensor_map(singles(rng, 16, 16), (16, 16)), np.zeros(32, np.float32)]
+    return Launch(1, 32, args, {1: np.ones(32)})
+
+
+@launch("cuda", "hopper", "cluster_exchange")
+def _(rng):
+    x = singles(rng, 2 * int(rng.integers(1, 3)), 64)
+    want = x.reshape(-1, 2, 64)[:, ::-1].reshape(x.shape)
+    return Launch(len(x), 64, [np.zeros_like(x), x], {0: want}, cluster=2)
 
 
 @launch("cuda", "hopper", "programmatic_launch")

@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-from launches import Launch, from_bf16, launch, pick, singles, softmax, to_bf16
+from launches import MAKERS, Launch, from_bf16, launch, pick, singles, softmax, to_bf16
 
-from tessera.analyze.ptx.interp import ByPointer, Packed
+from tessera.analyze.ptx.interp import ByPointer, Packed, tensor_map
 
 erf = np.vectorize(math.erf)
 
@@ -399,7 +399,7 @@ def _(rng):
 
 @launch("triton", "tma", "tma_host_desc")
 def _(rng):
-    """On sm_80 a descriptor is a pointer, shapes, strides, two flags, and shapes and strides again."""
+    """Before sm_90 a descriptor is a pointer, shapes, strides, two flags, and shapes and strides again."""
     a, b, (m, n, k), grid, want = product(rng, 100, 64, "f16")
     c = np.zeros((m, n), np.float16)
     args = []
@@ -407,3 +407,32 @@ def _(rng):
         rows, cols = array.shape
         args += [array, rows, cols, cols, 1, 0, 0, rows, cols, cols, 1]
     return Launch(grid, 128, [*args, k], {22: want}, 4e-2)
+
+
+@launch("triton", "tma", "tma_host_desc@sm_90")
+def _(rng):
+    """From sm_90 on it is a tensor map, shapes and strides; the swizzle is as wide as a row of the box."""
+    a, b, (m, n, k), grid, want = product(rng, 100, 64, "f16")
+    c = np.zeros((m, n), np.float16)
+    args = []
+    for array, box, swizzle in ((a, (64, 32), 2), (b, (32, 64), 3), (c, (64, 64), 3)):
+        rows, cols = array.shape
+        args += [tensor_map(array, box, swizzle), rows, cols, cols, 1]
+    return Launch(grid, 128, [*args, k], {"10+0": want}, 4e-2)
+
+
+def device_scratch(made):
+    """The same launch with room for the tensor maps that each block writes."""
+    blocks = int(np.prod(made.grid))
+    scratch = np.zeros(512 * blocks, np.uint8)
+    return Launch(made.grid, made.block, [*made.args, scratch], made.expect, made.tolerance)
+
+
+@launch("triton", "tma", "tma_device_desc@sm_90")
+def _(rng):
+    return device_scratch(MAKERS["triton", "tma", "tma_device_desc"](rng))
+
+
+@launch("triton", "tma", "tma_device_matmul@sm_90")
+def _(rng):
+    return device_scratch(MAKERS["triton", "tma", "tma_device_matmul"](rng))

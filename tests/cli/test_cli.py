@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifacts of the flow, made by the commands of the README."""
     path = tmp_path_factory.mktemp("flow")
     commands = [
-        ["capture", "tiny-llama", "--step", "decode", "--batch", "2", "--context", "64", "-o", "decode.trace"],
+        ["capture", "tiny-llama", "--batch", "2", "--context", "64", "-o", "decode.trace"],
         ["analyze", "decode.trace", "-o", "decode.graph"],
         ["profile", "decode.trace", "--devices", "emu:a100,emu:l40s", "-o", "decode.costs"],
         [
@@ -170,13 +170,16 @@ BAD = [
     (["capture", "tiny-llama", "--device", "cuda:0"], "unknown capture device 'cuda:0'; known: cpu"),
     (["capture", "tiny-llama", "--contxt", "8"], "unknown option '--contxt'; known: --batch, --context"),
     (["capture", "tiny-llama", "--batch", "many"], "Invalid value for '--batch'"),
-    (["plann"], "No such command 'plann'; known: capture, analyze"),
+    (["plann"], "unknown command 'plann'; known: capture, analyze"),
     (["profile", "{decode.trace}", "--devices", "emu:a1000"], "unknown GPU 'a1000'; known: "),
     (["profile", "{decode.trace}", "--devices", "tpu:1"], "known: cpu, cuda, emu"),
     (["profile", "missing.trace", "--devices", "emu:a100"], "missing.trace: cannot read: No such file"),
     (["plan", "{decode.trace}"], "neither --costs nor --devices"),
     (["plan", "{decode.trace}", "--devices", "emu:a100,emu:l40s", "--link", "rope"], "unknown link 'rope'"),
-    (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--objective", "joy"], "unknown objective 'joy'"),
+    (
+        ["plan", "{decode.trace}", "--costs", "{decode.costs}", "--objective", "joy"],
+        "unknown objective 'joy'",
+    ),
     (["plan", "{decode.costs}", "--devices", "emu:a100"], "this is a costs file; a trace is expected"),
     (["plan", "{decode.trace}", "--costs", "{decode.costs}", "--counts", "two"], "not a list of counts"),
     (["run", "{decode.plan}", "--devices", "emu:h100,emu:l40s"], "the plan was made for emu:a100,emu:l40s"),
@@ -220,7 +223,9 @@ def test_costs_of_another_trace_are_refused(
     assert "decode.costs: these are costs of another trace" in " ".join(err.split())
 
 
-def test_a_corrupted_plan_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupted_plan_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A plan with a flipped byte does not run."""
     raw = bytearray((folder / "decode.plan").read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -239,7 +244,9 @@ def test_steps_that_do_not_fit_together_are_refused(
     path = tmp_path / "prefill.trace"
     words = ("capture", "tiny-llama", "--step", "prefill", "--batch", "2", "--context", "8", "-o", path)
     answer(*words, capsys=capsys)
-    code, _, err = call("plan", path, folder / "decode.trace", "--devices", "emu:a100,emu:l40s", capsys=capsys)
+    code, _, err = call(
+        "plan", path, folder / "decode.trace", "--devices", "emu:a100,emu:l40s", capsys=capsys
+    )
 
     assert 2 == code
     assert "same batch" in " ".join(err.split())

@@ -90,6 +90,6 @@ def _usage(error: Any) -> str:
         options = [o for p in context.command.params for o in p.opts if o.startswith("--")]
         message = f"unknown option '{error.option_name}'; known: {', '.join(sorted(options))}"
     elif message.startswith("No such command"):
-        known = ", ".join(context.command.list_commands(context))
-        message = f"{message.rstrip('.')}; known: {known}"
+        word = message.split("'")[1]
+        message = f"unknown command '{word}'; known: {', '.join(context.command.list_commands(context))}"
     return f"{message.rstrip('.')}. See: {context.command_path} --help"

@@ -3,7 +3,6 @@
 import random
 
 from factories import Touch, make_chain, make_trace
-
 from tessera.analyze import build_graph, hazards, values
 from tessera.ir import BufferKind, Hazard, Trace
 
@@ -42,9 +41,7 @@ def test_two_atomic_updates_keep_their_order() -> None:
 
 def test_an_implied_edge_is_dropped() -> None:
     """a -> b -> c leaves no edge a -> c, although c reads what a wrote."""
-    trace = make_trace(
-        [[(0, 0, 8, "w")], [(0, 0, 8, "r"), (1, 0, 8, "w")], [(0, 0, 8, "r"), (1, 0, 8, "r")]]
-    )
+    trace = make_trace([[(0, 0, 8, "w")], [(0, 0, 8, "r"), (1, 0, 8, "w")], [(0, 0, 8, "r"), (1, 0, 8, "r")]])
 
     assert {(0, 1, "raw"), (1, 2, "raw")} == pairs(trace)
 
@@ -120,9 +117,7 @@ def test_edges_are_irredundant() -> None:
 
 def test_an_overwrite_makes_a_new_version() -> None:
     """Renaming: readers of the old version are not readers of the new one."""
-    trace = make_trace(
-        [[(0, 0, 64, "w")], [(0, 0, 64, "r")], [(0, 0, 64, "w")], [(0, 0, 64, "r")]]
-    )
+    trace = make_trace([[(0, 0, 64, "w")], [(0, 0, 64, "r")], [(0, 0, 64, "w")], [(0, 0, 64, "r")]])
 
     assert [(0, (1,)), (2, (3,))] == [(v.producer, v.readers) for v in values(trace)]
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-import models
 import pytest
 import torch
 
+import models
 from tessera.capture import Workload, build, known_models, record
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import BufferKind, Step, Trace, arg_views
@@ -112,7 +112,7 @@ def test_reading_a_value_on_the_host_is_refused_with_its_line() -> None:
 
 def test_random_numbers_are_refused_with_the_remedy() -> None:
     """No placement may change the order in which random numbers are drawn."""
-    with pytest.raises(CaptureError, match="draws random numbers.*pass them as an input"):
+    with pytest.raises(CaptureError, match=r"draws random numbers.*pass them as an input"):
         capture(lambda x: x + torch.rand_like(x))
 
 
@@ -126,7 +126,7 @@ def test_a_large_unregistered_tensor_is_refused() -> None:
 
 def test_an_unknown_model_answers_with_the_known_ones() -> None:
     """A typo in a model's name lists what there is."""
-    with pytest.raises(UnknownName, match="unknown model 'tiny-lama'; known: .*tiny-llama"):
+    with pytest.raises(UnknownName, match=r"unknown model 'tiny-lama'; known: .*tiny-llama"):
         build(Step("tiny-lama", "decode", 1, 8))
 
 

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-import models
 import pytest
 import torch
-from factories import make_cluster, make_plan
 
+import models
+from factories import make_cluster, make_plan
 from tessera.cli.flow import UnitRequest, run_undivided, same_bits
 from tessera.errors import WorkerError
 from tessera.execute import Engine
@@ -76,14 +76,12 @@ def test_a_killed_worker_is_named_and_nothing_is_left() -> None:
     plan = make_random_plan(0, 2)
     requests = make_requests(4)
     before = {p.pid for p in multiprocessing.active_children()}
-    with (
-        pytest.raises(WorkerError, match=r"device d1: the worker process ended.*exit code -9"),
-        Engine(plan, requests[0].workloads[0].weights()) as engine,
-    ):
+    with Engine(plan, requests[0].workloads[0].weights()) as engine:
         victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d1")
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
-        engine.run(requests)
+        with pytest.raises(WorkerError, match=r"device d1: the worker process ended.*exit code -9"):
+            engine.run(requests)
     assert before == {p.pid for p in multiprocessing.active_children()}
 
 
@@ -118,7 +116,9 @@ def test_workers_do_not_outlive_their_engine(how: signal.Signals, tmp_path: pyte
     script = os.path.join(str(tmp_path), "interrupted.py")
     with open(script, "w", encoding="utf-8") as file:
         file.write(INTERRUPTED.format(path=[here, os.path.dirname(os.path.dirname(here))]))
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
     assert 2 == len(pids)

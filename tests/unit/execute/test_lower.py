@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from factories import make_chain, make_cluster, make_plan, make_trace
 
+from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute import lower
 from tessera.execute.schedule import Job, Queue
 from tessera.ir import BufferKind, Free, Program, Recv, Run, Send

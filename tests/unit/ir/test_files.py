@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from factories import make_chain, make_plan
 
+from factories import make_chain, make_plan
 from tessera.analyze import build_graph
 from tessera.errors import ArtifactError
 from tessera.execute import lower
@@ -35,7 +35,7 @@ def test_every_artifact_comes_back_equal(tmp_path: Path) -> None:
     ]
     for cls, record in records:
         save(record, tmp_path / "file")
-        loaded = load(cls, tmp_path / "file")
+        loaded: object = load(cls, tmp_path / "file")
 
         assert record == loaded
         assert hash(record) == hash(loaded)
@@ -89,7 +89,7 @@ def test_a_newer_format_asks_for_an_upgrade(trace_file: Path) -> None:
     head = json.loads(first) | {"version": 999}
     trace_file.write_bytes(json.dumps(head).encode() + b"\n" + body)
 
-    with pytest.raises(ArtifactError, match="format 999.*Upgrade"):
+    with pytest.raises(ArtifactError, match=r"format 999.*Upgrade"):
         load(Trace, trace_file)
 
 
@@ -101,7 +101,7 @@ def test_another_kind_of_artifact_is_named(trace_file: Path) -> None:
 
 def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:
     """A path that does not exist names the command that writes such a file."""
-    with pytest.raises(ArtifactError, match="No such file.*tessera plan"):
+    with pytest.raises(ArtifactError, match=r"No such file.*tessera plan"):
         load(Plan, tmp_path / "none.plan")
 
 

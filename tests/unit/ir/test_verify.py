@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from factories import make_chain, make_cluster, make_plan, make_trace
 
+from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.analyze import build_graph
 from tessera.errors import RuleBroken
 from tessera.execute import lower

@@ -2,10 +2,10 @@
 
 import pytest
 
+from profile_factories import TraceMaker, attention_trace, gemm_trace, unary_trace
 from tessera.ir import Kernel, Origin, Trace, View
 from tessera.profile import OpClass, Work, class_of, works
 from tessera.profile.counts import is_zero_size
-from unit.profile.profile_factories import TraceMaker, attention_trace, gemm_trace, unary_trace
 
 
 def only(trace: Trace) -> Work:

@@ -2,10 +2,10 @@
 
 import pytest
 
+from profile_factories import emulated
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import DeviceKind, verify
 from tessera.profile import LINKS, gpu, known_gpus, make_cluster, parse_devices
-from unit.profile.profile_factories import emulated
 
 
 def test_devices_keep_their_order_and_figures() -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace, unary_trace
 from tessera.errors import TesseraError
 from tessera.ir import Arg, Device, DeviceKind, Source, Trace, View, verify
 from tessera.profile import Gpu, OpClass, coverage, estimate, known_gpus, notes
 from tessera.profile.counts import Work
 from tessera.profile.fitted import fits, left_out, price
-from unit.profile.profile_factories import TraceMaker, attention_trace, emulated, gemm_trace, unary_trace
 
 PAIR = emulated("a100", "l40s")
 

@@ -15,7 +15,7 @@ golden: Any = importlib.import_module("golden")
 ROWS = checks.rows()
 RUNNABLE = [row for row in ROWS if checks.is_runnable(row)]
 NAMES = [checks.name_of(row) for row in RUNNABLE]
-# What the interpreter must run, whatever else it does (sm_80, by Triton).
+# What the interpreter must run on sm_80.
 REQUIRED = {
     "add", "row_sum", "softmax", "rmsnorm", "rope", "matmul_f16", "matmul_bf16", "matmul_tf32",
     "flash_forward", "flash_forward_causal", "moe_gather_gemm", "ssm_scan", "histogram", "scatter_add", "atomic_kinds",

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_factory import make_cluster, make_plan, make_timeline
 
+from report_factory import make_cluster, make_plan, make_timeline
 from tessera.ir import Clock, Plan, Span, Timeline
 from tessera.report import write_page
 
@@ -66,7 +66,14 @@ def test_page_shows_plan_and_run(tmp_path: Path) -> None:
     """Devices, links, baselines, lanes, a layer and the verdict are all on the page."""
     text = parsed(page_of(make_plan(), make_timeline(make_plan()), tmp_path)).text
 
-    wanted = ("emu:a100 -> emu:l40s", "prefill/decode split", "Lane 1", "mlp.gate_proj", "1.14x", "A verdict.")
+    wanted = (
+        "emu:a100 -> emu:l40s",
+        "prefill/decode split",
+        "Lane 1",
+        "mlp.gate_proj",
+        "1.14x",
+        "A verdict.",
+    )
     assert [] == [word for word in wanted if word not in text]
 
 

@@ -1,8 +1,8 @@
 """The simulator: the executor's schedule on a virtual clock, checked where the answer is known."""
 
 import pytest
-from factories import make_chain, make_cluster, make_plan, make_trace
 
+from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.ir import BufferKind, Clock
 from tessera.simulate import simulate, throughput_per_s
 

@@ -166,7 +166,7 @@ class Conditions:
         op, operands = instruction.op, instruction.operands
         form = form_of(op)
         relation = op.mods[0] if op.mods else ""
-        if form is None or relation not in _NEGATED and relation not in _UNSIGNED or len(operands) < 3:
+        if form is None or (relation not in _NEGATED and relation not in _UNSIGNED) or len(operands) < 3:
             return _UNKNOWN
         if isinstance(operands[0], Pair) and operands[0].first != reg:
             holds = not holds

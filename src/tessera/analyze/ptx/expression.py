@@ -9,6 +9,7 @@
 Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from tessera.analyze.ptx.values import Atoms, Poly
@@ -75,6 +76,21 @@ class Exporter:
             sums = tuple(self.sum(dict(a)) if isinstance(a, frozenset) else ((a, ()),) for a in args)
             return ("op", number if name == "any" else 0, name, bits, sums)
         return ("other", number, *atom.range, "loaded" if kind == "loaded" else "?")
+
+
+def loops_in(sums: Iterable[Sum]) -> set[int]:
+    """The loops whose counters occur in the sums."""
+    found: set[int] = set()
+    stack: list[Leaf] = [leaf for total in sums for _, leaves in total for leaf in leaves]
+    while stack:
+        leaf = stack.pop()
+        if leaf[0] == "loop":
+            found.add(leaf[1])
+        elif leaf[0] == "as":
+            stack.append(leaf[2])
+        elif leaf[0] == "op":
+            stack += [inner for total in leaf[4] for _, leaves in total for inner in leaves]
+    return found
 
 
 def leaf_text(leaf: Leaf) -> str:

@@ -1,6 +1,7 @@
 """What the analysis needs to know of an opcode's spelling, worked out once per spelling."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tessera.analyze.ptx.opcodes import Row, Use, row_of, space_of, vector_of, width_of
 from tessera.analyze.ptx.syntax import Op
@@ -29,6 +30,7 @@ class OpInfo:
     marks: frozenset[str]
 
 
+@lru_cache(maxsize=65536)
 def info_of(op: Op) -> OpInfo:
     """The facts of one spelling."""
     row = row_of(op)

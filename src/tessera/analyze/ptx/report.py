@@ -6,13 +6,14 @@ A kernel is movable when every access belongs to a parameter (or to a constant t
 nothing stopped the analysis. `why` lists what stands against it, each with its line.
 """
 
+import gc
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tessera.analyze.ptx.collect import Facts, Piece, Touch, collect
-from tessera.analyze.ptx.expression import Exporter
+from tessera.analyze.ptx.expression import Exporter, Sum, loops_in
 from tessera.analyze.ptx.extent import Extent, Limit, Part
 from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.syntax import Function, Module, Variable
@@ -112,7 +113,14 @@ def to_json(reports: Iterable[KernelReport]) -> str:
 
 def analyze_ptx(text: str | bytes, file: str = "<ptx>") -> tuple[KernelReport, ...]:
     """Every kernel of a PTX text, in the order of the file."""
-    return analyze_module(parse(text, file))
+    # Reading makes millions of small objects and drops none: collecting in between only costs time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return analyze_module(parse(text, file))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def analyze_module(module: Module) -> tuple[KernelReport, ...]:
@@ -211,12 +219,14 @@ def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[Limit, ...]
     parts = _joined(exporter, touch.pieces)
     if len(parts) > _MAX_PARTS:
         return Extent((Part(None, 0, (), False),))
-    used = tuple((h, limits) for h, limits in loops.items() if _mentions(parts, h, loops))
-    return Extent(parts, used)
+    counted = loops_in(s for p in parts for s in _sums(p.offset, p.limits))
+    while more := loops_in(s for h in counted for s in _sums((), loops.get(h, ()))) - counted:
+        counted |= more  # a loop's end may depend on the loop around it
+    return Extent(parts, tuple((h, loops[h]) for h in sorted(counted) if h in loops))
 
 
-def _mentions(parts: tuple[Part, ...], header: int, loops: dict[int, tuple[Limit, ...]]) -> bool:
-    return f"('loop', {header})" in repr(parts) or f"('loop', {header})" in repr(list(loops.values()))
+def _sums(offset: Sum | None, limits: tuple[Limit, ...]) -> list[Sum]:
+    return [offset or (), *(side for limit in limits for side in (limit.left, limit.right))]
 
 
 def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[Part, ...]:
@@ -225,11 +235,11 @@ def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[Part, ...]:
     for piece in pieces:
         offset: Poly = piece.offset or {}
         moving = frozenset((m, c) for m, c in offset.items() if m)
-        limits = tuple(
+        under = tuple(
             (frozenset(c.left.items()), c.relation, frozenset(c.right.items()), c.bits, c.signed)
             for c in piece.conditions
         )
-        _, found = runs.setdefault((moving, limits, piece.complete), (piece, set()))
+        _, found = runs.setdefault((moving, under, piece.complete), (piece, set()))
         found.add((offset.get((), 0), offset.get((), 0) + piece.width))
     parts: list[Part] = []
     for piece, found in runs.values():

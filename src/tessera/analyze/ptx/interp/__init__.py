@@ -7,7 +7,7 @@ from tessera.analyze.ptx.interp.faults import (
     OutOfBounds,
     UnknownInstruction,
 )
-from tessera.analyze.ptx.interp.launch import ByPointer, Offset, Packed, Result, Touched, run
+from tessera.analyze.ptx.interp.launch import ByPointer, Offset, Packed, Result, Touched, run, tensor_map
 
 __all__ = [
     "BadLaunch",
@@ -21,4 +21,5 @@ __all__ = [
     "Touched",
     "UnknownInstruction",
     "run",
+    "tensor_map",
 ]

@@ -10,6 +10,7 @@ from tessera.analyze.ptx.interp.state import Frame
 from tessera.analyze.ptx.interp.types import Array
 
 SPACES = ("global", "shared", "local", "const", "param")
+RANK_SHIFT = 24  # shared memory of rank r of a cluster begins at (r + 1) << RANK_SHIFT
 _WINDOWS = {SHARED >> 44: ("shared", SHARED), LOCAL >> 44: ("local", LOCAL), PARAM >> 44: ("param", PARAM),
             ARENA >> 44: ("global", 0)}  # fmt: skip
 
@@ -39,7 +40,7 @@ def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark
     if space in ("global", "const"):
         return machine.arena.load(address, size, mark)
     if space == "shared":
-        return machine.shared.load(machine.block_of[lanes], address, size)
+        return machine.shared.load(*shared_place(frame, lanes, address), size)
     if space == "local" or (space == "param" and not frame.code.is_entry):
         return machine.frames.load(lanes, address, size)
     if space == "param":
@@ -58,7 +59,7 @@ def store(
     if space == "global":
         machine.arena.store(address, value, size, mark)
     elif space == "shared":
-        machine.shared.store(machine.block_of[lanes], address, value, size)
+        machine.shared.store(*shared_place(frame, lanes, address), value, size)
     elif space in ("local", "param"):
         machine.frames.store(lanes, address, value, size)
     elif space == "const":
@@ -66,6 +67,20 @@ def store(
     else:
         for part, name, base in _split(address):
             store(frame, name, lanes[part], address[part] - np.uint64(base), value[part], size, mark)
+
+
+def shared_place(frame: Frame, lanes: Array, address: Array) -> tuple[Array, Array]:
+    """The block and the offset in its shared memory; `mapa` puts a rank of the cluster above the offset."""
+    block = frame.machine.block_of[lanes]
+    remote = address >> np.uint64(RANK_SHIFT)
+    if not remote.any():
+        return block, address
+    size = frame.machine.cluster
+    if (remote > np.uint64(size)).any():
+        lane = int(np.flatnonzero(remote > np.uint64(size))[0])
+        raise BadAccess(f"shared address {int(address[lane]):#x} of a block outside the cluster", lane)
+    there = block - block % size + remote.astype(np.int64) - 1
+    return np.where(remote > 0, there, block), address & np.uint64((1 << RANK_SHIFT) - 1)
 
 
 def _load_param(frame: Frame, lanes: Array, address: Array, size: int) -> Array:

@@ -21,6 +21,8 @@ class Barriers:
         self.arrived: dict[int, Array] = {}
         self.expected: dict[int, Array] = {}
         self.votes: dict[int, Array] = {}
+        # Lanes whose cluster arrival is complete and that have not waited for it yet.
+        self.passed: Array = np.zeros(machine.num_lanes, bool)
         # (frame and block to go on with, barrier number, lanes, instruction)
         self.waiting: list[tuple[tuple[Frame, int, Barrier], int, Array, Instruction]] = []
 
@@ -29,6 +31,12 @@ class Barriers:
         moves: list[Move] = []
         if barrier.number is None:
             numbers: Any = np.full(mask.shape, CLUSTER)
+            if not barrier.arrives:
+                through = mask & self.passed
+                self.passed = self.passed & ~through
+                if through.any():
+                    moves.append((frame, after, through))
+                mask = mask & ~through
         else:
             numbers = np.broadcast_to(barrier.number(frame), mask.shape).astype(np.int64)
         for number in np.unique(numbers[mask]):
@@ -87,6 +95,9 @@ class Barriers:
             if staying.any():
                 kept.append(((frame, after, barrier), which, staying, ins))
         self.waiting = kept
+        if number == CLUSTER:
+            gone = np.logical_or.reduce([m for _, _, m in moves]) if moves else np.zeros_like(done)
+            self.passed = self.passed | (self.arrived[number] & done & ~gone)
         self.arrived[number] = self.arrived[number] & ~done
         for table in (self.expected, self.votes):
             if number in table:

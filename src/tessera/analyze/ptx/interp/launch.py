@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.analyze.ptx.interp import rules_atomic, rules_matrix, rules_move
+from tessera.analyze.ptx.interp import rules_matrix, rules_memory, rules_move, rules_wgmma
 from tessera.analyze.ptx.interp.calls import make_frame
 from tessera.analyze.ptx.interp.control import describe
 from tessera.analyze.ptx.interp.decode import decode
@@ -35,7 +35,7 @@ from tessera.analyze.ptx.interp.types import Array
 from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.syntax import Function, Module
 
-_RULES = (rules_atomic, rules_matrix, rules_move)  # imported for the rules they register
+_RULES = (rules_matrix, rules_memory, rules_move, rules_wgmma)  # imported for the rules they register
 DYNAMIC_SHARED = 96 * 1024  # what an unsized shared array gets when the launch does not say
 
 
@@ -60,6 +60,23 @@ class ByPointer:
     """A buffer whose content is a struct, passed as its address."""
 
     content: Packed
+
+
+def tensor_map(array: Array, box: tuple[int, ...], swizzle: int = 0) -> Packed:
+    """A CUtensorMap argument for an array: `box` in the array's order of axes, swizzle 0 to 3."""
+    element = {"f2": 6, "f4": 7, "f8": 9, "u1": 0, "u2": 1, "u4": 2, "i4": 3, "u8": 4, "i8": 5}[
+        f"{array.dtype.kind}{array.itemsize}"
+    ]
+    fields: dict[int, Any] = {0: array, 104: np.uint32(array.ndim - 1), 108: np.uint32(element)}
+    fields[116] = np.uint32(swizzle)
+    for axis in range(array.ndim):
+        inner = array.ndim - 1 - axis
+        fields[8 + 4 * axis] = np.uint32(array.shape[inner])
+        fields[64 + 4 * axis] = np.uint32(box[inner])
+        fields[84 + 4 * axis] = np.uint32(1)
+        if axis:
+            fields[24 + 8 * axis] = np.uint64(array.strides[inner])
+    return Packed(fields, 128)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _place_shared(layout: Layout, shared: list[Variable], dynamic_bytes: int) ->
             top += variable.size
     unsized = [v for v in shared if not v.size]
     if unsized:
-        align = max(16, *(v.align for v in unsized))
+        align = max(1024, *(v.align for v in unsized))  # swizzled tiles rely on it
         top = -(-top // align) * align
         for variable in unsized:
             layout.symbols[variable.name] = top

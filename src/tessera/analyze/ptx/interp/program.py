@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Step = Callable[["Frame", "Active"], None]
 
 ENDS = frozenset({"bra", "brx", "ret", "exit", "trap", "call"})
-_COLLECTIVE = frozenset({"mma", "ldmatrix", "stmatrix", "wmma", "movmatrix", "elect", "redux"})
+_COLLECTIVE = frozenset({"mma", "ldmatrix", "stmatrix", "wmma", "wgmma", "movmatrix", "elect", "redux"})
 _COLLECTIVE_SYNC = frozenset({"shfl", "vote", "match"})
 
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tessera.analyze.ptx.interp.access import load, pick, spread, store
+from tessera.analyze.ptx.interp.access import load, pick, spaces_of, spread, store
 from tessera.analyze.ptx.interp.decode import Decoder, Get, Unknown, rule
 from tessera.analyze.ptx.interp.memory import SHARED
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.rules_arith import lift
-from tessera.analyze.ptx.interp.rules_memory import space_of
 from tessera.analyze.ptx.interp.state import Active, Frame
 from tessera.analyze.ptx.interp.types import Array, Type, types_of
 from tessera.analyze.ptx.syntax import Instruction, Reg, Vec
@@ -26,7 +25,7 @@ def _decrement(old: Any, limit: Any) -> Any:
     return np.where((old == 0) | (old > limit), limit, old - old.dtype.type(1))
 
 
-_UPDATES: dict[str, Function] = {
+UPDATES: dict[str, Function] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, new: new, "inc": _increment, "dec": _decrement,
     "cas": lambda old, compare, new: np.where(old == compare, new, old),
@@ -36,12 +35,12 @@ _UPDATES: dict[str, Function] = {
 @rule("atom", "red")
 def atomic(ins: Instruction, decoder: Decoder) -> Step:
     """Read, change, write back; `atom` gives the old value."""
-    name = next((m for m in ins.op.mods if m in _UPDATES), "")
+    name = next((m for m in ins.op.mods if m in UPDATES), "")
     kinds = types_of(ins.op.mods)
     if not name or not kinds or ins.op.mods[:1] == ("async",):
         raise Unknown("this atomic operation")
-    kind, space = kinds[-1], space_of(ins)
-    update = lift(_UPDATES[name], kind) if name in ("add", "min", "max") else _UPDATES[name]
+    kind, space = kinds[-1], (spaces_of(ins.op.mods) or [""])[0]
+    update = lift(UPDATES[name], kind) if name in ("add", "min", "max") else UPDATES[name]
     operands = ins.operands if ins.op.name == "red" else ins.operands[1:]
     wanted = decoder.vector_put(ins.operands[0], kind) if ins.op.name == "atom" else []
     address = decoder.address(operands[0])

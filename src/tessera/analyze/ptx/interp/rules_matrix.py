@@ -143,7 +143,7 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
 
     def step(frame: Frame, act: Active) -> None:
         where = warps(act)
-        matrix_a = _fragment_a([rows(g(frame), frame, where) for g in a], left, depth)
+        matrix_a = fragment_a([rows(g(frame), frame, where) for g in a], left, depth)
         matrix_b = _fragment_b([rows(g(frame), frame, where) for g in b], right, depth)
         added = [rows(g(frame), frame, where) for g in c]
         product = matrix_a @ matrix_b
@@ -153,7 +153,8 @@ def multiply(ins: Instruction, decoder: Decoder) -> Step:
     return step
 
 
-def _fragment_a(words: list[Array], name: str, depth: int) -> Array:
+def fragment_a(words: list[Array], name: str, depth: int) -> Array:
+    """The 16 x depth matrix that the A registers of each warp hold."""
     matrix = np.zeros((words[0].shape[0], 16, depth))
     for r, word in enumerate(words):
         part = elements(word, name)

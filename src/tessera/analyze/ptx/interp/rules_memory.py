@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera.analyze.ptx.interp import rules_bulk, rules_tensor
 from tessera.analyze.ptx.interp.access import load, pick, spaces_of, spread, store
 from tessera.analyze.ptx.interp.decode import Decoder, Get, Unknown, only, rule
 from tessera.analyze.ptx.interp.faults import BadAccess
@@ -18,15 +19,13 @@ from tessera.analyze.ptx.syntax import Imm, Instruction, Mem, Sym
 
 _NOTHING = (
     "membar", "fence", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "applypriority",
-    "setmaxnreg", "wgmma_none",
+    "setmaxnreg",
 )  # fmt: skip
 
 
 @rule(*_NOTHING)
 def nothing(ins: Instruction, decoder: Decoder) -> Step:
     """Order, hints and pauses mean nothing to lanes that run one after the other."""
-    if "tensormap::generic" in ins.op.mods:
-        raise Unknown("tensor maps")
     return lambda frame, act: None
 
 
@@ -40,8 +39,6 @@ def policy(ins: Instruction, decoder: Decoder) -> Step:
 def space_of(ins: Instruction) -> str:
     """The state space of a load or store; '' is generic."""
     found = spaces_of(ins.op.mods)
-    if "shared::cluster" in ins.op.mods:
-        raise Unknown("shared memory of another block")
     return found[0] if found else ""
 
 
@@ -143,14 +140,14 @@ def discard(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("cp")
 def copy(ins: Instruction, decoder: Decoder) -> Step:
-    """cp.async and its groups; bulk copies between global and shared memory."""
+    """cp.async and its groups, bulk copies, tensor copies."""
     mods = ins.op.mods
-    if mods[:1] == ("reduce",) or "tensor" in mods:
-        raise Unknown("tensor and reducing copies")
-    if {"commit_group", "wait_group", "wait_all"} & set(mods):
+    if {"commit_group", "wait_group", "wait_all", "prefetch"} & set(mods):
         return lambda frame, act: None
-    if mods[:2] == ("async", "bulk"):
-        return _bulk(ins, decoder)
+    if "tensor" in mods:
+        return rules_tensor.copy(ins, decoder)
+    if "bulk" in mods:
+        return rules_bulk.copy(ins, decoder)
     if "mbarrier" in mods:
         raise Unknown("cp.async.mbarrier")
     return _copy_async(ins, decoder)
@@ -183,49 +180,3 @@ def _copy_async(ins: Instruction, decoder: Decoder) -> Step:
             store(frame, "shared", index, into + np.uint64(k), value, unit)
 
     return step
-
-
-def _bulk(ins: Instruction, decoder: Decoder) -> Step:
-    """`cp.async.bulk`: one lane copies many bytes."""
-    found = spaces_of(ins.op.mods)
-    if "prefetch" in ins.op.mods:
-        return lambda frame, act: None
-    if sorted(found[:2]) != ["global", "shared"]:
-        raise Unknown("a bulk copy between these spaces")
-    target, source = (decoder.address(o) for o in ins.operands[:2])
-    size = decoder.get(ins.operands[2], U32)
-
-    def step(frame: Frame, act: Active) -> None:
-        for lane in act.index:
-            one = np.array([lane])
-            begin = [pick(np.asarray(get(frame)), one) for get in (target, source)]
-            count = int(pick(np.asarray(size(frame)), one)[0])
-            steps = np.arange(0, count, 8, dtype=np.uint64)
-            many = np.repeat(one, steps.size)
-            value = load(frame, found[1], many, begin[1] + steps, 8)
-            store(frame, found[0], many, begin[0] + steps, value, 8)
-
-    return step
-
-
-@rule("mbarrier")
-def mbarrier(ins: Instruction, decoder: Decoder) -> Step:
-    """Barriers of asynchronous copies: copies finish at once, so every wait finds its phase complete.
-
-    Used to count threads instead (arrivals without transactions), they would need real phases: such
-    arrivals are refused.
-    """
-    kind = ins.op.mods[0]
-    if kind in ("init", "inval", "expect_tx", "complete_tx"):
-        return lambda frame, act: None
-    if kind in ("try_wait", "test_wait"):
-        put = decoder.put(ins.operands[0], PRED)
-        return lambda frame, act: put(frame, act, np.bool_(True))
-    if kind == "arrive" and "expect_tx" in ins.op.mods:
-        return lambda frame, act: None
-    raise Unknown("mbarriers that count threads")
-
-
-def address_and_lanes(get: Get, frame: Frame, act: Active) -> tuple[Array, Any]:
-    """Active lanes and their addresses."""
-    return act.index, pick(get(frame), act.index)

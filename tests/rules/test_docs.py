@@ -1,0 +1,114 @@
+"""The documents tell the truth: links lead somewhere, commands and targets exist, the example runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tessera.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+Found = tuple[str, str]  # (document, what it says)
+
+
+def prose(path: Path) -> str:
+    """A document without its code blocks."""
+    return FENCE.sub("", path.read_text(encoding="utf-8"))
+
+
+def commands(program: str) -> list[Found]:
+    """Every command line of one program in the code of all documents."""
+    found = []
+    for path in DOCUMENTS:
+        lines = [
+            line for block in FENCE.findall(path.read_text(encoding="utf-8")) for line in block.splitlines()
+        ]
+        spans = SPAN.findall(prose(path))
+        for line in [*lines, *spans]:
+            words = line.removeprefix("$ ").removeprefix(".venv/bin/")
+            if words.startswith(f"{program} "):
+                found.append((path.name, words))
+    return found
+
+
+def links() -> list[Found]:
+    """Every link of the documents that does not leave the repository."""
+    targets = [(path, target) for path in DOCUMENTS for target in LINK.findall(prose(path))]
+    return [
+        (str(path.relative_to(ROOT)), target)
+        for path, target in targets
+        if not re.match(r"[a-z]+:|#", target)
+    ]
+
+
+def problem_of(line: str) -> str:
+    """What is wrong with a `tessera` command line; empty if nothing is."""
+    _, *words = shlex.split(line, comments=True)
+    root: Any = typer.main.get_command(app)
+    if words[0].startswith("-"):
+        known = {o for p in root.params for o in p.opts} | {"-h", "--help"}
+        return "" if words[0] in known else f"no option {words[0]}"
+    if words[0] not in root.commands:
+        return f"no command {words[0]}"
+    known = {o for p in root.commands[words[0]].params for o in p.opts} | {"-h", "--help"}
+    unknown = [w for w in words if w.startswith("-") and w.partition("=")[0] not in known]
+    return f"no option {unknown[0]} of {words[0]}" if unknown else ""
+
+
+@pytest.mark.parametrize(("document", "target"), links())
+def test_a_link_leads_somewhere(document: str, target: str) -> None:
+    """A relative link names a file or folder of the repository."""
+    assert (ROOT / document).parent.joinpath(target.partition("#")[0]).exists()
+
+
+@pytest.mark.parametrize(("document", "line"), commands("tessera"))
+def test_a_command_exists(document: str, line: str) -> None:
+    """A `tessera` command in a document has that subcommand and those options."""
+    assert "" == problem_of(line), document
+
+
+@pytest.mark.parametrize("line", ["tessera teleport x", "tessera plan --fast", "tessera --fast"])
+def test_a_made_up_command_is_found(line: str) -> None:
+    """The check above does find a command that does not exist."""
+    assert problem_of(line)
+
+
+@pytest.mark.parametrize(("document", "line"), commands("make"))
+def test_a_target_exists(document: str, line: str) -> None:
+    """A `make` target in a document is a target of the Makefile."""
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert shlex.split(line, comments=True)[1] in targets, document
+
+
+@pytest.mark.parametrize(("document", "line"), commands("python"))
+def test_a_script_exists(document: str, line: str) -> None:
+    """A Python file that a document tells to run is there."""
+    assert (ROOT / shlex.split(line, comments=True)[1]).is_file(), document
+
+
+@pytest.mark.parametrize("name", ["capture", "analyze", "profile", "plan", "run", "simulate", "demo"])
+def test_the_readme_shows_every_stage(name: str) -> None:
+    """The README's tour has a command for every stage of the flow."""
+    shown = [line.split()[1] for document, line in commands("tessera") if document == "README.md"]
+
+    assert name in shown
+
+
+def test_the_example_plans() -> None:
+    """The example that the README shows runs, and ends in the planner's verdict."""
+    words = [sys.executable, str(ROOT / "examples" / "plan_on_a_laptop.py")]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert 0 == found.returncode, found.stderr
+    assert "is the bottleneck" in found.stdout.splitlines()[-1]
