@@ -10,14 +10,13 @@ from tessera.analyze.ptx.interp import ByPointer, Offset, Packed
 
 @launch("cuda", "swap_in_loop", "swap_in_loop")
 def _(rng):
-    grid, block, n = shape_1d(rng)
-    a, b, steps = singles(rng, n), singles(rng, n), int(rng.integers(0, 5))
+    n, steps = int(rng.integers(1, 65)), int(rng.integers(0, 5))
+    a, b = singles(rng, n), singles(rng, n)
     x, y = a.copy(), b.copy()
     for _ in range(steps):
-        y = 0.5 * x
-        x, y = y, x
+        x, y = np.float32(0.5) * x[::-1], x
     want = {0: x, 1: y} if steps % 2 == 0 else {0: y, 1: x}
-    return Launch(grid, block, [a, b, steps, n], want)
+    return Launch(1, 64, [a, b, steps, n], want)
 
 
 @launch("cuda", "swap_in_loop", "rotate_three")

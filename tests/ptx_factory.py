@@ -3,7 +3,9 @@
 from tessera.analyze.ptx import KernelReport, analyze_ptx
 
 HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
-REGISTERS = ".reg .pred %p<20>;\n.reg .b16 %rs<20>;\n.reg .b32 %r<80>;\n.reg .f32 %f<40>;\n.reg .b64 %rd<80>;\n"
+REGISTERS = (
+    ".reg .pred %p<20>;\n.reg .b16 %rs<20>;\n.reg .b32 %r<80>;\n.reg .f32 %f<40>;\n.reg .b64 %rd<80>;\n"
+)
 
 
 def make_module(body: str, params: str = "u64 u64 u64 u32", before: str = "", name: str = "k") -> str:

@@ -1,10 +1,10 @@
 // Trap 1: registers are assigned again; the two buffers trade places in the loop, so both are read and written.
 extern "C" __global__ void swap_in_loop(float* a, float* b, int steps, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
+    int i = threadIdx.x;
     float *src = a, *dst = b;
     for (int s = 0; s < steps; s++) {
-        dst[i] = 0.5f * src[i];
+        if (i < n) dst[i] = 0.5f * src[n - 1 - i];
+        __syncthreads();
         float* t = src;
         src = dst;
         dst = t;

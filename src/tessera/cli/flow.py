@@ -16,7 +16,7 @@ from tessera.simulate import simulate, throughput_per_s
 Tensors = Mapping[str, torch.Tensor]
 
 # Enough requests that the middle of a simulated run is steady, few enough to try many candidates.
-SAMPLE_ROUNDS = 6
+SAMPLE_ROUNDS = 5
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -58,7 +58,7 @@ def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
 def simulated_throughput(plan: Plan) -> float:
     """Work units per second with the plan's slots in flight; handed to the planner."""
     num_requests = max(4, plan.slots) * SAMPLE_ROUNDS
-    return throughput_per_s(simulate(plan, num_requests, is_detailed=False), plan.slots)
+    return throughput_per_s(simulate(plan, num_requests, is_detailed=False))
 
 
 def make_plan(

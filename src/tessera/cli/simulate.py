@@ -52,7 +52,7 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "clock": timeline.clock.value,
         "requests": len(timeline.requests),
         "slots": plan.slots,
-        "throughput": throughput_per_s(timeline, plan.slots),
+        "throughput": throughput_per_s(timeline),
         "makespan_us": timeline.makespan_us,
         "latency_us": {name: times[int(q * (len(times) - 1))] for name, q in QUANTILES.items()},
         "utilisation": {name: busy.get(name, 0.0) / whole for name in (*plan.cluster.names, *links)},

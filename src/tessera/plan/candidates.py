@@ -1,7 +1,7 @@
 """Kernel-level candidates: what the linear program and the latency search propose for judgement.
 
 For throughput: the optimum by busy time; where a simulation judges, also
-  the optima under several depth limits,
+  the optima under several depth limits, and each without the lanes that few requests would follow,
   splices: two lanes of an optimum joined, the first layers from one and the rest from the other,
   steps balanced each for itself: with few requests in flight, devices that are evenly busy over a whole
   request still wait for each other inside a step,
@@ -22,6 +22,8 @@ from tessera.plan.problem import Column, Floats, Mix, Problem, build
 DEPTHS = (1.02, 1.1, 1.35, 1.5, 1.75, 2.0)
 # Single columns that are tried, by period and by path.
 NUM_SINGLE = 2
+# A lane that fewer requests follow is rare: a scheduler seldom uses it, and a short simulation never sees it.
+RARE_SHARE = 1 / 16
 MAX_SPLICES = 32
 # Placements of each step that are combined, and combinations that are tried.
 NUM_PER_STEP = 4
@@ -36,6 +38,7 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
         return (best,)
     depths = {factor * task.problem.num_devices for factor in DEPTHS} | {float(task.slots)}
     optima = [best, *(throughput.generate(task.pool, depth).mix for depth in sorted(depths))]
+    optima += [_without_rare_lanes(mix) for mix in optima]
     columns = [c for mix in _distinct(optima) for c in _splices(task, mix)]
     columns += [*_step_by_step(task), *_single_columns(task)]
     return tuple(_distinct([*optima, *(Mix((c,), (1.0,)) for c in columns)]))
@@ -47,6 +50,15 @@ def latency_mixes(task: Task) -> tuple[Mix, ...]:
     throughput.seed(pool, [mix for mixes in task.coarse.values() for mix in mixes or ()])
     found = latency.solve(prob, pool.columns, lambda x: not pool.is_tight or pool.fits((prob.column(x),)))
     return (Mix((prob.column(found.labels),), (1.0,)),)
+
+
+def _without_rare_lanes(mix: Mix) -> Mix:
+    """The mix of its main lanes alone, in the same proportions."""
+    kept = [(c, s) for c, s in zip(mix.columns, mix.shares, strict=True) if s >= RARE_SHARE]
+    if not kept or len(kept) == len(mix.columns):
+        return mix
+    total = sum(share for _, share in kept)
+    return Mix(tuple(c for c, _ in kept), tuple(share / total for _, share in kept))
 
 
 def _single_columns(task: Task) -> Iterator[Column]:

@@ -1,5 +1,6 @@
 """Plan -> Timeline: the executor on null devices under a virtual clock."""
 
-from tessera.simulate.clock import simulate, throughput_per_s
+from tessera.simulate.clock import simulate
+from tessera.simulate.throughput import throughput_per_s
 
 __all__ = ["simulate", "throughput_per_s"]

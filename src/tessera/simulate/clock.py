@@ -180,12 +180,3 @@ def _compressed(column: Sequence[Instruction], us: Sequence[float]) -> list[Inst
 def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timeline:
     """Runs requests that all wait at time zero through a plan; with detail, one span per launch."""
     return _Simulation(plan, num_requests, is_detailed).run()
-
-
-def throughput_per_s(timeline: Timeline, slots: int) -> float:
-    """Completions per second while the pipeline is full: the first and last `slots` are left out."""
-    stops = sorted(stop for _, _, stop in timeline.requests)
-    inner = stops[slots:-slots]
-    if len(inner) > 1 and inner[-1] > inner[0]:
-        return (len(inner) - 1) / ((inner[-1] - inner[0]) * 1e-6)
-    return len(stops) / (stops[-1] * 1e-6) if stops and stops[-1] else 0.0

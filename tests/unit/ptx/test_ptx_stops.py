@@ -34,7 +34,10 @@ def test_textures_and_surfaces_stop(instruction: str) -> None:
 
 def test_call_through_a_register_stops() -> None:
     """The target of an indirect call is unknown."""
-    body = "prototype_1 : .callprototype (.param .b32 _) _ (.param .b64 _);\n" "call (retval0), %rd8, (param0), prototype_1;"
+    body = (
+        "prototype_1 : .callprototype (.param .b32 _) _ (.param .b64 _);\n"
+        "call (retval0), %rd8, (param0), prototype_1;"
+    )
 
     assert "calls through a register" in why(".param .b32 retval0; .param .b64 param0;" + body)
 
@@ -103,7 +106,9 @@ def test_writing_a_module_variable_pins_the_kernel() -> None:
 
 def test_reading_a_private_constant_table_does_not_pin() -> None:
     """A table with an initial value that nobody outside can name is the same everywhere."""
-    report = analyze("ld.global.f32 %f1, [tab+4];", before=".global .align 4 .b8 tab[8] = {1, 2, 3, 4, 5, 6, 7, 8};")
+    report = analyze(
+        "ld.global.f32 %f1, [tab+4];", before=".global .align 4 .b8 tab[8] = {1, 2, 3, 4, 5, 6, 7, 8};"
+    )
 
     assert report.movable
 

@@ -106,20 +106,6 @@ def test_struct_field_through_a_parameter_address() -> None:
 def test_struct_copied_to_local_memory_and_indexed() -> None:
     """Any field of the copy may be meant when the index is not known."""
     report = analyze(
-        """mov.u64 %rd2, depot; ld.param.u64 %rd7, [k_param_0]; st.local.u64 [%rd2], %rd7;
-        ld.param.u64 %rd6, [k_param_0+8]; st.local.u64 [%rd2+8], %rd6;
-        ld.param.u32 %r1, [k_param_1]; mul.wide.s32 %rd9, %r1, 8; add.s64 %rd10, %rd2, %rd9;
-        ld.local.u64 %rd11, [%rd10]; ld.f32 %f1, [%rd11];""",
-        "b8[16] u32",
-        before="",
-    )
-
-    assert not flags(report) or flags(report) == {0: "r", (0, 8): "r"}
-
-
-def test_struct_copied_to_a_declared_local_depot_is_exact() -> None:
-    """With the depot declared, both fields are found and the kernel stays movable."""
-    report = analyze(
         """.local .align 8 .b8 depot[16]; .reg .b64 %SPL; mov.u64 %SPL, depot;
         ld.param.u64 %rd7, [k_param_0]; st.local.u64 [%SPL], %rd7;
         ld.param.u64 %rd6, [k_param_0+8]; st.local.u64 [%SPL+8], %rd6;

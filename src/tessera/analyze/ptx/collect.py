@@ -78,7 +78,7 @@ class _Collector:
         self.flow = flow
         self.facts = Facts(flow)
         self.conditions = Conditions(flow)
-        self.maps = TensorMaps(flow)
+        self.maps = TensorMaps(flow, self.conditions)
         # Accesses that may leave the block's own memory.
         self.outside: set[Access] = set()
         self.roots: list[tuple[Access, Node | Value, Path]] = []
@@ -93,11 +93,13 @@ class _Collector:
                 self.roots.append((access, flow.want_address(access.at, access.operand), conditions))
                 self._want_stored(access)
         self.maps.want()
+        flow.want_calls()
         loops = self.conditions.want_loops() if self.roots else {}
         flow.run()
         self.facts.loops = {h: self.conditions.known(p) for h, p in loops.items() if p.wanted}
         self.facts.stops += flow.stops
         self._classify()
+        self._handed_over()
         self._escapes()
         return self.facts
 
@@ -161,6 +163,16 @@ class _Collector:
             facts.indirect.setdefault(target.what, Touch()).add(effect, line, piece)
         elif target.kind == "unknown":
             facts.stops.append((line, target.what))
+
+    def _handed_over(self) -> None:
+        """A function that is not known may read and write through every pointer it is given."""
+        for line, value in self.flow.call_arguments():
+            for poly in value:
+                if self.flow.atoms.base_of(poly):
+                    for target in self.classifier.targets(poly):
+                        if target.kind in ("param", "indirect"):
+                            self._touch("r", line, target, Piece(None, 0))
+                            self._touch("w", line, target, Piece(None, 0))
 
     def _escapes(self) -> None:
         """Addresses written to memory: another device would write other numbers."""

@@ -181,6 +181,12 @@ class Conditions:
         left, right = (self.flow.want(index, o) for o in operands[1:3])
         return also.and_also(Path((_Wanted(left, relation, right, form.source_bits, signed),)))
 
+    def dominates(self, block: int, other: int) -> bool:
+        """Whether every way to `other` passes through `block`."""
+        while other > block:
+            other = self._above(other)
+        return other == block
+
     def _above(self, block: int) -> int:
         """The immediate dominator."""
         if self._idoms is None:

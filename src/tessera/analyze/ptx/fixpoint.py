@@ -8,6 +8,7 @@ one that changes otherwise becomes opaque, which keeps its bases. So every node 
     flow = Flow(module, entry); flow.run(); flow.address(access) -> Value
 """
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import gcd
 from typing import Any
@@ -51,7 +52,8 @@ from tessera.analyze.ptx.values import (
 )
 
 _MAX_VISITS = 12
-_ENTRY_RANK = 1 << 32
+# How many operands carry the value, where others only steer it.
+_SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
 
 
 class Node:
@@ -178,7 +180,7 @@ class Flow:
             self._connect_sources(node, instruction)
 
     def _connect_sources(self, node: Node, instruction: Instruction) -> None:
-        for operand in instruction.operands[1:]:
+        for operand in instruction.operands[1 : 1 + _SOURCES.get(instruction.op.name, 8)]:
             if isinstance(operand, Vec):
                 for item in operand.items:
                     self._depend(node, self.want(node.index, item))
@@ -442,6 +444,19 @@ class Flow:
         if one is None or other is None or (one > 0) != (other > 0):
             return None
         return const(gcd(one, other) if one > 0 else -gcd(one, other))
+
+    def want_calls(self) -> None:
+        """Asks for what is handed to functions that cannot be followed."""
+        self._needs_frames = self._needs_frames or any(i.op.name == "call" for i in self.flat.body)
+
+    def call_arguments(self) -> Iterator[tuple[int, Value]]:
+        """(line, value) of everything handed to a function that is not followed, after the run."""
+        for instruction in self.flat.body:
+            if instruction.op.name == "call":
+                for operand in instruction.operands[0].items if instruction.operands else ():  # type: ignore[union-attr]
+                    if isinstance(operand, Sym):
+                        for value in self.loads.contents(operand.name):
+                            yield instruction.line, value
 
     # Answers ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ suffixed `@n`, so that the analysis sees each call with the values of that call.
 of the callee is the variable the caller passed, hence arguments and results need no copies.
 
 Stopped, by name and line: recursion, targets that are not in the module, calls through registers,
-call trees larger than `MAX_INSTRUCTIONS`. `__assertfail` only ends the program and is left out.
+call trees larger than `MAX_INSTRUCTIONS` or `MAX_COPIES`. `__assertfail` only ends the program and is
+left out.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from tessera.analyze.ptx.syntax import (
 )
 
 MAX_INSTRUCTIONS = 400_000
+MAX_COPIES = 20_000
+_MAX_DEPTH = 60
 _BRA = Op("bra", "bra", ())
 _MOVE = Op("mov.b64", "mov", ("b64",))
 _HARMLESS = frozenset({"__assertfail", "__assert_fail", "abort"})
@@ -118,15 +121,52 @@ class _Inliner:
         rename: Callable[[Operand], Operand],
         path: tuple[str, ...],
     ) -> None:
+        target = _call_parts(instruction)[1]
+        last = instruction.operands[-1] if instruction.operands else target
+        listed = function.tables.get(last.name) if isinstance(last, Sym) else None
+        if not isinstance(target, Sym) and listed:
+            self._listed(listed, instruction, rename, path)
+        else:
+            name = target.name if isinstance(target, Sym) else ""
+            self._direct(name, instruction, guard, rename, path)
+
+    def _listed(
+        self,
+        names: tuple[str, ...],
+        instruction: Instruction,
+        rename: Callable[[Operand], Operand],
+        path: tuple[str, ...],
+    ) -> None:
+        """A call through a register with `.calltargets`: one of them, nobody knows which."""
+        flat, line, column = self.flat, instruction.line, instruction.column
+        flat.num_copies += 1
+        mark = f"$choice@{flat.num_copies}"
+        for number, name in enumerate(names):
+            flat.labels[f"{mark}.{number}"] = len(flat.body)
+            if number + 1 < len(names):
+                unknown = Guard(Reg(mark), False)
+                flat.body.append(Instruction(_BRA, unknown, (Sym(f"{mark}.{number + 1}"),), line, column))
+            self._direct(name, instruction, None, rename, path)
+            flat.body.append(Instruction(_BRA, None, (Sym(mark),), line, column))
+        flat.labels[mark] = len(flat.body)
+
+    def _direct(
+        self,
+        name: str,
+        instruction: Instruction,
+        guard: Guard | None,
+        rename: Callable[[Operand], Operand],
+        path: tuple[str, ...],
+    ) -> None:
+        """A call of a named function."""
         flat, line = self.flat, instruction.line
-        results, target, args = _call_parts(instruction)
-        callee = self.functions.get(target.name) if isinstance(target, Sym) else None
-        name = target.name if isinstance(target, Sym) else ""
+        results, _, args = _call_parts(instruction)
         if name in _HARMLESS:
             return
+        callee = self.functions.get(name)
         if reason := self._refusal(name, callee, path):
             flat.stops.append((line, reason))
-            # Results of the call are unknown: leave the call for the analysis to see as a definition.
+            # The analysis sees what is handed over.
             operands = tuple(rename(o) for o in (*results, *args))
             flat.body.append(Instruction(instruction.op, guard, (Args(operands),), line, instruction.column))
             return
@@ -155,7 +195,8 @@ class _Inliner:
             return f"calls '{name}', which is not in this module"
         if name in path or callee.name in path:
             return f"calls '{name}' recursively"
-        if len(self.flat.body) + len(callee.body) > MAX_INSTRUCTIONS or len(path) > 60:
+        size = len(self.flat.body) + len(callee.body)
+        if size > MAX_INSTRUCTIONS or self.flat.num_copies >= MAX_COPIES or len(path) > _MAX_DEPTH:
             return f"calls '{name}': the call tree is too large"
         return ""
 

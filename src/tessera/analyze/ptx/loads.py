@@ -254,6 +254,11 @@ class LoadRules:
         stored = [v for _, _, values in near for v in values]
         return [at.opaque((node.key, "piece", offset), *stored)]
 
+    def contents(self, name: str) -> list[Value]:
+        """Everything stored in a call parameter."""
+        frame = self.frames.get(("param", name))
+        return [] if frame is None else [v for cell in frame.cells.values() for v in cell.values()]
+
     # Stores -------------------------------------------------------------------------------------------
 
     def store(self, writer: Any, space: str, address: Value, width: int, value: Value) -> list[Any]:

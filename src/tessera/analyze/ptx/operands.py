@@ -82,6 +82,9 @@ _PLAIN = re.compile(r"(%[a-z]+)\d+", re.ASCII)
 _PLAIN_MEM = re.compile(r"\[\s*((%[a-z]+)\d+)\s*(?:\+\s*(-?[1-9]\d{0,9}|0)\s*)?\]", re.ASCII)
 
 
+_BRACKETED = re.compile(r"\([^()]*\)")
+
+
 class BadOperand(Exception):
     """An operand text that is no operand; `at` is its offset in the text given."""
 
@@ -226,6 +229,8 @@ class OperandReader:
         raise BadOperand(f"'{text[:40]}' is no operand")
 
     def _memory(self, text: str) -> Mem:
+        if "(" in text:
+            text = _BRACKETED.sub(_evaluated, text)
         base, comma, rest = text.partition(",")
         coords = self.read(rest) if comma else ()
         base = base.strip()
@@ -239,6 +244,12 @@ class OperandReader:
         if not isinstance(item, Reg | Sym | Imm | Special):
             raise BadOperand(f"'[{text[:40]}]' is no address")
         return Mem(item, offset, coords)
+
+
+def _evaluated(match: re.Match[str]) -> str:
+    """A constant in brackets as a number; anything else stays and is refused later."""
+    value = _constant(match[0])
+    return match[0] if value is None else str(value)
 
 
 def _addends(text: str) -> int:

@@ -39,6 +39,16 @@ class AccessReport:
     lines: tuple[tuple[int, str], ...]
 
     @property
+    def plain_read(self) -> bool:
+        """Read other than by atomic updates."""
+        return any(effect == "r" for _, effect in self.lines)
+
+    @property
+    def plain_write(self) -> bool:
+        """Written other than by atomic updates."""
+        return any(effect == "w" for _, effect in self.lines)
+
+    @property
     def extent_text(self) -> str:
         """The extent for people."""
         return "tensor map" if self.is_tensor_map else str(self.extent)

@@ -25,11 +25,9 @@ def sentences(report: KernelReport, names: Sequence[str] = ()) -> list[str]:
     read, written, updated = [], [], []
     for access in report.accesses:
         name = buffer_name(report, access.param, access.offset, names)
-        if access.atomic:
-            updated.append(name)
-        else:
-            read += [name] if access.read else []
-            written += [name] if access.write else []
+        read += [name] if access.plain_read else []
+        written += [name] if access.plain_write else []
+        updated += [name] if access.atomic else []
     for symbol in report.symbols:
         name = f"module variable {symbol.name}"
         read += [name] if symbol.read and not symbol.atomic else []

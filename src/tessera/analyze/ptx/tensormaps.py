@@ -4,12 +4,17 @@ A map that is a kernel parameter stands for its buffer: the access belongs to th
 map's offset. A map in memory is followed when this kernel put the address into it
 (`tensormap.replace ... global_address`), also through the copy from shared to global memory; else the
 buffer is behind a pointer in memory, which is reported as indirect.
+
+A map in shared memory is often reused: edited, copied out, edited again. The copy then takes the last
+edit before it, provided that outside loops some thread surely makes that edit (all do, or those with
+`tid == 0`); else it may take any.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from tessera.analyze.ptx.classify import Classifier, Target
+from tessera.analyze.ptx.conditions import Condition, Conditions, Path
 from tessera.analyze.ptx.fixpoint import Flow, Node
 from tessera.analyze.ptx.frames import constant_offset
 from tessera.analyze.ptx.loads import stride_of
@@ -23,14 +28,15 @@ _MAP_BYTES = 128
 class TensorMaps:
     """The tensor copies and map edits of one kernel."""
 
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self, flow: Flow, conditions: Conditions) -> None:
+        self.flow, self.conditions = flow, conditions
         # (line, effect, map address)
         self.copies: list[tuple[int, str, Node | Value, int]] = []
-        # (place, its offset, value): an address put into a map
-        self.edits: list[tuple[Node | Value, int, Node | Value]] = []
-        # (to, offset, from, offset): a map copied
-        self.moves: list[tuple[Node | Value, int, Node | Value, int]] = []
+        # (instruction, place, its offset, value): an address put into a map
+        self.edits: list[tuple[int, Node | Value, int, Node | Value]] = []
+        # (instruction, to, offset, from, offset): a map copied
+        self.moves: list[tuple[int, Node | Value, int, Node | Value, int]] = []
+        self.paths: dict[int, Path] = {}
         self.missing: list[int] = []
 
     def want(self) -> None:
@@ -58,10 +64,12 @@ class TensorMaps:
             return
         place = flow.want_address(index, operands[0])
         if "global_address" in instruction.op.mods:
-            self.edits.append((place, operands[0].offset, flow.want(index, operands[-1])))
+            self.edits.append((index, place, operands[0].offset, flow.want(index, operands[-1])))
+            self.paths[index] = self.conditions.want(index)
         elif "cp_fenceproxy" in instruction.op.mods and len(operands) > 1 and isinstance(operands[1], Mem):
             source = flow.want_address(index, operands[1])
-            self.moves.append((place, operands[0].offset, source, operands[1].offset))
+            self.moves.append((index, place, operands[0].offset, source, operands[1].offset))
+            self.paths[index] = self.conditions.want(index)
 
     def accesses(self, classifier: Classifier) -> Iterator[tuple[str, int, Target]]:
         """(effect, line, target) of every tensor copy."""
@@ -83,16 +91,64 @@ class TensorMaps:
 
     def _contents(self) -> list[tuple[Poly, Value]]:
         """Places of maps that this kernel edits, with the addresses it puts there."""
-        known: list[tuple[Poly, Value]] = []
-        for node, offset, value in self.edits:
-            known += [(add(p, const(offset)), _value(value)) for p in _value(node)]
-        for to, to_offset, source, source_offset in self.moves:
+        edits = [
+            (index, add(p, const(offset)), _value(value))
+            for index, node, offset, value in self.edits
+            for p in _value(node)
+        ]
+        known = [(place, value) for _, place, value in edits]
+        for index, to, to_offset, source, source_offset in self.moves:
             for origin in _value(source):
                 place = add(origin, const(source_offset))
-                found = [v for p, v in known if p == place]
+                found = self._last(index, [(i, v) for i, p, v in edits if p == place])
                 for target in _value(to):
                     known += [(add(target, const(to_offset)), v) for v in found]
         return known
+
+    def _last(self, move: int, edits: list[tuple[int, Value]]) -> list[Value]:
+        """The edit that a copy sees, or all that it may see."""
+        everything = [value for _, value in edits]
+        if self._in_loop(move) or any(self._in_loop(index) for index, _ in edits):
+            return everything
+        rank = self.flow.graph.block_of
+        before = [(rank[i], i, value) for i, value in edits if (rank[i], i) < (rank[move], move)]
+        if not before:
+            return everything
+        _, index, value = max(before, key=lambda e: e[:2])
+        return [value] if self._surely(index, move) else everything
+
+    def _in_loop(self, index: int) -> bool:
+        rank = self.flow.graph.block_of[index]
+        blocks = self.flow.graph.blocks
+        return any(h <= rank <= p for h, block in enumerate(blocks) for p in block.preds if p >= h)
+
+    def _surely(self, edit: int, move: int) -> bool:
+        """Whether some thread of every block that makes the copy made the edit before."""
+        ours, theirs = self.paths[edit], self.paths[move]
+        if len(self.conditions.known(ours)) != len(ours.wanted):
+            return False
+        shared = self.conditions.known(theirs)
+        extra = [c for c in self.conditions.known(ours) if c not in shared]
+        block = self.flow.graph.block_of[edit]
+        while not self.conditions.dominates(block, self.flow.graph.block_of[move]):
+            preds = self.flow.graph.blocks[block].preds
+            if len(preds) != 1:
+                return False
+            block = preds[0]
+        return all(self._holds_for_first_thread(c) for c in extra)
+
+    def _holds_for_first_thread(self, condition: Condition) -> bool:
+        sides = []
+        for poly in (condition.left, condition.right):
+            for mono in poly:
+                for number in mono:
+                    item = self.flow.atoms.atoms[number].item
+                    if item[0] != "special" or not item[1].startswith(("%tid.", "%laneid")):
+                        return False
+            sides.append(poly.get((), 0))
+        a, b = sides
+        table = {"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}
+        return table[condition.relation]
 
     def _behind(self, place: Poly, known: list[tuple[Poly, Value]]) -> Iterator[Target]:
         base, rest = self.flow.atoms.split(place)
