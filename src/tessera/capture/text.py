@@ -13,8 +13,8 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """The text of some tokens; bytes that are no text are shown as escapes."""
-    return bytes(t for t in tokens if t < 256).decode(errors="backslashreplace")
+    """The text of some tokens, with a dot for every byte that is no printable character."""
+    return "".join(chr(t) if 32 <= t < 127 else "\N{MIDDLE DOT}" for t in tokens if t < 256)
 
 
 def prompt_inputs(prompts: Sequence[str], width: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group
 from rich.panel import Panel
+from rich.text import Text
 
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.errors import TesseraError
@@ -202,6 +203,10 @@ def _show(policies: list[Policy], files: dict[str, str], found: dict[str, Any]) 
     out.print(devices_table(plan))
     out.print(comparison_table(plan))
     out.print(where_time_goes(plan))
+    single = next(b.throughput_per_s for b in plan.baselines if b.name == "single")
+    if single:
+        ratio = plan.simulated_per_s / single
+        out.print(f"{ratio:.2f}x the throughput of the better of the two alone (modelled).")
     out.print(explain(plan).verdict, markup=False)
     out.print(_generated(policies[0]))
     for policy in policies:
@@ -223,6 +228,6 @@ def _generated(policy: Policy) -> Panel:
     lines = []
     for prompt, result in zip(PROMPTS, policy.results, strict=True):
         text = decode([int(step["next_tokens"][0]) for step in result.outputs])
-        lines.append(f"lane {result.lane}  {prompt!r} -> {ascii(text)[:60]}")
+        lines.append(f"{prompt} -> {text}")
     title = "Generated (random weights: noise, but the same noise on every placement)"
-    return Panel(Group(*(line.replace("[", r"\[") for line in lines)), title=title)
+    return Panel(Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)), title=title)

@@ -62,10 +62,15 @@ def simulated_throughput(plan: Plan) -> float:
 
 
 def make_plan(
-    unit: WorkUnit, costs: Sequence[Costs], cluster: Cluster, objective: Objective, slots: int
+    unit: WorkUnit,
+    costs: Sequence[Costs],
+    cluster: Cluster,
+    objective: Objective,
+    slots: int,
+    policy: str | None = None,
 ) -> Plan:
-    """A plan for one objective, its figures checked by simulation."""
-    config = PlanConfig(objective=objective, slots=slots)
+    """A plan for one objective (or by one named policy), its figures checked by simulation."""
+    config = PlanConfig(objective=objective, slots=slots, policy=policy)
     return solve(unit, tuple(costs), cluster, config, simulated_throughput)
 
 

@@ -1,7 +1,7 @@
 """tessera gpus: the GPUs that can be planned for without owning them."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -23,24 +23,20 @@ def gpus(
 
 
 def _table(found: tuple[Gpu, ...]) -> Table:
-    caption = (
-        "rates: sustained / data sheet (bf16, or fp16 where there is no bf16). Sources: tessera gpus NAME"
-    )
-    table = Table(title="GPUs that can be planned for", caption=caption)
+    caption = "Rates: sustained / data sheet (bf16; fp16 where there is none). Sources: tessera gpus NAME"
+    table = Table(title="GPUs that can be planned for", caption=caption, caption_justify="left")
     table.add_column("name", no_wrap=True)
-    table.add_column("GPU", no_wrap=True)
-    for title in ("memory GiB", "TFLOP/s", "memory GB/s", "USD/h"):
+    for title in ("GB", "TFLOP/s", "GB/s", "USD/h"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("price of")
     for g in found:
-        measured = g.effective
-        flops, bandwidth = g.bf16_tflops or g.fp16_tflops, g.memory_gbps
+        sustained = g.effective
+        flops = g.bf16_tflops or g.fp16_tflops
         table.add_row(
             g.name,
-            g.full_name,
-            f"{g.memory_bytes / 2**30:.0f}",
-            f"{measured.gemm_tflops:.0f} / {flops:.0f}" if measured else f"- / {flops:.0f}",
-            f"{measured.decode_gbps:.0f} / {bandwidth:.0f}" if measured else f"- / {bandwidth:.0f}",
+            f"{g.memory_bytes / 1e9:.0f}",
+            f"{f'{sustained.gemm_tflops:.0f}' if sustained else '-'} / {flops:.0f}",
+            f"{f'{sustained.decode_gbps:.0f}' if sustained else '-'} / {g.memory_gbps:.0f}",
             f"{g.usd_per_hour:.2f}" if g.usd_per_hour is not None else "-",
             g.price_provider or "-",
         )
@@ -53,10 +49,15 @@ def _card(g: Gpu) -> Table:
     table.add_column("figure", no_wrap=True)
     table.add_column("value", overflow="fold")
     for field in dataclasses.fields(g):
-        value = getattr(g, field.name)
-        if field.name == "effective" and value is not None:
-            for part in dataclasses.fields(value):
-                table.add_row(f"sustained {part.name}", str(getattr(value, part.name)))
-        elif value not in (None, "", ()):
-            table.add_row(field.name, str(value))
+        for label, value in _lines(field.name, getattr(g, field.name)):
+            table.add_row(label.replace("_", " "), value)
     return table
+
+
+def _lines(name: str, value: Any) -> list[tuple[str, str]]:
+    """One field as rows of a card; none if nothing is known."""
+    if name == "effective" and value is not None:
+        return [(f"sustained {f.name}", str(getattr(value, f.name))) for f in dataclasses.fields(value)]
+    if name == "prices":
+        return [(f"USD/h, {provider}", f"{price:.2f}") for provider, price in value]
+    return [] if value in (None, "") else [(name, str(value))]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.errors import MismatchError, TesseraError, UnknownName
@@ -19,10 +20,18 @@ def plan(
     objective: Annotated[str, typer.Option(help="throughput or latency.")] = "throughput",
     slots: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
     counts: Annotated[str | None, typer.Option(help="Runs of each step in a request, as 1,32.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Force a coarser policy, such as data-parallel.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide which device runs which launch, and what that gives."""
+    """Decide which device runs which launch, and what that gives.
+
+    Give the traces of one request in order. A decode belongs to a prefill when both have the same batch and
+    the decode's context is the prefill's context plus its reserve.
+    """
     started = time.perf_counter()
     goal = _objective(objective)
     loaded = [load(Trace, path) for path in traces]
@@ -33,13 +42,15 @@ def plan(
         advance("pricing")
         cluster, prices = _prices(unit, costs or [], devices, link)
         advance("planning")
-        made = make_plan(unit, prices, cluster, goal, slots)
+        made = make_plan(unit, prices, cluster, goal, slots, policy)
     path = output or traces[-1].with_suffix(".plan")
     save(made, path)
     if as_json:
         print_json(document(made) | {"output": str(path), "seconds": round(time.perf_counter() - started, 3)})
     else:
         show(made)
+        if explain:
+            show_reasons(made)
         console().print(f"{path}: written", markup=False)
 
 
@@ -137,3 +148,27 @@ def show(made: Plan) -> None:
     out.print(devices_table(made))
     out.print(comparison_table(made))
     out.print(explain(made).verdict, markup=False)
+
+
+def show_reasons(made: Plan) -> None:
+    """How busy everything is, and for each kernel its price on each device and where it runs."""
+    from tessera.plan import explain
+    from tessera.report import duration
+
+    found = explain(made)
+    busy = Table("device or link", "busy per request", "utilisation", title="Utilisation (modelled)")
+    for use in (*found.devices, *found.links):
+        busy.add_row(use.name, duration(use.busy_us), f"{use.utilisation:.0%}")
+    kernels = Table("kernel", "module", title="Every kernel, per request (modelled): time there, share there")
+    for name in made.cluster.names:
+        kernels.add_column(name, justify="right")
+    for row in found.kernels:
+        cells = [f"{duration(us)}, {share:.0%}" for us, share in zip(row.us, row.share, strict=True)]
+        kernels.add_row(row.kernel.removeprefix("aten."), row.scope, *cells)
+    out = console()
+    out.print(busy)
+    out.print(kernels)
+    out.print(
+        f"{found.num_transfers:.0f} transfers and {found.transfer_bytes / 1e3:.0f} KB a request; "
+        f"no placement serves one request alone in less than {duration(found.latency_bound_us)}"
+    )

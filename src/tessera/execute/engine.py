@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.multiprocessing  # teaches pickle to pass tensors through shared memory
@@ -35,6 +35,7 @@ from tessera.ir import Clock, Plan, Program, Span, Timeline
 STOP_TIMEOUT_S = 5.0
 
 Tensors = Mapping[str, torch.Tensor]
+T = TypeVar("T")
 
 
 class Request(Protocol):
@@ -116,7 +117,7 @@ class Engine:
         for slot in range(min(self._plan.slots, len(pending))):
             self._admit(slot, *pending.pop(), table, flights)
         while flights:
-            device, done = self._next_answer()
+            device, done = self._next_answer(worker.Done)
             slot, flight = flights[done.ticket]
             self._collect(flight, slot, device, done)
             if flight.missing:
@@ -191,12 +192,13 @@ class Engine:
             label = trace.kernel_of(launch).name
             self._spans.append(Span(name, label, flight.number, slot, begin, end))
 
-    def _next_answer(self) -> tuple[int, worker.Done]:
+    def _next_answer(self, kind: type[T]) -> tuple[int, T]:
+        """The next message of any worker, which must be of the expected kind."""
         assert self._inbox is not None, "an engine runs inside its with statement"
         news = self._inbox.take(block=True)
         assert news is not None, "a blocking take has a message"
         device, answer = news
-        if isinstance(answer, worker.Done):
+        if isinstance(answer, kind):
             return device, answer
         raise self._lost(device) if isinstance(answer, Hangup) else self._failed(device, answer)
 
@@ -227,6 +229,8 @@ class Engine:
         for pipe in theirs:  # so that a pipe is closed when the worker that holds its end is gone
             pipe.close()
         self._inbox = Inbox(answers)
+        for _ in self._processes:
+            self._next_answer(worker.Ready)
 
     def _setups(
         self, context: multiprocessing.context.SpawnContext

@@ -38,6 +38,10 @@ class Begin:
     wants_state: bool
 
 
+class Ready:
+    """The worker's first answer: it has loaded everything and waits for orders."""
+
+
 @dataclass(frozen=True)
 class Done:
     """The worker's answer."""
@@ -92,6 +96,7 @@ class Worker:
 
     def loop(self) -> None:
         """Until the engine hangs up."""
+        self._setup.answers.send(Ready())
         while True:
             job = self._queue.pick()
             news = self._inbox.take(block=job is None)

@@ -53,7 +53,7 @@ class LayerPicture:
         for device in shown.devices:
             name = Text(self.names[device].center(width), style=f"bold {device_colour(device)}")
             table.add_column(name, width=width, no_wrap=True, overflow="ellipsis")
-        table.add_column("time", width=TIME_WIDTH, justify="right", no_wrap=True)
+        table.add_column("modelled", width=TIME_WIDTH, justify="right", no_wrap=True)
         previous = ""
         for number, row in enumerate(shown.rows):
             if number == shown.hidden_after and shown.num_hidden:

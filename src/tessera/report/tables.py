@@ -32,7 +32,7 @@ def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     table = Table(title=f"Devices (utilisation {clock})", title_justify="left")
     table.add_column("device")
     table.add_column("GPU")
-    table.add_column("launches / work unit", justify="right")
+    table.add_column("launches / request", justify="right")
     table.add_column("utilisation")
     table.add_column("", justify="right")
     table.add_column("weights", justify="right")
@@ -65,7 +65,7 @@ def comparison_table(plan: Plan) -> Table:
     title = f"Against coarser policies (modelled costs, simulated with {plan.slots} in flight)"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
-    table.add_column("work units/s", justify="right")
+    table.add_column("requests/s", justify="right")
     by = "latency" if plan.objective is Objective.LATENCY else "throughput"
     table.add_column(f"{by} vs best baseline", justify="right")
     table.add_column("latency", justify="right")
@@ -92,7 +92,7 @@ def where_time_goes(plan: Plan) -> Table:
     """Time of an average work unit by class of kernel: as placed, and if one device ran all of it."""
     names = plan.cluster.names
     alone_shown = len(names) <= MAX_ALONE
-    table = Table(title="Where the time goes, per work unit (modelled)", title_justify="left")
+    table = Table(title="Where the time goes, per request (modelled)", title_justify="left")
     table.add_column("kernels")
     table.add_column("launches", justify="right")
     for index, name in enumerate(names):

@@ -46,7 +46,7 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
 def _subtitle(plan: Plan) -> str:
     steps = zip(plan.unit.counts, plan.unit.graphs, strict=True)
     unit = " + ".join(f"{count} {graph.trace.step.kind}" for count, graph in steps)
-    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one work unit is {unit}"
+    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one request is {unit}"
 
 
 def _run(timeline: Timeline) -> str:
@@ -61,8 +61,8 @@ def _tiles(plan: Plan, timeline: Timeline) -> str:
     factor = gain(plan, plan.simulated_per_s, plan.latency_us)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     values = [
-        ("throughput", rate(plan.throughput_per_s), "work units, modelled"),
-        (f"with {plan.slots} in flight", rate(plan.simulated_per_s), "work units, simulated"),
+        ("throughput", rate(plan.throughput_per_s), "requests by busy time, modelled"),
+        (f"with {plan.slots} in flight", rate(plan.simulated_per_s), "requests, simulated"),
         ("against best baseline", "" if factor is None else ratio(factor), f"{against}, modelled"),
         ("below the bound", percent(plan.gap), f"bound {rate(plan.bound_per_s)}, modelled"),
         ("latency, one alone", duration(plan.latency_us), "modelled"),
