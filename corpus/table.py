@@ -1,9 +1,10 @@
 """The accuracy table of docs/ptx-corpus.md: `python corpus/make_corpus.py --table`.
 
-A pointer parameter is *exact* when the analysis gives the read, write and atomic flags of its golden sentence,
-*over-approximated* when it gives more, and *missed* when it gives fewer (an update reads and writes). Parameters of
-kernels that the analysis stops on are counted apart: nothing is claimed for them. *Interpreter-checked* kernels have
-a launch whose touched bytes are compared with the announced ones.
+A pointer parameter is *exact* when the analysis gives the read, write and atomic flags of its golden
+sentence, *over-approximated* when it gives more, and *missed* when it gives fewer (an update reads and
+writes). Parameters of kernels that the analysis stops on are counted apart: nothing is claimed for
+them. *Interpreter-checked* kernels have a launch whose touched bytes are compared with the announced
+ones.
 """
 
 import re

@@ -1,21 +1,28 @@
-"""tessera analyze: a trace -> its dependency graph."""
+"""tessera analyze: a trace -> its dependency graph; PTX -> what each kernel reads and writes."""
 
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
-from tessera.cli.output import AsJson, console, print_json
-from tessera.ir import BufferKind, Graph, Trace, load, save
+from tessera.cli.output import AsJson, cache_folder, console, print_json
+from tessera.errors import ArtifactError, UnknownName
+from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
 
 
 def analyze(
-    file: Annotated[Path, typer.Argument(help="A trace.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the graph here.")] = None,
+    file: Annotated[Path, typer.Argument(help="A trace, or a file of PTX.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a trace's graph here.")] = None,
+    explain: Annotated[str | None, typer.Option(help="Of PTX: one kernel's accesses, line by line.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find what depends on what: RAW, WAR and WAW between launches, and what state ties together."""
+    """Find what depends on what: between the launches of a trace, or in the code of PTX kernels."""
+    if _is_ptx(file):
+        _analyze_ptx(file, explain, as_json)
+        return
     from tessera.analyze import build_graph
     from tessera.report import graph_table
 
@@ -26,6 +33,50 @@ def analyze(
         print_json(summary(graph))
     else:
         console().print(graph_table(graph))
+
+
+def _is_ptx(file: Path) -> bool:
+    """By its name, or by the directive that every PTX module starts with."""
+    if file.suffix == ".ptx":
+        return True
+    try:
+        with file.open("rb") as opened:
+            return kind_of(file) is None and b".version" in opened.read(1 << 16)
+    except OSError:
+        return False  # loading it as a trace says what is wrong
+
+
+def _analyze_ptx(file: Path, kernel: str | None, as_json: bool) -> None:
+    from tessera.analyze.ptx.report import to_json
+    from tessera.analyze.ptx.show import HEADINGS, rows, sentences
+    from tessera.analyze.ptx.show import explain as explain_kernel
+    from tessera.analyze.ptx.store import reports_for
+
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read: {error.strerror}", place=str(file)) from error
+    reports = reports_for(text, str(file), cache_folder() / "ptx")
+    out = console()
+    if kernel is not None:
+        known = {report.name: report for report in reports}
+        if kernel not in known:
+            raise UnknownName("kernel", kernel, known)
+        reports = (known[kernel],)
+    if as_json:
+        typer.echo(to_json(reports))
+    elif kernel is not None:
+        for line in explain_kernel(reports[0], text.decode(errors="replace")):
+            out.print(line, markup=False, soft_wrap=True)
+    else:
+        table = Table(*HEADINGS, title=str(file))
+        for report in reports:
+            for row in rows(report):
+                table.add_row(*(escape(cell) for cell in row))
+        out.print(table)
+        for report in reports:
+            for sentence in sentences(report):
+                out.print(sentence, markup=False, soft_wrap=True)
 
 
 def summary(graph: Graph) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """How commands talk: JSON for machines on standard output, tables for people, progress on standard error."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +29,11 @@ def console() -> Console:
 def print_json(document: Any) -> None:
     """Where machines read."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def cache_folder() -> Path:
+    """Where results that can be made again are kept between commands."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Throughput of a run, read off its timeline.
 
 Counting completions misleads on short runs: requests that start together finish together, in bursts. So work
-is counted instead, as fractions of a request: a span's share of its request's busy time. The window is the time
-in which the system was full: from the first completion to the start of the last request.
+is counted instead, as fractions of a request: a span's share of its request's busy time. The window is the
+time in which the system was full: from the first completion to the start of the last request.
 """
 
 from tessera.ir import Timeline

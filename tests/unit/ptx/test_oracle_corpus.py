@@ -18,7 +18,8 @@ NAMES = [checks.name_of(row) for row in RUNNABLE]
 # What the interpreter must run on sm_80.
 REQUIRED = {
     "add", "row_sum", "softmax", "rmsnorm", "rope", "matmul_f16", "matmul_bf16", "matmul_tf32",
-    "flash_forward", "flash_forward_causal", "moe_gather_gemm", "ssm_scan", "histogram", "scatter_add", "atomic_kinds",
+    "flash_forward", "flash_forward_causal", "moe_gather_gemm", "ssm_scan", "histogram", "scatter_add",
+    "atomic_kinds",
 }  # fmt: skip
 # An aliased argument: both pointers lead to one buffer, and marks belong to the buffer.
 ALIASED = {("end_pointer", "end"), ("ptr_difference", "b")}

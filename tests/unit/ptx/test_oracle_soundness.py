@@ -61,8 +61,8 @@ CONSTANTS = st.sampled_from(
     [0, 1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 127, 128, 255, 1000, -1, -4, -128, 0x7FFFFFFF]
 )
 BINARY = st.sampled_from(
-    ["add.s32", "sub.s32", "mul.lo.s32", "and.b32", "or.b32", "xor.b32", "min.s32", "max.u32", "shl.b32", "shr.u32",
-     "shr.s32", "min.u32", "rem.u32", "div.u32"]
+    ["add.s32", "sub.s32", "mul.lo.s32", "and.b32", "or.b32", "xor.b32", "min.s32", "max.u32", "shl.b32",
+     "shr.u32", "shr.s32", "min.u32", "rem.u32", "div.u32"]
 )  # fmt: skip
 SOURCES = ["%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x"]
 
@@ -123,7 +123,7 @@ ld.param.u64 %out, [out]; ld.param.u64 %idx, [idx];
 ret; }}"""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     kernels(),
     st.integers(1, 4),
@@ -133,7 +133,7 @@ ret; }}"""
     st.integers(0, 99),
 )
 def test_random_kernels_are_covered(source: str, grid: int, block: int, n: int, m: int, index: int) -> None:
-    """Wrapping arithmetic, masks, guards and loops: announced bytes cover the touched ones, exact ones equal them."""
+    """Wrapping arithmetic, masks, guards and loops: announced bytes cover the touched ones."""
     out, idx = np.zeros(ELEMENTS, np.uint32), np.array([index], np.uint32)
     result = run(source, "k", grid, block, [out, idx, n, m])
     (report,) = analyze_ptx(source)

@@ -30,7 +30,6 @@ class Exporter:
     def __init__(self, atoms: Atoms) -> None:
         self.atoms = atoms
         self._leaves: dict[int, Leaf] = {}
-        self._sizes: dict[int, int] = {}
 
     def sum(self, poly: Poly) -> Sum:
         """A polynomial as an expression, terms in a fixed order."""
@@ -44,19 +43,6 @@ class Exporter:
             known = self._leaves[number] = self._make(number)
         return known
 
-    def _size(self, number: int) -> int:
-        """How many leaves an atom has when written out; shared parts count each time."""
-        known = self._sizes.get(number)
-        if known is None:
-            item = self.atoms.atoms[number].item
-            inner = [item[1]] if item[0] == "copy" else []
-            if item[0] == "op":
-                inner = [n for arg in item[4:] if isinstance(arg, frozenset) for mono, _ in arg for n in mono]
-            # Atoms are numbered after their parts, so this ends; the cap keeps it from doubling on.
-            known = min(1 + sum(self._size(n) for n in inner), 10 * _MAX_SIZE)
-            self._sizes[number] = known
-        return known
-
     def _make(self, number: int) -> Leaf:
         atom = self.atoms.atoms[number]
         kind = atom.item[0]
@@ -67,7 +53,7 @@ class Exporter:
         if kind == "counter":
             key = atom.item[1]
             return ("loop", key[1]) if key[0] == "loop" else ("other", number, 0, None, "count")
-        if kind in ("copy", "op") and self._size(number) > _MAX_SIZE:
+        if kind in ("copy", "op") and atom.size > _MAX_SIZE:
             return ("other", number, *atom.range, "?")
         if kind == "copy":
             return ("as", number, self.leaf(atom.item[1]))

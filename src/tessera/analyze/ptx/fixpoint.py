@@ -87,6 +87,7 @@ class Flow:
         self.defs = Definitions(self.graph, self.scan.defs)
         self.stops = self.scan.stops
         self.atoms = Atoms(_limits(entry))
+        self.atoms.narrow_params = {i for i, p in enumerate(entry.params) if p.size < 8}
         self.loads = LoadRules(module, entry, self.flat, self.atoms)
         self.nodes: dict[Any, Node] = {}
         self._todo: list[Node] = []
@@ -319,8 +320,7 @@ class Flow:
             return self.atoms.opaque(node.key, *args)
         if isinstance(target, Vec):
             if info.width == 8 and len(target.items) == 2:
-                parts = tuple(halves(self.atoms, p, node.part == 1) for p in args[0])
-                return self.atoms.join(node.key, parts)
+                return self.atoms.join(node.key, halves(self.atoms, args[0], node.part == 1))
             return self.atoms.opaque(node.key, *args)
         return args[0]
 

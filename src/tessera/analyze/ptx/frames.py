@@ -21,6 +21,8 @@ class Somewhere(NamedTuple):
     span: Range  # of the offset
     width: int
     value: Value
+    # (parameter, d): the loop copies the parameter, byte o of the frame being byte o - d of it.
+    mirror: tuple[int, int] | None = None
 
     def reaches(self, offset: int, width: int) -> bool:
         """Whether it may touch these bytes."""

@@ -5,7 +5,7 @@ there; through anything else, a fresh `loaded` value that remembers the bases it
 that a pointer read from memory is reported with its table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 from typing import Any
 
@@ -15,7 +15,7 @@ from tessera.analyze.ptx.opcodes import vector_of, width_of
 from tessera.analyze.ptx.ranges import FULL, hull
 from tessera.analyze.ptx.syntax import Function, Instruction, Mem, Module, Sym
 from tessera.analyze.ptx.transfer import halves, pack, widen
-from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key, Poly, Value
+from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key, Poly, Value, add, const, freeze, sub
 
 _SPACE_ANY = "?"
 # A load from a frame that changes more often than this is part of a cycle through memory.
@@ -124,9 +124,9 @@ class LoadRules:
                 return (item if width >= 4 else widen(self.atoms, item, 8 * width, signed),)
             return self.atoms.opaque((node.key, "outside"))
         if width < 8:
-            return self.plain((node.key, "field"), width, frozenset(), signed)
+            return self.atoms.value(("field", index, freeze(rest), width, signed))
         offsets = tuple(o for o in self._reachable(rest, param.size) if o not in self._scalars(index))
-        return self.atoms.value(("fields", index, offsets))
+        return self.atoms.value(("fields", index, offsets, freeze(rest)))
 
     def _frame(self, node: Any, space: str, name: str, rest: Poly, width: int) -> list[Poly]:
         """What may have been stored in these bytes."""
@@ -159,22 +159,23 @@ class LoadRules:
         values: list[Value] = []
         for stray in frame.anywhere.values():
             if stray.reaches(offset, width):
-                values += self._stray(node, stray, width)
+                values += self._stray(node, stray, {(): offset}, width)
         return values
 
-    def _stray(self, node: Any, stray: Somewhere, width: int) -> list[Value]:
+    def _stray(self, node: Any, stray: Somewhere, rest: Poly | None, width: int) -> list[Value]:
+        if stray.mirror is not None and rest is not None:
+            index, distance = stray.mirror
+            place = add(rest, const(-distance))
+            return [self._param(node, self.entry.params[index].name, place, width, False)]
         if stray.width == width:
             return [stray.value]
         # A narrow number that was computed, not copied, cannot be a part of a pointer.
-        if stray.width < width and not any(self._may_carry(p) for p in stray.value):
+        if stray.width < width and not self._any_carries([stray.value]):
             return []
         return [self.atoms.opaque((node.key, "piece"), stray.value)]
 
-    def _may_carry(self, poly: Poly) -> bool:
-        """Whether a narrow value may be a piece of a pointer: copied from memory, or of unknown making."""
-        atoms = self.atoms.atoms
-        kinds = {atoms[n].item[0] for mono in poly for n in mono}
-        return bool(kinds & {"loaded", "opaque", "copy"}) or bool(self.atoms.taint(poly))
+    def _any_carries(self, values: Iterable[Value]) -> bool:
+        return any(self.atoms.may_carry(p) for value in values for p in value)
 
     def _frame_of(self, space: str, name: str) -> Frame:
         frame = self.frames.get((space, name))
@@ -226,13 +227,15 @@ class LoadRules:
         low, high = FULL if rest is None else self.atoms.range(rest)
         values: list[Value] = []
         for stray in frame.anywhere.values():
-            values += self._stray(node, stray, width)
+            values += self._stray(node, stray, rest, width)
         for (offset, size), cell in frame.cells.items():
             if (low is not None and offset + size <= low) or (high is not None and offset >= high + width):
                 continue
             if size == width:
                 if (offset - start) % step == 0:
                     values += cell.values()
+            elif size < width and not self._any_carries(cell.values()):
+                continue
             elif cell and any((offset - start + k) % step == 0 for k in range(1 - width, size)):
                 values.append(self.atoms.opaque((node.key, "piece"), *cell.values()))
         return values
@@ -250,7 +253,7 @@ class LoadRules:
         if width == 4 and len(near) == 1 and near[0][1] == 8 and len(near[0][2]) == 1:
             side = near[0][0] == offset - 4
             if side or near[0][0] == offset:
-                return [tuple(halves(at, p, side) for p in near[0][2][0])]
+                return [halves(at, near[0][2][0], side)]
         stored = [v for _, _, values in near for v in values]
         return [at.opaque((node.key, "piece", offset), *stored)]
 
@@ -299,10 +302,22 @@ class LoadRules:
                 woken += frame.readers_of(offset, width)
         if unknown:
             span = FULL if place[1] == _SPACE_ANY else hull([self.atoms.range(r) for r in unknown])
-            if frame.write_somewhere(writer, Somewhere(span, width, value)):
+            mirror = self._mirror(unknown, value)
+            if frame.write_somewhere(writer, Somewhere(span, width, value, mirror)):
                 changed = True
                 woken += frame.readers_of(None, width)
         return woken + self.any_readers.get(place[0], []) if changed else woken
+
+    def _mirror(self, offsets: list[Poly], value: Value) -> tuple[int, int] | None:
+        """Whether the value is a parameter's field read at the same distance as it is stored."""
+        if len(offsets) != 1 or len(value) != 1 or len(value[0]) != 1:
+            return None
+        mono, coeff = next(iter(value[0].items()))
+        item = self.atoms.atoms[mono[0]].item if len(mono) == 1 and coeff == 1 else ("",)
+        if item[0] not in ("field", "fields"):
+            return None
+        distance = constant_offset(sub(offsets[0], dict(item[3] if item[0] == "fields" else item[2])))
+        return None if distance is None else (item[1], distance)
 
 
 def stride_of(rest: Poly) -> int:

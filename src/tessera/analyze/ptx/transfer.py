@@ -47,6 +47,7 @@ _TYPES = {
     "u64": (64, False), "s64": (64, True), "b128": (128, False), "u16x2": (0, False), "s16x2": (0, True),
 }  # fmt: skip
 _MAX_PAIRS = 64
+_UPPER = 1 << 32
 
 
 def form_of(op: Op) -> Form | None:
@@ -102,7 +103,8 @@ def _map(at: Atoms, key: Key, a: Value, rule: Callable[[Poly], Poly]) -> Value:
 def _add(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
     a, b = args[:2]
     if len(a) == 1 and len(b) == 1:
-        return (wrap(add(a[0], b[0]), form.bits),)
+        total = wrap(add(a[0], b[0]), form.bits)
+        return (recombine(at, total) if _UPPER in total.values() else total,)
     return _each(at, key, a, b, lambda x, y: wrap(add(x, y), form.bits))
 
 
@@ -177,7 +179,14 @@ def bit_and(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     rest = known ^ whole
     if rest & (rest + 1) == 0 or (bits == 64 and known & _HIGH_BITS == _HIGH_BITS):
         # x & m = x - (x & ~m), which keeps the base of x.
-        return x if not rest else sub(x, bit_and(at, x, const(rest), bits))
+        return sub(x, _masked(at, x, rest, bits))
+    return _masked(at, x, known, bits)
+
+
+def _masked(at: Atoms, x: Poly, known: int, bits: int) -> Poly:
+    """`x & known` for a constant."""
+    if not known:
+        return ZERO
     possible = at.mask(x)
     if possible >= 0:
         if possible & known == 0:
@@ -207,7 +216,7 @@ def bit_or(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     """`x | y`: a sum where no bit can be one in both."""
     mask_x, mask_y = at.mask(x), at.mask(y)
     if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
-        return add(x, y)
+        return recombine(at, add(x, y))
     if (at.taint(x) or at.taint(y)) and _shifts_little(at, x, y):
         return sub(add(x, y), bit_and(at, x, y, bits))
     return at.op("or", bits, x, y)
@@ -330,7 +339,12 @@ def _cvt(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
 
 def low_half(at: Atoms, x: Poly, bits: int) -> Poly:
     """The low bits of a wider number; a pointer's low half remembers the pointer."""
-    return at.op("lo", bits, x) if at.taint(x) and not _is_frame(at, x) else wrap(x, bits)
+    if not at.taint(x) or _is_frame(at, x):
+        return wrap(x, bits)
+    item = _sole(at, x)
+    if bits == 32 and item[:2] == ("op", "shr_u") and item[5] == freeze(const(32)):
+        return at.op("hi", 32, dict(item[4]))
+    return at.op("lo", bits, x)
 
 
 def _is_frame(at: Atoms, x: Poly) -> bool:
@@ -343,19 +357,19 @@ def _shfl(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
 
 def from_thread(at: Atoms, x: Poly) -> Poly:
     """The value as another thread holds it; halves of a pointer stay halves of one pointer."""
-    number = next(iter(x), ())
-    if len(x) == 1 and len(number) == 1 and x[number] == 1:
-        item = at.atoms[number[0]].item
-        if item[0] == "op" and item[1] in ("lo", "hi"):
-            return at.op(item[1], item[2], at.others(dict(item[4]), UNIFORM, "thread"))
+    item = _sole(at, x)
+    if item[:1] == ("op",) and item[1] in ("lo", "hi"):
+        return at.op(item[1], item[2], *(at.others(dict(part), UNIFORM, "thread") for part in item[4:]))
     return at.others(x, UNIFORM, "thread")
 
 
-def halves(at: Atoms, x: Poly, high: bool) -> Poly:
-    """One 32-bit half of a 64-bit number."""
+def halves(at: Atoms, value: Value, high: bool) -> Value:
+    """One 32-bit half of a 64-bit number, whichever of its alternatives it is."""
+    if any(at.taint(p) and not _is_frame(at, p) for p in value):
+        return (at.op("hi" if high else "lo", 32, *value),)
     if high:
-        return at.op("hi", 32, x) if at.taint(x) else shift_right(at, x, const(32), 64, False)
-    return low_half(at, x, 32)
+        return tuple(shift_right(at, p, const(32), 64, False) for p in value)
+    return tuple(low_half(at, p, 32) for p in value)
 
 
 def pack(at: Atoms, key: Key, low: Value, high: Value) -> Value:
@@ -365,14 +379,39 @@ def pack(at: Atoms, key: Key, low: Value, high: Value) -> Value:
     a, b = low[0], high[0]
     if not b:
         return (widen(at, a, 32, False),)
-    first, second = _sole(at, a), _sole(at, b)
-    if first[:1] == ("op",) and second[:1] == ("op",) and (first[1], second[1]) == ("lo", "hi"):
-        return at.join(key, (dict(first[4]), dict(second[4])))
-    if first[:1] == ("param",) and second == (*first[:2], first[2] + 4, 4) and first[3] == 4:
-        return at.value(("param", first[1], first[2], 8))
+    whole = _halves_of(at, _sole(at, a), _sole(at, b))
+    if whole:
+        return at.join(key, whole)
     if at.taint(a) or at.taint(b):
         return at.opaque(key, low, high)
     return (add(widen(at, a, 32, False), scale(b, 1 << 32)),)
+
+
+def _halves_of(at: Atoms, low: tuple[Any, ...], high: tuple[Any, ...]) -> Value:
+    """The number of which these atoms are the halves, or ()."""
+    if low[:2] == ("op", "lo") and high[:2] == ("op", "hi"):
+        return tuple(dict(part) for part in dict.fromkeys((*low[4:], *high[4:])))
+    low, high = _unextended(at, low), _unextended(at, high)
+    if low[:1] == ("param",) and low[3] == 4 and high == (*low[:2], low[2] + 4, 4):
+        return at.value(("param", low[1], low[2], 8))
+    return ()
+
+
+def _unextended(at: Atoms, item: tuple[Any, ...]) -> tuple[Any, ...]:
+    return _sole(at, dict(item[4])) if item[:2] in (("op", "zext"), ("op", "sext")) else item
+
+
+def recombine(at: Atoms, x: Poly) -> Poly:
+    """`lo + (hi << 32)` as the pointer it is; other sums unchanged."""
+    upper = next((m for m, c in x.items() if c == 1 << 32 and len(m) == 1), None)
+    if upper is None:
+        return x
+    for mono, coeff in x.items():
+        if coeff == 1 and len(mono) == 1:
+            whole = _halves_of(at, at.atoms[mono[0]].item, at.atoms[upper[0]].item)
+            if len(whole) == 1:
+                return add({m: c for m, c in x.items() if m not in (mono, upper)}, whole[0])
+    return x
 
 
 def _sole(at: Atoms, x: Poly) -> tuple[Any, ...]:

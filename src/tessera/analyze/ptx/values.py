@@ -10,7 +10,9 @@ indices loaded from memory are therefore never bases, and two bases in one regis
 
     atom                                   meaning
     ("param", index, offset, width)        bytes of a kernel parameter
-    ("fields", index, offsets)             one of several 8-byte fields of a parameter
+    ("fields", index, offsets, place)      one of several 8-byte fields of a parameter; `place` is the
+                                           offset it was read at
+    ("field", index, place, width, signed) a narrow field of a parameter at a computed place
     ("special", name)                      %tid.x, %ctaid.y, ...
     ("frame", space, name)                 address of a shared, local or param variable ("?" = any)
     ("symbol", name)                       address of a module variable
@@ -18,8 +20,9 @@ indices loaded from memory are therefore never bases, and two bases in one regis
     ("counter", key)                       0, 1, 2, ... of a loop
     ("op", name, bits, tag, args...)       a function of polynomials: and, shr, sext, any, ...
     ("copy", atom, tag)                    the atom as another thread or an earlier iteration saw it
-    ("opaque", key, taint, joined)         anything; `taint` are bases that may be inside; `joined`: it
-                                           is one of several values, not something computed from them
+    ("opaque", key, taint, joined, carry)  anything; `taint` are bases that may be inside; `joined`: it
+                                           is one of several values, not something computed from them;
+                                           `carry`: it may be a copied piece of a pointer
 
 Arithmetic is exact in the ring of integers modulo 2**bits, so only widening (`sext`, `zext`) has to
 check for wrap-around; that check is made where the numbers are known (`extent.resolve`), or here when
@@ -39,6 +42,7 @@ BOTTOM: Value = ()
 ZERO: Poly = {}
 _FAR = 1 << 40
 _MAX_TERMS = 24
+_MAX_SIZE = 1 << 20
 _MAX_DEGREE = 4
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
 
@@ -52,6 +56,7 @@ class Atom(NamedTuple):
     base: bool  # may be a pointer
     level: int
     taint: frozenset[int]
+    size: int = 1  # leaves when written out, shared parts counted each time
 
 
 def freeze(poly: Poly) -> Frozen:
@@ -150,6 +155,8 @@ class Atoms:
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.bases: set[int] = set()
+        # Indices of parameters of fewer than eight bytes: no part of a pointer.
+        self.narrow_params: set[int] = set()
 
     def number(self, item: tuple[Any, ...]) -> int:
         """The number of an atom, made when new."""
@@ -182,6 +189,9 @@ class Atoms:
     def _make_fields(self, item: tuple[Any, ...]) -> Atom:
         return Atom(item, FULL, -1, True, IN_TIME, frozenset())
 
+    def _make_field(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, False, IN_TIME, frozenset())
+
     def _make_special(self, item: tuple[Any, ...]) -> Atom:
         name = item[1]
         span, level = special_range(name, self.limits.get(name))
@@ -208,7 +218,7 @@ class Atoms:
 
     def _make_copy(self, item: tuple[Any, ...]) -> Atom:
         inner = self.atoms[item[1]]
-        return Atom(item, inner.range, inner.mask, inner.base, IN_TIME, inner.taint)
+        return Atom(item, inner.range, inner.mask, inner.base, IN_TIME, inner.taint, inner.size + 1)
 
     def _make_opaque(self, item: tuple[Any, ...]) -> Atom:
         return Atom(item, FULL, -1, bool(item[2]), IN_TIME, item[2])
@@ -223,7 +233,9 @@ class Atoms:
         # A phi or a selection keeps its base outside; what is left of a pointer in here is no base
         # on its own unless the whole could be one.
         base = bool(taint) and bits == 64 and not within(span, -_FAR, _FAR)
-        return Atom(item, span, mask, base, IN_TIME if tag is not None else level, taint)
+        size = 1 + sum(self.atoms[n].size for p in polys for mono in p for n in mono)
+        level = IN_TIME if tag is not None else level
+        return Atom(item, span, mask, base, level, taint, min(size, _MAX_SIZE))
 
     def range(self, poly: Poly) -> Range:
         """Static bounds of a polynomial, None where there is none."""
@@ -303,10 +315,36 @@ class Atoms:
     def opaque(self, key: Key, *values: Value, joined: bool = False) -> Value:
         """Anything, tainted by the bases of the values it was made from."""
         taint: set[int] = set()
+        carry = False
         for value in values:
             for poly in value:
                 taint |= self.taint(poly)
-        return self.value(("opaque", key, frozenset(taint), joined))
+                carry = carry or self.may_carry(poly)
+        return self.value(("opaque", key, frozenset(taint), joined, carry or bool(taint)))
+
+    def may_carry(self, poly: Poly) -> bool:
+        """Whether a narrow value may be a piece of a pointer: copied from memory or cut from a pointer.
+
+        What was computed from thread indices, whole narrow parameters and counters is not.
+        """
+        for mono in poly:
+            for number in mono:
+                item = self.atoms[number].item
+                while item[0] == "copy":
+                    item = self.atoms[item[1]].item
+                if item[0] in ("loaded", "field") or self.atoms[number].taint:
+                    return True
+                if item[0] == "param" and item[1] not in self.narrow_params:
+                    return True
+                if item[0] == "opaque" and item[4]:
+                    return True
+                if (
+                    item[0] == "op"
+                    and item[1] == "any"
+                    and any(isinstance(a, frozenset) and self.may_carry(dict(a)) for a in item[4:])
+                ):
+                    return True
+        return False
 
     def blur(self, key: Key, value: Value) -> Value:
         """The same bases at unknown offsets."""

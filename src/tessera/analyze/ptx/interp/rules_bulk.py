@@ -1,9 +1,11 @@
 """Bulk copies, the barriers that count their bytes, and shared memory of other blocks of a cluster.
 
-A copy is done when it is issued; its bytes are counted at its barrier at the same time. An mbarrier is one 64-bit word
-in shared memory, with a layout of our own (PTX leaves it open):
+A copy is done when it is issued; its bytes are counted at its barrier at the same time. An mbarrier is
+one 64-bit word in shared memory, with a layout of our own (PTX leaves it open):
 
-    bit 0 phase | 20 bits: arrivals expected per phase | 20 bits: arrivals pending | 22 bits: bytes pending + 2**21
+    bit 0 phase | 20 bits arrivals expected per phase | 20 bits arrivals pending | 22 bits bytes pending
+
+The bytes pending are kept with 2**21 added, because a copy may arrive before it is expected.
 """
 
 from collections.abc import Callable

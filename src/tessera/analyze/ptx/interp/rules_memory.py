@@ -4,17 +4,15 @@ Asynchronous copies are done at once: a schedule in which every copy finishes im
 hardware may choose, and waits for it are then no-ops.
 """
 
-from typing import Any
-
 import numpy as np
 
 from tessera.analyze.ptx.interp import rules_bulk, rules_tensor
 from tessera.analyze.ptx.interp.access import load, pick, spaces_of, spread, store
-from tessera.analyze.ptx.interp.decode import Decoder, Get, Unknown, only, rule
+from tessera.analyze.ptx.interp.decode import Decoder, Unknown, only, rule
 from tessera.analyze.ptx.interp.faults import BadAccess
 from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.state import Active, Frame
-from tessera.analyze.ptx.interp.types import PRED, U32, U64, Array, types_of
+from tessera.analyze.ptx.interp.types import U32, U64, Array, types_of
 from tessera.analyze.ptx.syntax import Imm, Instruction, Mem, Sym
 
 _NOTHING = (

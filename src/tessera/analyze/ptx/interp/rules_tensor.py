@@ -1,18 +1,18 @@
 """Tensor maps and the copies that use them.
 
-A tensor map is opaque in PTX; here its 128 bytes have a layout of our own, which `tensor_map` writes for arguments and
-`tensormap.replace` edits field by field:
+A tensor map is opaque in PTX; here its 128 bytes have a layout of our own, which `tensor_map` writes
+for arguments and `tensormap.replace` edits field by field:
 
     0 address | 8 five sizes | 32 four strides in bytes | 64 five box sizes | 84 five element strides
     104 rank - 1 | 108 element type | 112 interleave | 116 swizzle | 120 fill mode
 
-Sizes run from the innermost dimension outwards. Elements outside the tensor read as zeros and are not written.
-Swizzles exchange 16-byte pieces within rows of 128 bytes by the row's number; the tile must lie on 1,024 bytes.
-Not handled: interleaved layouts, element strides other than 1, im2col, fills other than zeros.
+Sizes run from the innermost dimension outwards. Elements outside the tensor read as zeros and are not
+written. Swizzles exchange 16-byte pieces within rows of 128 bytes by the row's number; the tile must
+lie on 1,024 bytes. Not handled: interleaved layouts, element strides other than 1, im2col, fills other
+than zeros.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from tessera.analyze.ptx.interp.program import Step
 from tessera.analyze.ptx.interp.rules_atomic import UPDATES
 from tessera.analyze.ptx.interp.state import Active, Frame
 from tessera.analyze.ptx.interp.types import TYPES, U32, U64, Array
-from tessera.analyze.ptx.syntax import Imm, Instruction, Mem, Vec
+from tessera.analyze.ptx.syntax import Imm, Instruction, Mem, Op, Vec
 
 SIZE = 128
 # Field -> (offset, bytes of one entry).
@@ -70,7 +70,8 @@ class Map:
 
     def places(self, corner: tuple[int, ...]) -> tuple[Array, Array]:
         """Global addresses of a box's elements, innermost first, and which of them lie inside the tensor."""
-        address, inside = np.zeros((1,) * len(self.box), np.int64) + self.address, np.True_
+        address = np.full((1,) * len(self.box), self.address, np.int64)
+        inside: Array = np.ones((1,) * len(self.box), bool)
         for axis, (first, count, size, stride) in enumerate(
             zip(corner, self.box, self.sizes, self.strides, strict=True)
         ):
@@ -211,11 +212,6 @@ def _store(frame: Frame, lane: int, described: Map, corner: tuple[int, ...], sta
         store(frame, "global", lanes[inside], address[inside], value[inside], size)
         return
     # The copy names the operation, the map names the type.
-    like = Instruction(_op(name, described.element), None, (), 0, 0)
+    op = Op(f"red.{name}.{described.element}", "red", (name, described.element))
+    like = Instruction(op, None, (), 0, 0)
     rules_bulk.update(frame, lanes[inside], address[inside], value[inside], rules_bulk.combiner(like))
-
-
-def _op(name: str, element: str) -> Any:
-    from tessera.analyze.ptx.syntax import Op
-
-    return Op(f"red.{name}.{element}", "red", (name, element))

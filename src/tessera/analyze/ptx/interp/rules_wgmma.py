@@ -1,14 +1,15 @@
 """wgmma: products of 64 x N tiles by four warps, operands in shared memory or, for A, in registers.
 
-Warp w of the four works on rows 16 w to 16 w + 15 with fragments as those of mma, so a warp needs no other one. An
-operand in shared memory is given by a descriptor: start address, two strides, swizzle. With e elements to 16 bytes, and
-rows of S = 1, 2, 4, 8 pieces of 16 bytes for no swizzle, 32, 64, 128 bytes:
+Warp w of the four works on rows 16 w to 16 w + 15 with fragments as those of mma, so a warp needs no
+other one. An operand in shared memory is given by a descriptor: start address, two strides, swizzle.
+With e elements to 16 bytes, and rows of S = 1, 2, 4, 8 pieces of 16 bytes for no swizzle, 32, 64, 128
+bytes:
 
     K-major      element (m, k): (m / 8) stride + (m % 8) 16 S bytes + k; without swizzle, (k / e) leading
     MN-major     element (m, k): (m / eS) leading + (k / 8) stride + (k % 8) 16 S bytes + (m % eS)
 
-Products are done at once, so fences and waits mean nothing. Not handled: sparse products, other types than f16 and bf16
-with single accumulators.
+Products are done at once, so fences and waits mean nothing. Not handled: sparse products, other types
+than f16 and bf16 with single accumulators.
 """
 
 import re
