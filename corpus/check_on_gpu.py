@@ -2,9 +2,9 @@
 
 Runs every launch of the corpus, and every instruction form of `forms.py`, on a CUDA device through the
 driver's own interface and in the interpreter, and compares what lies in memory afterwards. Needs a driver,
-no toolkit. Launches whose buffers hold addresses are left out: the two machines' addresses differ. Expected
-to differ: what depends on the order of blocks, on addresses, or on what an earlier launch left in a variable
-of the module.
+no toolkit. Launches whose arguments hold addresses or tensor maps are left out: they mean nothing on the
+other machine. Expected to differ: what depends on the order of blocks, on addresses, on the layout of a
+tensor map, or on what an earlier launch left in a variable of the module.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import forms
 import launches
 import numpy as np
 
-from tessera.analyze.ptx.interp import InterpreterFault, Packed, run
+from tessera.analyze.ptx.interp import InterpreterFault, Packed, rules_tensor, run
 from tessera.analyze.ptx.interp.launch import DYNAMIC_SHARED, Binding, _entry
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -118,7 +118,9 @@ def _three(dims: Any) -> tuple[int, int, int]:
 
 
 def holds_addresses(args: list[Any]) -> bool:
-    """Whether a buffer of the launch holds addresses."""
+    """Whether a buffer of the launch holds addresses, or an argument is a tensor map in our own layout."""
+    if any(isinstance(a, Packed) and a.size == rules_tensor.SIZE for a in args):
+        return True
     inner = [v for a in args if isinstance(a, Packed) for v in a.fields.values()]
     return any(type(a).__name__ == "ByPointer" for a in [*args, *inner])
 

@@ -57,6 +57,12 @@ def _(rng):
     return Launch(1, 1, [np.zeros(1, np.int32), which], {0: [5 * which]}, 0)
 
 
+@launch("hand", "calls", "register_arguments")
+def _(rng):
+    x = rng.integers(0, 99, 32).astype(np.int32)
+    return Launch(1, 32, [x, np.zeros(32, np.int32)], {1: x}, 0)
+
+
 @launch("hand", "memory_forms", "cache_control")
 def _(rng):
     x = singles(rng, 32)

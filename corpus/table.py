@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import checks
+import numpy as np
 
-from tessera.analyze.ptx.report import KernelReport
+from tessera.analyze.ptx.interp import Result
+from tessera.analyze.ptx.report import AccessReport, KernelReport
 
 PARTS = {"cuda": "CUDA C++ (nvcc)", "triton": "Triton", "hand": "written by hand"}
 
@@ -83,7 +85,7 @@ def render() -> str:
             some = [row for row in rows if (row["part"], row["arch"]) == (part, arch)]
             lines.append(_line(title, "as written" if arch == "any" else arch, count(some)))
     lines.append(_line("**all**", "", count(rows)))
-    return "\n".join([*lines, "", *_reasons(rows), "", *_extras(rows)])
+    return "\n".join([*lines, "", *_extents(rows), "", *_reasons(rows), "", *_extras(rows)])
 
 
 def _line(title: str, arch: str, c: Counts) -> str:
@@ -99,6 +101,38 @@ def _line(title: str, arch: str, c: Counts) -> str:
         c.checked,
     ]
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def extent_verdict(access: AccessReport, launch: Any, result: Result) -> str:
+    """How the announced bytes of one access compare with the touched ones, in one launch."""
+    home = result.pointers.get((access.param, access.offset))
+    if home is None or access.is_tensor_map:
+        return "tensor map" if home is not None else "not given"
+    seen = result.masks[home[0]]
+    touched = seen.read | seen.write | seen.atomic
+    announced = np.zeros(touched.size, bool)
+    extent = access.extent.resolve(checks.static_launch(launch))
+    for low, high in extent.spans:
+        first = 0 if low is None else max(home[1] + low, 0)
+        announced[first : touched.size if high is None else max(home[1] + high, 0)] = True
+    if (announced == touched).all():
+        return "proved equal" if extent.exact else "equal"
+    return "wider" if all(None not in span for span in extent.spans) else "whole buffer"
+
+
+def _extents(rows: list[dict[str, Any]]) -> list[str]:
+    """Announced against touched bytes, one launch for each checked kernel."""
+    names = ("proved equal", "equal", "wider", "whole buffer", "tensor map")
+    lines = [f"| accessed pointers, one launch each | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for part, title in PARTS.items():
+        found: Counter[str] = Counter()
+        for row in rows:
+            report = checks.report_of(row)
+            if row["part"] == part and report.movable and checks.is_runnable(row):
+                launch, result = checks.run_row(row, 1)
+                found.update(extent_verdict(access, launch, result) for access in report.accesses)
+        lines.append(f"| {title} | {' | '.join(str(found[name]) for name in names)} |")
+    return lines
 
 
 def _reasons(rows: list[dict[str, Any]]) -> list[str]:

@@ -33,7 +33,7 @@ PROMPTS = (
     "No gain: use one GPU",
 )
 PROMPT_TOKENS = 48
-SIMULATED_REQUESTS = 24
+SIMULATED_REQUESTS = 12
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,21 @@
 
 A region is a strided set of bytes inside one buffer: `item_bytes` bytes at
 `start + sum(i_d * stride_d)` for every index tuple. Ranges are half-open. Two regions
-overlap iff they share a byte; where that is too dear to decide they are said to overlap,
-so an answer of False is a proof and an answer of True is not.
+overlap iff they share a byte. That is decided one dimension at a time, the largest stride
+first: rows of the same stride are compared once for each distance at which they can meet,
+never one by one, so two column blocks of a large matrix cost as much as two of a small one.
+Where even that is too dear (many rows at unlike strides) regions are said to overlap, so an
+answer of False is a proof and an answer of True is not.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Above this many runs of bytes, overlap is decided by the enclosing intervals alone.
-MAX_RUNS = 4096
+# After this many comparisons of rows, two regions are said to overlap.
+MAX_STEPS = 20_000
+
+# (count, stride in bytes) of each dimension, the largest stride first.
+Dims = tuple[tuple[int, int], ...]
 
 
 class Origin(StrEnum):
@@ -66,28 +72,15 @@ class Region:
         """True unless the two regions provably share no byte."""
         if self.stop <= other.start or other.stop <= self.start:
             return False
-        if self.is_dense and other.is_dense:
+        if not self.dims and not other.dims:
             return True
-        mine, theirs = self._runs(), other._runs()
-        if mine is None or theirs is None:
-            return True
-        return _runs_meet(mine, theirs)
+        return _meet(self.start, self.dims, self.item_bytes, other.start, other.dims, other.item_bytes)
 
     def covers(self, other: "Region") -> bool:
         """True only if every byte of `other` is in this region."""
-        return self == other or (self.is_dense and self.start <= other.start and other.stop <= self.stop)
-
-    def _runs(self) -> list[tuple[int, int]] | None:
-        """Sorted half-open runs, or None when there are too many to list."""
-        count = 1
-        for n, _ in self.dims:
-            count *= n
-        if count > MAX_RUNS:
-            return None
-        starts = [self.start]
-        for n, stride in self.dims:
-            starts = [s + i * stride for s in starts for i in range(n)]
-        return sorted((s, s + self.item_bytes) for s in starts)
+        if not self.dims:
+            return self.start <= other.start and other.stop <= self.stop
+        return self == other or _contains(self, other)
 
 
 def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Region | None:
@@ -108,16 +101,55 @@ def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Re
     return Region(start, item_bytes, tuple(reversed(merged)))
 
 
-def _runs_meet(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
-    i = j = 0
-    while i < len(a) and j < len(b):
-        if a[i][1] <= b[j][0]:
-            i += 1
-        elif b[j][1] <= a[i][0]:
-            j += 1
-        else:
+def _extent(dims: Dims, item_bytes: int) -> int:
+    """Bytes from the first touched to the last, both included."""
+    return sum((n - 1) * stride for n, stride in dims) + item_bytes
+
+
+def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) -> bool:
+    """True unless the strided sets that start at `a` and at `b` provably share no byte.
+
+    Takes off the largest stride S. Rows i of one set and j of the other, i and j free, stand at every
+    distance (j - i) * S; only the distances at which the rows' enclosing intervals meet are looked at.
+    """
+    todo = [(a, a_dims, b, b_dims)]
+    for _ in range(MAX_STEPS):
+        if not todo:
+            return False
+        a, a_dims, b, b_dims = todo.pop()
+        if not a_dims and not b_dims:
+            if a < b + b_item and b < a + a_item:
+                return True
+            continue
+        stride = max(dims[0][1] for dims in (a_dims, b_dims) if dims)
+        a_count, a_rest = _rows(a_dims, stride)
+        b_count, b_rest = _rows(b_dims, stride)
+        a_size, b_size = _extent(a_rest, a_item), _extent(b_rest, b_item)
+        # a < b + d * stride + b_size and b + d * stride < a + a_size
+        first = max(1 - a_count, (a - b - b_size) // stride + 1)
+        last = min(b_count - 1, -((b - a - a_size) // stride) - 1)
+        if last - first > MAX_STEPS:
             return True
-    return False
+        todo += [(a, a_rest, b + d * stride, b_rest) for d in range(first, last + 1)]
+    return True
+
+
+def _rows(dims: Dims, stride: int) -> tuple[int, Dims]:
+    """How many rows of this stride there are, and what one of them is."""
+    return (dims[0][0], dims[1:]) if dims and dims[0][1] == stride else (1, dims)
+
+
+def _contains(outer: Region, inner: Region) -> bool:
+    """True only if every byte of `inner` is in `outer`, which has rows: all rows of one must fit the other's."""
+    (num_rows, stride), rest = outer.dims[0], outer.dims[1:]
+    count, step, inner_rest = 1, stride, inner.dims
+    if inner.dims and inner.dims[0][1] % stride == 0:
+        (count, step), inner_rest = inner.dims[0], inner.dims[1:]
+    row = (inner.start - outer.start) // stride
+    if row < 0 or row + (count - 1) * (step // stride) >= num_rows:
+        return False
+    mine = Region(outer.start + row * stride, outer.item_bytes, rest)
+    return mine.covers(Region(inner.start, inner.item_bytes, inner_rest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,9 @@ class _Simulation:
         self._columns = {id(p): self._column(p) for lane in self._programs for p in lane}
         self._table = LaneTable(plan.lanes, plan.slots)
         self._devices = [_Device() for _ in plan.cluster.devices]
-        self._link_free: dict[tuple[int, int], float] = {}
+        place = {name: index for index, name in enumerate(plan.cluster.names)}
+        self._links = {(place[x.src], place[x.dst]): x for x in plan.cluster.links}
+        self._link_free = dict.fromkeys(self._links, 0.0)
         self._events: list[tuple[float, int, tuple[str, int, int, int]]] = []
         self._tickets = 0
         self._running: dict[int, tuple[_Request, Program]] = {}
@@ -139,10 +141,9 @@ class _Simulation:
 
     def _send(self, request: _Request, program: Program, ticket: int, number: int, clock: float) -> None:
         transfer = program.transfers[number]
-        link = self._plan.cluster.link(transfer.src, transfer.dst)
-        assert link is not None, "a verified cluster joins every two devices"
         key = (transfer.src, transfer.dst)
-        start = max(clock, self._link_free.get(key, 0.0))
+        link = self._links[key]
+        start = max(clock, self._link_free[key])
         stop = start + link.wire_us(transfer.num_bytes)
         self._link_free[key] = stop
         track, label = f"{link.src} -> {link.dst}", f"{transfer.num_bytes} bytes"

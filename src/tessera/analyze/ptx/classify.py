@@ -10,8 +10,9 @@ is. Candidates of the same rank are all reported, which is sound and costs preci
 from dataclasses import dataclass
 from typing import Any
 
+from tessera.analyze.ptx.poly import Poly
 from tessera.analyze.ptx.ranges import within
-from tessera.analyze.ptx.values import Atoms, Poly
+from tessera.analyze.ptx.values import Atoms
 
 _NEAR_NULL = 1 << 40
 
@@ -67,13 +68,28 @@ class Classifier:
         base = self.atoms.base_of(poly)
         if not base:
             return [self._baseless(poly)]
-        best = min(self._rank(n) for n in base)
         out: list[Target] = []
-        for number in sorted(base):
-            if self._rank(number) == best:
-                rest = {m: c for m, c in poly.items() if m != (number,)}
-                out += self._expand(number, rest)
+        for number in self._likely(poly, base):
+            rest = {m: c for m, c in poly.items() if m != (number,)}
+            out += self._expand(number, rest)
         return out
+
+    def _likely(self, poly: Poly, base: frozenset[int]) -> list[int]:
+        """The candidates of the best rank, after differences of pointers are taken out.
+
+        In `p + b - a` a candidate of the rank of `a` is what `a` is subtracted from, unless there are
+        more of them than are subtracted: then any may be the base.
+        """
+        plus: dict[int, list[int]] = {}
+        for number in sorted(base):
+            plus.setdefault(self._rank(number), []).append(number)
+        minus: dict[int, int] = {}
+        for mono, coeff in poly.items():
+            if coeff == -1 and len(mono) == 1 and mono[0] in self.atoms.bases:
+                rank = self._rank(mono[0])
+                minus[rank] = minus.get(rank, 0) + 1
+        left = {rank: found for rank, found in plus.items() if len(found) > minus.get(rank, 0)}
+        return left[min(left)] if left else sorted(base)
 
     def _baseless(self, poly: Poly) -> Target:
         if within(self.atoms.range(poly), -_NEAR_NULL, _NEAR_NULL):

@@ -12,10 +12,10 @@ from tessera.analyze.ptx.classify import Classifier, Target
 from tessera.analyze.ptx.conditions import Condition, Conditions, Path
 from tessera.analyze.ptx.fixpoint import Flow, Node
 from tessera.analyze.ptx.forms import OpInfo
+from tessera.analyze.ptx.poly import Poly, Value
 from tessera.analyze.ptx.scan import Access
 from tessera.analyze.ptx.syntax import Function, Imm, Instruction, Module, Operand
 from tessera.analyze.ptx.tensormaps import TensorMaps
-from tessera.analyze.ptx.values import Poly, Value
 
 _FAR_SPACES = frozenset({"global", "const", ""})
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from tessera.analyze.ptx.cfg import targets_of
 from tessera.analyze.ptx.fixpoint import Flow, Node
+from tessera.analyze.ptx.poly import Poly, Value
 from tessera.analyze.ptx.syntax import Instruction, Not, Operand, Pair, Reg
 from tessera.analyze.ptx.transfer import form_of
-from tessera.analyze.ptx.values import Poly, Value
 
 _MAX_DEPTH = 8
 _MAX_CONDITIONS = 12

@@ -12,7 +12,8 @@ Two leaves are the same quantity exactly when they are equal. `text` prints a su
 from collections.abc import Iterable
 from typing import Any
 
-from tessera.analyze.ptx.values import Atoms, Poly
+from tessera.analyze.ptx.poly import Poly
+from tessera.analyze.ptx.values import Atoms
 
 Leaf = tuple[Any, ...]
 Term = tuple[int, tuple[Leaf, ...]]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tessera.analyze.ptx.poly import Poly, Value
 from tessera.analyze.ptx.ranges import Range
-from tessera.analyze.ptx.values import Poly, Value
 
 _WORD = 4
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from math import gcd
 from typing import Any
 
+from tessera.analyze.ptx.bits import halves, pack, widen
 from tessera.analyze.ptx.flatten import Flat
 from tessera.analyze.ptx.frames import Frame, Somewhere, constant_offset
 from tessera.analyze.ptx.opcodes import vector_of, width_of
+from tessera.analyze.ptx.poly import Poly, Value, add, const, freeze, sub
 from tessera.analyze.ptx.ranges import FULL, hull
 from tessera.analyze.ptx.syntax import Function, Instruction, Mem, Module, Sym
-from tessera.analyze.ptx.transfer import halves, pack, widen
-from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key, Poly, Value, add, const, freeze, sub
+from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key
 
 _SPACE_ANY = "?"
 # A load from a frame that changes more often than this is part of a cycle through memory.

@@ -16,8 +16,8 @@ from tessera.analyze.ptx.collect import Facts, Piece, Touch, collect
 from tessera.analyze.ptx.expression import Exporter, Sum, loops_in
 from tessera.analyze.ptx.extent import Extent, Limit, Part
 from tessera.analyze.ptx.parser import parse
+from tessera.analyze.ptx.poly import Poly
 from tessera.analyze.ptx.syntax import Function, Module, Variable
-from tessera.analyze.ptx.values import Poly
 
 _MAX_PARTS = 64
 

@@ -19,8 +19,8 @@ from tessera.analyze.ptx.fixpoint import Flow, Node
 from tessera.analyze.ptx.frames import constant_offset
 from tessera.analyze.ptx.loads import stride_of
 from tessera.analyze.ptx.opcodes import spaces_of
+from tessera.analyze.ptx.poly import Poly, Value, add, const
 from tessera.analyze.ptx.syntax import Mem
-from tessera.analyze.ptx.values import Poly, Value, add, const
 
 _MAP_BYTES = 128
 

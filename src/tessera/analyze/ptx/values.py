@@ -31,19 +31,14 @@ the ranges already exclude it. Levels: 0 the same for the launch, 1 per thread, 
 
 from typing import Any, NamedTuple
 
+from tessera.analyze.ptx.poly import Poly, Value, add, const, freeze
 from tessera.analyze.ptx.ranges import FULL, Range, op_mask, op_range, special_range, within
 
-Poly = dict[tuple[int, ...], int]
-Value = tuple[Poly, ...]
 Key = Any  # a register name, or a tuple for one of several definitions, a phi or a cell
-Frozen = frozenset[tuple[tuple[int, ...], int]]
 
-BOTTOM: Value = ()
-ZERO: Poly = {}
 _FAR = 1 << 40
 _MAX_TERMS = 24
 _MAX_SIZE = 1 << 20
-_MAX_DEGREE = 4
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
 
 
@@ -57,93 +52,7 @@ class Atom(NamedTuple):
     level: int
     taint: frozenset[int]
     size: int = 1  # leaves when written out, shared parts counted each time
-
-
-def freeze(poly: Poly) -> Frozen:
-    """A hashable copy."""
-    return frozenset(poly.items())
-
-
-def const(value: int) -> Poly:
-    """A constant polynomial."""
-    return {(): value} if value else ZERO
-
-
-def constant_of(poly: Poly) -> int | None:
-    """The value of a constant polynomial, or None."""
-    if not poly:
-        return 0
-    return poly.get(()) if len(poly) == 1 else None
-
-
-def add(a: Poly, b: Poly) -> Poly:
-    """Sum of two polynomials."""
-    if not a:
-        return b
-    if not b:
-        return a
-    if len(a) < len(b):
-        a, b = b, a
-    out = dict(a)
-    for mono, coeff in b.items():
-        total = out.get(mono, 0) + coeff
-        if total:
-            out[mono] = total
-        else:
-            del out[mono]
-    return out
-
-
-def scale(a: Poly, by: int, bits: int = 64) -> Poly:
-    """The polynomial times a constant, coefficients folded to signed numbers of that width."""
-    if by == 1:
-        return a
-    half, full = 1 << (bits - 1), 1 << bits
-    out = {}
-    for mono, coeff in a.items():
-        product = ((coeff * by + half) % full) - half
-        if product:
-            out[mono] = product
-    return out
-
-
-def sub(a: Poly, b: Poly) -> Poly:
-    """Difference of two polynomials."""
-    return add(a, scale(b, -1))
-
-
-def wrap(a: Poly, bits: int) -> Poly:
-    """Coefficients folded to signed numbers of `bits` bits; the value modulo 2**bits is the same."""
-    half = 1 << (bits - 1)
-    for coeff in a.values():
-        if not -half <= coeff < half:
-            return scale(a, 1, bits) if bits == 64 else _fold(a, half)
-    return a
-
-
-def _fold(a: Poly, half: int) -> Poly:
-    folded = {m: ((c + half) % (2 * half)) - half for m, c in a.items()}
-    return {m: c for m, c in folded.items() if c}
-
-
-def multiply(a: Poly, b: Poly, bits: int) -> Poly | None:
-    """Product, or None when it would be too large to carry."""
-    known = constant_of(b)
-    if known is not None:
-        return scale(a, known, bits) if known else ZERO
-    known = constant_of(a)
-    if known is not None:
-        return scale(b, known, bits) if known else ZERO
-    if len(a) * len(b) > _MAX_TERMS:
-        return None
-    out: Poly = {}
-    for mono_a, coeff_a in a.items():
-        for mono_b, coeff_b in b.items():
-            mono = tuple(sorted(mono_a + mono_b))
-            if len(mono) > _MAX_DEGREE:
-                return None
-            out[mono] = out.get(mono, 0) + coeff_a * coeff_b
-    return wrap({m: c for m, c in out.items() if c}, bits)
+    carry: bool = False  # may be a copied piece of a pointer
 
 
 class Atoms:
@@ -184,13 +93,14 @@ class Atoms:
 
     def _make_param(self, item: tuple[Any, ...]) -> Atom:
         width = item[3]
-        return Atom(item, FULL, -1, width >= 8, UNIFORM, frozenset())
+        carry = item[1] not in self.narrow_params
+        return Atom(item, FULL, -1, width >= 8, UNIFORM, frozenset(), carry=carry)
 
     def _make_fields(self, item: tuple[Any, ...]) -> Atom:
         return Atom(item, FULL, -1, True, IN_TIME, frozenset())
 
     def _make_field(self, item: tuple[Any, ...]) -> Atom:
-        return Atom(item, FULL, -1, False, IN_TIME, frozenset())
+        return Atom(item, FULL, -1, False, IN_TIME, frozenset(), carry=True)
 
     def _make_special(self, item: tuple[Any, ...]) -> Atom:
         name = item[1]
@@ -211,17 +121,19 @@ class Atoms:
             half = 1 << (8 * width - 1)
             span = (-half, half - 1) if signed else (0, 2 * half - 1)
         mask = -1 if span[0] != 0 or span[1] is None else span[1]
-        return Atom(item, span, mask, width >= 8, IN_TIME, frozenset())
+        return Atom(item, span, mask, width >= 8, IN_TIME, frozenset(), carry=True)
 
     def _make_counter(self, item: tuple[Any, ...]) -> Atom:
         return Atom(item, (0, None), -1, False, IN_TIME, frozenset())
 
     def _make_copy(self, item: tuple[Any, ...]) -> Atom:
         inner = self.atoms[item[1]]
-        return Atom(item, inner.range, inner.mask, inner.base, IN_TIME, inner.taint, inner.size + 1)
+        return Atom(
+            item, inner.range, inner.mask, inner.base, IN_TIME, inner.taint, inner.size + 1, inner.carry
+        )
 
     def _make_opaque(self, item: tuple[Any, ...]) -> Atom:
-        return Atom(item, FULL, -1, bool(item[2]), IN_TIME, item[2])
+        return Atom(item, FULL, -1, bool(item[2]), IN_TIME, item[2], carry=item[4])
 
     def _make_op(self, item: tuple[Any, ...]) -> Atom:
         _, name, bits, tag, *args = item
@@ -235,7 +147,8 @@ class Atoms:
         base = bool(taint) and bits == 64 and not within(span, -_FAR, _FAR)
         size = 1 + sum(self.atoms[n].size for p in polys for mono in p for n in mono)
         level = IN_TIME if tag is not None else level
-        return Atom(item, span, mask, base, level, taint, min(size, _MAX_SIZE))
+        carry = name == "any" and any(self.may_carry(p) for p in polys)
+        return Atom(item, span, mask, base, level, taint, min(size, _MAX_SIZE), carry)
 
     def range(self, poly: Poly) -> Range:
         """Static bounds of a polynomial, None where there is none."""
@@ -327,24 +240,8 @@ class Atoms:
 
         What was computed from thread indices, whole narrow parameters and counters is not.
         """
-        for mono in poly:
-            for number in mono:
-                item = self.atoms[number].item
-                while item[0] == "copy":
-                    item = self.atoms[item[1]].item
-                if item[0] in ("loaded", "field") or self.atoms[number].taint:
-                    return True
-                if item[0] == "param" and item[1] not in self.narrow_params:
-                    return True
-                if item[0] == "opaque" and item[4]:
-                    return True
-                if (
-                    item[0] == "op"
-                    and item[1] == "any"
-                    and any(isinstance(a, frozenset) and self.may_carry(dict(a)) for a in item[4:])
-                ):
-                    return True
-        return False
+        atoms = self.atoms
+        return any(atoms[n].carry or atoms[n].taint for mono in poly for n in mono)
 
     def blur(self, key: Key, value: Value) -> Value:
         """The same bases at unknown offsets."""

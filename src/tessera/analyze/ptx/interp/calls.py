@@ -64,7 +64,10 @@ def _pass_arguments(caller: Frame, callee: Frame, call: Call, mask: Array) -> No
     index = np.flatnonzero(mask)
     for given, formal in zip(call.arguments, callee.code.params, strict=True):
         size = callee.code.sizes[formal][0]
-        if isinstance(given, str):
+        if formal in callee.code.slots and not isinstance(given, str):
+            slot, raw = callee.code.slots[formal]
+            callee.regs[slot] = np.where(mask, given(caller).astype(raw), callee.regs[slot])
+        elif isinstance(given, str):
             _copy(caller, caller.places[given], callee.places[formal], size, index)
         else:
             value = np.broadcast_to(given(caller), mask.shape)[index]
@@ -80,7 +83,9 @@ def leave(frame: Frame, mask: Array) -> None:
     index = np.flatnonzero(mask)
     for wanted, formal in zip(call.results, frame.code.returns, strict=False):
         size = frame.code.sizes[formal][0]
-        if isinstance(wanted, str):
+        if formal in frame.code.slots and not isinstance(wanted, str):
+            wanted(caller, Active(mask), frame.regs[frame.code.slots[formal][0]].astype(np.uint64))
+        elif isinstance(wanted, str):
             _copy(caller, frame.places[formal], caller.places[wanted], size, index)
         else:
             at = np.full(index.shape, frame.places[formal], np.uint64)

@@ -87,7 +87,7 @@ class Decoder:
         self._exact: dict[str, list[RegDecl]] = {}
         for decl in function.registers:
             self._exact.setdefault(_SCOPED.sub("", decl.name), []).append(decl)
-        self._formals = {p.name for p in (*function.params, *function.returns)}
+        self._formals = _register_formals(function)
 
     def step(self, ins: Instruction) -> tuple[Step, Instruction, int, bool]:
         """The step of an instruction with its guard."""
@@ -126,6 +126,8 @@ class Decoder:
     def _dtype(self, name: str) -> np.dtype[Any]:
         if name == CARRY:
             return np.dtype(bool)
+        if name in self._formals:
+            return TYPES[self._formals[name]].raw
         plain = _SCOPED.sub("", name.split(".", maxsplit=1)[0])
         decls = self._exact.get(plain, [])
         for cut in range(len(plain) - 1, 0, -1):
@@ -142,6 +144,8 @@ class Decoder:
 
     def get(self, operand: Operand, wanted: Type) -> Get:
         """A function that gives the operand's value, seen as a type."""
+        if isinstance(operand, Sym) and operand.name in self._formals:
+            operand = Reg(operand.name)
         if isinstance(operand, Reg):
             return self._get_reg(operand, wanted)
         if isinstance(operand, Imm | FloatImm):
@@ -172,6 +176,8 @@ class Decoder:
         """A function that writes a value of a type to the destination, in active lanes."""
         if isinstance(operand, Pair):
             raise Unknown("a pair of destinations")
+        if isinstance(operand, Sym) and operand.name in self._formals:
+            operand = Reg(operand.name)
         if not isinstance(operand, Reg):
             raise Unknown(f"destination {operand!r}")
         if operand.name == "_":
@@ -225,6 +231,25 @@ class Decoder:
     def predicate(self, operand: Operand) -> Get:
         """A getter of a predicate, which may be negated."""
         return self.get(operand, PRED)
+
+
+def _register_formals(function: Function) -> dict[str, str]:
+    """Parameters and results that are registers (`.func f (.reg .b32 k)`): name -> type.
+
+    The syntax tree does not tell them from those in memory; but an instruction computes with a register,
+    while a parameter in memory is only loaded, stored or has its address moved.
+    """
+    if function.is_entry:
+        return {}
+    formals = {p.name: p.type for p in (*function.params, *function.returns)}
+    plain = {
+        operand.name
+        for ins in function.body
+        if ins.op.name not in ("mov", "call")
+        for operand in ins.operands
+        if isinstance(operand, Sym)
+    }
+    return {name: kind for name, kind in formals.items() if name in plain}
 
 
 def literal(operand: Imm | FloatImm, wanted: Type) -> Any:

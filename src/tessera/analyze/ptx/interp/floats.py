@@ -147,7 +147,9 @@ def single_to_bf16(value: Array, mode: str = "n", relu: bool = False) -> Array:
 
 def single_to_tf32(value: Array, mode: str = "a") -> Array:
     """Singles as tf32: 13 low bits cut, as a 32-bit pattern."""
-    return _cut(value, 13, mode, 0x7FFFFFFF >> 13) << np.uint32(13)
+    bits = np.asarray(value, np.float32).view(np.uint32)
+    rounded = _cut(value, 13, mode, 0) << np.uint32(13)
+    return np.where(np.isnan(value), bits & np.uint32(0xFFFFE000), rounded)
 
 
 def _cut(value: Array, drop: int, mode: str, nan: int) -> Array:
