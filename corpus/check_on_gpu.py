@@ -207,10 +207,7 @@ def main() -> int:
             continue
         for seed in range(options.seeds):
             try:
-                made = launches.all_makers()[row["part"], row["theme"], row["kernel"]](
-                    np.random.default_rng(seed)
-                )
-                if holds_addresses(made.args):
+                if holds_addresses(checks.made(row, seed).args):
                     continue
                 verdict, worst = check_row(gpu, row, seed)
             except (Refused, InterpreterFault) as why:

@@ -34,6 +34,7 @@ class Launch:
 Maker = Callable[[np.random.Generator], Launch]
 LAUNCH_FILES = (
     "launches_basic", "launches_traps", "launches_calls", "launches_flow", "launches_hand", "launches_triton",
+    "launches_triton_memory",
 )  # fmt: skip
 MAKERS: dict[tuple[str, str, str], Maker] = {}
 

@@ -1,4 +1,4 @@
-"""Make the corpus's PTX anew: `python corpus/make_corpus.py [--only NAME] [--table]`.
+"""Make the corpus's PTX anew: `python corpus/make_corpus.py [--only NAME] [--table] [--docs]`.
 
     cuda/*.cu       -> ptx/<arch>/<file>.ptx     by nvcc (found on PATH or by $NVCC)
     triton/*.py     -> ptx/<arch>/<build>.ptx    by Triton, without a GPU
@@ -37,11 +37,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="make only files whose name contains this")
     parser.add_argument("--table", action="store_true", help="print the accuracy table, make nothing")
+    parser.add_argument(
+        "--docs", action="store_true", help="print the table and put it into docs/ptx-corpus.md"
+    )
     options = parser.parse_args()
-    if options.table:
+    if options.table or options.docs:
         import table
 
-        print(table.render())
+        text = table.render()
+        print(text)
+        if options.docs:
+            table.write_docs(text)
         return 0
     for arch in ARCHS:
         (HERE / "ptx" / arch).mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ import numpy as np
 from tessera.analyze.ptx.interp import Result
 from tessera.analyze.ptx.report import AccessReport, KernelReport
 
+MARKER = "<!-- made by: python corpus/make_corpus.py --docs -->"
 PARTS = {"cuda": "CUDA C++ (nvcc)", "triton": "Triton", "hand": "written by hand"}
 
 
@@ -86,6 +87,13 @@ def render() -> str:
             lines.append(_line(title, "as written" if arch == "any" else arch, count(some)))
     lines.append(_line("**all**", "", count(rows)))
     return "\n".join([*lines, "", *_extents(rows), "", *_reasons(rows), "", *_extras(rows)])
+
+
+def write_docs(text: str) -> None:
+    """Replace the tables of docs/ptx-corpus.md, which stand at its end behind the marker."""
+    page = checks.HERE.parent / "docs" / "ptx-corpus.md"
+    head = page.read_text().partition(MARKER)[0]
+    page.write_text(f"{head}{MARKER}\n\n{text}\n")
 
 
 def _line(title: str, arch: str, c: Counts) -> str:

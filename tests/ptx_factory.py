@@ -18,7 +18,8 @@ def make_module(body: str, params: str = "u64 u64 u64 u32", before: str = "", na
             declared.append(f".param .align 64 .{base} {name}_param_{number}[{size}")
         else:
             declared.append(f".param {spelled} {name}_param_{number}")
-    return f"{HEAD}{before}\n.visible .entry {name}(\n{', '.join(declared)}\n)\n{{\n{REGISTERS}{body}\nret;\n}}\n"
+    head = f"{HEAD}{before}\n.visible .entry {name}(\n{', '.join(declared)}\n)\n"
+    return f"{head}{{\n{REGISTERS}{body}\nret;\n}}\n"
 
 
 def analyze(body: str, params: str = "u64 u64 u64 u32", before: str = "") -> KernelReport:

@@ -2,89 +2,164 @@
 
 Launch b waits for an earlier launch a iff, on some byte of one buffer,
   (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
-The scan for a read ends at the first write that covers it: order through that write is implied.
+The scan for an access ends at the first write that covers it: order through that write is implied.
 Edges that a longer path implies are dropped (transitive reduction).
 
-Two atomic updates of one byte are ordered like two writes: the sum of floats depends on their order.
+A launch that returns a new buffer makes all of it, gaps between its elements included: nobody can touch
+the buffer before. Two atomic updates of one byte are ordered like two writes: the sum of floats depends on
+their order. Buffers that nobody writes order nothing and are skipped.
+
+Time is near linear in launches: see `history` for how few earlier accesses a new one is compared with, and
+`ancestors` for how the reduction forgets. The worst case (every access overlaps every other and no launch
+is implied by another) has quadratically many edges, all of them true.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from tessera.ir import Access, Edge, Hazard, Trace
+from tessera.analyze.ancestors import Ancestors
+from tessera.analyze.history import History, Seen
+from tessera.ir import Access, BufferKind, Edge, Hazard, Launch, Region, Trace
 
-
-@dataclass(slots=True)
-class _Seen:
-    """One earlier access that a later one may have to wait for."""
-
-    launch: int
-    access: Access
-
-    @property
-    def writes(self) -> bool:
-        return self.access.write or self.access.atomic
+# Of several reasons for one edge the first is named.
+PRECEDENCE = (Hazard.RAW, Hazard.WAW, Hazard.WAR)
 
 
 def hazards(trace: Trace) -> tuple[Edge, ...]:
     """All RAW, WAR and WAW edges of a trace, transitively reduced, sorted by (dst, src)."""
-    history: dict[int, list[_Seen]] = defaultdict(list)
-    found: list[Edge] = []
-    for index, launch in enumerate(trace.launches):
-        for access in launch.accesses:
-            found += _waits(history[access.buffer], index, access)
-        for access in launch.accesses:
-            _remember(history, index, access)
-    return _reduce(found, len(trace.launches))
+    scan = _Scan(trace, Ancestors())
+    return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
 
 
-def _waits(seen: list[_Seen], index: int, access: Access) -> list[Edge]:
-    """Edges from the accesses seen so far to this one, nearest first."""
-    edges = []
-    writes = access.write or access.atomic
-    for past in reversed(seen):
-        hazard = _hazard(past, access, writes)
-        if hazard is None or past.launch == index or not past.access.region.overlaps(access.region):
+def direct_hazards(trace: Trace) -> tuple[Edge, ...]:
+    """Every pair of launches that touch the same bytes, once for each reason; nothing is reduced.
+
+    Pairs with a covering write between them are left out, as in `hazards`. May be quadratic in size.
+    """
+    scan = _Scan(trace, None)
+    return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
+
+
+class _Scan:
+    """One pass over the launches in program order; without ancestors nothing is reduced."""
+
+    def __init__(self, trace: Trace, ancestors: Ancestors | None) -> None:
+        self._trace, self._ancestors = trace, ancestors
+        self._written = {a.buffer for x in trace.launches for a in x.accesses if a.write or a.atomic}
+        self._accesses: dict[int, list[Access]] = defaultdict(list)
+        for launch in trace.launches:
+            for access in self._ordering(launch):
+                self._accesses[access.buffer].append(access)
+        self._histories: dict[int, History] = {}
+
+    def step(self, index: int) -> list[Edge]:
+        """Edges into one launch, by source."""
+        launch = self._trace.launches[index]
+        found: dict[tuple[int, Hazard], Edge] = {}
+        touched = []
+        for access in self._ordering(launch):
+            history = self._history(access.buffer)
+            is_new = history.is_new and self._returns_new(launch, access)
+            whole = Region(0, self._trace.buffers[access.buffer].size_bytes) if is_new else access.region
+            touched.append((history, access, whole))
+            for src, hazard in _waits(history, access, whole):
+                found.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
+        if self._ancestors is None:
+            edges = sorted(found.values(), key=lambda e: (e.src, e.hazard))
+        else:
+            edges = _keep(found, self._ancestors.add(index, list({src for src, _ in found})))
+        for history, access, region in touched:
+            self._remember(history, index, access, region)
+        for history, access, _ in touched:
+            if history.left == 0:
+                self._close(access.buffer)
+        self._release([index])
+        return edges
+
+    def _ordering(self, launch: Launch) -> list[Access]:
+        """Accesses that can order anything."""
+        return [a for a in launch.accesses if a.buffer in self._written]
+
+    def _history(self, buffer: int) -> History:
+        if buffer not in self._histories:
+            accesses = self._accesses.pop(buffer)
+            self._histories[buffer] = History(accesses, self._trace.buffers[buffer].size_bytes)
+        return self._histories[buffer]
+
+    def _returns_new(self, launch: Launch, access: Access) -> bool:
+        """True if the launch makes the buffer, given that nobody has touched it before."""
+        kind = self._trace.buffers[access.buffer].kind
+        return (
+            access.write
+            and not access.read
+            and kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT)
+            and any(view is not None and view.buffer == access.buffer for view in launch.outputs)
+        )
+
+    def _remember(self, history: History, index: int, access: Access, region: Region) -> None:
+        history.left -= 1
+        if access.write:
+            self._release(history.cover(region, index))
+        writes = access.write or access.atomic
+        last, is_last_word = history.last(writes), False
+        if self._ancestors is not None:
+            self._ancestors.hold(index)
+            is_last_word = last is None or (
+                last.is_last_word and self._ancestors.precedes(last.launch, index)
+            )
+        reads = access.read or access.atomic
+        history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
+
+    def _close(self, buffer: int) -> None:
+        """Nobody will touch the buffer again."""
+        history = self._histories.pop(buffer, None)
+        if history is not None:
+            self._release(history.launches())
+
+    def _release(self, launches: list[int]) -> None:
+        if self._ancestors is not None:
+            for launch in launches:
+                self._ancestors.release(launch)
+
+
+def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[int, Hazard]]:
+    """(earlier launch, reason) for every access that this one must wait for; implied ones may be missing."""
+    reads, writes = access.read or access.atomic, access.write or access.atomic
+    covered_by = -1  # the latest write that covers the region: whatever is earlier is implied
+    for past in _overlapping(history, region, True):
+        if past.launch < covered_by:
             continue
-        edges.append(Edge(past.launch, index, hazard, access.buffer))
-        if past.writes and past.access.region.covers(access.region):
-            break
-    return edges
+        if past.region.covers(region):
+            covered_by = past.launch
+        if reads:
+            yield past.launch, Hazard.RAW
+        if writes:
+            yield past.launch, Hazard.WAW
+        if writes and past.reads:
+            yield past.launch, Hazard.WAR
+    if writes:
+        for past in _overlapping(history, region, False):
+            if past.launch > covered_by:
+                yield past.launch, Hazard.WAR
 
 
-def _hazard(past: _Seen, access: Access, writes: bool) -> Hazard | None:
-    if past.writes and (access.read or access.atomic):
-        return Hazard.RAW
-    if past.writes and writes:
-        return Hazard.WAW
-    if writes and past.access.read:
-        return Hazard.WAR
-    return None
+def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
+    """Earlier writes, or reads, that share a byte with the region, latest first in each list."""
+    start, stop, is_dense = region.start, region.stop, not region.dims
+    for listed in history.lists(region, is_write):
+        for past in reversed(listed):
+            if past.is_past or past.stop <= start or stop <= past.start:
+                continue
+            if not (is_dense and not past.region.dims) and not past.region.overlaps(region):
+                continue
+            yield past
+            if past.is_last_word:
+                break
 
 
-def _remember(history: dict[int, list[_Seen]], index: int, access: Access) -> None:
-    """A write makes everything it covers a matter of the past: later launches wait for the write."""
-    seen = history[access.buffer]
-    if access.write:
-        seen[:] = [p for p in seen if p.launch == index or not access.region.covers(p.access.region)]
-    seen.append(_Seen(index, access))
-
-
-def _reduce(edges: list[Edge], num_launches: int) -> tuple[Edge, ...]:
-    """Keeps one edge per pair of launches, and only pairs that no longer path joins."""
-    incoming: list[dict[int, Edge]] = [{} for _ in range(num_launches)]
-    order = {Hazard.RAW: 0, Hazard.WAW: 1, Hazard.WAR: 2}
-    for edge in edges:
-        known = incoming[edge.dst].get(edge.src)
-        if known is None or order[edge.hazard] < order[known.hazard]:
-            incoming[edge.dst][edge.src] = edge
-    ancestors: list[int] = []  # one bit per launch
-    kept = []
-    for sources in incoming:
-        reach = 0
-        for src in sorted(sources, reverse=True):
-            if not reach >> src & 1:
-                kept.append(sources[src])
-                reach |= ancestors[src] | 1 << src
-        ancestors.append(reach)
-    return tuple(sorted(kept, key=lambda e: (e.dst, e.src)))
+def _keep(found: dict[tuple[int, Hazard], Edge], sources: list[int]) -> list[Edge]:
+    """One edge for each source, for the first of its reasons."""
+    return [
+        next(found[src, hazard] for hazard in PRECEDENCE if (src, hazard) in found)
+        for src in reversed(sources)
+    ]

@@ -1,18 +1,74 @@
-"""record: Workload -> Trace."""
+"""record: Workload -> Trace, and record_step: Step -> Trace on any device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tessera.capture.recorder import Recorder
+from tessera.capture import fake
+from tessera.capture.models import build
+from tessera.capture.recorder import Recorder, Run, call_operator
 from tessera.capture.scopes import Scopes
-from tessera.capture.workload import Workload
-from tessera.ir import BufferKind, Trace, verify
+from tessera.capture.workload import Tensors, Workload
+from tessera.errors import CaptureError, UnknownName
+from tessera.ir import BufferKind, Step, Trace, verify
+
+# Attention kernels that every GPU of an unlike set can run; see `attention`.
+PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def record(workload: Workload) -> Trace:
     """Runs the step once on real tensors and returns what was launched, verified."""
-    inputs, state = workload.make_inputs(0), workload.make_state(0)
+    return _record(workload, workload.make_inputs(0), workload.make_state(0))
+
+
+def record_step(step: Step, device: str = "cpu") -> Trace:
+    """Builds the step's model on a device (cpu, fake or cuda:N) and records one call."""
+    check_device(device)
+    if device == "cpu":
+        return record(build(step))
+    with _machine(device):
+        with torch.device("cuda" if device == "fake" else device):
+            workload = build(step)
+        inputs, state = workload.make_inputs(0), workload.make_state(0)
+        if device == "fake":
+            return _record(workload, fake.on_device(inputs), fake.on_device(state), fake.run)
+        workload.module.to(device)
+        return _record(workload, _moved(inputs, device), _moved(state, device))
+
+
+def check_device(device: str) -> None:
+    """Raises unless a step can be recorded there on this machine."""
+    kind, _, index = device.partition(":")
+    if device in ("cpu", "fake"):
+        return
+    if kind != "cuda" or not (index.isdecimal() or device == "cuda"):
+        raise UnknownName("capture device", device, ["cpu", "fake", "cuda:N"])
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= found:
+        have = f"only {found} CUDA devices" if found else "no CUDA device"
+        remedy = "Use --device fake to record the same launches without a GPU."
+        raise CaptureError(f"{device} is not there: this machine has {have}", remedy, "--device")
+
+
+@contextmanager
+def _machine(device: str) -> Iterator[None]:
+    if device == "fake":
+        with fake.machine():
+            yield
+    else:
+        with sdpa_kernel(PORTABLE):
+            yield
+
+
+def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _record(workload: Workload, inputs: Tensors, state: Tensors, run: Run = call_operator) -> Trace:
     with Scopes(workload.module) as scopes:
-        recorder = Recorder(scopes)
+        recorder = Recorder(scopes, run)
         recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
         recorder.name_buffers(BufferKind.INPUT, inputs)
         recorder.name_buffers(BufferKind.STATE, state)

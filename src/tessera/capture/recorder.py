@@ -3,20 +3,32 @@
 Every operator that reaches the dispatcher is looked at once. It is a launch iff it writes an argument (by
 its schema) or returns storage nobody has seen; otherwise it is a view and costs nothing. Which tensors
 alias is decided by storage identity, never by the schema, because some operators (`_unsafe_view`, a
-`contiguous` that had nothing to do) alias without saying so.
+`contiguous` that had nothing to do) alias without saying so; those are listed in the trace.
 
-Refused, with the line of the program: reading a tensor's value on the host (`.item()`, `if tensor:`), whose
-result would decide what runs; and drawing random numbers, whose order no placement may change.
+The same code records real tensors and fake ones (`tessera.capture.fake`). A tensor made from Python values
+is a constant and travels with the trace; moving it to the step's device is no launch, since it can be put
+there beforehand. A fake constant whose value is unknown is kept by name and size alone.
+
+Refused, with the line of the program: see `tessera.capture.refuse`.
 """
 
-import traceback
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.refuse import check_operator, check_tensor, explain, fail
 from tessera.capture.scopes import Scopes
 from tessera.errors import CaptureError
 from tessera.ir import (
@@ -42,13 +54,33 @@ MAX_CONSTANT_BYTES = 1 << 16
 # These write their first argument, or `out`, without looking at it. All others that write, also read.
 OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
 
+# What these return of a constant is that constant, on the device where it is wanted.
+CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
+
+UNRECORDABLE = (
+    NotImplementedError,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As torch would have run it."""
+    return func(*args, **kwargs)
+
 
 class Recorder(TorchDispatchMode):
     """Records while active; `trace` then holds what happened."""
 
-    def __init__(self, scopes: Scopes) -> None:
+    def __init__(self, scopes: Scopes, run: Run = call_operator) -> None:
+        """`run` runs one operator on the tensors of the step."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._scopes = scopes
+        self._scopes, self._run = scopes, run
         # A weak reference keeps the storage's identity from being handed out again, not its memory.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._buffers: list[Buffer] = []
@@ -56,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self._kernel_list: list[Kernel] = []
         self._launches: list[Launch] = []
         self._num_views = 0
+        self._aliases: Counter[str] = Counter()
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
         """Declares storages that exist before the step, by name."""
@@ -81,26 +114,49 @@ class Recorder(TorchDispatchMode):
             else b
             for i, b in enumerate(self._buffers)
         )
-        return Trace(step, tuple(self._kernel_list), buffers, tuple(self._launches), views, self._num_views)
+        aliases = tuple(sorted(self._aliases.items()))
+        return Trace(
+            step, tuple(self._kernel_list), buffers, tuple(self._launches), views, self._num_views, aliases
+        )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _draws(func, args, kwargs):
-            _fail(f"{func} draws random numbers", "Draw them outside the step and pass them as an input.")
-        given = {a.untyped_storage()._cdata for a in _tensors((args, kwargs))}
+        if func is torch.ops.prim.device.default:  # of a fake tensor; asked very often
+            return args[0].fake_device
+        given = _tensors((args, kwargs))
+        check_operator(func, args, kwargs, bool(given))
         recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())
-        result = func(*args, **kwargs)
+        try:
+            result = self._run(func, args, kwargs)
+        except UNRECORDABLE as error:
+            explain(func, error)
         results = result if isinstance(result, tuple | list) else (result,)
         tensors = [r for r in results if isinstance(r, torch.Tensor)]
-        if given and not tensors and any(r is not None for r in results):
-            _fail(f"{func} reads a tensor's value on the host", "Keep the decision on the device.")
+        if self._carries_constant(func, given, tensors):
+            self._know(tensors[0], self._index(given[0]))
         if func._schema.is_mutable or any(self._find(t) is None for t in tensors):
             self._launch(func, recorded, results)
         else:
             self._num_views += 1
+            self._note_alias(func, results)
         return result
+
+    def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """True if a constant has only changed its device, or has become fake."""
+        if func._schema.name not in CARRIERS or len(given) != 1 or self._find(made[0]) is not None:
+            return False
+        source = self._buffers[self._index(given[0])]
+        size = made[0].untyped_storage().nbytes()
+        return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
+
+    def _note_alias(self, func: Any, results: tuple[Any, ...] | list[Any]) -> None:
+        """Counts an operator that returned old memory without its schema saying so."""
+        for result, declared in zip(results, func._schema.returns, strict=False):
+            if isinstance(result, torch.Tensor) and declared.alias_info is None:
+                self._aliases[str(func)] += 1
+                return
 
     def _launch(
         self,
@@ -145,36 +201,40 @@ class Recorder(TorchDispatchMode):
         for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
             if isinstance(value, kind):
                 return Symbol(kind.__name__, str(value).removeprefix("torch."))
-        _fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
+        fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
 
     def _add_constant(self, tensor: torch.Tensor) -> None:
         """A tensor nobody declared: made by the program from Python values, or held outside any module."""
         storage = tensor.untyped_storage()
         if storage.nbytes() > MAX_CONSTANT_BYTES:
-            _fail(
+            fail(
                 f"a tensor of {storage.nbytes()} bytes is neither weight, input nor state",
                 "Register it on its module with register_buffer.",
             )
-        contents = torch.empty(0, dtype=torch.uint8).set_(storage)
-        data = bytes(contents.tolist()).hex()
         name = f"constant.{len(self._buffers)}"
-        self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), data))
+        self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), _contents(tensor)))
 
     def _find(self, tensor: torch.Tensor) -> int | None:
         known = self._storages.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
+    def _index(self, tensor: torch.Tensor) -> int:
+        """The buffer of a tensor that is known to have one."""
+        return self._storages[tensor.untyped_storage()._cdata][1]
+
     def _add(self, tensor: torch.Tensor, buffer: Buffer) -> None:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            _fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense, unquantized tensors.")
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = (StorageWeakRef(storage), len(self._buffers))
+        check_tensor(tensor)
+        self._know(tensor, len(self._buffers))
         self._buffers.append(buffer)
+
+    def _know(self, tensor: torch.Tensor, buffer: int) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = (StorageWeakRef(storage), buffer)
 
     def _view(self, tensor: torch.Tensor) -> View:
         buffer = self._find(tensor)
         if buffer is None:
-            _fail("the step returns a tensor that no launch made", "Return a result of the step.")
+            fail("the step returns a tensor that no launch made", "Return a result of the step.")
         return View(
             buffer,
             str(tensor.dtype).removeprefix("torch."),
@@ -205,33 +265,22 @@ def _argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg
     return accesses
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call draws random numbers; an attention kernel whose dropout is zero does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(value != 0.0)
-    return True
+def _contents(tensor: torch.Tensor) -> str:
+    """A constant's bytes as hexadecimal; empty for a fake one whose value torch did not keep."""
+    known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if known is None:
+        return ""
+    with unset_fake_temporarily():
+        flat = torch.empty(0, dtype=torch.uint8, device=known.device).set_(known.untyped_storage())
+        return bytes(flat.tolist()).hex()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
+        check_tensor(value)
         return [value]
     if isinstance(value, dict):
         return [t for item in value.values() for t in _tensors(item)]
     if isinstance(value, tuple | list):
         return [t for item in value for t in _tensors(item)]
     return []
-
-
-def _fail(message: str, remedy: str) -> NoReturn:
-    """Raises with the innermost line of the program that is neither torch's nor ours."""
-    frames = [f for f in traceback.extract_stack() if not _is_inner(f.filename)]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    raise CaptureError(message, remedy, place)
-
-
-def _is_inner(filename: str) -> bool:
-    return "/torch/" in filename or "/tessera/capture/recorder" in filename or filename.startswith("<")

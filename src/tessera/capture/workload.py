@@ -28,6 +28,8 @@ class Workload:
     make_state: Callable[[int], dict[str, torch.Tensor]]
     # (the request's first inputs, run, last outputs) -> inputs of a later run of this step.
     follow: Callable[[Tensors, int, Tensors], dict[str, torch.Tensor]]
+    # Buffers of the module that the step writes: given as state, hence no weights.
+    state_buffers: frozenset[str] = frozenset()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The module's parameters and buffers by name; a tied weight appears once, by its first name."""
@@ -36,7 +38,8 @@ class Workload:
         return {
             name: tensor.detach()
             for name, tensor in named.items()
-            if by_storage.setdefault(tensor.untyped_storage().data_ptr(), name) == name
+            if name not in self.state_buffers
+            and by_storage.setdefault(tensor.untyped_storage()._cdata, name) == name
         }
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from tessera import __version__
-from tessera.cli import analyze, capture, demo, doctor, gpus, plan, profile, run, simulate
+from tessera.cli import analyze, capture, demo, doctor, gpus, plan, profile, run, simulate, verify
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(capture.capture)
 app.command()(analyze.analyze)
+app.command()(verify.verify)
 app.command()(profile.profile)
 app.command()(plan.plan)
 app.command()(run.run)
@@ -33,6 +34,8 @@ app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.command()(gpus.gpus)
 
+# What a shell expects of a command that Ctrl-C ended.
+INTERRUPTED = 130
 # typer carries its own copy of click in some versions: find the base class of its usage errors.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -67,11 +70,12 @@ def _main(argv: Sequence[str] | None) -> int:
     except TesseraError as error:
         return _complain(str(error))
     except (typer.Abort, KeyboardInterrupt):
-        _complain("interrupted; no process was left behind")
-        return 130
+        code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `tessera gpus | head`
         sys.stderr.close()
         return 0
+    if code == INTERRUPTED:
+        _complain("interrupted; no process was left behind")
     return code if isinstance(code, int) else 0
 
 

@@ -38,6 +38,16 @@ class Kernel:
     schema: str = ""
     # PTX text; empty for operators.
     ptx: str = ""
+    # What a Triton kernel is rebuilt from on another architecture; empty for all others.
+    source: str = ""
+    # (name, type) of every argument in order. Those of type "constexpr" are compiled in; the others are
+    # the parameters of the PTX entry, in this order, and the arguments of a launch.
+    signature: tuple[tuple[str, str], ...] = ()
+    # The values that were compiled in, by name.
+    constants: tuple[tuple[str, bool | int | float | str | None], ...] = ()
+    num_warps: int = 0
+    num_stages: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,10 @@ class Region:
     @property
     def stop(self) -> int:
         """One past the last byte touched."""
-        return self.start + sum((n - 1) * stride for n, stride in self.dims) + self.item_bytes
+        stop = self.start + self.item_bytes
+        for n, stride in self.dims:
+            stop += (n - 1) * stride
+        return stop
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +141,9 @@ def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) 
         # a < b + d * stride + b_size and b + d * stride < a + a_size
         first = max(1 - a_count, (a - b - b_size) // stride + 1)
         last = min(b_count - 1, -((b - a - a_size) // stride) - 1)
-        if last - first > MAX_STEPS:
+        # Of three rows that meet a dense set the middle one lies inside it, if no row reaches past the next.
+        is_inside = (not b_dims and a_size <= stride) or (not a_dims and b_size <= stride)
+        if last - first > (1 if is_inside else MAX_STEPS):
             return True
         todo += [(a, a_rest, b + d * stride, b_rest) for d in range(first, last + 1)]
     return True
@@ -140,7 +155,7 @@ def _rows(dims: Dims, stride: int) -> tuple[int, Dims]:
 
 
 def _contains(outer: Region, inner: Region) -> bool:
-    """True only if every byte of `inner` is in `outer`, which has rows: all rows of one must fit the other's."""
+    """True only if every byte of `inner` is in `outer`: all rows of one lie in rows of the other."""
     (num_rows, stride), rest = outer.dims[0], outer.dims[1:]
     count, step, inner_rest = 1, stride, inner.dims
     if inner.dims and inner.dims[0][1] % stride == 0:

@@ -109,6 +109,8 @@ class Trace:
     outputs: tuple[tuple[str, View], ...]
     # Number of view operations that took part and needed no launch.
     num_views: int = 0
+    # (operator, times) for those that returned old memory without their schema saying so, by name.
+    aliases: tuple[tuple[str, int], ...] = ()
 
     def kernel_of(self, launch: int) -> Kernel:
         """The kernel that launch number `launch` runs."""

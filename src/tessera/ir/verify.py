@@ -71,6 +71,7 @@ TRACE_RULES: list[Rule] = [
             b.name for b in t.buffers if b.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
         ),
     ),
+    ("every undeclared alias was seen at least once", lambda t: _all(times > 0 for _, times in t.aliases)),
     ("batch and context of the step are positive", lambda t: t.step.batch > 0 and t.step.context > 0),
 ]
 

@@ -136,9 +136,20 @@ def graph_table(graph: Graph) -> Table:
     for kind in BufferKind:
         own = [b for b in trace.buffers if b.kind is kind]
         table.add_row(f"buffers, {kind.value}", f"{len(own):,}", size(_bytes(own)))
+    changed = _changed_state(graph)
+    table.add_row("state handed on", f"{len(changed):,}", size(_bytes(changed)), "changed by this step")
     table.add_section()
+    for name, times in trace.aliases:
+        table.add_row(Text(f"alias: {short_name(name)}"), f"{times:,}", "", "not in its schema")
     _add_immovable(table, graph)
     return table
+
+
+def _changed_state(graph: Graph) -> list[Buffer]:
+    """State that the step changes and the next one sees."""
+    buffers = graph.trace.buffers
+    written = {v.buffer for v in graph.values if v.producer is not None}
+    return [buffers[b] for b in sorted(written) if buffers[b].kind is BufferKind.STATE]
 
 
 def _bytes(buffers: list[Buffer]) -> int:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.analyze.ptx.extent import Launch
 from tessera.analyze.ptx.interp import run
+from tessera.analyze.ptx.launches import Launch
 from tessera.analyze.ptx.report import analyze_ptx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "corpus"))
@@ -23,12 +23,11 @@ NAMES = [checks.name_of(row) for row in RUNNABLE]
 
 @pytest.mark.parametrize("row", RUNNABLE, ids=NAMES)
 def test_static_covers_dynamic(row: dict[str, Any]) -> None:
-    """Every byte that two launches read, write or update is announced, and extents called exact are."""
-    for seed in (11, 12):
-        made, result = checks.run_row(row, seed)
+    """Every byte that a launch reads, writes or updates is announced, and extents called exact are."""
+    made, result = checks.run_row(row, 11)
 
-        assert [] == checks.uncovered(row, made, result)
-        assert [] == checks.falsely_exact(row, made, result)
+    assert [] == checks.uncovered(row, made, result)
+    assert [] == checks.falsely_exact(row, made, result)
 
 
 @settings(max_examples=250, deadline=None)

@@ -1,8 +1,8 @@
 """Extents: expressions that resolve to the bytes a launch touches."""
 
 import pytest
-from ptx_factory import THREAD, analyze, make_module, pointers
 
+from ptx_factory import THREAD, analyze, make_module, pointers
 from tessera.analyze.ptx import Extent, Intervals, Launch, analyze_ptx
 
 
@@ -61,7 +61,8 @@ def test_wrapping_index_covers_the_whole_type() -> None:
     body = (
         pointers(0)
         + THREAD
-        + "mul.lo.s32 %r5, %r4, 65536; mul.wide.s32 %rd5, %r5, 4; add.s64 %rd6, %rd11, %rd5; st.global.f32 [%rd6], %f1;"
+        + "mul.lo.s32 %r5, %r4, 65536; mul.wide.s32 %rd5, %r5, 4; add.s64 %rd6, %rd11, %rd5; "
+        "st.global.f32 [%rd6], %f1;"
     )
     found = extent(body).resolve(launch(1024, 1024))
 
@@ -73,7 +74,8 @@ def test_rows_with_gaps_are_several_intervals() -> None:
     body = (
         pointers(0)
         + """mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; ld.param.u32 %r9, [k_param_3];
-    mad.lo.s32 %r4, %r2, %r9, %r1; mul.wide.s32 %rd20, %r4, 4; add.s64 %rd30, %rd11, %rd20; ld.global.f32 %f1, [%rd30];"""
+    mad.lo.s32 %r4, %r2, %r9, %r1; mul.wide.s32 %rd20, %r4, 4; add.s64 %rd30, %rd11, %rd20;
+    ld.global.f32 %f1, [%rd30];"""
     )
 
     assert ((0, 32), (400, 432), (800, 832)) == extent(body).resolve(launch(3, 8, p3=100)).spans
@@ -137,8 +139,8 @@ def test_grid_stride_loop_is_bounded_by_its_condition() -> None:
 def test_masked_lane_bits_resolve_exactly() -> None:
     """`tid & 31` of a 32-thread block is the thread itself."""
     body = (
-        pointers(0)
-        + "mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 31; mul.wide.u32 %rd5, %r2, 4; add.s64 %rd6, %rd11, %rd5; st.global.f32 [%rd6], %f1;"
+        pointers(0) + "mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 31; mul.wide.u32 %rd5, %r2, 4; "
+        "add.s64 %rd6, %rd11, %rd5; st.global.f32 [%rd6], %f1;"
     )
 
     assert Intervals(((0, 128),), True) == extent(body).resolve(launch(1, 32))
@@ -147,8 +149,8 @@ def test_masked_lane_bits_resolve_exactly() -> None:
 def test_gather_is_open() -> None:
     """An index from memory may be anything of its type."""
     body = (
-        pointers(0, 1)
-        + "ld.global.u32 %r5, [%rd12]; mul.wide.u32 %rd5, %r5, 4; add.s64 %rd6, %rd11, %rd5; ld.global.f32 %f1, [%rd6];"
+        pointers(0, 1) + "ld.global.u32 %r5, [%rd12]; mul.wide.u32 %rd5, %r5, 4; add.s64 %rd6, %rd11, %rd5; "
+        "ld.global.f32 %f1, [%rd6];"
     )
     found = extent(body).resolve(launch())
 

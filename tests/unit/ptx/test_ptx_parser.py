@@ -1,8 +1,8 @@
 """The parser: what compilers and people write, and where errors point."""
 
 import pytest
-from ptx_factory import HEAD, make_module
 
+from ptx_factory import HEAD, make_module
 from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.syntax import FloatImm, Function, Imm, Mem, Pair, Reg, Special, Sym, Vec
 from tessera.errors import ParseError
@@ -64,7 +64,10 @@ def test_operand_is_read(written: str, meant: object) -> None:
 
 def test_loc_without_semicolon_hides_nothing() -> None:
     """An instruction behind `.loc` is seen, even on the same line."""
-    text = ".loc 1 9 7 ld.global.f32 %f1, [%rd1];\n.loc 1 2 3, function_name $L__info_string0, inlined_at 1 20 10\nret;"
+    text = (
+        ".loc 1 9 7 ld.global.f32 %f1, [%rd1];\n"
+        ".loc 1 2 3, function_name $L__info_string0, inlined_at 1 20 10\nret;"
+    )
 
     assert ["ld.global.f32", "ret", "ret"] == [i.op.text for i in body(text).body]
 

@@ -1,8 +1,8 @@
 """What the analysis does not follow makes the kernel immovable, by name and line."""
 
 import pytest
-from ptx_factory import HEAD, analyze, flags, make_module, pointers
 
+from ptx_factory import HEAD, analyze, flags, make_module, pointers
 from tessera.analyze.ptx import analyze_ptx
 
 
@@ -55,7 +55,10 @@ def test_external_function_stops_and_is_named() -> None:
 
 def test_failed_assertion_does_not_stop() -> None:
     """__assertfail only ends the program."""
-    before = ".extern .func __assertfail (.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);"
+    before = (
+        ".extern .func __assertfail "
+        "(.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);"
+    )
     body = "{ .param .b64 param0; call.uni __assertfail, (param0, param0, param0, param0, param0); }"
 
     assert not why(body, before)
@@ -63,7 +66,10 @@ def test_failed_assertion_does_not_stop() -> None:
 
 def test_recursion_stops() -> None:
     """A function that calls itself is not unfolded."""
-    before = ".func rec (.param .b64 a) { .reg .b64 %rd<3>; ld.param.u64 %rd1, [a]; { .param .b64 p; st.param.b64 [p+0], %rd1; call.uni rec, (p); } ret; }"
+    before = (
+        ".func rec (.param .b64 a) { .reg .b64 %rd<3>; ld.param.u64 %rd1, [a]; "
+        "{ .param .b64 p; st.param.b64 [p+0], %rd1; call.uni rec, (p); } ret; }"
+    )
 
     assert "recursively" in why("{ .param .b64 param0; call.uni rec, (param0); }", before)
 
@@ -89,8 +95,14 @@ def test_device_function_that_returns_a_pointer_is_followed() -> None:
 
 def test_two_calls_keep_their_arguments_apart() -> None:
     """Each call is analyzed with its own arguments."""
-    function = ".func put (.param .b64 a, .param .b64 b) { .reg .b64 %rd<5>; .reg .f32 %f<3>; ld.param.u64 %rd1, [a]; ld.param.u64 %rd2, [b]; ld.f32 %f1, [%rd1]; st.f32 [%rd2], %f1; ret; }\n"
-    call = "{{ .param .b64 p0; st.param.b64 [p0+0], {a}; .param .b64 p1; st.param.b64 [p1+0], {b}; call.uni put, (p0, p1); }}\n"
+    function = (
+        ".func put (.param .b64 a, .param .b64 b) { .reg .b64 %rd<5>; .reg .f32 %f<3>; "
+        "ld.param.u64 %rd1, [a]; ld.param.u64 %rd2, [b]; ld.f32 %f1, [%rd1]; st.f32 [%rd2], %f1; ret; }\n"
+    )
+    call = (
+        "{{ .param .b64 p0; st.param.b64 [p0+0], {a}; .param .b64 p1; st.param.b64 [p1+0], {b}; "
+        "call.uni put, (p0, p1); }}\n"
+    )
     body = pointers(0, 1, 2, generic=True) + call.format(a="%rd1", b="%rd2") + call.format(a="%rd2", b="%rd3")
 
     assert {0: "r", 1: "rw", 2: "w"} == flags(analyze(body, before=function))

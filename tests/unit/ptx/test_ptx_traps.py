@@ -1,6 +1,7 @@
 """Every trap that defeats naive analyzers, as a small kernel with one fact each."""
 
 import pytest
+
 from ptx_factory import THREAD, analyze, flags, pointers
 
 
@@ -197,8 +198,8 @@ def test_pointer_loaded_from_memory_is_indirect_with_its_table() -> None:
 def test_linked_list_walk_settles_and_is_indirect() -> None:
     """A pointer chase in a loop ends the analysis with the list's head as the table."""
     report = analyze(
-        pointers(0)
-        + "$L: ld.global.u64 %rd11, [%rd11]; setp.ne.s64 %p1, %rd11, 0; @%p1 bra $L; st.global.u32 [%rd11], %r1;"
+        pointers(0) + "$L: ld.global.u64 %rd11, [%rd11]; setp.ne.s64 %p1, %rd11, 0; @%p1 bra $L; "
+        "st.global.u32 [%rd11], %r1;"
     )
 
     assert {(("param", 0, 0),)} == {i.tables for i in report.indirect}

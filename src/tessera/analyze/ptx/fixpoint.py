@@ -24,7 +24,7 @@ from tessera.analyze.ptx.syntax import (
 )
 from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, Key
 
-_MAX_VISITS = 12
+_MAX_VISITS = 8
 
 
 class Flow(Nodes):
@@ -35,16 +35,35 @@ class Flow(Nodes):
     def run(self) -> None:
         """Evaluates to the fixpoint."""
         self.build()
-        order = sorted(self.nodes.values(), key=lambda n: n.pos)
-        queue = [(node.pos, number) for number, node in enumerate(order)]
+        self._order = sorted(self.nodes.values(), key=lambda n: n.pos)
+        self._budget = 60 * len(self._order) + 20_000
+        self._settle(self._order)
+        # What is still without a value depends on memory nobody stored to, or on itself alone.
+        for kind in ("def", "phi"):
+            stuck = [n for n in self._order if n.kind == kind and not n.value and self._can_force(n)]
+            for node in stuck:
+                node.forced = True
+            self._settle(stuck)
+
+    def _can_force(self, node: Node) -> bool:
+        """Loads with a known address, and anything that only waits for itself."""
+        if node.kind == "phi":
+            return True
+        assert node.info is not None
+        return node.info.is_load and all(a.value if type(a) is Node else a for a in node.args)
+
+    def _settle(self, nodes: "list[Node]") -> None:
+        """Evaluates these nodes and all that depend on them until nothing changes."""
+        numbers = {id(node): number for number, node in enumerate(self._order)}
+        queue = [(node.pos, numbers[id(node)]) for node in nodes]
         heapify(queue)
-        numbers = {id(node): number for number, node in enumerate(order)}
-        budget = 60 * len(order) + 20_000
+        for node in nodes:
+            node.queued = True
         while queue:
-            node = order[heappop(queue)[1]]
+            node = self._order[heappop(queue)[1]]
             node.queued = False
-            budget -= 1
-            if budget < 0:
+            self._budget -= 1
+            if self._budget < 0:
                 self.stops.append((self.entry.line, "the analysis did not settle"))
                 return
             for woken in self._evaluate(node):
@@ -57,6 +76,8 @@ class Flow(Nodes):
         if node.kind == "store":
             return self._store(node)
         new = self._phi(node) if node.kind == "phi" else self._definition(node)
+        if node.forced and not new:
+            new = self.loads.plain((node.key, "unset"), 8, frozenset({-1}), False)
         if new == node.value:
             return []
         node.value = new
@@ -178,7 +199,7 @@ class Flow(Nodes):
         for poly in back:
             base, rest = at.split(poly)
             current[base] = self._turn(node, base, rest, first.get(base), shown.get(base), current.get(base))
-        return tuple(at._whole(base, rest) for base, rest in current.items())
+        return at.limited(node.key, tuple(at.whole(base, rest) for base, rest in current.items()))
 
     def _turn(
         self,

@@ -36,8 +36,10 @@ _SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
 class Node:
     """One value to compute: a definition, a phi or a store."""
 
-    __slots__ = ("args", "back", "index", "info", "key", "kind", "old", "part", "pos", "queued", "steps",
-                 "users", "value", "visits")  # fmt: skip
+    __slots__ = (
+        "args", "back", "forced", "index", "info", "key", "kind", "old", "part", "pos", "queued", "steps",
+        "users", "value", "visits",
+    )  # fmt: skip
 
     def __init__(self, kind: str, key: Key, pos: int, index: int) -> None:
         self.kind, self.key, self.pos, self.index = kind, key, pos, index
@@ -49,6 +51,8 @@ class Node:
         self.value: Value = BOTTOM
         self.users: list[Node] = []
         self.queued = True
+        # No value ever came: it is taken for anything.
+        self.forced = False
         self.visits = 0
         self.steps: dict[frozenset[int], Poly] = {}
 

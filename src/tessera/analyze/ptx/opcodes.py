@@ -153,7 +153,8 @@ _DEPTH = 5
 @lru_cache(maxsize=65536)
 def row_of(op: Op) -> Row | None:
     """The row of an opcode, or None when it is unknown."""
-    words = (op.name, *op.mods)
+    # `tcgen05.wait::ld` is of the family `tcgen05.wait`.
+    words = [word.partition("::")[0] for word in (op.name, *op.mods)]
     for length in range(min(len(words), _DEPTH), 0, -1):
         row = TABLE.get(".".join(words[:length]))
         if row is not None:

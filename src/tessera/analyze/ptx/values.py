@@ -38,6 +38,8 @@ Key = Any  # a register name, or a tuple for one of several definitions, a phi o
 
 _FAR = 1 << 40
 _MAX_TERMS = 24
+_MAX_ALTERNATIVES = 64
+_MAX_POLY = 64
 _MAX_SIZE = 1 << 20
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
 
@@ -248,8 +250,8 @@ class Atoms:
         out: dict[frozenset[int], Poly] = {}
         for poly in value:
             base, rest = self.split(poly)
-            out[base] = self._whole(base, self.opaque((key, "blur", base), (rest,), joined=True)[0])
-        return tuple(out.values())
+            out[base] = self.whole(base, self.opaque((key, "blur", base), (rest,), joined=True)[0])
+        return self.limited(key, tuple(out.values()))
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
         """The origins of bases, pointers loaded from memory replaced by where they were loaded from."""
@@ -275,10 +277,19 @@ class Atoms:
             offsets = groups.setdefault(base, [])
             if rest not in offsets:
                 offsets.append(rest)
-        return tuple(self._whole(base, self.any(key, offsets)) for base, offsets in groups.items())
+        return self.limited(
+            key, tuple(self.whole(base, self.any(key, offsets)) for base, offsets in groups.items())
+        )
+
+    def limited(self, key: Key, value: Value) -> Value:
+        """The value, or one opaque alternative when it has more than anybody wrote down on purpose."""
+        if len(value) > _MAX_ALTERNATIVES or any(len(p) > _MAX_POLY for p in value):
+            return self.opaque((key, "many"), value, joined=True)
+        return value
 
     @staticmethod
-    def _whole(base: frozenset[int], rest: Poly) -> Poly:
+    def whole(base: frozenset[int], rest: Poly) -> Poly:
+        """A base with its offset."""
         return rest if not base else add({(n,): 1 for n in base}, rest)
 
     def any(self, key: Key, offsets: list[Poly]) -> Poly:

@@ -1,10 +1,16 @@
-"""Built-in models, made from their configurations with seeded random weights.
+"""What a step's model can be: a built-in name, a folder with a Hugging Face config.json, or module:callable.
 
-To add one: a function from Step to Workload, registered here under its name.
+`build` needs nothing but the step, so a plan can be run from its file. To add a built-in model of a known
+family, add its sizes to `catalog`; for another family, register a function from Step to Workload here.
 """
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+from tessera.capture.models import catalog
+from tessera.capture.models.custom import from_callable
+from tessera.capture.models.hf import CAUSAL_STEPS, STEPS, built_in, from_folder
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
@@ -33,31 +39,34 @@ def known_models() -> dict[str, tuple[str, ...]]:
 
 def build(step: Step) -> Workload:
     """The workload that a step record describes. The same record gives the same weights."""
-    if step.model not in _BUILDERS:
-        raise UnknownName("model", step.model, _BUILDERS)
-    builder, steps = _BUILDERS[step.model]
-    if step.kind not in steps:
-        raise UnknownName(f"step of {step.model}", step.kind, steps)
     if step.batch < 1 or step.context < 1 or step.reserve < 0:
         raise CaptureError(
             f"batch {step.batch}, context {step.context} and reserve {step.reserve} make no step",
             "Use a batch and a context of at least 1.",
         )
-    return builder(step)
+    if step.model in _BUILDERS:
+        builder, steps = _BUILDERS[step.model]
+        if step.kind not in steps:
+            raise UnknownName(f"step of {step.model}", step.kind, steps)
+        return builder(step)
+    if (Path(step.model) / "config.json").is_file():
+        return from_folder(step)
+    if Path(step.model).is_dir():
+        raise CaptureError("this folder holds no config.json", "Name a Hugging Face model's folder.", step.model)
+    if ":" in step.model:
+        return from_callable(step)
+    raise UnknownName("model", step.model, _BUILDERS)
 
 
-@register("tiny-llama", ("prefill", "decode"))
-def _tiny_llama(step: Step) -> Workload:
-    """Four layers of the Llama family, wide enough that its matrix products have work to do."""
-    from tessera.capture.models.causal import causal_workload
+def _denoiser(name: str, step: Step) -> Workload:
+    from tessera.capture.models.denoise import denoise_workload
+    from tessera.capture.models.mmdit import MMDiTConfig
 
-    sizes = {
-        "vocab_size": 258,  # bytes, begin, end
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-    }
-    return causal_workload("llama", sizes, step)
+    sizes, num_words, dtype = catalog.DENOISERS[name]
+    return denoise_workload(MMDiTConfig(**sizes), num_words, dtype, step)
+
+
+for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():
+    register(_name, STEPS.get(_family, CAUSAL_STEPS))(built_in(_family, _sizes, _dtype))
+for _name in catalog.DENOISERS:
+    register(_name, ("denoise",))(partial(_denoiser, _name))

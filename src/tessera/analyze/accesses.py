@@ -1,0 +1,112 @@
+"""What one launch of a PTX kernel reads and writes: the analysis of its code with the launch's numbers.
+
+    triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
+
+Argument i of the launch is parameter i of the entry; Triton adds scratch pointers behind them, which must
+not be touched. An interval that nothing bounds ends where the buffer ends. A write that is not known to
+reach every byte of its interval leaves the others as they were, so it counts as reading them too, unless
+the buffer holds nothing yet.
+"""
+
+import re
+from collections.abc import Sequence, Set
+
+from tessera.analyze.ptx import Intervals, KernelReport, reports_for
+from tessera.analyze.ptx import Launch as Numbers
+from tessera.analyze.ptx.report import AccessReport
+from tessera.errors import ParseError
+from tessera.ir import Access, Buffer, Kernel, Launch, Region, View
+
+# An access of more separate runs than this is widened to what encloses them.
+MAX_REGIONS = 16
+
+_BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def triton_accesses(
+    kernel: Kernel, launch: Launch, buffers: Sequence[Buffer], empty: Set[int] = frozenset()
+) -> tuple[tuple[Access, ...], str]:
+    """The accesses of a launch; with a reason instead if they cannot be proved."""
+    report = _report(kernel)
+    why = report if isinstance(report, str) else _against(report, launch)
+    if why or isinstance(report, str):
+        return (), why
+    numbers = Numbers(_three(launch.grid), _three(launch.block), _params(launch))
+    accesses: list[Access] = []
+    for found in report.accesses:
+        view = launch.args[found.param]
+        assert isinstance(view, View)
+        accesses += _accesses(found, view, found.extent.resolve(numbers), buffers, empty)
+    return tuple(accesses), ""
+
+
+def _report(kernel: Kernel) -> KernelReport | str:
+    try:
+        reports = reports_for(kernel.ptx, kernel.name)
+    except ParseError as error:
+        return f"its PTX could not be read: {error.message}"
+    named = [r for r in reports if r.name == kernel.name]
+    return named[0] if named else "its PTX has no entry of that name"
+
+
+def _against(report: KernelReport, launch: Launch) -> str:
+    """Why the report does not settle this launch; empty if it does."""
+    if not report.movable:
+        return "; ".join(report.why)
+    if len(report.params) < len(launch.args):
+        return f"its PTX has {len(report.params)} parameters for {len(launch.args)} arguments"
+    for access in report.accesses:
+        if access.param >= len(launch.args):
+            return "it uses scratch memory"
+        if access.is_tensor_map or access.offset or not isinstance(launch.args[access.param], View):
+            return f"parameter {access.param} holds an address that is no argument"
+    return ""
+
+
+def _params(launch: Launch) -> dict[int | tuple[int, int], int]:
+    return {i: int(a) for i, a in enumerate(launch.args) if isinstance(a, bool | int)}
+
+
+def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*sizes, 1, 1, 1)[:3]
+    return x, y, z
+
+
+def _accesses(
+    found: AccessReport, view: View, reached: Intervals, buffers: Sequence[Buffer], empty: Set[int]
+) -> list[Access]:
+    base, size = view.offset * _item_bytes(view.dtype), buffers[view.buffer].size_bytes
+    regions, widened = _regions(_inside(reached, base, size))
+    partial = (widened or not reached.exact) and view.buffer not in empty
+    reads = found.plain_read or ((found.plain_write or found.atomic) and partial)
+    return [Access(view.buffer, region, reads, found.plain_write, found.atomic) for region in regions]
+
+
+def _item_bytes(dtype: str) -> int:
+    """Bytes of an element, from the name that torch gives its type."""
+    found = _BITS.match(dtype)
+    return int(found.group(1)) // 8 if found else 1  # bool
+
+
+def _inside(reached: Intervals, base: int, size: int) -> list[tuple[int, int]]:
+    """The intervals as bytes of the buffer. What lies outside cannot be touched by a valid launch."""
+    spans = [
+        (max(0, 0 if a is None else base + a), min(size, size if b is None else base + b))
+        for a, b in reached.spans
+    ]
+    return [(a, b) for a, b in spans if a < b]
+
+
+def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
+    """The runs as regions, and whether bytes between them were taken in.
+
+    One strided region if they are regular, one each if they are few, else one that encloses them.
+    """
+    if len(spans) <= 1:
+        return [Region(a, b - a) for a, b in spans], False
+    (first, end), step = spans[0], spans[1][0] - spans[0][0]
+    if all((a, b) == (first + i * step, end + i * step) for i, (a, b) in enumerate(spans)):
+        return [Region(first, end - first, ((len(spans), step),))], False
+    if len(spans) <= MAX_REGIONS:
+        return [Region(a, b - a) for a, b in spans], False
+    return [Region(first, spans[-1][1] - first)], True

@@ -1,0 +1,302 @@
+"""Function: a callable and the structure of one of its calls.
+
+Learns by running the call once what it touches, changes and returns; then binds other calls of the same
+structure to the same step, runs the step on any memory, and hands results of a run elsewhere to the caller.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, spread, storage_key, view_of
+from tessera.capture.holders import Finder, Held
+from tessera.capture.naming import flatten, path, unique
+from tessera.capture.watch import Watch
+from tessera.capture.workload import Tensors
+from tessera.errors import CaptureError, MismatchError
+
+# Stands for a tensor among the values of a call that are fixed.
+TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tensors of one call: all of them by number, and by name what stands for them in the step."""
+
+    tensors: list[torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result that the call itself makes: number of its storage, that storage's bytes, place in it."""
+
+    name: str
+    storage: int
+    size_bytes: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A result that lies in the memory of the given tensor `number`."""
+
+    number: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A result that is no tensor."""
+
+    value: Any
+
+
+class Function:
+    """A callable and the structure of one call: binds other calls of that structure to the same step."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._fn = fn
+        named, self._spec = flatten(fn, args, kwargs)
+        self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
+        self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
+        found = _find(fn, named)
+        self._held = found.tensors
+        self.module = _root(found.modules)
+        self._num_args = len(self._places)
+        tensors = self._tensors([leaf for _, leaf in named])
+        names = unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
+        _check_dense(names, tensors)
+        self.blocks = blocks_of(tensors)
+        self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
+        self._names = [names[block.parts[0][0]] for block in self.blocks]
+        self._learn(named, tensors)
+
+    def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
+        """Runs the call once to see what it touches, changes and returns."""
+        keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
+        parts = [part_of(tensor) for tensor in tensors]
+        args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
+        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)))
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), watch:
+                result = self._fn(*args, **kwargs)
+            self._check_held(named, (args, kwargs), tensors, parts, keys)
+        finally:
+            for held in self._held:
+                held.put_back()
+            for block, saved in watch.saved.items():
+                raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
+        self._sort(watch)
+        self._shape_results(result, keys)
+
+    def _check_held(
+        self,
+        named: list[tuple[str, Any]],
+        given: Any,
+        tensors: list[torch.Tensor],
+        parts: list[Part],
+        keys: list[int],
+    ) -> None:
+        """Refuses a call that exchanged tensors where it should have changed them."""
+        before = {h.name: h.tensor for h in self._held}
+        before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+        after = {h.name: h.tensor for h in _find(self._fn, named).tensors}
+        again, _ = flatten(self._fn, *given)
+        after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
+        for name in [*before, *after]:
+            if before.get(name) is not after.get(name):
+                raise CaptureError(
+                    f"the call puts another tensor in the place of '{name}'",
+                    "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
+                )
+        for number, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
+            block = self._block_of[number]
+            if part_of(tensor) != part or storage_key(tensor) != keys[block]:
+                name = self._names[block]
+                raise CaptureError(
+                    f"the call changes the shape or memory of '{name}'", "Work on a view of it."
+                )
+
+    def _sort(self, watch: Watch) -> None:
+        """Which block is what: input, state or weight; a module's tensors that no kernel touched are none."""
+        self._inputs, self._state, self._weights = [], [], []
+        for index, block in enumerate(self.blocks):
+            is_given = block.parts[0][0] < self._num_args
+            fixed = [
+                h for h in (self._holder(n) for n, _ in block.parts) if h is not None and h.holder is None
+            ]
+            if fixed and (index in watch.saved or is_given):
+                raise CaptureError(
+                    f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it",
+                    "Pass it as an argument, or register it on its module with register_buffer.",
+                )
+            if index in watch.saved:
+                self._state.append(index)
+            elif is_given:
+                self._inputs.append(index)
+            elif index in watch.touched:
+                self._weights.append(index)
+
+    def _holder(self, number: int) -> Held | None:
+        return self._held[number - self._num_args] if number >= self._num_args else None
+
+    def _shape_results(self, result: Any, keys: list[int]) -> None:
+        known = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
+        leaves, self._result_spec = pytree.tree_flatten_with_path(result)
+        self._results: list[Made | Alias | Fixed] = []
+        storages: dict[int, int] = {}
+        names = unique([_output_name(keys) for keys, _ in leaves])
+        for name, (_, leaf) in zip(names, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                self._results.append(Fixed(leaf))
+            elif storage_key(leaf) in known:
+                self._results.append(Alias(known[storage_key(leaf)], part_of(leaf)))
+            else:
+                storage = storages.setdefault(storage_key(leaf), len(storages))
+                size = leaf.untyped_storage().nbytes()
+                self._results.append(Made(name, storage, size, part_of(leaf)))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the call reads and never changes, by name, as held now."""
+        current = [h.current for h in self._held]
+        return {
+            self._names[i]: current[self.blocks[i].parts[0][0] - self._num_args].detach()
+            for i in self._weights
+        }
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """The tensors of another call, in the memory where they are; MismatchError if it is another step."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        same = spec == self._spec and all(map(_alike, leaves, self._fixed))
+        tensors = self._tensors(leaves) if same else []
+        if not same or blocks_of(tensors) != self.blocks:
+            raise MismatchError("these arguments are laid out unlike those of the capture", "Capture again.")
+        inputs, state = (
+            {self._names[i]: handed(self.blocks[i], tensors) for i in kind}
+            for kind in (self._inputs, self._state)
+        )
+        return Given(tensors, inputs, state)
+
+    def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
+
+    def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        """The call on what was bound (or copies of it); changes the state's tensors in place."""
+        given = {**inputs, **state}
+        numbered = dict(
+            pair
+            for i in (*self._inputs, *self._state)
+            for pair in spread(self.blocks[i], given[self._names[i]])
+        )
+        leaves = list(self._fixed)
+        for number, place in enumerate(self._places):
+            leaves[place] = numbered[number]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        with self._exchanged(numbered):
+            result = self._fn(*args, **kwargs)
+        return self._outputs(pytree.tree_leaves(result), state)
+
+    def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:
+        made = {
+            kind.name: leaf
+            for kind, leaf in zip(self._results, leaves, strict=True)
+            if isinstance(kind, Made)
+        }
+        if not made and state:  # a step returns something: here, the least of what it changed
+            name = min(state, key=lambda n: state[n].numel())
+            return {f"{name}.after": state[name]}
+        return made
+
+    @contextmanager
+    def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """While entered, modules hold the step's tensors in the place of their own."""
+        swapped = []
+        try:
+            for number, tensor in numbered.items():
+                held = self._holder(number)
+                if held is not None:
+                    swapped.append((held, held.current))
+                    held.holder[held.key] = tensor
+            yield
+        finally:
+            for held, before in swapped:
+                held.holder[held.key] = before
+
+    def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
+        """What the call returns, from what a run elsewhere gave; the state is written back to its tensors."""
+        with torch.no_grad():
+            for index in self._state:
+                block = self.blocks[index]
+                bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
+                raw(given.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
+                for number, _ in block.parts:
+                    if not given.tensors[number].is_inference():
+                        torch.autograd.graph.increment_version(given.tensors[number])
+            leaves = self._build(given, outputs)
+        return pytree.tree_unflatten(leaves, self._result_spec)
+
+    def _build(self, given: Given, outputs: Tensors) -> list[Any]:
+        storages: dict[int, torch.Tensor] = {}
+        leaves: list[Any] = []
+        for kind in self._results:
+            if isinstance(kind, Fixed):
+                leaves.append(kind.value)
+            elif isinstance(kind, Alias):
+                leaves.append(view_of(given.tensors[kind.number], kind.part))
+            else:
+                memory = storages.setdefault(kind.storage, torch.empty(kind.size_bytes, dtype=torch.uint8))
+                leaf = view_of(memory, kind.part)
+                fill(leaf, outputs[kind.name])
+                leaves.append(leaf)
+        return leaves
+
+    @property
+    def changes_state(self) -> bool:
+        """True if the call changes any tensor it was given or holds."""
+        return bool(self._state)
+
+
+def _alike(leaf: Any, fixed: Any) -> bool:
+    """True if an argument may take the place of the captured one: any tensor, or the same fixed value."""
+    if fixed is TENSOR:
+        return isinstance(leaf, torch.Tensor)
+    is_plain = isinstance(fixed, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return leaf is fixed or (is_plain and type(leaf) is type(fixed) and bool(leaf == fixed))
+
+
+def _output_name(keys: Sequence[Any]) -> str:
+    """A dictionary's keys are names enough; a place in a list is not."""
+    name = path(keys)
+    return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
+
+
+def _check_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(f"'{name}' is a {what} tensor", "Use dense, unquantized tensors.")
+
+
+def _root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """One module that holds all: scopes and weights are named by their paths in it."""
+    if "" in modules:
+        return modules[""]
+    root = torch.nn.Module()
+    for name, module in modules.items():
+        root._modules[name] = module  # a variable may have the name of one of Module's methods
+    return root
+
+
+def _find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
+    finder = Finder()
+    finder.look("", fn)
+    for name, leaf in named:
+        if not isinstance(leaf, torch.Tensor):
+            finder.look(name, leaf)
+    return finder

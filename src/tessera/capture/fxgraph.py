@@ -1,0 +1,153 @@
+"""GraphStep: a graph of torch.fx, as Dynamo makes it, with the names of the model it was made from.
+
+Dynamo hands a model over flat: parameters and buffers are arguments (or, with other settings, attributes of
+the graph), and the modules are gone. What it says about where each came from is enough to raise the model's
+skeleton again: empty modules at the paths of the real ones hold the weights, and every node runs inside a
+call of the one it came from. So a capture of the step has the scopes and weight names of the model's own.
+
+What cannot be recorded is refused with the line of the model that the node stands for.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tessera.capture.naming import unique
+from tessera.errors import CaptureError
+
+# A step into something, in Dynamo's words: L['self']._modules['layers'][0].weight
+_STEP = re.compile(r"\['([^']*)'\]|\[(-?\d+)\]|\.(\w+)")
+_PLUMBING = frozenset({"_modules", "_parameters", "_buffers"})
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+Path = tuple[str, ...]
+
+
+class Place(torch.nn.Module):
+    """An empty module at the path of a real one: calling it runs what it is given."""
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Runs what came from the real module."""
+        return run()
+
+
+class GraphStep(torch.nn.Module):
+    """Takes the graph's arguments that are no weights; the weights are held for it, see `holding`."""
+
+    def __init__(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> None:
+        super().__init__()
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._graph = (graph,)  # in a tuple, so that it is no submodule
+        if _has_parts(graph):
+            self._modules["graph"] = graph
+        paths = [_source(node) for node in nodes]
+        weights = [i for i, n in enumerate(nodes) if _is_weight(n, examples[i])]
+        scopes = {node: _scope(node) for node in graph.graph.nodes}
+        roots = {path[0] for path in (*(paths[i] for i in weights), *scopes.values()) if path}
+        start = 1 if len(roots) == 1 else 0  # the only root is the model: its name says nothing
+        self._places = {node: self._place(path[start:]) for node, path in scopes.items()}
+        self._held = {i: self._hold(paths[i][start:], nodes[i].name) for i in weights}
+        self._names = unique([_name(path, node) for path, node in zip(paths, nodes, strict=True)])
+
+    @contextmanager
+    def holding(self, args: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """While entered, holds the weights among the graph's arguments; gives the other arguments by name."""
+        try:
+            for number, (holder, key) in self._held.items():
+                holder[key] = args[number].detach()
+            yield {name: args[i] for i, name in enumerate(self._names) if i not in self._held}
+        finally:
+            for holder, key in self._held.values():
+                holder[key] = None
+
+    def forward(self, **inputs: Any) -> Any:
+        """Runs the graph node by node."""
+        args = [
+            self._held[i][0][self._held[i][1]] if i in self._held else inputs[name]
+            for i, name in enumerate(self._names)
+        ]
+        return _Nodes(self._graph[0], self._places).run(*args)
+
+    def _place(self, path: Path) -> torch.nn.Module:
+        place: torch.nn.Module = self
+        for word in path:
+            inner = place._modules.setdefault(word, Place())
+            if not isinstance(inner, Place):  # the graph's own place
+                return place
+            place = inner
+        return place
+
+    def _hold(self, path: Path, name: str) -> tuple[dict[str, Any], str]:
+        *outer, key = path or (name,)
+        holder: dict[str, Any] = self._place(tuple(outer))._buffers
+        while key in holder:
+            key += "_"
+        holder[key] = None
+        return holder, key
+
+
+class _Nodes(torch.fx.Interpreter):
+    """Runs every node inside its place, and says the line of the model where one is refused."""
+
+    def __init__(self, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, torch.nn.Module]) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self._places = places
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op in ("placeholder", "output", "get_attr"):
+            return super().run_node(n)
+        run = functools.partial(super().run_node, n)
+        try:
+            place = self._places[n]
+            return place(run) if isinstance(place, Place) else run()
+        except CaptureError as error:
+            raise CaptureError(error.message, error.remedy, place_of(n)) from error
+
+
+def place_of(node: torch.fx.Node) -> str:
+    """The line of the model that a node comes from; its module where all lines are torch's own."""
+    lines = _LINE.findall(node.stack_trace or "")
+    return ":".join(lines[-1]) if lines else f"module '{'.'.join(_scope(node)[1:])}'"
+
+
+def _source(node: torch.fx.Node) -> Path:
+    """Where an argument of the graph comes from, as a path; empty if Dynamo did not say."""
+    known = getattr(node.meta.get("grapharg"), "source", None) or getattr(node, "_dynamo_source", None)
+    if known is None:
+        return ()
+    name = known.name() if callable(known.name) else known.name
+    return _words(str(name))
+
+
+def _name(path: Path, node: torch.fx.Node) -> str:
+    """An argument's name; not `self`, which no keyword argument can be called."""
+    return ".".join(path) if path and path != ("self",) else node.name
+
+
+def _scope(node: torch.fx.Node) -> Path:
+    """The module that a node comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return _words(str(list(stack.values())[-1][0])) if stack else ()
+
+
+def _words(text: str) -> Path:
+    return tuple(word for found in _STEP.findall(text) if (word := "".join(found)) not in _PLUMBING)
+
+
+def _is_weight(node: torch.fx.Node, example: Any) -> bool:
+    """True for parameters, and for what Dynamo knows to be a module's own tensor."""
+    if not isinstance(example, torch.Tensor):
+        return False
+    marks = node.meta.get("tensor_dict") or {}
+    return isinstance(example, torch.nn.Parameter) or bool(marks.get("_dynamo_static_input_type"))
+
+
+def _has_parts(graph: torch.fx.GraphModule) -> bool:
+    """True if the graph holds tensors or modules itself."""
+    tensors = (graph._parameters, graph._buffers, graph._modules)
+    return any(tensors) or any(isinstance(v, torch.Tensor) for v in vars(graph).values())

@@ -1,0 +1,34 @@
+"""The inductor front end: launches of compiled code, and Triton kernels the program launches itself."""
+
+from tessera.capture.inductor.ledger import AccessesOf, Ledger
+from tessera.capture.inductor.offline import Gpu
+from tessera.capture.inductor.record import (
+    Recording,
+    note,
+    on_device,
+    record_code,
+    record_inductor,
+    record_inductor_offline,
+)
+from tessera.capture.inductor.triton_kernels import (
+    Relaunch,
+    TritonLaunch,
+    inductor_launches,
+    triton_launches,
+)
+
+__all__ = [
+    "AccessesOf",
+    "Gpu",
+    "Ledger",
+    "Recording",
+    "Relaunch",
+    "TritonLaunch",
+    "inductor_launches",
+    "note",
+    "on_device",
+    "record_code",
+    "record_inductor",
+    "record_inductor_offline",
+    "triton_launches",
+]

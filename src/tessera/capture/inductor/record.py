@@ -1,0 +1,132 @@
+"""record_inductor: Workload -> Trace of the launches of its compiled code.
+
+The step is compiled, called once so that autotuning ends, and called again while it is watched. What comes
+out is the exact sequence of launches: Triton kernels with their PTX, grid, block and arguments, and the
+operators the compiled code dispatches. What a Triton launch reads and writes is proved by `accesses_of`,
+which the caller hands in; a launch it cannot prove is immovable, by reason, and may touch all of every
+buffer it is given.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tessera.capture.inductor.compile import Code, compile_step
+from tessera.capture.inductor.extern import ExternCalls
+from tessera.capture.inductor.ledger import AccessesOf, Ledger, whole_buffers
+from tessera.capture.inductor.offline import CONFIG as OFFLINE_CONFIG
+from tessera.capture.inductor.offline import H100, Gpu, fake_like, offline
+from tessera.capture.inductor.triton_kernels import Relaunch, TritonLaunch, inductor_launches
+from tessera.capture.workload import Tensors, Workload
+from tessera.errors import CaptureError
+from tessera.ir import Access, BufferKind, Launch, Step, Trace, verify
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace, and what is needed to run it again in this process."""
+
+    trace: Trace
+    # Kernel of the trace -> the compiled Triton kernel.
+    relaunch: Mapping[int, Relaunch]
+    code: Code
+
+
+def on_device(workload: Workload, device: str) -> Workload:
+    """The same step with weights, inputs and state on a device. Moves the workload's own module."""
+    workload.module.to(device)
+
+    def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    return replace(
+        workload,
+        make_inputs=lambda seed: moved(workload.make_inputs(seed)),
+        make_state=lambda seed: moved(workload.make_state(seed)),
+    )
+
+
+def record_inductor(workload: Workload, accesses_of: AccessesOf | None = None, **changes: Any) -> Recording:
+    """Compiles the step, runs it on its device and returns what was launched, verified.
+
+    `changes` are settings of Inductor that differ from `compile.CONFIG`.
+    """
+    inputs = workload.make_inputs(0)
+    if not all(t.is_cuda for t in inputs.values()):
+        raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
+    code = compile_step(workload, workload.weights(), inputs, workload.make_state(0), **changes)
+    code.run(workload.weights(), inputs, workload.make_state(0))
+    given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
+    return record_code(workload.step, code, given, accesses_of)
+
+
+def record_inductor_offline(
+    workload: Workload, accesses_of: AccessesOf | None = None, gpu: Gpu = H100, **changes: Any
+) -> Trace:
+    """The trace that `record_inductor` would give on such a GPU, as far as a machine without one can tell.
+
+    Only shapes and types of the workload's tensors are looked at.
+    """
+    given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
+    with offline(gpu) as mode, warnings.catch_warnings():
+        # Compiled code checks alignment of its inputs; that of a fake is always good.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        weights, inputs, state = (fake_like(mode, tensors) for tensors in given)
+        code = compile_step(workload, weights, inputs, state, **{**OFFLINE_CONFIG, **changes})
+        return record_code(workload.step, code, (weights, inputs, state), accesses_of).trace
+
+
+def record_code(
+    step: Step, code: Code, given: tuple[Tensors, Tensors, Tensors], accesses_of: AccessesOf | None = None
+) -> Recording:
+    """Records one run of a compiled step on weights, inputs and state."""
+    weights, inputs, state = given
+    ledger = Ledger()
+    ledger.declare(BufferKind.WEIGHT, weights)
+    ledger.declare(BufferKind.INPUT, inputs)
+    ledger.declare(BufferKind.STATE, state)
+    for constant in code.constants:
+        ledger.declare_constant(constant)
+    kernels: dict[int, Relaunch] = {}
+
+    def see(launch: TritonLaunch) -> None:
+        kernels[note(ledger, launch, accesses_of)] = launch.relaunch
+
+    with code.watched(_watcher(ledger, see)):
+        outputs = code.run(weights, inputs, state)
+    trace = ledger.trace(step, outputs)
+    verify(trace)
+    return Recording(trace, kernels, code)
+
+
+def _watcher(ledger: Ledger, see: Callable[[TritonLaunch], None]) -> Callable[[Sequence[Any]], Any]:
+    @contextlib.contextmanager
+    def around(args: Sequence[Any]) -> Iterator[None]:
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                ledger.declare_constant(arg)
+        with inductor_launches(see), ExternCalls(ledger):
+            yield
+
+    return around
+
+
+def note(ledger: Ledger, seen: TritonLaunch, accesses_of: AccessesOf | None) -> int:
+    """Writes a Triton launch into the ledger; returns its kernel's number."""
+    number = ledger.kernel(seen.kernel)
+    args = tuple(ledger.arg(a) for a in seen.args)
+    launch = Launch(number, args, (), (), (), grid=seen.grid, block=seen.block)
+    prove = accesses_of or _not_analyzed
+    accesses, why = prove(seen.kernel, launch, ledger.buffers, ledger.empty)
+    if why:
+        accesses = whole_buffers(launch, ledger.buffers, seen.mutated)
+    ledger.launch(replace(launch, accesses=accesses, immovable=why))
+    return number
+
+
+def _not_analyzed(*_: Any) -> tuple[tuple[Access, ...], str]:
+    return (), "its PTX was not analyzed"

@@ -1,0 +1,112 @@
+"""Models of Hugging Face's transformers: from a configuration, or from a checkpoint folder.
+
+Weights are random from the step's seed, or those of a folder if it holds any; only safetensors files are
+read, and no code that a folder brings along is run. Which steps a model has is decided by its model_type:
+mamba2 and qwen2_5_vl have workloads of their own, every other causal language model is one with a
+key/value cache.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.capture.workload import Workload
+from tessera.errors import CaptureError, MissingExtra, UnknownName
+from tessera.ir import Step
+
+CAUSAL_STEPS = ("prefill", "decode")
+STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
+
+
+def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
+    """A builder of one model family at one size."""
+
+    def builder(step: Step) -> Workload:
+        config = _transformers().AutoConfig.for_model(family, **sizes)
+        return _workload(config, step, dtype, None)
+
+    return builder
+
+
+def from_folder(step: Step) -> Workload:
+    """The model of a folder that holds config.json, with the folder's weights if it holds those too."""
+    folder = Path(step.model)
+    try:
+        config = _transformers().AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, OSError, KeyError) as error:
+        said = str(error).partition("\n")[0]
+        remedy = "Use a configuration of a model type that transformers knows."
+        raise CaptureError(f"cannot be read as a model: {said}", remedy, str(folder)) from error
+    steps = STEPS.get(config.model_type, CAUSAL_STEPS)
+    if step.kind not in steps:
+        raise UnknownName(f"step of {step.model}", step.kind, steps)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    return _workload(config, step, dtype, _weights_folder(folder))
+
+
+def _weights_folder(folder: Path) -> Path | None:
+    if any(folder.glob("*.safetensors")):
+        return folder
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if others:
+        raise CaptureError(
+            f"its weights are in {others[0]}, which can run code when it is read",
+            "Convert them to safetensors, or leave only config.json for random weights.",
+            str(folder),
+        )
+    return None
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "hf") from error
+    return transformers
+
+
+def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
+    from tessera.capture.models.causal import causal_workload
+    from tessera.capture.models.mamba import mamba_workload
+    from tessera.capture.models.vision import vision_workload
+
+    makers = {"mamba2": mamba_workload, "qwen2_5_vl": vision_workload}
+    maker = makers.get(config.model_type, causal_workload)
+    return maker(_model(config, step.seed, dtype, folder), step)
+
+
+def _model(config: Any, seed: int, dtype: torch.dtype, folder: Path | None) -> Any:
+    from tessera.capture.models.grouped import ATTENTION, register_attention
+
+    library = _transformers()
+    register_attention()
+    is_vision = config.model_type in STEPS
+    auto = library.AutoModelForImageTextToText if is_vision else library.AutoModelForCausalLM
+    options = {"attn_implementation": ATTENTION, "dtype": dtype}
+    if config.model_type == "mamba2":
+        del options["attn_implementation"]
+    try:
+        if folder is not None and not _is_fake():
+            model = auto.from_pretrained(
+                folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options
+            )
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = auto.from_config(config, **options)
+    except (ValueError, OSError) as error:
+        said = str(error).partition("\n")[0]
+        remedy = "Use a causal language model, or write a module:callable that returns a Workload."
+        raise CaptureError(f"a {config.model_type} cannot be built: {said}", remedy) from error
+    if model._can_set_experts_implementation():
+        # Experts as grouped matrix products: the eager path reads the routing on the host.
+        model.set_experts_implementation("grouped_mm")
+    return model.eval()
+
+
+def _is_fake() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -1,0 +1,67 @@
+"""refuse: what cannot be recorded, said with the line of the program and with what to do instead."""
+
+import traceback
+from typing import Any, NoReturn
+
+import torch
+
+from tessera.errors import CaptureError
+
+_BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
+
+
+def fail(message: str, remedy: str) -> NoReturn:
+    """Raises with the innermost line of the program that is neither torch's nor the recorder's."""
+    frames = [f for f in traceback.extract_stack() if not _is_inner(f.filename)]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    raise CaptureError(message, remedy, place)
+
+
+def _is_inner(filename: str) -> bool:
+    inner = ("/torch/", "/tessera/capture/recorder", "/tessera/capture/refuse", "/tessera/capture/attention")
+    return any(part in filename for part in inner) or filename.startswith("<")
+
+
+def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_tensors: bool) -> None:
+    """Refuses host reads, whose result would decide what runs, and random draws, whose order none may change."""
+    if draws(func, args, kwargs):
+        fail(f"{func} draws random numbers", "Draw them outside the step and pass them as an input.")
+    returns = func._schema.returns
+    if has_tensors and returns and not any("Tensor" in str(r.type) for r in returns):
+        fail(f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number.")
+
+
+def check_tensor(tensor: torch.Tensor) -> None:
+    """Refuses memory that is not one dense, strided storage."""
+    if tensor.layout is not torch.strided:
+        fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense tensors: call .to_dense().")
+    if tensor.is_quantized:
+        fail(f"a quantized tensor ({tensor.dtype}) cannot be placed", "Call .dequantize() or use int8 tensors.")
+
+
+def explain(func: Any, error: Exception) -> NoReturn:
+    """An operator that failed while it was recorded: why, where, and what instead."""
+    kind = type(error).__name__
+    if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):
+        remedy = f"{_BATCHED}, or capture on real tensors with --device cpu or cuda:0."
+        fail(f"{func} gives a result whose shape depends on values, and fake tensors have none", remedy)
+    if kind in ("UnsupportedOperatorException", "UnsupportedFakeTensorException"):
+        fail(
+            f"{func} cannot be run on fake tensors", "Register a fake for it with torch.library.register_fake."
+        )
+    if isinstance(error, NotImplementedError):
+        first = str(error).partition(". ")[0].partition("\n")[0]
+        remedy = "Capture on a device that has it (--device fake or cuda:0), or use another operator."
+        fail(f"{func} is missing on this device: {first}", remedy)
+    raise error
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a call draws random numbers; an attention kernel whose dropout is zero does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value != 0.0)
+    return True

@@ -1,0 +1,110 @@
+"""Trials: the orders that `tessera verify` tries on one graph, and how each came out."""
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tessera.analyze.hazards import direct_hazards
+from tessera.analyze.orders import (
+    EdgeClass,
+    edge_classes,
+    edge_pairs,
+    legal_order,
+    order_against,
+    order_without,
+    value_pairs,
+)
+from tessera.capture import build
+from tessera.execute.replay import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
+from tessera.ir import Graph
+
+
+class Trials:
+    """One request of one graph: the model's own run, and any number of replays compared with it."""
+
+    def __init__(self, graph: Graph, num_orders: int, seed: int, advance: Callable[[str], None]) -> None:
+        self._graph, self._num_orders, self._advance = graph, num_orders, advance
+        self._num = len(graph.trace.launches)
+        self._rng = random.Random(seed)
+        workload = build(graph.trace.step)
+        inputs, state = workload.make_inputs(seed), workload.make_state(seed)
+        self._replay = Replay(graph.trace, workload.weights(), inputs, state)
+        advance("running the model")
+        mine = {name: t.clone() for name, t in state.items()}
+        outputs = workload.run({name: t.clone() for name, t in inputs.items()}, mine)
+        advance("replaying in program order")
+        first = self._replay.run_in_program_order()
+        self._own = Replayed(dict(outputs), mine, first.memory)
+        # What already differs in program order: then no other order can be right.
+        self._differs = differing(self._own, first)
+        # Buffers whose bytes at the end do not depend on the order; known once legal orders have run.
+        self._settled = set(first.memory)
+
+    def legal(self) -> dict[str, Any]:
+        """Orders that the graph allows."""
+        equal = renamed_equal = 0
+        edges, versions = edge_pairs(self._graph), value_pairs(self._graph)
+        for number in range(self._num_orders):
+            result = self._replay.run(legal_order(self._num, edges, self._rng, number))
+            equal += not differing(self._own, result)
+            self._settled -= differing_buffers(self._own, result)
+            self._advance(f"legal order {number + 1}")
+        for number in range(self._num_orders):
+            order = legal_order(self._num, versions, self._rng, number)
+            renamed_equal += not differing(self._own, self._replay.run_renamed(order, self._graph.values))
+            self._advance(f"renamed order {number + 1}")
+        return {
+            "orders": self._num_orders,
+            "equal": equal,
+            "program_order_differs": self._differs,
+            "renamed": {"orders": self._num_orders, "equal": renamed_equal},
+        }
+
+    def classes(self) -> dict[str, dict[str, Any]]:
+        """Orders that break each class of edges; after `legal`."""
+        direct = direct_hazards(self._graph.trace)
+        return {c.hazard.value: self._class(c) for c in edge_classes(direct, self._num)}
+
+    def _class(self, edges: EdgeClass) -> dict[str, Any]:
+        own = [e for e in self._graph.edges if e.hazard is edges.hazard]
+        tried = self._num_orders if edges.open else 0
+        orders = (order_without(edges, self._num, self._rng, n)[1] for n in range(tried))
+        differed, damaged = self._count(orders, f"without {edges.hazard.upper()}")
+        some = self._rng.sample(own, min(len(own), self._num_orders))
+        turned = (order_against(self._graph, e, self._rng, n) for n, e in enumerate(some))
+        single, single_damaged = self._count(turned, f"one {edges.hazard.upper()} edge turned round")
+        necessary: bool | str = bool(damaged or single_damaged)
+        if not edges.pairs:
+            necessary = "absent"
+        elif not edges.open:
+            necessary = "implied"
+        return {
+            "edges": len(own),
+            "hazards": len(edges.pairs),
+            "implied": len(edges.pairs) - len(edges.open),
+            "orders": tried,
+            "differed": differed,
+            "damaged": damaged,
+            "reversed": len(some),
+            "reversed_differed": single,
+            "reversed_damaged": single_damaged,
+            "necessary": necessary,
+        }
+
+    def _count(self, orders: Iterable[list[int]], what: str) -> tuple[int, int]:
+        """How many orders give other results, and how many leave anything different in memory."""
+        differed = damaged = 0
+        for number, order in enumerate(orders):
+            results, memory = self._compare(order)
+            differed += results
+            damaged += results or memory
+            self._advance(f"{what}: {number + 1}")
+        return differed, damaged
+
+    def _compare(self, order: list[int]) -> tuple[bool, bool]:
+        """Whether a broken order differs in results, and in settled memory."""
+        try:
+            result = self._replay.run(order)
+        except GARBAGE_ERRORS:
+            return True, True
+        return bool(differing(self._own, result)), bool(differing_buffers(self._own, result) & self._settled)

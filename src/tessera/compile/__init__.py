@@ -1,0 +1,242 @@
+"""Tessera as a backend of torch.compile.
+
+    model = torch.compile(model, backend="tessera", options={"devices": "emu:a100,emu:l40s"})
+    with torch.no_grad():
+        y = model(x)          # the first call captures, plans and starts one worker per device
+        y = model(x)          # the others only run
+
+Options, with what they are if left out:
+  devices    which devices to divide the work among, as a comma-separated text or a list; must be given
+  link       what joins them ("pcie4")
+  objective  "latency" or "throughput" ("latency": a call returns before the next one starts)
+  slots      calls in flight that a plan for throughput counts on (1); calls of several threads share them
+  policy     a coarser policy to follow instead of the objective's own, such as "layer-pipeline" (None)
+  verify     run every call undivided too and raise unless both agree bit for bit (False)
+
+Results are equal bit for bit to those of the same model on one CPU thread, which is what a worker has.
+Tensors that the model changes in place (caches, buffers) are changed for the caller. Weights are put into
+shared memory where they are, so changing them in place is seen by the workers. Guards, recompilation and
+graph breaks are Dynamo's and work as with any backend; every graph has its own workers, and of all graphs the
+`MAX_ENGINES` last used keep theirs. Workers end with the model, with `torch._dynamo.reset()`, or with the
+program. A graph made for dynamic shapes is captured once for every set of shapes that it meets.
+
+A graph runs as if not compiled, with one warning that says why, if it cannot be captured (random numbers, a
+value read on the host, tensors that are not on the CPU, operators that torch itself does not have), or if
+gradients are wanted of it: Tessera is for inference. Wrong options raise errors of `tessera.errors`.
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tessera.analyze import build_graph
+from tessera.capture import record
+from tessera.capture.blocks import storage_key
+from tessera.capture.call import Function, Given
+from tessera.capture.function import workload
+from tessera.capture.fxgraph import GraphStep
+from tessera.compile.options import Options
+from tessera.compile.workers import MAX_ENGINES, Call, Workers, close_all
+from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
+from tessera.execute import RunResult
+from tessera.ir import Cluster, Objective, Plan, Trace, WorkUnit, verify
+from tessera.plan import PlanConfig, solve
+from tessera.profile import estimate
+from tessera.simulate import simulate, throughput_per_s
+
+__all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
+
+# As in the planner's own tests of candidates: enough rounds that the middle of a simulated run is steady.
+SAMPLE_ROUNDS = 5
+# Operators that a worker is sure to have; others are registered by code that it does not import.
+TORCH_OPERATORS = ("aten.", "prims.")
+
+
+def backend(
+    graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """What torch.compile calls with every graph; the work is done when the graph is first called."""
+    return Compiled(graph, examples, options or {})
+
+
+backend.reset = close_all  # type: ignore[attr-defined]  # torch._dynamo.reset() calls this
+
+
+class Compiled:
+    """One graph. Its arguments decide which session runs a call: a step bound to one set of weights."""
+
+    def __init__(
+        self, graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        self._graph, self._given_options = graph, options
+        self._step = GraphStep(graph, examples)
+        self._sessions: list[Session] = []
+        # The step holds the weights of one call at a time.
+        self._lock = threading.Lock()
+        self._makes_grads = _makes_grads(graph)
+        self._is_eager = _returns_grads(graph, examples)
+        if self._is_eager:
+            self._warn("gradients are wanted of it. Call it under torch.no_grad() or torch.inference_mode()")
+
+    def __call__(self, *args: Any) -> Any:
+        # Options are read here and not in `backend`, whose errors Dynamo would wrap into its own.
+        options = Options.read(self._given_options)
+        cluster = options.cluster()
+        if not self._is_eager:
+            with self._lock, self._step.holding(args) as inputs:
+                bound = self._bind(args, inputs, options, cluster)
+            if bound is not None:
+                return self._run(*bound, args, options.verify)
+        return self._graph(*args)
+
+    def _run(self, session: "Session", given: Given, args: Sequence[Any], is_verified: bool) -> Any:
+        result = session.workers.run(Call(given.inputs, given.state))
+        if is_verified:
+            with self._lock, self._step.holding(args):
+                session.check(given, result)
+        return session.function.finish(given, result.outputs[-1], result.state)
+
+    def drop(self, session: "Session") -> None:
+        """Ends a session's workers and forgets it."""
+        self._sessions = [s for s in self._sessions if s is not session]
+        session.workers.close()
+
+    def _bind(
+        self, args: Sequence[Any], inputs: Mapping[str, Any], options: Options, cluster: Cluster
+    ) -> "tuple[Session, Given] | None":
+        """The session that fits the arguments, made if there is none; None if the graph must run eagerly."""
+        for session in self._sessions:
+            given = session.bind(inputs)
+            if given is not None:
+                return session, given
+        try:
+            function, trace = self._capture(args, inputs)
+        except (CaptureError, RuleBroken, RuntimeError) as error:
+            self._is_eager = True
+            self._warn(str(error))
+            return None
+        if trace is None:
+            return None
+        session = Session(function, make_plan(trace, cluster, options))
+        self._sessions.append(session)
+        self._end_with(args, session)
+        return session, function.bind((), dict(inputs))
+
+    def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Function, Trace | None]:
+        """The graph as a step, and what it launches; no trace if it launches nothing."""
+        foreign = {a.device.type for a in args if isinstance(a, torch.Tensor)} - {"cpu"}
+        if foreign:
+            message = (
+                f"it has tensors on {', '.join(sorted(foreign))}, and emulated devices compute on the CPU"
+            )
+            raise CaptureError(message, "Move the model and its inputs to the CPU.")
+        step = workload(self._step, **inputs)
+        if self._makes_grads and step.function.changes_state:
+            raise CaptureError("it writes gradients' history into its arguments", "Use torch.no_grad().")
+        trace = record(step)
+        for kernel in trace.kernels:
+            if not kernel.name.startswith(TORCH_OPERATORS):
+                raise CaptureError(f"{kernel.name} is registered by code that workers do not import")
+        return step.function, trace if trace.launches and trace.outputs else None
+
+    def _end_with(self, args: Sequence[Any], session: "Session") -> None:
+        """Workers end with the graph and, since Dynamo may keep that for longer, with the model's weights."""
+        weight = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
+        if weight is not None:
+            weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
+
+    def _warn(self, reason: str) -> None:
+        warnings.warn(f"tessera runs this graph undivided: {reason}", UserWarning, stacklevel=3)
+
+
+def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") -> None:
+    graph, bound = compiled(), session()
+    if graph is not None and bound is not None:
+        graph.drop(bound)
+
+
+def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
+    """The plan of one step that is called over and over."""
+    unit = WorkUnit((build_graph(trace),), (1,))
+    verify(unit)
+    config = PlanConfig(Objective(options.objective), options.slots, options.policy)
+    return solve(unit, (estimate(trace, cluster.devices),), cluster, config, _simulated_per_s)
+
+
+def _simulated_per_s(plan: Plan) -> float:
+    return throughput_per_s(simulate(plan, SAMPLE_ROUNDS * max(4, plan.slots), is_detailed=False))
+
+
+class Session:
+    """A step with its plan, bound to one set of weights."""
+
+    def __init__(self, function: Function, plan: Plan) -> None:
+        self.function = function
+        weights = function.weights()
+        self._storages = {name: storage_key(tensor) for name, tensor in weights.items()}
+        self.workers = Workers(plan, weights)
+
+    def bind(self, inputs: Mapping[str, Any]) -> Given | None:
+        """The tensors of a call, if this session can run it: same structure, same weights."""
+        held = {name: storage_key(tensor) for name, tensor in self.function.weights().items()}
+        if held != self._storages:
+            return None
+        try:
+            return self.function.bind((), dict(inputs))
+        except MismatchError:
+            return None
+
+    def check(self, given: Given, result: RunResult) -> None:
+        """Raises unless the step, run here by one thread, gives what the workers gave."""
+        state = {name: tensor.clone() for name, tensor in given.state.items()}
+        with _one_thread(), torch.no_grad():
+            outputs = self.function.call(given.inputs, state)
+        for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
+            for name, tensor in ours.items():
+                if not _same_bits(tensor, theirs[name]):
+                    message = f"the divided run differs from the undivided one in '{name}'"
+                    raise TesseraError(message, "Please report this model and these options.")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(a, b)
+
+
+def _example(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool:
+    """True if a result of the graph is to be differentiable; Dynamo compiles anew when that changes."""
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    made = [node for node in output.all_input_nodes if node.op != "placeholder"]
+    if all("example_value" in node.meta for node in made):
+        return any(_wants_grad(_example(node)) for node in made)
+    # Not made by Dynamo: whatever could be differentiable is.
+    return torch.is_grad_enabled() and any(map(_wants_grad, (*examples, *graph.parameters())))
+
+
+def _makes_grads(graph: torch.fx.GraphModule) -> bool:
+    """True if any node of the graph gives something differentiable."""
+    computed = (node for node in graph.graph.nodes if node.op.startswith("call"))
+    return any(_wants_grad(_example(node)) for node in computed)

@@ -1,0 +1,253 @@
+"""Capture of any callable: what is an input, a weight, a state and an output, found without help."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tessera
+from tessera.capture import record
+from tessera.capture.function import FunctionWorkload, workload
+from tessera.errors import CaptureError, MismatchError
+from tessera.ir import BufferKind, Trace
+
+SCALE = torch.full((4,), 3.0)
+
+
+class Counter(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return torch.relu(self.fc(x))
+
+
+def by_kind(trace: Trace, kind: BufferKind) -> list[str]:
+    """Names of the buffers of one kind, in order."""
+    return [trace.buffers[b].name for b in trace.buffers_of(kind)]
+
+
+def rerun(step: FunctionWorkload, *args: Any, **kwargs: Any) -> Any:
+    """Another call through the step, as a worker would run it: on copies, then handed to the caller."""
+    given = step.function.bind(args, kwargs)
+    state = {name: t.clone() for name, t in given.state.items()}
+    outputs = step.run({name: t.clone() for name, t in given.inputs.items()}, state)
+    return step.function.finish(given, outputs, state)
+
+
+def test_the_package_is_called_like_a_function() -> None:
+    """tessera.capture is a package and a function at once."""
+    trace = tessera.capture(torch.nn.Linear(4, 2), torch.ones(3, 4))
+
+    assert (["input"], ["weight", "bias"]) == (
+        by_kind(trace, BufferKind.INPUT),
+        by_kind(trace, BufferKind.WEIGHT),
+    )
+    assert [("output", (3, 2))] == [(name, view.shape) for name, view in trace.outputs]
+
+
+def test_nested_arguments_are_named_by_their_path() -> None:
+    """Tensors in lists and dicts, positional and by keyword, are inputs."""
+
+    def fn(x: torch.Tensor, cache: dict[str, list[torch.Tensor]], *, bias: torch.Tensor) -> torch.Tensor:
+        return x + cache["k"][1] + bias
+
+    trace = tessera.capture(fn, torch.ones(2), {"k": [torch.ones(2), torch.ones(2)]}, bias=torch.ones(2))
+
+    assert ["x", "cache.k.0", "cache.k.1", "bias"] == by_kind(trace, BufferKind.INPUT)
+
+
+def test_missing_names_are_invented() -> None:
+    """A built-in function has no parameter names."""
+    trace = tessera.capture(torch.add, torch.ones(2), torch.ones(2))
+
+    assert ["arg0", "arg1"] == by_kind(trace, BufferKind.INPUT)
+
+
+@pytest.mark.parametrize("how", ["module", "method", "closure", "partial", "argument"])
+def test_modules_are_found_wherever_they_are(how: str) -> None:
+    """A module's parameters are weights by name, whether it is called, closed over or passed."""
+    module = torch.nn.Linear(4, 4)
+    call: Callable[..., torch.Tensor] = lambda m, x: m(x)  # noqa: E731
+    x = torch.ones(2, 4)
+    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+        "module": (module, (x,), ""),
+        "method": (module.forward, (x,), ""),
+        "closure": (lambda x: module(x), (x,), "module."),
+        "partial": (functools.partial(call, module), (x,), "0."),
+        "argument": (call, (module, x), "m."),
+    }
+    fn, args, prefix = found[how]
+
+    assert [f"{prefix}weight", f"{prefix}bias"] == by_kind(tessera.capture(fn, *args), BufferKind.WEIGHT)
+
+
+def test_a_global_tensor_is_a_weight() -> None:
+    """What a function names as a global, it reads as a weight of that name."""
+    trace = tessera.capture(lambda x: x * SCALE, torch.ones(4))
+
+    assert ["SCALE"] == by_kind(trace, BufferKind.WEIGHT)
+
+
+def test_a_mutated_buffer_is_state() -> None:
+    """A buffer that the module updates is state; one it only reads is a weight."""
+    trace = tessera.capture(Counter(), torch.ones(2, 4))
+
+    assert ["calls"] == by_kind(trace, BufferKind.STATE)
+    assert ["fc.weight", "fc.bias"] == by_kind(trace, BufferKind.WEIGHT)
+
+
+def test_capture_leaves_everything_as_it_was() -> None:
+    """Finding out what a call changes does not change it."""
+    module, cache = Counter(), torch.zeros(2, 4)
+
+    def fn(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.copy_(module(x))
+        return cache + 1
+
+    tessera.capture(fn, torch.ones(2, 4), cache)
+
+    assert (0.0, 0.0) == (float(module.calls), float(cache.abs().sum()))
+
+
+def test_a_step_is_run_again_on_other_arguments() -> None:
+    """The workload runs later calls: results are returned, and state is written where the caller has it."""
+    module, reference = Counter(), Counter()
+    reference.load_state_dict(module.state_dict())
+    step = workload(module, torch.ones(2, 4))
+    for seed in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+
+        assert torch.equal(rerun(step, x), reference(x))
+    assert 3.0 == float(module.calls)
+
+
+def test_a_part_of_a_cache_is_written_in_place() -> None:
+    """A strided view into a larger tensor is state, and nothing around it is touched."""
+
+    def fn(x: torch.Tensor, cache: torch.Tensor) -> None:
+        cache[:, 1] += x
+
+    whole = torch.arange(24.0).reshape(4, 6)
+    expected = whole.clone()
+    expected[:, 3] += 1
+    step = workload(fn, torch.ones(4), whole[:, 2:5])
+    rerun(step, torch.ones(4), whole[:, 2:5])
+
+    assert torch.equal(expected, whole)
+    assert ["cache"] == by_kind(record(step), BufferKind.STATE)
+
+
+def test_arguments_that_share_memory_are_one_buffer() -> None:
+    """What is written through one view is read through the other."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        return b + 1
+
+    x = torch.ones(8)
+    step = workload(fn, x[:6], x[2:])
+
+    assert ["a"] == by_kind(record(step), BufferKind.STATE)
+    assert torch.equal(torch.tensor([3.0, 3, 3, 3, 2, 2]), rerun(step, x[:6], x[2:]))
+    assert torch.equal(torch.tensor([2.0] * 6 + [1.0] * 2), x)
+
+
+def test_results_keep_their_structure_strides_and_aliases() -> None:
+    """A nest of results comes back as the call gives it: views of one storage, arguments, plain values."""
+
+    def fn(x: torch.Tensor) -> dict[str, Any]:
+        y = x * 2
+        return {"y": y, "columns": y.t(), "wide": y[:1].expand(3, 4), "same": x, "rows": x[1:], "n": 7}
+
+    x = torch.randn(2, 4)
+    got, expected = rerun(workload(fn, x), x), fn(x)
+
+    for name in ("y", "columns", "wide", "rows"):
+        assert torch.equal(expected[name], got[name]), name
+        assert expected[name].stride() == got[name].stride(), name
+    assert got["y"].data_ptr() == got["columns"].data_ptr()
+    assert got["same"] is x
+    assert got["rows"].data_ptr() == x[1:].data_ptr()
+    assert 7 == got["n"]
+
+
+def test_another_shape_is_another_step() -> None:
+    """Binding arguments that are laid out otherwise, or another plain value, is refused."""
+    step = workload(lambda x, n: x * n, torch.ones(4), 2)
+
+    for args in ((torch.ones(5), 2), (torch.ones(4), 3), (torch.ones(8)[::2], 2)):
+        with pytest.raises(MismatchError):
+            step.function.bind(args, {})
+
+
+def test_replacing_a_buffer_is_refused_by_name() -> None:
+    """State that is exchanged instead of changed would be lost between steps."""
+
+    class Replaces(Counter):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.fc(x)
+
+    module = Replaces()
+    with pytest.raises(CaptureError, match=r"another tensor in the place of 'calls'.*in place"):
+        tessera.capture(module, torch.ones(2, 4))
+    assert 0.0 == float(module.calls)
+
+
+def test_a_cache_that_grows_is_refused_by_name() -> None:
+    """A list that the call appends to is no state that a step could hand on."""
+
+    def fn(x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(x * 2)
+        return x + 1
+
+    with pytest.raises(CaptureError, match=r"'seen\.0'"):
+        tessera.capture(fn, torch.ones(2), [])
+
+
+def test_changing_what_only_a_closure_holds_is_refused() -> None:
+    """Nothing could hand such a tensor to a worker and back."""
+    total = torch.zeros(2)
+
+    with pytest.raises(CaptureError, match=r"'total' is changed.*register_buffer"):
+        tessera.capture(lambda x: total.add_(x) * 2, torch.ones(2))
+    assert 0.0 == float(total.sum())
+
+
+def test_undeclared_writes_of_batch_norm_are_refused_before_they_happen() -> None:
+    """Torch's schema of training batch norm hides that it writes; the line is named, nothing is changed."""
+    norm = torch.nn.BatchNorm1d(4)
+
+    with pytest.raises(CaptureError, match=r"test_function\.py:\d+: .*running statistics.*eval\(\)"):
+        tessera.capture(norm, torch.randn(3, 4))
+    assert 0.0 == float(norm.running_mean.abs().sum() if norm.running_mean is not None else 1)
+
+
+def test_resizing_an_argument_is_refused() -> None:
+    """The memory of an argument is the caller's."""
+    with pytest.raises(CaptureError, match="changes the shape or memory of 'x'"):
+        tessera.capture(lambda x: x.unsqueeze_(0) + 1, torch.ones(2))
+
+
+def test_a_sparse_argument_is_refused_by_name() -> None:
+    """Only dense memory can be placed."""
+    with pytest.raises(CaptureError, match="'x' is a sparse_coo tensor"):
+        tessera.capture(lambda x: x * 2, torch.eye(3).to_sparse())
+
+
+def test_tied_weights_are_one_buffer() -> None:
+    """Two names of one tensor are one weight."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+
+    assert ["0.weight", "0.bias", "1.bias"] == by_kind(
+        tessera.capture(module, torch.ones(2, 4)), BufferKind.WEIGHT
+    )
