@@ -16,20 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from tessera.capture.attention import TargetAttention
 from tessera.capture.guard import ensure_cuda_guard
+from tessera.capture.shapes import Run, ShapeCache
 
 # The least capable GPU whose kernels the trace must be able to run on.
 CAPABILITY = (8, 0)
 
 
 @contextmanager
-def machine() -> Iterator[None]:
-    """While entered, new tensors are fake and CUDA seems to be there."""
+def machine() -> Iterator[Run]:
+    """While entered, new tensors are fake and CUDA seems to be there; yields how to run an operator."""
     ensure_cuda_guard()
     real = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     try:
-        with FakeTensorMode(), TargetAttention():
-            yield
+        with FakeTensorMode() as mode, TargetAttention():
+            yield ShapeCache(mode, _run).run
     finally:
         torch.cuda.get_device_capability = real
 
@@ -42,7 +43,7 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator on fake tensors, repaired where torch's fake differs from the real one."""
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         return _grouped_product(func, args, kwargs)

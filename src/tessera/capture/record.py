@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
 from tessera.capture.models import build
-from tessera.capture.recorder import Recorder, Run, call_operator
+from tessera.capture.recorder import Recorder, call_operator
 from tessera.capture.scopes import Scopes
+from tessera.capture.shapes import Run
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import BufferKind, Step, Trace, verify
@@ -28,12 +29,12 @@ def record_step(step: Step, device: str = "cpu") -> Trace:
     check_device(device)
     if device == "cpu":
         return record(build(step))
-    with _machine(device):
+    with _machine(device) as run:
         with torch.device("cuda" if device == "fake" else device):
             workload = build(step)
         inputs, state = workload.make_inputs(0), workload.make_state(0)
         if device == "fake":
-            return _record(workload, fake.on_device(inputs), fake.on_device(state), fake.run)
+            return _record(workload, fake.on_device(inputs), fake.on_device(state), run)
         workload.module.to(device)
         return _record(workload, _moved(inputs, device), _moved(state, device))
 
@@ -53,13 +54,14 @@ def check_device(device: str) -> None:
 
 
 @contextmanager
-def _machine(device: str) -> Iterator[None]:
+def _machine(device: str) -> Iterator[Run]:
+    """The machine to record on; yields how to run an operator there."""
     if device == "fake":
-        with fake.machine():
-            yield
+        with fake.machine() as run:
+            yield run
     else:
         with sdpa_kernel(PORTABLE):
-            yield
+            yield call_operator
 
 
 def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ Refused, with the line of the program: see `tessera.capture.refuse`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail
 from tessera.capture.scopes import Scopes
+from tessera.capture.shapes import Run
 from tessera.errors import CaptureError
 from tessera.ir import (
     Access,
@@ -64,9 +65,6 @@ UNRECORDABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-
-
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

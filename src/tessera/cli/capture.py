@@ -1,62 +1,109 @@
 """tessera capture: a model's step -> a trace."""
 
+import logging
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.errors import UnknownName
 from tessera.ir import BufferKind, Step, Trace, save
+
+MODEL_HELP = (
+    "A built-in model (tiny-llama, llama-3-8b, ...), a folder with a Hugging Face config.json, "
+    "or module:callable, a function from the step to a Workload or to (nn.Module, example inputs)."
+)
 
 
 def capture(
-    model: Annotated[str, typer.Argument(help="Name of a built-in model, such as tiny-llama.")],
-    step: Annotated[str, typer.Option(help="What to run: prefill or decode.")] = "decode",
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    step: Annotated[
+        str | None, typer.Option(help="What to run: prefill, decode, encode or denoise.", show_default=False)
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens a row: read by a prefill, held for a decode.")] = 128,
+    context: Annotated[
+        int,
+        typer.Option(help="Tokens a row: read by a prefill, held for a decode, made of an image by an encode."),
+    ] = 128,
     reserve: Annotated[int, typer.Option(help="Of a prefill: tokens a row that decodes may add.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to run the step while it is recorded: cpu.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
+    ] = "cpu",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The trace to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Record the launches of one step of a model."""
-    if device != "cpu":
-        raise UnknownName("capture device", device, ["cpu"])
     started = time.perf_counter()
     with progress("importing torch", 3) as advance:
         from tessera import analyze
-        from tessera.capture import build, record
+        from tessera.capture import check_device, record_step
 
-        advance(f"building {model}")
-        workload = build(Step(model, step, batch, context, seed, reserve))
-        advance("recording")
-        trace = record(workload)
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
+        check_device(device)
+        kind = step or default_step(model)
+        advance(f"recording {model}")
+        trace = record_step(Step(place_of(model), kind, batch, context, seed, reserve), device)
         advance("analyzing")
         num_edges = len(analyze.build_graph(trace).edges)
-    path = output or Path(f"{step}.trace")
-    save(trace, path)
-    summary = {
-        "output": str(path),
+        advance("writing")
+        path = output or Path(f"{kind}.trace")
+        save(trace, path)
+    found = document(trace, num_edges, model, device)
+    found |= {"output": str(path), "seconds": round(time.perf_counter() - started, 3)}
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def default_step(model: str) -> str:
+    """decode where the model has it, else the first of its steps."""
+    from tessera.capture import known_models
+
+    steps = known_models().get(model, ("decode",))
+    return "decode" if "decode" in steps else steps[0]
+
+
+def place_of(model: str) -> str:
+    """A folder by its full path, so that the trace can be built again from elsewhere."""
+    from tessera.capture import known_models
+
+    is_folder = model not in known_models() and Path(model).is_dir()
+    return str(Path(model).resolve()) if is_folder else model
+
+
+def document(trace: Trace, num_edges: int, model: str, device: str) -> dict[str, Any]:
+    """The trace in figures."""
+    return {
         "model": model,
-        "step": step,
+        "step": trace.step.kind,
+        "device": device,
         "launches": len(trace.launches),
         "views": trace.num_views,
         "buffers": len(trace.buffers),
         "edges": num_edges,
         "state_bytes": _bytes(trace, BufferKind.STATE),
         "weight_bytes": _bytes(trace, BufferKind.WEIGHT),
-        "seconds": round(time.perf_counter() - started, 3),
+        "kinds": {kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
+        "undeclared_aliases": dict(trace.aliases),
     }
-    if as_json:
-        print_json(summary)
-    else:
-        console().print(
-            f"{path}: {step} of {model}, {summary['launches']} launches, {summary['views']} views, "
-            f"{summary['buffers']} buffers, {summary['edges']} dependencies"
-        )
+
+
+def _show(found: dict[str, Any]) -> None:
+    out = console()
+    out.print(
+        f"{found['output']}: {found['step']} of {found['model']}, {found['launches']} launches, "
+        f"{found['views']} views, {found['buffers']} buffers, {found['edges']} dependencies",
+        markup=False,
+    )
+    kinds = ", ".join(f"{n} {kind}" for kind, n in found["kinds"].items() if n)
+    sizes = f"weights {found['weight_bytes'] / 1e9:.3g} GB, state {found['state_bytes'] / 1e6:.3g} MB"
+    out.print(f"buffers: {kinds}; {sizes}", markup=False)
+    if found["undeclared_aliases"]:
+        named = ", ".join(f"{name} ({n} times)" for name, n in found["undeclared_aliases"].items())
+        out.print(f"aliases that no schema declares: {named}", markup=False)
 
 
 def _bytes(trace: Trace, kind: BufferKind) -> int:

@@ -8,7 +8,8 @@ thread, the trace's launches are replayed
     that it kept in order is turned round; and one edge of the reduced graph at a time is turned round. These
     must come out different, or the check above could not fail.
 `differed` counts orders with other outputs or state, `damaged` also those that only leave other bytes in
-memory. PLACE
+memory. A class is `necessary` if some order without it did either; `implied` if the other classes already
+keep all its pairs in order, so that none can be turned round; `absent` if no pair has it.
 """
 
 import time
@@ -31,7 +32,7 @@ def verify(
     orders: Annotated[
         int, typer.Option(help="Orders to try: legal ones, and broken ones of each class.")
     ] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the orders and of the request.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the orders.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Prove a trace's dependencies by running: legal orders agree bit for bit, broken ones do not."""

@@ -19,6 +19,8 @@ SCALE = torch.full((4,), 3.0)
 class Counter(torch.nn.Module):
     """Counts its calls in a buffer."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.fc = torch.nn.Linear(4, 4)
@@ -80,7 +82,7 @@ def test_modules_are_found_wherever_they_are(how: str) -> None:
     found: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "module": (module, (x,), ""),
         "method": (module.forward, (x,), ""),
-        "closure": (lambda x: module(x), (x,), "module."),
+        "closure": (lambda x: module(x) + 1, (x,), "module."),
         "partial": (functools.partial(call, module), (x,), "0."),
         "argument": (call, (module, x), "m."),
     }
@@ -194,7 +196,7 @@ def test_replacing_a_buffer_is_refused_by_name() -> None:
     class Replaces(Counter):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls = self.calls + 1
-            return self.fc(x)
+            return torch.relu(self.fc(x))
 
     module = Replaces()
     with pytest.raises(CaptureError, match=r"another tensor in the place of 'calls'.*in place"):

@@ -191,3 +191,38 @@ def test_every_kernel_of_a_module_is_reported() -> None:
     two = make_module(pointers(0).replace("k_param", "second_param"), name="second").removeprefix(HEAD)
 
     assert ["first", "second"] == [r.name for r in analyze_ptx(one + two)]
+
+
+def test_call_through_a_register_with_listed_targets_is_followed() -> None:
+    """`.calltargets` names all functions that may be called; each is looked at."""
+    functions = (
+        ".func put (.param .b64 a) { .reg .b64 %rd<2>; ld.param.u64 %rd1, [a]; st.u32 [%rd1], 1; ret; }\n"
+        ".func get (.param .b64 a) { .reg .b64 %rd<2>; .reg .b32 %r<2>; ld.param.u64 %rd1, [a]; "
+        "ld.u32 %r1, [%rd1]; ret; }\n"
+    )
+    body = """{ .param .b64 p0; st.param.b64 [p0+0], %rd1;
+    Targets: .calltargets put, get;
+    call %rd9, (p0), Targets; }"""
+
+    assert {0: "rw"} == flags(analyze(pointers(0, generic=True) + body, before=functions))
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "tcgen05.wait::ld.sync.aligned;",
+        "fence.proxy.async.shared::cta;",
+        "griddepcontrol.wait;",
+        "bar.sync 0;",
+    ],
+)
+def test_synchronization_touches_no_memory(instruction: str) -> None:
+    """Barriers, fences and waits are known and harmless."""
+    assert not why(instruction)
+
+
+def test_pointer_from_memory_nobody_stored_to_stops() -> None:
+    """What is read from local memory that was never written may be anything."""
+    body = ".local .align 8 .b8 depot[8]; ld.local.u64 %rd5, [depot]; st.global.u32 [%rd5], %r1;"
+
+    assert why(body)

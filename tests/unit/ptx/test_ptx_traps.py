@@ -300,3 +300,30 @@ def test_null_alternative_is_no_access() -> None:
 
     assert report.movable
     assert {0: "w"} == flags(report)
+
+
+def test_struct_copied_to_local_memory_in_a_loop_keeps_its_fields() -> None:
+    """A loop that copies a struct word by word leaves each field where it was."""
+    report = analyze(
+        """.local .align 8 .b8 depot[64]; mov.u64 %rd1, depot; mov.b64 %rd2, k_param_0; mov.u32 %r1, 0;
+        $L: ld.param.v2.u32 {%r4, %r5}, [%rd2]; st.local.v2.u32 [%rd1], {%r4, %r5};
+        add.s64 %rd1, %rd1, 8; add.s64 %rd2, %rd2, 8; add.s32 %r1, %r1, 1;
+        setp.lt.u32 %p1, %r1, 8; @%p1 bra $L;
+        mov.u64 %rd5, depot; ld.local.u64 %rd6, [%rd5+16]; st.f32 [%rd6], %f1;""",
+        "b8[64]",
+    )
+
+    assert report.movable
+    assert {(0, 16): "w"} == flags(report)
+
+
+def test_difference_hidden_in_a_selection_is_looked_into() -> None:
+    """`p + (q - p)` is an address in q, whichever of two pointers p was."""
+    report = analyze(
+        pointers(0, 1, 2, generic=True)
+        + """ld.global.f32 %f1, [%rd1]; ld.global.f32 %f1, [%rd2]; selp.b64 %rd5, %rd1, %rd2, %p1;
+        sub.s64 %rd6, %rd3, %rd5; add.s64 %rd7, %rd5, %rd6; st.global.f32 [%rd7], %f1;"""
+    )
+
+    assert report.access(2) is not None
+    assert "w" in flags(report)[2]

@@ -124,7 +124,6 @@ class BodyReader:
         self.pending_label = ""
         for param in (*head.params, *head.returns):
             self.scope.renames[param.name] = param.name
-        # `.func` parameters may be registers (old ABI).
         self.ops: dict[str, Op] = {}
 
     def read(self, at: int) -> tuple[Function, int]:

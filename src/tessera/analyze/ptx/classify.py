@@ -10,11 +10,12 @@ is. Candidates of the same rank are all reported, which is sound and costs preci
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.analyze.ptx.poly import Poly
+from tessera.analyze.ptx.poly import Poly, add, scale
 from tessera.analyze.ptx.ranges import within
 from tessera.analyze.ptx.values import Atoms
 
 _NEAR_NULL = 1 << 40
+_MAX_EXPANSIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,17 @@ class Classifier:
             return 2 if item[1] in self.declared or original in self.sole else 3
         return 3
 
-    def targets(self, poly: Poly) -> list[Target]:
+    def targets(self, poly: Poly, depth: int = 0) -> list[Target]:
         """Every buffer the address may be in."""
+        chosen = self._choice(poly) if depth < _MAX_EXPANSIONS else None
+        if chosen is not None:
+            mono, alternatives = chosen
+            coeff = poly[mono]
+            rest = {m: c for m, c in poly.items() if m != mono}
+            found: list[Target] = []
+            for one in alternatives:
+                found += self.targets(add(rest, scale(dict(one), coeff)), depth + 1)
+            return found
         base = self.atoms.base_of(poly)
         if not base:
             return [self._baseless(poly)]
@@ -74,12 +84,32 @@ class Classifier:
             out += self._expand(number, rest)
         return out
 
+    def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
+        """An addend that is one of several sums with pointers in them: each has to be looked at."""
+        for mono, coeff in poly.items():
+            if len(mono) == 1 and coeff in (1, -1):
+                atom = self.atoms.atoms[mono[0]]
+                if atom.taint and atom.item[:2] == ("op", "any"):
+                    return mono, list(atom.item[4:])
+        return None
+
+    def _hides_pointers(self, poly: Poly) -> bool:
+        """Whether an addend is one of several values, nobody knows which, with pointers in them."""
+        for mono, coeff in poly.items():
+            if len(mono) == 1 and coeff in (1, -1):
+                atom = self.atoms.atoms[mono[0]]
+                if atom.taint and self.item(mono[0])[0] in ("opaque", "op") and self._is_joined(mono[0]):
+                    return True
+        return False
+
     def _likely(self, poly: Poly, base: frozenset[int]) -> list[int]:
         """The candidates of the best rank, after differences of pointers are taken out.
 
         In `p + b - a` a candidate of the rank of `a` is what `a` is subtracted from, unless there are
         more of them than are subtracted: then any may be the base.
         """
+        if self._hides_pointers(poly):
+            return sorted(base)
         plus: dict[int, list[int]] = {}
         for number in sorted(base):
             plus.setdefault(self._rank(number), []).append(number)

@@ -328,6 +328,3 @@ def stride_of(rest: Poly) -> int:
         if mono:
             step = gcd(step, coeff)
     return step or 1
-
-
-__all__ = ["LoadRules"]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from tessera.analyze.ptx.body import BodyReader
-from tessera.analyze.ptx.declarations import Words, param_offsets, read_params, read_variables, read_words
+from tessera.analyze.ptx.declarations import param_offsets, read_params, read_variables, read_words
 from tessera.analyze.ptx.lexer import NAME, TOP, Source
 from tessera.analyze.ptx.operands import parse_int
 from tessera.analyze.ptx.syntax import Function, Module, Param, Variable
@@ -136,6 +136,3 @@ class _ModuleReader:
             attributes[match[1]] = tuple(n for n in numbers if n is not None)
             at = match.end()
         return attributes, self.source.skip_space(at)
-
-
-__all__ = ["Words", "parse"]

@@ -94,7 +94,7 @@ def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None
 
 
 def _optional(info: OpInfo, operand: int) -> bool:
-    """Barrier operations have forms without a result or without their last address."""
-    return (info.op.name in ("mbarrier", "st", "red", "clusterlaunchcontrol") and operand > 0) or (
-        info.op.name == "mbarrier" or info.op.text.startswith("cp.async.mbarrier")
-    )
+    """Barrier operations have forms without a result, and copies forms without their last address."""
+    if info.op.name == "mbarrier" or info.op.text.startswith("cp.async.mbarrier"):
+        return True
+    return operand > 0 and info.op.name in ("st", "red", "clusterlaunchcontrol")

@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from collections import OrderedDict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from tessera.analyze.ptx.report import (
     analyze_ptx,
 )
 
-# Part of every key: raise it when results change.
-VERSION = 1
 _MAX_KEPT = 512
 _kept: OrderedDict[str, tuple[KernelReport, ...]] = OrderedDict()
 
@@ -32,7 +31,16 @@ _kept: OrderedDict[str, tuple[KernelReport, ...]] = OrderedDict()
 def key_of(text: str | bytes) -> str:
     """The name under which a text's reports are kept."""
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    return f"{hashlib.sha256(data).hexdigest()}-{VERSION}"
+    return f"{hashlib.sha256(data).hexdigest()}-{_code_digest()}"
+
+
+@cache
+def _code_digest() -> str:
+    """Names the analyzer's own code: what another version of it found is not trusted."""
+    found = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def reports_for(
@@ -65,7 +73,7 @@ def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump({"version": VERSION, "kernels": [_plain(r) for r in reports]}, out)
+            json.dump({"kernels": [_plain(r) for r in reports]}, out)
         os.replace(name, path)
     except OSError:
         return  # a cache that cannot be written is no reason to fail
@@ -74,8 +82,6 @@ def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
 def _read(path: Path) -> tuple[KernelReport, ...] | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["version"] != VERSION:
-            return None
         return tuple(_kernel(k) for k in data["kernels"])
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None

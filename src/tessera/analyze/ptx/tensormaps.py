@@ -11,7 +11,6 @@ edit before it, provided that outside loops some thread surely makes that edit (
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from tessera.analyze.ptx.classify import Classifier, Target
 from tessera.analyze.ptx.conditions import Condition, Conditions, Path
@@ -191,6 +190,3 @@ def _plain(target: Target) -> Target:
 
 def _value(node: "Node | Value") -> Value:
     return node.value if isinstance(node, Node) else node
-
-
-__all__: list[Any] = ["TensorMaps"]

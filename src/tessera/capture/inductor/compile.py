@@ -7,8 +7,10 @@ a context around the innermost callable, the one that launches.
 
 Settings that differ from Inductor's own: the static launcher is off (it drops the PTX), caches are off (a
 cached kernel may have been made with other settings), and no memory is used twice (`allow_buffer_reuse`,
-`inplace_buffers`), which would tie launches together that have nothing to do with one another. Attention
-becomes the operator that every GPU of an unlike set can run, as in the torch front end.
+`inplace_buffers`), which would tie launches together that have nothing to do with one another.
+
+Attention becomes the operator that every GPU of an unlike set can run, as in the torch front end, unless
+`portable` is False: then it is the one torch prefers on this GPU, which may be faster and run nowhere else.
 """
 
 import contextlib
@@ -95,7 +97,12 @@ def _has(config: Any, name: str) -> bool:
 
 
 def compile_step(
-    workload: Workload, weights: Tensors, inputs: Tensors, state: Tensors, **changes: Any
+    workload: Workload,
+    weights: Tensors,
+    inputs: Tensors,
+    state: Tensors,
+    portable: bool = True,
+    **changes: Any,
 ) -> Code:
     """Compiles a step for the shapes, types and device of its inputs, state and weights."""
     from torch._functorch import config as functorch_config
@@ -112,7 +119,7 @@ def compile_step(
 
     with torch.no_grad(), inductor_config(**changes), functorch_config.patch(enable_autograd_cache=False):
         step = _flat_step(workload, names, outputs)
-        with TargetAttention():
+        with TargetAttention() if portable else contextlib.nullcontext():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
         call = compile_fx(graph, flat, inner_compile=inner)
     if len(made) != 1 or not hasattr(made[0], "current_callable"):

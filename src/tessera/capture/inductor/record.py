@@ -50,16 +50,20 @@ def on_device(workload: Workload, device: str) -> Workload:
     )
 
 
-def record_inductor(workload: Workload, accesses_of: AccessesOf | None = None, **changes: Any) -> Recording:
+def record_inductor(
+    workload: Workload, accesses_of: AccessesOf | None = None, portable: bool = True, **changes: Any
+) -> Recording:
     """Compiles the step, runs it on its device and returns what was launched, verified.
 
-    `changes` are settings of Inductor that differ from `compile.CONFIG`.
+    `portable`: attention that runs on every GPU, else what torch prefers on this one. `changes`: settings
+    of Inductor that differ from `compile.CONFIG`.
     """
     inputs = workload.make_inputs(0)
     if not all(t.is_cuda for t in inputs.values()):
         raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
-    code = compile_step(workload, workload.weights(), inputs, workload.make_state(0), **changes)
-    code.run(workload.weights(), inputs, workload.make_state(0))
+    state = workload.make_state(0)
+    code = compile_step(workload, workload.weights(), inputs, state, portable, **changes)
+    code.run(workload.weights(), inputs, state)
     given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
     return record_code(workload.step, code, given, accesses_of)
 

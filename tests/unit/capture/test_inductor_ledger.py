@@ -1,0 +1,106 @@
+"""The ledger and the operators that compiled code dispatches."""
+
+import pytest
+import torch
+
+from tessera.capture.inductor import Ledger
+from tessera.capture.inductor.extern import ExternCalls
+from tessera.capture.inductor.ledger import whole_buffers
+from tessera.errors import CaptureError
+from tessera.ir import BufferKind, Kernel, Launch, Origin, Step
+
+STEP = Step("made", "decode", 1, 1)
+
+
+def test_an_allocation_is_a_buffer_and_no_launch() -> None:
+    """Memory that nobody has written holds nothing."""
+    ledger = Ledger()
+    with ExternCalls(ledger):
+        torch.empty_strided((4,), (1,))
+
+    assert [] == ledger.launches
+    assert {0} == ledger.empty
+
+
+def test_an_out_argument_is_overwritten() -> None:
+    """mm(out=) reads its factors and only writes its result."""
+    ledger, a, out = Ledger(), torch.ones(4, 4), torch.empty(4, 4)
+    ledger.declare(BufferKind.INPUT, {"a": a})
+    with ExternCalls(ledger):
+        torch.mm(a, a, out=out)
+    (launch,) = ledger.launches
+
+    assert [(0, True, False), (0, True, False), (1, False, True)] == [
+        (x.buffer, x.read, x.write) for x in launch.accesses
+    ]
+    assert set() == ledger.empty
+
+
+def test_a_view_is_no_launch() -> None:
+    """Slicing moves no bytes."""
+    ledger, a = Ledger(), torch.ones(4, 4)
+    ledger.declare(BufferKind.INPUT, {"a": a})
+    with ExternCalls(ledger):
+        _ = a[1:]
+
+    assert [] == ledger.launches
+
+
+def test_reading_a_value_on_the_host_is_refused() -> None:
+    """What runs would depend on it."""
+    with pytest.raises(CaptureError, match="on the host"), ExternCalls(Ledger()):
+        torch.ones(1).item()
+
+
+def test_drawing_random_numbers_is_refused() -> None:
+    """No placement may change their order."""
+    with pytest.raises(CaptureError, match="random"), ExternCalls(Ledger()):
+        torch.rand(3)
+
+
+def test_two_names_for_one_memory_are_refused() -> None:
+    """A weight that is also an input could not be placed."""
+    ledger, a = Ledger(), torch.ones(4)
+    ledger.declare(BufferKind.WEIGHT, {"a": a})
+
+    with pytest.raises(CaptureError, match="shares its memory"):
+        ledger.declare(BufferKind.INPUT, {"b": a[1:]})
+
+
+def test_a_large_tensor_nobody_declared_is_refused() -> None:
+    """It is no constant that a trace could carry."""
+    with pytest.raises(CaptureError, match="register_buffer"):
+        Ledger().declare_constant(torch.zeros(1 << 20))
+
+
+def test_an_output_nobody_made_is_refused() -> None:
+    """A step returns results of its launches."""
+    with pytest.raises(CaptureError, match="no launch made"):
+        Ledger().trace(STEP, {"y": torch.ones(1)})
+
+
+def test_scope_is_the_module_of_a_weight_of_its_own() -> None:
+    """A weight that several launches read says nothing; a launch without one follows the one before."""
+    ledger = Ledger()
+    tables, own, x = torch.ones(4), torch.ones(4), torch.ones(4)
+    ledger.declare(BufferKind.WEIGHT, {"rotary.table": tables, "layers.0.up.weight": own})
+    ledger.declare(BufferKind.INPUT, {"x": x})
+    with ExternCalls(ledger):
+        a = torch.add(x, own)
+        b = torch.mul(a, tables)
+        c = torch.sub(b, tables)
+    trace = ledger.trace(STEP, {"c": c})
+
+    assert ["layers.0.up"] * 3 == [launch.scope for launch in trace.launches]
+
+
+def test_an_unproved_launch_may_write_all_but_weights() -> None:
+    """Weights are written only where the compiler says so."""
+    ledger, weight, x = Ledger(), torch.ones(4), torch.ones(4)
+    ledger.declare(BufferKind.WEIGHT, {"w": weight})
+    ledger.declare(BufferKind.INPUT, {"x": x})
+    number = ledger.kernel(Kernel("k", Origin.TRITON))
+    launch = Launch(number, (ledger.arg(weight), ledger.arg(x[2:]), 3), (), (), ())
+    found = whole_buffers(launch, ledger.buffers, frozenset())
+
+    assert [(0, 16, False), (1, 16, True)] == [(a.buffer, a.region.num_bytes, a.write) for a in found]

@@ -1,0 +1,143 @@
+"""Inductor's launches recorded without a GPU: complete, proved, and right when they are run."""
+
+import functools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from inductor_factory import Cpu, random_order, trace, workload
+from tessera.analyze import build_graph
+from tessera.analyze.accesses import triton_accesses
+from tessera.capture import build
+from tessera.capture.inductor import record_inductor, record_inductor_offline
+from tessera.errors import CaptureError
+from tessera.ir import BufferKind, Hazard, Origin, Step, Trace, load, save
+
+
+@functools.cache
+def program_order() -> tuple[dict[str, torch.Tensor], Cpu]:
+    """The trace run on the CPU as recorded."""
+    cpu = Cpu(trace())
+    return cpu.run(range(len(trace().launches))), cpu
+
+
+def triton_launches() -> list[int]:
+    """Launches with PTX."""
+    return [i for i in range(len(trace().launches)) if trace().kernel_of(i).origin is Origin.TRITON]
+
+
+def test_the_step_is_triton_kernels_and_library_calls() -> None:
+    """Fused kernels with PTX, grid and block; matrix products as operators."""
+    names = {k.name for k in trace().kernels}
+
+    assert len(triton_launches()) >= 2
+    assert all(".entry" in trace().kernel_of(i).ptx for i in triton_launches())
+    assert all(trace().launches[i].grid and trace().launches[i].block for i in triton_launches())
+    assert any(name.startswith(("aten.mm", "aten.addmm", "aten.bmm")) for name in names)
+
+
+def test_running_the_launches_gives_what_the_program_gives() -> None:
+    """PTX compiled for a GPU that is not there, run in the interpreter, agrees with eager torch."""
+    found, _ = program_order()
+    state = workload().make_state(0)
+    wanted = workload().run(workload().make_inputs(0), state)
+
+    assert torch.allclose(wanted["scores"], found["scores"], atol=1e-5)
+    remembered = found["seen"].view(torch.float32).view(state["seen"].shape)
+    assert torch.allclose(state["seen"], remembered, atol=1e-5)
+
+
+def test_proved_accesses_cover_the_bytes_really_touched() -> None:
+    """Of every Triton launch and buffer, read and written."""
+    _, cpu = program_order()
+    for index in triton_launches():
+        for buffer, touched in cpu.touched[index].items():
+            for mask, flag in ((touched.read, "read"), (touched.write, "write")):
+                covered = np.zeros(mask.shape, bool)
+                for access in trace().launches[index].accesses:
+                    if access.buffer == buffer and getattr(access, flag):
+                        covered[access.region.start : access.region.stop] = True
+                assert not (mask & ~covered).any(), (index, buffer, flag)
+
+
+def test_nothing_is_immovable() -> None:
+    """Every kernel of the step is proved."""
+    assert [] == [x.immovable for x in trace().launches if x.immovable]
+
+
+def test_any_order_that_respects_the_graph_gives_the_same_bits() -> None:
+    """Dependencies found in PTX and schemas are enough."""
+    wanted, _ = program_order()
+    graph, rng = build_graph(trace()), random.Random(0)
+    for _ in range(5):
+        found = Cpu(trace()).run(random_order(graph, rng))
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_an_order_that_ignores_true_dependencies_does_not() -> None:
+    """The check above can fail."""
+    wanted, _ = program_order()
+    graph, rng = build_graph(trace()), random.Random(0)
+    results = [Cpu(trace()).run(random_order(graph, rng, Hazard.RAW)) for _ in range(3)]
+
+    assert not all(torch.equal(wanted[name], found[name]) for found in results for name in wanted)
+
+
+def test_state_is_written_in_place() -> None:
+    """The row that is remembered goes into the state's own memory."""
+    (state,) = trace().buffers_of(BufferKind.STATE)
+
+    assert any(a.buffer == state and a.write for x in trace().launches for a in x.accesses)
+
+
+def test_a_launch_belongs_to_the_module_of_its_own_weight() -> None:
+    """The last matrix product is the output layer's."""
+    assert "out" in {x.scope for x in trace().launches}
+
+
+def test_the_trace_survives_its_file(tmp_path: Path) -> None:
+    """PTX, source, signature and constants are all there after loading."""
+    save(trace(), tmp_path / "t.trace")
+
+    assert trace() == load(Trace, tmp_path / "t.trace")
+
+
+def test_what_is_not_analyzed_is_immovable_and_may_touch_everything() -> None:
+    """Without a proof a launch stays where it is, with the reason."""
+    made = record_inductor_offline(workload())
+    launches = [x for x in made.launches if made.kernels[x.kernel].origin is Origin.TRITON]
+
+    assert all("not analyzed" in x.immovable for x in launches)
+    accesses = [a for x in launches for a in x.accesses]
+    assert all(a.read and a.region.num_bytes == made.buffers[a.buffer].size_bytes for a in accesses)
+
+
+def test_the_make_believe_ends() -> None:
+    """After a recording torch and Triton know of no GPU that is not there."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    trace()
+
+    assert "tessera" not in CachingAutotuner.run.__module__
+    assert "tessera" not in torch.cuda.set_device.__module__
+
+
+def test_a_step_that_is_not_on_a_gpu_is_refused() -> None:
+    """The recording on a GPU says what to do."""
+    with pytest.raises(CaptureError, match="on_device"):
+        record_inductor(workload())
+
+
+def test_the_tiny_llama_is_proved_and_has_fewer_launches_than_eager() -> None:
+    """A decode layer is a handful of fused kernels, its matrix products and one attention call."""
+    made = record_inductor_offline(build(Step("tiny-llama", "decode", 2, 16)), triton_accesses)
+    attention = [i for i in range(len(made.launches)) if "attention" in made.kernel_of(i).name]
+
+    assert 4 == len(attention)
+    assert len(made.launches) <= 4 * 18
+    assert [] == [x.immovable for x in made.launches if x.immovable]
