@@ -18,8 +18,8 @@ test: $(READY) ## run every test that needs no GPU
 	$(BIN)/python -m pytest
 
 check: $(READY) ## lint, types and import contracts
-	$(BIN)/ruff check src tests benchmarks scripts corpus
-	$(BIN)/ruff format --check src tests benchmarks scripts corpus
+	$(BIN)/ruff check src tests benchmarks scripts examples corpus
+	$(BIN)/ruff format --check src tests benchmarks scripts examples corpus
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -6,6 +6,7 @@ Made-up traces, each with about as many launches as asked for:
   layers   a decoder: weights, activations, residuals, in-place updates, state, a mask that everybody reads
   slices   one cache filled by as many disjoint rows as there are launches, read as a whole now and then
   columns  the same with columns, whose byte ranges interleave
+  loop     a row written and all rows read in turn, each read before the next write
   readers  one buffer written a few times and read by all others
 Traces given by name (from `tessera capture`) are measured beside them. `growth` is the time per launch
 against the smallest size of the same shape: 1.0 is linear. `MB` is the peak of memory while building.
@@ -127,6 +128,17 @@ def cache_of(num: int, part: Callable[[int], ir.Region]) -> ir.Trace:
     return made.trace()
 
 
+def loop(num: int) -> ir.Trace:
+    """Token after token: write the next row of one cache, read all of it, go on with what was read."""
+    made = Made(size_bytes=num * 128)
+    cache, whole = made.buffer(ir.BufferKind.STATE), ir.Region(0, num * 128)
+    last = made.launch([])
+    for i in range(num // 2):
+        made.launch([(cache, ir.Region(i * 256, 256), "w"), (last, whole, "r")], None)
+        last = made.launch([(cache, whole, "r")])
+    return made.trace()
+
+
 def readers(num: int) -> ir.Trace:
     """One table rewritten ten times, read by everybody in between."""
     made = Made()
@@ -177,6 +189,7 @@ SHAPES: dict[str, Callable[[int], ir.Trace]] = {
     "layers": layers,
     "slices": slices,
     "columns": columns,
+    "loop": loop,
     "readers": readers,
 }
 
@@ -184,7 +197,7 @@ SHAPES: dict[str, Callable[[int], ir.Trace]] = {
 def print_json(rows: list[Row]) -> None:
     """For machines."""
     large = [r for r in rows if r.launches >= LIMIT_LAUNCHES]
-    within = all(r.seconds * LIMIT_LAUNCHES / r.launches <= LIMIT_S for r in large)
+    within = all(r.seconds * LIMIT_LAUNCHES / r.launches <= LIMIT_S for r in large) if large else None
     print(json.dumps({"rows": [asdict(r) for r in rows], "limit_s": LIMIT_S, "within": within}, indent=2))
 
 

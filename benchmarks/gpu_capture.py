@@ -66,14 +66,14 @@ class Case:
 
 CASES = (
     Case("llama-3-8b", "decode", 32, 2048),
-    Case("gpt-oss-20b", "decode", 32, 2048),
     Case("mamba-codestral-7b", "decode", 32, 2048),
+    Case("gpt-oss-20b", "decode", 32, 2048),
     Case("qwen2.5-vl-7b", "decode", 32, 2048),
     Case("sd3.5-medium", "denoise", 1, 4096),
     Case("llama-3-8b", "prefill", 2, 1024),
-    Case("gpt-oss-20b", "prefill", 2, 1024),
     Case("qwen2.5-vl-7b", "prefill", 2, 1024),
     Case("mamba-codestral-7b", "prefill", 1, 512),
+    Case("gpt-oss-20b", "prefill", 2, 1024),
     Case("llama-3-8b", "decode", 32, 2048, portable=True),
 )
 
@@ -298,7 +298,7 @@ def table(rows: list[dict[str, Any]], about: Mapping[str, str], command: str) ->
         "",
         "The compiled model and the replays run as CUDA graphs, timed in turn; times are medians. "
         "'equal': outputs and state have the bits of the compiled model's. 'torch.compile' is the same step "
-        "compiled through Dynamo with torch's own settings, in brackets whether its outputs have the same bits.",
+        "compiled through Dynamo with torch's own settings, in brackets whether it has the same bits.",
         "",
         "| step | batch x context | launches (Triton) | immovable | capture s | compiled us "
         "| replay / compiled | equal | from PTX / compiled | equal | torch.compile / compiled |",
@@ -356,7 +356,7 @@ def main() -> None:
         sys.exit("this benchmark needs a CUDA device")
     options.out.mkdir(parents=True, exist_ok=True)
     began, about, rows = time.monotonic(), machine(), []
-    command = f"python benchmarks/gpu_capture.py --out {options.out.name} --name {options.name}"
+    command = f"python benchmarks/gpu_capture.py --out DIR --name {options.name}"
     for case in CASES:
         if options.only in case.name:
             rows.append(run_case(case, options.layers, began, not options.no_compare))

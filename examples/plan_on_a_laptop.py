@@ -19,7 +19,7 @@ PROMPT, NEW_TOKENS = 64, 32
 
 def judge(plan: Plan) -> float:
     """Requests per second of a candidate with its slots in flight, on a virtual clock."""
-    return throughput_per_s(simulate(plan, 24, is_detailed=False), plan.slots)
+    return throughput_per_s(simulate(plan, 24, is_detailed=False))
 
 
 def main() -> None:

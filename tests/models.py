@@ -5,7 +5,7 @@ import random
 
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record
-from tessera.cli.flow import make_unit
+from tessera.flow import make_unit
 from tessera.ir import Graph, Step, Trace, WorkUnit
 
 PROMPT, TOKENS = 8, 4

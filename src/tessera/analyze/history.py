@@ -72,8 +72,8 @@ class Shelves:
         if span is None:
             return None
         shelves = self.writes if is_write else self.reads
-        wide = self.wide_writes if is_write else self.wide_reads
-        return [wide, *(shelves[number] for number in span if number in shelves)]
+        filed = [shelves[number] for number in span if number in shelves]
+        return [self.wide_writes if is_write else self.wide_reads, *filed]
 
 
 def fold(region: Region, row_bytes: int) -> tuple[int, int]:
@@ -121,7 +121,8 @@ class History:
         """Forgets what a write covers, its own launch's accesses aside; returns the launches forgotten."""
         gone = []
         stop = region.stop
-        for seen in (s for w in (True, False) for listed in self.lists(region, w) for s in listed):
+        lists = [listed for is_write in (True, False) for listed in self._coverable(region, is_write)]
+        for seen in (s for listed in lists for s in listed):
             inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
             if inside and seen.launch != by and region.covers(seen.region):
                 seen.is_past = True
@@ -130,6 +131,11 @@ class History:
         if gone and (not self._shelves or self._num_past > FEW + (len(self._writes) + len(self._reads)) // 2):
             self._compact()
         return gone
+
+    def _coverable(self, region: Region, is_write: bool) -> list[list[Seen]]:
+        """Like `lists`, less what is wide where the region is not: nobody covers more than itself."""
+        lists = self.lists(region, is_write)
+        return lists[1:] if self._shelves and self._shelves.span(region) is not None else lists
 
     def launches(self) -> list[int]:
         """Launches still named, once for each entry."""

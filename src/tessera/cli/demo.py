@@ -20,8 +20,8 @@ from tessera.errors import TesseraError
 from tessera.ir import Clock, Objective, Plan, Step, Timeline, save
 
 if TYPE_CHECKING:
-    from tessera.cli.flow import Undivided, UnitRequest
     from tessera.execute import RunResult
+    from tessera.flow import Undivided, UnitRequest
 
 MODEL = "tiny-llama"
 PROMPTS = (
@@ -81,7 +81,7 @@ def _run(
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.capture.text import prompt_inputs
-    from tessera.cli.flow import UnitRequest, make_plan, make_unit, price, run_undivided
+    from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
     from tessera.profile import make_cluster, parse_devices
 
     cluster = make_cluster(parse_devices(devices), link)
@@ -121,8 +121,8 @@ def _run_policy(
     reference: "list[Undivided]",
     advance: Callable[[str], None],
 ) -> Policy:
-    from tessera.cli.flow import same_bits
     from tessera.execute import Engine
+    from tessera.flow import same_bits
 
     with Engine(plan, requests[0].workloads[0].weights()) as engine:
         what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"

@@ -36,7 +36,7 @@ def plan(
     goal = _objective(objective)
     loaded = [load(Trace, path) for path in traces]
     with progress("building graphs", 3) as advance:
-        from tessera.cli.flow import make_plan, make_unit
+        from tessera.flow import make_plan, make_unit
 
         unit = make_unit(loaded, _counts(counts))
         advance("pricing")
@@ -75,7 +75,7 @@ def _prices(
     unit: WorkUnit, files: list[Path], devices: str | None, link: str
 ) -> tuple[Cluster, tuple[Costs, ...]]:
     """Costs from the files given, or made from the best source present."""
-    from tessera.cli.flow import price
+    from tessera.flow import price
     from tessera.profile import make_cluster, parse_devices
 
     if files and devices:

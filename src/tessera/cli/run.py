@@ -28,8 +28,8 @@ def run(
     _check_devices(loaded, devices, str(plan))
     started = time.perf_counter()
     with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
-        from tessera.cli.flow import UnitRequest, run_undivided, workloads_of
         from tessera.execute import Engine
+        from tessera.flow import UnitRequest, run_undivided, workloads_of
         from tessera.report import write_perfetto
 
         workloads = workloads_of(loaded.unit)
@@ -77,7 +77,7 @@ def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
 
 
 def _equal(reference: Any, result: Any) -> bool:
-    from tessera.cli.flow import same_bits
+    from tessera.flow import same_bits
 
     outputs = len(reference.outputs) == len(result.outputs) and all(
         same_bits(one[name], other[name])

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from tessera.analyze import build_graph
+from tessera import flow
 from tessera.capture import record
 from tessera.capture.blocks import storage_key
 from tessera.capture.call import Function, Given
@@ -44,15 +44,10 @@ from tessera.compile.options import Options
 from tessera.compile.workers import MAX_ENGINES, Call, Workers, close_all
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
 from tessera.execute import RunResult
-from tessera.ir import Cluster, Objective, Plan, Trace, WorkUnit, verify
-from tessera.plan import PlanConfig, solve
-from tessera.profile import estimate
-from tessera.simulate import simulate, throughput_per_s
+from tessera.ir import Cluster, Objective, Plan, Trace
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
 
-# As in the planner's own tests of candidates: enough rounds that the middle of a simulated run is steady.
-SAMPLE_ROUNDS = 5
 # Operators that a worker is sure to have; others are registered by code that it does not import.
 TORCH_OPERATORS = ("aten.", "prims.")
 
@@ -162,14 +157,10 @@ def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") ->
 
 def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
     """The plan of one step that is called over and over."""
-    unit = WorkUnit((build_graph(trace),), (1,))
-    verify(unit)
-    config = PlanConfig(Objective(options.objective), options.slots, options.policy)
-    return solve(unit, (estimate(trace, cluster.devices),), cluster, config, _simulated_per_s)
-
-
-def _simulated_per_s(plan: Plan) -> float:
-    return throughput_per_s(simulate(plan, SAMPLE_ROUNDS * max(4, plan.slots), is_detailed=False))
+    unit = flow.make_unit([trace], [1])
+    costs = flow.price(unit, cluster)
+    objective = Objective(options.objective)
+    return flow.make_plan(unit, costs, cluster, objective, options.slots, options.policy)
 
 
 class Session:

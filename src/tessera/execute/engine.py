@@ -29,7 +29,7 @@ from tessera.execute.lower import lower
 from tessera.execute.packing import Packed, pack_all, unpack_all
 from tessera.execute.schedule import LaneTable
 from tessera.execute.transport import Wire, slot_bytes
-from tessera.ir import Clock, Plan, Program, Span, Timeline
+from tessera.ir import Clock, Plan, Program, Run, Span, Timeline
 
 # A worker that was told to leave has this long before it is ended.
 STOP_TIMEOUT_S = 5.0
@@ -299,7 +299,7 @@ class Engine:
 
 def _computes(program: Program) -> bool:
     """False for a program that only moves state."""
-    return bool(program.outputs)
+    return any(isinstance(i, Run) for column in program.instructions for i in column)
 
 
 def _participants(program: Program, is_first: bool) -> list[int]:
