@@ -4,7 +4,7 @@ Launches are compared in order: kernel, plain arguments, shapes, dtypes, strides
 and accesses, buffers being matched by who makes them. The differences that devices bring about are known:
 
   attention   the CPU runs `_scaled_dot_product_flash_attention_for_cpu` where a GPU runs flash or efficient
-              attention, whose arguments and further results differ; queries, keys, values and the result agree
+              attention, whose other arguments and results differ; queries, keys, values and result agree
   layout      a CPU lays attention's result out as its queries, a GPU position by position: one of the two
               may have to copy it afterwards (one `clone`)
   histogram   `histc` takes integers on a GPU and floats on the CPU: its input is converted to one or the
@@ -75,7 +75,11 @@ class _Walk:
 
     def _copies_attention(self, trace: Trace, index: int, names: dict[int, str]) -> bool:
         source, made = trace.launches[index].args[0], trace.launches[index].outputs[0]
-        if not isinstance(source, View) or made is None or not names.get(source.buffer, "").startswith("attention"):
+        if (
+            not isinstance(source, View)
+            or made is None
+            or not names.get(source.buffer, "").startswith("attention")
+        ):
             return False
         names[made.buffer] = names[source.buffer]
         self.explained.append(f"layout: launch {index} copies attention's result on one device only")
@@ -94,7 +98,9 @@ class _Walk:
         elif is_histogram:
             self.explained.append(f"histogram: launch {i} ({mine}) has another type")
         else:
-            self._compare(i, j, self._said(self.real, a, self.real_names), self._said(self.fake, b, self.fake_names))
+            self._compare(
+                i, j, self._said(self.real, a, self.real_names), self._said(self.fake, b, self.fake_names)
+            )
         kind = "attention" if is_attention else "histogram" if is_histogram else "launch"
         for x, y in zip(a.outputs, b.outputs, strict=False):
             if x is not None and y is not None:

@@ -59,4 +59,6 @@ def _registry() -> "ctypes.Array[ctypes.c_void_p]":
     try:
         return (ctypes.c_void_p * (_CUDA + 1)).in_dll(ctypes.CDLL(str(library)), _REGISTRY)
     except (OSError, ValueError) as error:
-        raise CaptureError("this torch was built without CUDA and hides its device guards", _REMEDY) from error
+        raise CaptureError(
+            "this torch was built without CUDA and hides its device guards", _REMEDY
+        ) from error

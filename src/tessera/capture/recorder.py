@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
         except UNRECORDABLE as error:
             explain(func, error)
         results = result if isinstance(result, tuple | list) else (result,)
-        tensors = [r for r in results if isinstance(r, torch.Tensor)]
+        tensors = _tensors(results)
         if self._carries_constant(func, given, tensors):
             self._know(tensors[0], self._index(given[0]))
         if func._schema.is_mutable or any(self._find(t) is None for t in tensors):

@@ -23,12 +23,14 @@ def _is_inner(filename: str) -> bool:
 
 
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_tensors: bool) -> None:
-    """Refuses host reads, whose result would decide what runs, and random draws, whose order none may change."""
+    """Refuses host reads, whose result would decide what runs, and random draws, whose order is fixed."""
     if draws(func, args, kwargs):
         fail(f"{func} draws random numbers", "Draw them outside the step and pass them as an input.")
     returns = func._schema.returns
     if has_tensors and returns and not any("Tensor" in str(r.type) for r in returns):
-        fail(f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number.")
+        fail(
+            f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number."
+        )
 
 
 def check_tensor(tensor: torch.Tensor) -> None:
@@ -36,7 +38,9 @@ def check_tensor(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         fail(f"a tensor of layout {tensor.layout} cannot be placed", "Use dense tensors: call .to_dense().")
     if tensor.is_quantized:
-        fail(f"a quantized tensor ({tensor.dtype}) cannot be placed", "Call .dequantize() or use int8 tensors.")
+        fail(
+            f"a quantized tensor ({tensor.dtype}) cannot be placed", "Call .dequantize() or use int8 tensors."
+        )
 
 
 def explain(func: Any, error: Exception) -> NoReturn:
@@ -47,7 +51,8 @@ def explain(func: Any, error: Exception) -> NoReturn:
         fail(f"{func} gives a result whose shape depends on values, and fake tensors have none", remedy)
     if kind in ("UnsupportedOperatorException", "UnsupportedFakeTensorException"):
         fail(
-            f"{func} cannot be run on fake tensors", "Register a fake for it with torch.library.register_fake."
+            f"{func} cannot be run on fake tensors",
+            "Register a fake for it with torch.library.register_fake.",
         )
     if isinstance(error, NotImplementedError):
         first = str(error).partition(". ")[0].partition("\n")[0]

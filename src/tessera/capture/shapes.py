@@ -93,7 +93,7 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
 
 
 def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None:
-    """What to remember of a result; None if it is not made of fake tensors alone, or is an argument itself."""
+    """What to remember of a result; None unless it is made of fake tensors, none an argument itself."""
     items = made if isinstance(made, tuple | list) else (made,)
     if type(made) not in (FakeTensor, tuple, list) or not items:
         return None
@@ -109,9 +109,8 @@ def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None
         )
         if source is None and not is_whole:
             return None
+        offset = int(item.storage_offset())
         found.append(
-            _Result(
-                tuple(item.shape), item.stride(), item.storage_offset(), item.dtype, item.fake_device, source
-            )
+            _Result(tuple(item.shape), item.stride(), offset, item.dtype, item.fake_device, source)
         )
     return tuple(found)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tessera.capture.refuse import check_tensor
 from tessera.ir import Step
 
 Tensors = Mapping[str, torch.Tensor]
@@ -34,6 +35,8 @@ class Workload:
     def weights(self) -> dict[str, torch.Tensor]:
         """The module's parameters and buffers by name; a tied weight appears once, by its first name."""
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for tensor in named.values():
+            check_tensor(tensor)
         by_storage: dict[int, str] = {}
         return {
             name: tensor.detach()

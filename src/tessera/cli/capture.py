@@ -24,7 +24,9 @@ def capture(
     batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
     context: Annotated[
         int,
-        typer.Option(help="Tokens a row: read by a prefill, held for a decode, made of an image by an encode."),
+        typer.Option(
+            help="Tokens a row: read by a prefill, held for a decode, made of an image by an encode."
+        ),
     ] = 128,
     reserve: Annotated[int, typer.Option(help="Of a prefill: tokens a row that decodes may add.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,

@@ -117,6 +117,9 @@ def _weights(trace: Trace, place: tuple[int, ...], num_devices: int) -> tuple[tu
         for access in trace.launches[launch].accesses:
             if kinds[access.buffer] is BufferKind.WEIGHT:
                 held[device].add(access.buffer)
+    for _, view in trace.outputs:
+        if kinds[view.buffer] is BufferKind.WEIGHT:  # returned as it is, by the first device
+            held[0].add(view.buffer)
     return tuple(tuple(sorted(h)) for h in held)
 
 

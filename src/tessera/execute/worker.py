@@ -167,6 +167,8 @@ class Worker:
                 memory.put(index, unpack(order.inputs[buffer.name]).untyped_storage())
             elif buffer.kind is BufferKind.STATE and buffer.name in held:
                 memory.put(index, held[buffer.name])
+            elif buffer.size_bytes == 0:  # nobody sends it, and everybody may name it
+                memory.put(index, allocate(0))
         self._active[order.ticket] = _Active(order, program, memory)
         self._queue.add(Job(order.slot, order.ticket, program.instructions[self._setup.device]))
         if not program.instructions[self._setup.device]:  # holds an output and runs nothing

@@ -140,7 +140,7 @@ def graph_table(graph: Graph) -> Table:
     table.add_row("state handed on", f"{len(changed):,}", size(_bytes(changed)), "changed by this step")
     table.add_section()
     for name, times in trace.aliases:
-        table.add_row(Text(f"alias: {short_name(name)}"), f"{times:,}", "", "not in its schema")
+        table.add_row(Text(f"alias: {name}"), f"{times:,}", "", "not in its schema")
     _add_immovable(table, graph)
     return table
 

@@ -14,10 +14,10 @@ import torch
 
 import models
 from factories import make_cluster, make_plan
-from tessera.flow import UnitRequest, run_undivided, same_bits
 from tessera.errors import WorkerError
 from tessera.execute import Engine
 from tessera.execute.engine import RunResult
+from tessera.flow import UnitRequest, run_undivided, same_bits
 from tessera.ir import Plan
 
 

@@ -52,7 +52,9 @@ def build(step: Step) -> Workload:
     if (Path(step.model) / "config.json").is_file():
         return from_folder(step)
     if Path(step.model).is_dir():
-        raise CaptureError("this folder holds no config.json", "Name a Hugging Face model's folder.", step.model)
+        raise CaptureError(
+            "this folder holds no config.json", "Name a Hugging Face model's folder.", step.model
+        )
     if ":" in step.model:
         return from_callable(step)
     raise UnknownName("model", step.model, _BUILDERS)

@@ -63,7 +63,9 @@ def module_workload(step: Step, module: torch.nn.Module, examples: Any) -> Workl
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             remedy = "Bind plain values in the module, for instance in its constructor."
-            raise CaptureError(f"input '{name}' is a {type(value).__name__}, not a tensor", remedy, step.model)
+            raise CaptureError(
+                f"input '{name}' is a {type(value).__name__}, not a tensor", remedy, step.model
+            )
     by_name = isinstance(examples, Mapping)
     module = module.eval()
     state = _written(module, given, by_name)
@@ -101,7 +103,9 @@ def _caller(module: torch.nn.Module, names: list[str], by_name: bool, buffers: s
         given = {name: inputs[name] if name in inputs else state[name] for name in names}
         own = {name: state[name] for name in buffers}
         args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
-        return _outputs(torch.func.functional_call(module, own, args, kwargs) if own else module(*args, **kwargs))
+        return _outputs(
+            torch.func.functional_call(module, own, args, kwargs) if own else module(*args, **kwargs)
+        )
 
     return call
 

@@ -164,7 +164,7 @@ class MMDiT(nn.Module):
         for block in self.blocks:
             image, words = block(image, words, condition)
         scale, shift = self.last_modulation(condition)
-        made = self.unpatchify(modulate(_norm(image), shift, scale))
+        made: Tensor = self.unpatchify(modulate(_norm(image), shift, scale))
         patch, channels = self.config.patch, self.config.channels
         made = made.view(-1, rows, columns, patch, patch, channels).permute(0, 5, 1, 3, 2, 4)
         return made.reshape(-1, channels, rows * patch, columns * patch)

@@ -3,7 +3,7 @@
 encode reads the patches of one image a row and returns `context` embeddings a row. prefill reads `context`
 tokens a row, of which the first half stand for the image: the embeddings are an input, put in the places of
 the placeholder tokens. decode reads one token a row. Positions are those of multimodal rotary embedding
-(time, height, width). Prefill and decode return where the row goes on, so that each run follows from the last.
+(time, height, width). Prefill and decode return where a row goes on, so that each run follows from the last.
 
 Where windows of the image begin and end is fixed by its size, so it is given as plain numbers: the vision
 tower would otherwise read it from the device.

@@ -1,0 +1,85 @@
+"""What cannot be recorded: what, where, and what to do instead."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tessera.capture import Workload, record
+from tessera.errors import CaptureError
+from tessera.ir import Step, Trace
+
+
+def capture(fn: Callable[[torch.Tensor], torch.Tensor]) -> Trace:
+    """The trace of a function of one 4 x 8 tensor."""
+    return record(
+        Workload(
+            Step("made", "decode", 1, 1),
+            torch.nn.Module(),
+            lambda inputs, state: {"y": fn(inputs["x"])},
+            lambda seed: {"x": torch.arange(32.0).reshape(4, 8)},
+            lambda seed: {},
+            lambda first, run, last: dict(first),
+        )
+    )
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    """With its line, and the dense way out."""
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+: .*sparse.*to_dense"):
+        capture(lambda x: x.to_sparse().sum())
+
+
+def test_a_quantized_tensor_is_refused() -> None:
+    """Its scale is not in its memory, so its memory alone cannot be moved."""
+    with pytest.raises(CaptureError, match="quantized.*dequantize"):
+        capture(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize())
+
+
+def test_an_operator_of_gpus_alone_is_refused_on_the_cpu() -> None:
+    """The message names the operator and the devices that have it."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q = x.view(1, 2, 2, 8)
+        found: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, False)[0]
+        return found
+
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+: .*missing on this device.*--device fake"):
+        capture(attend)
+
+
+def test_eager_experts_are_refused_with_the_way_out() -> None:
+    """Routing that Python looks at: the grouped or batched path needs no look."""
+
+    def route(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for expert in (x.sum(0) > 40).nonzero():
+            if expert[0] > 2:
+                total = total + x
+        return total
+
+    with pytest.raises(CaptureError, match="on the host.*grouped or batched path"):
+        capture(route)
+
+
+def test_a_shape_that_depends_on_values_is_recorded_on_real_tensors() -> None:
+    """nonzero runs again as it ran; other values would give another layout, which running notices."""
+    trace = capture(lambda x: x.nonzero().sum())
+
+    assert "aten.nonzero.default" == trace.kernel_of(0).name
+
+
+def test_dropout_that_is_off_is_not_refused() -> None:
+    """An attention kernel may draw numbers, and with a dropout of zero it does not."""
+    q = torch.ones(1, 1, 4, 8)
+
+    trace = capture(lambda x: torch.nn.functional.scaled_dot_product_attention(q + x[0, 0], q, q))
+
+    assert any("attention" in kernel.name for kernel in trace.kernels)
+
+
+def test_aliases_that_no_schema_declares_are_listed() -> None:
+    """_unsafe_view shares memory and says nothing; view says so."""
+    trace = capture(lambda x: torch.ops.aten._unsafe_view((x * 2).view(32), [4, 8]) + 1)
+
+    assert (("aten._unsafe_view.default", 1),) == trace.aliases

@@ -1,0 +1,85 @@
+"""The engine at the edges: empty tensors, results that no launch made, and errors inside a worker."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from factories import make_plan
+from tessera.capture import Workload, record
+from tessera.errors import WorkerError
+from tessera.execute import Engine
+from tessera.flow import same_bits
+from tessera.ir import Step, Trace
+
+Call = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+class Once:
+    """A request of one run."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """None."""
+        return {}
+
+    def inputs(self, step: int, run: int, last: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The one input."""
+        return {"x": self._x}
+
+
+def capture(call: Call, module: torch.nn.Module | None = None) -> tuple[Workload, Trace]:
+    """A step of one input."""
+    workload = Workload(
+        Step("made", "decode", 1, 1),
+        module or torch.nn.Module(),
+        lambda inputs, state: call(inputs),
+        lambda seed: {"x": torch.arange(8.0)},
+        lambda seed: {},
+        lambda first, run, last: dict(first),
+    )
+    return workload, record(workload)
+
+
+def run_alternating(call: Call, module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Every other launch on another worker."""
+    workload, trace = capture(call, module)
+    plan = make_plan([trace], [[[i % 2 for i in range(len(trace.launches))]]])
+    with Engine(plan, workload.weights()) as engine:
+        return engine.run([Once(torch.arange(8.0))])[0].outputs[0]
+
+
+def test_an_empty_tensor_may_be_read_on_another_device() -> None:
+    """A tensor without bytes needs no transfer, and is there all the same."""
+
+    def call(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        nothing = inputs["x"][:0] * 2
+        return {"y": torch.cat([nothing, inputs["x"] + 1]) * 2}
+
+    assert same_bits(run_alternating(call)["y"], (torch.arange(8.0) + 1) * 2)
+
+
+def test_a_weight_may_be_returned_as_it_is() -> None:
+    """An output that no launch made is handed over by the first device."""
+    module = torch.nn.Linear(8, 8, bias=False)
+
+    def call(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"y": inputs["x"] + 1, "w": module.weight, "x": inputs["x"]}
+
+    found = run_alternating(call, module)
+
+    assert same_bits(found["w"], module.weight.detach())
+    assert same_bits(found["x"], torch.arange(8.0))
+
+
+def test_an_error_in_a_worker_names_device_and_cause() -> None:
+    """A launch that fails on other inputs ends the run with one message."""
+    workload, trace = capture(lambda inputs: {"y": inputs["x"][inputs["x"].long()]})
+    plan = make_plan([trace], [[[0] * len(trace.launches)]])
+    with (
+        Engine(plan, workload.weights()) as engine,
+        pytest.raises(WorkerError, match=r"device d0: .*out of (bounds|range)"),
+    ):
+        engine.run([Once(torch.full((8,), 99.0))])
