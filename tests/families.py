@@ -27,7 +27,9 @@ def step(model: str, kind: str, batch: int = BATCH) -> Step:
     """A step whose prefill and decode share their state, and whose encode makes the prefill's image."""
     if kind == "prefill":
         return Step(model, kind, batch, PROMPT, reserve=TOKENS)
-    return Step(model, kind, batch, {"decode": PROMPT + TOKENS, "encode": PROMPT // 2, "denoise": PROMPT}[kind])
+    return Step(
+        model, kind, batch, {"decode": PROMPT + TOKENS, "encode": PROMPT // 2, "denoise": PROMPT}[kind]
+    )
 
 
 @functools.cache

@@ -114,9 +114,3 @@ def run_undivided(unit: WorkUnit, request: UnitRequest) -> Undivided:
             inputs = request.inputs(step, run, outputs[-1] if outputs else {})
             outputs.append(request.workloads[step].run(inputs, state))
     return Undivided(outputs, state)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True iff both hold the same bytes; a NaN equals itself here."""
-    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return one.numel() == other.numel() and bool(torch.equal(one, other))

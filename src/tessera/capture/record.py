@@ -1,5 +1,6 @@
 """record: Workload -> Trace, and record_step: Step -> Trace on any device."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -64,6 +65,18 @@ def _machine(device: str) -> Iterator[Run]:
             yield call_operator
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic collector: it would walk all that was recorded, again and again, and find nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -74,7 +87,7 @@ def _record(workload: Workload, inputs: Tensors, state: Tensors, run: Run = call
         recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
         recorder.name_buffers(BufferKind.INPUT, inputs)
         recorder.name_buffers(BufferKind.STATE, state)
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _uncollected(), recorder:
             outputs = workload.call(inputs, state)
     trace = recorder.trace(workload.step, outputs)
     verify(trace)

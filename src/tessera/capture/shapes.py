@@ -110,7 +110,5 @@ def _results(made: Any, tensors: list[FakeTensor]) -> tuple[_Result, ...] | None
         if source is None and not is_whole:
             return None
         offset = int(item.storage_offset())
-        found.append(
-            _Result(tuple(item.shape), item.stride(), offset, item.dtype, item.fake_device, source)
-        )
+        found.append(_Result(tuple(item.shape), item.stride(), offset, item.dtype, item.fake_device, source))
     return tuple(found)

@@ -96,6 +96,8 @@ def summary(graph: Graph) -> dict[str, Any]:
             for kind in BufferKind
         },
         "state_groups": len(graph.groups),
+        "state": [trace.buffers[b].name for b in trace.buffers_of(BufferKind.STATE)],
+        "undeclared_aliases": dict(trace.aliases),
         "immovable": [
             {"launch": i, "kernel": trace.kernel_of(i).name, "why": launch.immovable}
             for i, launch in enumerate(trace.launches)

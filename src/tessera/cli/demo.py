@@ -122,7 +122,7 @@ def _run_policy(
     advance: Callable[[str], None],
 ) -> Policy:
     from tessera.execute import Engine
-    from tessera.flow import same_bits
+    from tessera.execute.replay import same_bits
 
     with Engine(plan, requests[0].workloads[0].weights()) as engine:
         what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"

@@ -77,7 +77,7 @@ def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
 
 
 def _equal(reference: Any, result: Any) -> bool:
-    from tessera.flow import same_bits
+    from tessera.execute.replay import same_bits
 
     outputs = len(reference.outputs) == len(result.outputs) and all(
         same_bits(one[name], other[name])

@@ -116,9 +116,7 @@ def test_padding_does_not_change_a_shorter_row(model: str) -> None:
     inputs = prefill.make_inputs(4)
     other = {name: tensor.clone() for name, tensor in inputs.items()}
     outside = (
-        inputs["mask"] == 0
-        if "mask" in inputs
-        else torch.arange(families.PROMPT) > inputs["last"][:, None]
+        inputs["mask"] == 0 if "mask" in inputs else torch.arange(families.PROMPT) > inputs["last"][:, None]
     )
     assert outside.any()
     other["tokens"][outside] = 7

@@ -90,7 +90,9 @@ def test_the_weights_of_a_folder_are_read(folder: Path) -> None:
     saved.save_pretrained(folder)
     loaded = build(Step(str(folder), "decode", 1, 8, seed=9)).weights()
 
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.named_parameters() if name in loaded)
+    assert all(
+        torch.equal(tensor, loaded[name]) for name, tensor in saved.named_parameters() if name in loaded
+    )
     assert "model.layers.1.mlp.up_proj.weight" in loaded
 
 

@@ -17,7 +17,8 @@ from factories import make_cluster, make_plan
 from tessera.errors import WorkerError
 from tessera.execute import Engine
 from tessera.execute.engine import RunResult
-from tessera.flow import UnitRequest, run_undivided, same_bits
+from tessera.execute.replay import same_bits
+from tessera.flow import UnitRequest, run_undivided
 from tessera.ir import Plan
 
 

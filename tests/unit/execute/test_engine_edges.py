@@ -9,7 +9,7 @@ from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
 from tessera.execute import Engine
-from tessera.flow import same_bits
+from tessera.execute.replay import same_bits
 from tessera.ir import Step, Trace
 
 Call = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]

@@ -9,8 +9,10 @@ Settings that differ from Inductor's own: the static launcher is off (it drops t
 cached kernel may have been made with other settings), and no memory is used twice (`allow_buffer_reuse`,
 `inplace_buffers`), which would tie launches together that have nothing to do with one another.
 
-Attention becomes the operator that every GPU of an unlike set can run, as in the torch front end, unless
-`portable` is False: then it is the one torch prefers on this GPU, which may be faster and run nowhere else.
+Linear layers are traced as one matrix product over all rows. A fake tensor keeps old strides of dimensions
+of size 1, which would make a batched product of a decode step's output projection and read the weight once
+a row. Attention becomes the operator that every GPU of an unlike set can run, as in the torch front end,
+unless `portable` is False: then it is the one torch prefers on this GPU, which may run nowhere else.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from tessera.capture.attention import TargetAttention
 from tessera.capture.workload import Tensors, Workload
@@ -35,6 +38,19 @@ CONFIG: dict[str, Any] = {
     "cpp_wrapper": False,
     "triton.cudagraphs": False,
 }
+
+
+class _FoldedLinear(TorchFunctionMode):
+    """While entered, a linear layer sees one matrix of rows, however many dimensions its input has."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.linear or args[0].dim() < 3:
+            return func(*args, **kwargs)
+        rows = func(args[0].reshape(-1, args[0].shape[-1]), *args[1:], **kwargs)
+        return rows.view(*args[0].shape[:-1], -1)
 
 
 class _Step(torch.nn.Module):
@@ -119,7 +135,7 @@ def compile_step(
 
     with torch.no_grad(), inductor_config(**changes), functorch_config.patch(enable_autograd_cache=False):
         step = _flat_step(workload, names, outputs)
-        with TargetAttention() if portable else contextlib.nullcontext():
+        with _FoldedLinear(), TargetAttention() if portable else contextlib.nullcontext():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
         call = compile_fx(graph, flat, inner_compile=inner)
     if len(made) != 1 or not hasattr(made[0], "current_callable"):
