@@ -19,6 +19,7 @@ EXTRAS = {
     "report": ("matplotlib",),
     "tables": ("aiconfigurator_core", "pyarrow"),
     "ray": ("ray",),
+    "gpu": ("triton",),
 }
 CORE = ("torch", "numpy", "scipy", "typer", "rich")
 

@@ -45,6 +45,15 @@ def test_fake_and_real_captures_agree(model: str, kind: str, batch: int) -> None
     assert found.num_same > 8 * len(found.explained)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize(("model", "kind"), families.STEPS)
+def test_fake_and_gpu_captures_are_the_same(model: str, kind: str) -> None:
+    """On a real GPU even attention is the operator that the fake one named."""
+    found = compare(families.trace(model, kind, "cuda:0"), families.trace(model, kind, "fake"))
+
+    assert ((), ()) == (found.differences, found.explained)
+
+
 def test_a_lost_launch_is_a_difference() -> None:
     """The comparison can fail: a trace without one of its launches does not agree."""
     real = families.trace("tiny-llama", "decode")
@@ -191,7 +200,7 @@ def test_an_unknown_device_lists_the_known(device: str, words: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_named() -> None:
     """The message offers the fake GPU."""
-    with pytest.raises(CaptureError, match="no CUDA device.*--device fake"):
+    with pytest.raises(CaptureError, match=r"no CUDA device.*--device fake"):
         check_device("cuda:0")
 
 

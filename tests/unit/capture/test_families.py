@@ -1,5 +1,7 @@
 """The five families: what their steps compute, and what they hand on."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ from tessera.errors import CaptureError, MismatchError
 from tessera.ir import BufferKind, Trace
 
 Tensors = dict[str, torch.Tensor]
+
+
+def module_of(model: str) -> Any:
+    """The Hugging Face model itself."""
+    return families.workload(model, "prefill").module
 
 
 def made_state(model: str) -> tuple[Tensors, Tensors, Tensors]:
@@ -25,8 +32,7 @@ def made_state(model: str) -> tuple[Tensors, Tensors, Tensors]:
 
 def whole_logits(model: str, tokens: torch.Tensor) -> torch.Tensor:
     """The last logits of Hugging Face's own forward pass over all tokens, with its own attention."""
-    module = families.workload(model, "prefill").module
-    assert hasattr(module, "set_attn_implementation")
+    module = module_of(model)
     if model == "tiny-gpt-oss":
         module.set_attn_implementation("eager")
     with torch.no_grad():
@@ -62,7 +68,7 @@ def test_text_after_an_image_agrees_with_the_models_own_forward() -> None:
     outputs = prefill.run(inputs, state)
     following = decode.follow(inputs, 0, outputs)
     decoded = decode.run(following, state)["logits"]
-    model = prefill.module
+    model = module_of("tiny-qwen2.5-vl")
     tokens = torch.cat([inputs["tokens"], following["tokens"]], 1).clone()
     places = inputs["image_places"][0]
     rotary = torch.cat([inputs["rotary"], following["rotary"]], -1)
@@ -83,7 +89,7 @@ def test_positions_of_an_image_are_those_of_the_model() -> None:
     """Time, height and width of image tokens, and of the text after them, as Hugging Face computes them."""
     from tessera.capture.models.vision import NUM_LEADING, grid_of, rotary_positions
 
-    model = families.workload("tiny-qwen2.5-vl", "prefill").module
+    model = module_of("tiny-qwen2.5-vl")
     width, num = families.PROMPT, families.PROMPT // 2
     tokens = torch.zeros((1, width), dtype=torch.long)
     tokens[0, NUM_LEADING : NUM_LEADING + num] = model.config.image_token_id

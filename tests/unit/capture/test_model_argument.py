@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_a_folder_with_a_configuration_is_a_model(folder: Path) -> None:
 
 def test_the_weights_of_a_folder_are_read(folder: Path) -> None:
     """A safetensors checkpoint gives its own weights, whatever the seed."""
-    saved = build(Step(str(folder), "decode", 1, 8, seed=3)).module
+    saved: Any = build(Step(str(folder), "decode", 1, 8, seed=3)).module
     saved.save_pretrained(folder)
     loaded = build(Step(str(folder), "decode", 1, 8, seed=9)).weights()
 

@@ -32,7 +32,7 @@ def test_a_sparse_tensor_is_refused() -> None:
 
 def test_a_quantized_tensor_is_refused() -> None:
     """Its scale is not in its memory, so its memory alone cannot be moved."""
-    with pytest.raises(CaptureError, match="quantized.*dequantize"):
+    with pytest.raises(CaptureError, match=r"quantized.*dequantize"):
         capture(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize())
 
 
@@ -58,7 +58,7 @@ def test_eager_experts_are_refused_with_the_way_out() -> None:
                 total = total + x
         return total
 
-    with pytest.raises(CaptureError, match="on the host.*grouped or batched path"):
+    with pytest.raises(CaptureError, match=r"on the host.*grouped or batched path"):
         capture(route)
 
 

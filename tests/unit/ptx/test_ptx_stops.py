@@ -116,10 +116,14 @@ def test_writing_a_module_variable_pins_the_kernel() -> None:
     assert "writes the module variable 'gbuf'" in report.why[0]
 
 
-def test_reading_a_private_constant_table_does_not_pin() -> None:
-    """A table with an initial value that nobody outside can name is the same everywhere."""
+@pytest.mark.parametrize(
+    "name", ["_ZZ6kernelPfE3tab", "$str$1", "_$_str_$_2", "__const$_Z6kernelPf$tab", "__cudart_i2opi_f"]
+)
+def test_reading_a_private_constant_table_does_not_pin(name: str) -> None:
+    """A table with an initial value and a name that no host code can say is the same everywhere."""
     report = analyze(
-        "ld.global.f32 %f1, [tab+4];", before=".global .align 4 .b8 tab[8] = {1, 2, 3, 4, 5, 6, 7, 8};"
+        f"ld.global.f32 %f1, [{name}+4];",
+        before=f".global .align 4 .b8 {name}[8] = {{1, 2, 3, 4, 5, 6, 7, 8}};",
     )
 
     assert report.movable

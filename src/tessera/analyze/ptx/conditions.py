@@ -143,7 +143,7 @@ class Conditions:
             return _UNKNOWN
         index = key[2] if isinstance(key, tuple) else flow.scan.defs[str(key)][0]
         instruction = flow.flat.body[index]
-        if instruction.guard is not None:
+        if instruction.guard is not None or index in flow.scan.short:
             return _UNKNOWN
         name, operands = instruction.op.name, instruction.operands
         if name == "setp":

@@ -22,7 +22,7 @@ from tessera.analyze.ptx.syntax import (
     Sym,
     Vec,
 )
-from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, Key
+from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, Key, by_base
 
 _MAX_VISITS = 8
 
@@ -199,7 +199,7 @@ class Flow(Nodes):
         for poly in back:
             base, rest = at.split(poly)
             current[base] = self._turn(node, base, rest, first.get(base), shown.get(base), current.get(base))
-        return at.limited(node.key, tuple(at.whole(base, rest) for base, rest in current.items()))
+        return at.limited(node.key, tuple(at.whole(base, rest) for base, rest in by_base(current)))
 
     def _turn(
         self,

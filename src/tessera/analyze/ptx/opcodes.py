@@ -7,6 +7,7 @@ A row says which operands are written and which operands address memory, and how
     r1:1      ... in the second state space of the qualifiers (`cp.async.cg.shared.global`)
     r1=shared ... always in that space, whatever the qualifiers say
     h1        operand 1 names an address as a hint (prefetch, policy, fence): no access
+    n3        the instruction has at least three operands; fewer is text no assembler takes
     #word     a mark for the analysis: `control`, `call`, `stop` (the kernel becomes immovable),
               `tensor` (operands and direction follow the tensor copy rules), `map` (edits a tensor map)
 
@@ -39,16 +40,24 @@ class Row(NamedTuple):
     writes: tuple[int, ...]
     uses: tuple[Use, ...]
     marks: frozenset[str]
+    least: int  # operands it has at least; the value rules count on them
 
 
-_PURE = """
-abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt cvta div dp2a dp4a elect ex2 fma fns
-isspacep lg2 lop3 mad mad24 madc match max min mma mov movmatrix mul mul24 neg not or popc prmt rcp redux
-rem rsqrt sad selp set setp shf shfl shl shr sin slct sqrt sub subc szext tanh testp vabsdiff vadd vmad
-vmax vmin vset vshl vshr vsub vabsdiff2 vabsdiff4 vadd2 vadd4 vavrg2 vavrg4 vmax2 vmax4 vmin2 vmin4 vset2
-vset4 vsub2 vsub4 vote xor activemask getctarank mapa istypep wmma.mma stacksave
-clusterlaunchcontrol.query_cancel tcgen05.ld tcgen05.shift
-"""
+# Results without effects, by the operands they have at least (the result counts).
+_PURE = {
+    1: "activemask stacksave",
+    2: """
+abs bfind brev clz cnot cos cvt cvta elect ex2 getctarank isspacep istypep lg2 mov movmatrix neg not popc
+rcp rsqrt sin sqrt tanh testp vote clusterlaunchcontrol.query_cancel tcgen05.ld tcgen05.shift
+""",
+    3: """
+add addc and bmsk copysign div mapa match max min mul mul24 or redux rem set setp shl shr sub subc szext
+vabsdiff vadd vmax vmin vset vshl vshr vsub vabsdiff2 vabsdiff4 vadd2 vadd4 vavrg2 vavrg4 vmax2 vmax4
+vmin2 vmin4 vset2 vset4 vsub2 vsub4 xor
+""",
+    4: "bfe dp2a dp4a fma fns mad mad24 madc mma prmt sad selp shf shfl slct vmad wmma.mma",
+    5: "bfi lop3",
+}
 
 _NONE = """
 bar barrier membar fence nanosleep pmevent brkpt griddepcontrol setmaxnreg stackrestore
@@ -59,40 +68,40 @@ tcgen05.fence bar.arrive bar.sync barrier.cluster
 """
 
 _ROWS = """
-bar.red                       d0
-barrier.cta.red               d0
-barrier.red                   d0
-alloca                        d0 #alloca
-ld                            d0 r1
-ldu                           d0 r1
-st                            w0
-st.async                      w0=shared w2=shared
-st.bulk                       w0=shared
-atom                          d0 a1
-red                           a0
-red.async                     a0=shared a2=shared
-ldmatrix                      d0 r1=shared
-stmatrix                      w0=shared
-wmma.load                     d0 r1
-wmma.store                    w0
+bar.red                       d0 n3
+barrier.cta.red               d0 n3
+barrier.red                   d0 n3
+alloca                        d0 n2 #alloca
+ld                            d0 r1 n2
+ldu                           d0 r1 n2
+st                            w0 n2
+st.async                      w0 w2=shared n2
+st.bulk                       w0=shared n2
+atom                          d0 a1 n3
+red                           a0 n2
+red.async                     a0 a2=shared n2
+ldmatrix                      d0 r1=shared n2
+stmatrix                      w0=shared n2
+wmma.load                     d0 r1 n2
+wmma.store                    w0 n2
 wgmma.mma_async               d0
-multimem.ld_reduce            d0 r1 #stop
-multimem.st                   w0 #stop
-multimem.red                  a0 #stop
+multimem.ld_reduce            d0 r1 n2 #stop
+multimem.st                   w0 n2 #stop
+multimem.red                  a0 n2 #stop
 multimem.cp.async.bulk        w0:0 r1:1 #stop
 multimem.cp.reduce.async.bulk a0:0 r1:1 #stop
-cp.async                      w0:0 r1:1
+cp.async                      w0:0 r1:1 n3
 cp.async.mbarrier.arrive      a0=shared
-cp.async.bulk                 w0:0 r1:1
+cp.async.bulk                 w0:0 r1:1 n3
 cp.async.bulk.prefetch        h0
 cp.async.bulk.prefetch.tensor h0
 cp.async.bulk.tensor          #tensor
-cp.reduce.async.bulk          a0:0 r1:1
+cp.reduce.async.bulk          a0:0 r1:1 n3
 cp.reduce.async.bulk.tensor   #tensor
 prefetch                      h0
 prefetchu                     h0
 applypriority                 h0
-discard                       w0
+discard                       w0 n1
 createpolicy                  d0 h1
 fence.proxy                   h0
 tensormap.replace             w0 #map
@@ -134,11 +143,12 @@ def _use(word: str) -> Use:
 def _row(family: str, words: list[str]) -> Row:
     writes = tuple(int(w[1:]) for w in words if w[0] == "d")
     uses = tuple(_use(w) for w in words if w[0] in "rwah")
-    return Row(family, writes, uses, frozenset(w[1:] for w in words if w[0] == "#"))
+    least = next((int(w[1:]) for w in words if w[0] == "n"), 0)
+    return Row(family, writes, uses, frozenset(w[1:] for w in words if w[0] == "#"), least)
 
 
 def _table() -> dict[str, Row]:
-    rows = {name: _row(name, ["d0"]) for name in _PURE.split()}
+    rows = {name: _row(name, ["d0", f"n{least}"]) for least, names in _PURE.items() for name in names.split()}
     rows |= {name: _row(name, []) for name in _NONE.split()}
     for line in _ROWS.strip().splitlines():
         family, *words = line.split()

@@ -2,12 +2,17 @@
 
     analyze_ptx(text, file) -> (KernelReport, ...)         raises ParseError only
 
-A kernel is movable when every access belongs to a parameter (or to a constant table of the module) and
-nothing stopped the analysis. `why` lists what stands against it, each with its line.
+A kernel is movable when every access belongs to a parameter (or to a constant table that the compiler
+made) and nothing stopped the analysis. `why` lists what stands against it, each with its line.
+
+The host can set every variable of a module that has a name in the source, by `cudaMemcpyToSymbol`, also
+one with a first value and without linkage. Only names that no host code can say are constant tables:
+`static` ones inside a function, literals, copies of constant aggregates, switch and math tables.
 """
 
 import gc
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +25,8 @@ from tessera.analyze.ptx.poly import Poly
 from tessera.analyze.ptx.syntax import Function, Module, Variable
 
 _MAX_PARTS = 64
+# `_ZZ`: inside a function; the others are the compilers' own (`.` is spelled `$` or `_$_` in PTX).
+_PRIVATE = re.compile(r"_ZZ|(?:\$|_\$_)str|__const(?:\$|_\$_)|switch(?:\$|_\$_)table|__unnamed_\d|__cudart_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +200,7 @@ def _symbol_reason(symbol: SymbolReport, variable: Variable | None, written: set
         return f"writes the module variable '{symbol.name}'"
     if symbol.name in written:
         return f"reads the module variable '{symbol.name}', which a kernel of this module writes"
-    if not variable.initial or variable.linkage:
+    if not variable.initial or variable.linkage or not _PRIVATE.match(symbol.name):
         return f"reads the module variable '{symbol.name}', which the host may set"
     return ""
 

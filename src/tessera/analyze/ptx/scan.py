@@ -1,6 +1,6 @@
 """One pass over a kernel's reachable instructions: definitions, memory accesses, stops."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tessera.analyze.ptx.cfg import Graph
@@ -30,6 +30,8 @@ class Scan:
     # Tensor copies and tensor-map edits, by instruction index.
     tensors: list[int] = field(default_factory=list)
     maps: list[int] = field(default_factory=list)
+    # Instructions with fewer operands than they need.
+    short: set[int] = field(default_factory=set)
 
 
 def registers_in(operand: Operand) -> tuple[str, ...]:
@@ -55,6 +57,8 @@ def scan(flat: Flat, graph: Graph) -> Scan:
             info = known.get(op.text)
             if info is None:
                 info = known[op.text] = info_of(op)
+            if info.row is not None and len(instruction.operands) < info.row.least:
+                info = _cut_short(out, index, instruction, info)
             infos[index] = info
             for place in info.writes:
                 if place < len(instruction.operands):
@@ -69,6 +73,13 @@ def scan(flat: Flat, graph: Graph) -> Scan:
             if info.uses or info.marks or info.row is None:
                 _note(out, index, instruction, info)
     return out
+
+
+def _cut_short(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> OpInfo:
+    """An instruction with too few operands stops the kernel; its result is nothing a rule could work on."""
+    out.short.add(index)
+    out.stops.append((instruction.line, f"too few operands for '{info.op.text}'"))
+    return replace(info, form=None, rule=None, scalar=True, is_load=False)
 
 
 def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None:

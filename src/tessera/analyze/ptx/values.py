@@ -29,11 +29,12 @@ check for wrap-around; that check is made where the numbers are known (`extent.r
 the ranges already exclude it. Levels: 0 the same for the launch, 1 per thread, 2 changing in time.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tessera.analyze.ptx.poly import Poly, Value, add, const, freeze
 from tessera.analyze.ptx.ranges import FULL, Range, op_mask, op_range, special_range, within
 
+T = TypeVar("T")
 Key = Any  # a register name, or a tuple for one of several definitions, a phi or a cell
 
 _FAR = 1 << 40
@@ -251,7 +252,7 @@ class Atoms:
         for poly in value:
             base, rest = self.split(poly)
             out[base] = self.whole(base, self.opaque((key, "blur", base), (rest,), joined=True)[0])
-        return self.limited(key, tuple(out.values()))
+        return self.limited(key, tuple(rest for _, rest in by_base(out)))
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
         """The origins of bases, pointers loaded from memory replaced by where they were loaded from."""
@@ -278,7 +279,7 @@ class Atoms:
             if rest not in offsets:
                 offsets.append(rest)
         return self.limited(
-            key, tuple(self.whole(base, self.any(key, offsets)) for base, offsets in groups.items())
+            key, tuple(self.whole(base, self.any(key, offsets)) for base, offsets in by_base(groups))
         )
 
     def limited(self, key: Key, value: Value) -> Value:
@@ -319,3 +320,8 @@ class Atoms:
         """Copies of copies are kept one deep."""
         item = self.atoms[number].item
         return int(item[1]) if item[0] == "copy" else number
+
+
+def by_base(found: dict[frozenset[int], T]) -> list[tuple[frozenset[int], T]]:
+    """The alternatives in one order, so that the same ones found in another order are the same value."""
+    return sorted(found.items(), key=lambda item: sorted(item[0])) if len(found) > 1 else list(found.items())

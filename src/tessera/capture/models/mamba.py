@@ -7,6 +7,7 @@ in place, each row on its own.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,23 @@ class RowState:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Never: nothing is rolled back here."""
         return False
+
+    def has_previous_state(self, layer_idx: int = 0) -> bool:
+        """Asked by transformers below 5.20, which then reads `layers`."""
+        return not self._is_prefill
+
+    @property
+    def layers(self) -> list[SimpleNamespace]:
+        """The same state as transformers below 5.20 looks for it."""
+        count = sum(name.startswith("conv.") for name in self._state)
+        return [
+            SimpleNamespace(
+                conv_states=[self._state[f"conv.{i}"]],
+                recurrent_states=[self._state[f"scan.{i}"]],
+                record_past=False,
+            )
+            for i in range(count)
+        ]
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
         """Keeps the last columns of a prefill; short prompts count as preceded by zeros."""

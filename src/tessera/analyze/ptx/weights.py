@@ -1,0 +1,183 @@
+"""Which addends of an address may be its base: the weights of pointers.
+
+If every buffer moved by one byte, a valid address would move by one byte too. So of the addends those
+that are pointers have weights (coefficients) that sum to 1: `p + 4*n`, `p + i*n` and `p + (b - a)` are
+addresses of p; in `a + f*(b - a)` the weights are 1 - f and f, and the address is in a or in b. An addend
+may be the base when some set of pointers with that sum has it, the others cancelling. All such are
+reported; a parameter known to be a pointer is in every set, which rules out most.
+
+A weight is a polynomial over the other factors of the pointer's monomials, with rational coefficients:
+`x >> 2` weighs a quarter of x. Through any other operation (`sext`, `and`, an opaque value) it is not
+followed: `loose` when the term can reach from one buffer to another by itself, `near` when it is too
+small for an address and can only be a distance. Terms within 64 KiB of zero (alignment: `p & 15`) are
+taken for offsets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+from tessera.analyze.ptx.poly import Poly, constant_of
+from tessera.analyze.ptx.ranges import Range, mul_ranges, scale_range, within
+from tessera.analyze.ptx.values import Atoms
+
+_SMALL = 1 << 16
+_FAR = 1 << 40
+_MAX_UNSURE = 8
+_ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
+_ONE = {(): Fraction(1)}
+
+Factors = dict[tuple[int, ...], Fraction]
+
+
+@dataclass(slots=True)
+class Weight:
+    """The weight of one pointer in an address."""
+
+    exact: Factors = field(default_factory=dict)
+    loose: bool = False
+    near: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Exactly one: everything else is offset."""
+        return self.exact == _ONE and not self.loose and not self.near
+
+    def may_be(self, wanted: int) -> bool:
+        """Whether it is or may turn out to be this number."""
+        return self.loose or self.near or _may_be(self.exact, wanted)
+
+
+def _may_be(factors: Factors, wanted: int) -> bool:
+    return any(factors) or factors.get((), Fraction(0)) == wanted
+
+
+def weights(at: Atoms, poly: Poly) -> dict[int, Weight]:
+    """The weight of every pointer that has a part in the address, by atom."""
+    found: dict[int, Weight] = {}
+    _collect(at, poly, Fraction(1), (), found)
+    return found
+
+
+def _collect(
+    at: Atoms, poly: Poly, scale: Fraction, factors: tuple[int, ...], found: dict[int, Weight]
+) -> None:
+    for mono, coeff in poly.items():
+        tainted = [n for n in mono if at.atoms[n].taint]
+        span = _span(at, mono, coeff * scale, factors) if tainted else (0, 0)
+        if within(span, -_SMALL, _SMALL):
+            continue
+        if len(tainted) > 1:
+            # A product of two 64-bit numbers: each may be the number the other is scaled by.
+            for number in tainted:
+                _one(at, number, coeff * scale, _without(mono, number) + factors, span, found)
+            continue
+        _one(at, tainted[0], coeff * scale, _without(mono, tainted[0]) + factors, span, found)
+
+
+def _one(
+    at: Atoms, number: int, scale: Fraction, factors: tuple[int, ...], span: Range, found: dict[int, Weight]
+) -> None:
+    item = original(at, number)
+    if item[0] in _ORIGINS:
+        exact = found.setdefault(number, Weight()).exact
+        key = tuple(sorted(factors))
+        total = exact.get(key, Fraction(0)) + scale
+        exact[key] = total
+        if not total:
+            del exact[key]
+        return
+    by = _divisor(item)
+    if by:
+        _collect(at, dict(item[4]), scale / by, factors, found)
+        return
+    near = within(span, -_FAR, _FAR)
+    for inner in at.atoms[number].taint:
+        weight = found.setdefault(inner, Weight())
+        weight.near |= near
+        weight.loose |= not near
+
+
+def original(at: Atoms, number: int) -> tuple[Any, ...]:
+    """The atom behind copies."""
+    item = at.atoms[number].item
+    while item[0] == "copy":
+        item = at.atoms[item[1]].item
+    return item
+
+
+def _divisor(item: tuple[Any, ...]) -> int:
+    """What the argument of a 64-bit shift or division is divided by; 0 for other operations."""
+    if item[0] != "op" or item[2] != 64 or item[3] is not None or len(item) != 6:
+        return 0
+    by = item[5] if isinstance(item[5], int) else constant_of(dict(item[5]))
+    if by is None or by <= 0:
+        return 0
+    if item[1] in ("shr_s", "shr_u"):
+        return 1 << by if by < 64 else 0
+    return by if item[1] in ("div_s", "div_u") else 0
+
+
+def _span(at: Atoms, mono: tuple[int, ...], scale: Fraction, factors: tuple[int, ...]) -> Range:
+    span: Range = (1, 1)
+    for number in (*mono, *factors):
+        span = mul_ranges(span, at.atoms[number].range)
+    low, high = scale_range(span, scale.numerator)
+    by = scale.denominator
+    return None if low is None else low // by, None if high is None else -(-high // by)
+
+
+def _without(mono: tuple[int, ...], number: int) -> tuple[int, ...]:
+    at = mono.index(number)
+    return mono[:at] + mono[at + 1 :]
+
+
+def candidates(found: dict[int, Weight], sure: Callable[[int], bool]) -> set[int]:
+    """The atoms that may be the base; empty when no choice of pointers makes this an address."""
+    certain = [n for n in found if sure(n)]
+    unsure = _possible(found, [n for n in found if not sure(n)], certain)
+    if len(unsure) > _MAX_UNSURE:
+        return {n for n, weight in found.items() if weight.may_be(1)}
+    out: set[int] = set()
+    for count in range(len(unsure) + 1):
+        for more in combinations(unsure, count):
+            chosen = [*certain, *more]
+            if chosen and not out.issuperset(chosen) and _is_address([found[n] for n in chosen]):
+                out |= {n for n in chosen if _is_base(found, n, chosen)}
+    return out
+
+
+def _possible(found: dict[int, Weight], unsure: list[int], certain: list[int]) -> list[int]:
+    """Without those whose weight has a part that nothing else can cancel, as `n` in `p + i*n`."""
+    while True:
+        all_left = [*unsure, *certain]
+        if any(found[n].loose for n in all_left):
+            return unsure
+        parts: dict[tuple[int, ...], int] = {}
+        for number in all_left:
+            for key in found[number].exact:
+                parts[key] = parts.get(key, 0) + 1
+        kept = [n for n in unsure if all(not key or parts[key] > 1 for key in found[n].exact)]
+        if len(kept) == len(unsure):
+            return unsure
+        unsure = kept
+
+
+def _is_address(chosen: list[Weight]) -> bool:
+    return any(w.loose for w in chosen) or _total(chosen) == _ONE
+
+
+def _is_base(found: dict[int, Weight], number: int, chosen: list[int]) -> bool:
+    others = [found[n] for n in chosen if n != number]
+    cancels = any(w.loose or w.near for w in others) or _may_be(_total(others), 0)
+    return cancels and found[number].may_be(1)
+
+
+def _total(chosen: list[Weight]) -> Factors:
+    total: Factors = {}
+    for weight in chosen:
+        for key, part in weight.exact.items():
+            total[key] = total.get(key, Fraction(0)) + part
+    return {key: part for key, part in total.items() if part}
