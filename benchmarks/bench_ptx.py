@@ -4,7 +4,7 @@
 
 Every file is analyzed from its text (parse, control flow, values, extents), without the cache. Growth is
 measured on generated kernels of 1,000 and 50,000 lines: straight unrolled code, code with many branches,
-and code with many loops; the figure is time per line of the long one over the short one.
+code with many loops, and code that swaps pointers in stack slots; the figure is time per line of the long one over the short one.
 """
 
 import argparse
@@ -88,6 +88,21 @@ def loopy(num_lines: int) -> str:
     return _kernel(lines, num_lines)
 
 
+def spilled(num_lines: int) -> str:
+    """Two pointers that change places in stack slots every six lines."""
+    lines = [".local .align 8 .b8 slots[16];", "st.local.u64 [slots], %rd1;", "st.local.u64 [slots+8], %rd2;"]
+    for k in range(10, 10 + num_lines // 6):
+        lines += [
+            f"ld.local.u64 %rd{k}, [slots];",
+            f"ld.local.u64 %rd{k + num_lines}, [slots+8];",
+            f"ld.f32 %f{k}, [%rd{k}];",
+            f"st.f32 [%rd{k}+4], %f{k};",
+            f"st.local.u64 [slots], %rd{k + num_lines};",
+            f"st.local.u64 [slots+8], %rd{k};",
+        ]
+    return _kernel(lines, num_lines)
+
+
 def _kernel(lines: list[str], size: int) -> str:
     return _HEAD.replace("N>", f"{2 * size + 64}>") + "\n".join(lines) + "\nret;\n}\n"
 
@@ -116,7 +131,8 @@ def corpus_rows(paths: list[Path]) -> list[dict[str, float | str]]:
 def growth_rows() -> list[dict[str, float | str]]:
     """Time per line at 1,000 and 50,000 lines."""
     rows: list[dict[str, float | str]] = []
-    for name, make in (("straight", straight), ("branches", branchy), ("loops", loopy)):
+    shapes = (("straight", straight), ("branches", branchy), ("loops", loopy), ("stack slots", spilled))
+    for name, make in shapes:
         per_line = []
         for size in (1_000, 50_000):
             text = make(size)

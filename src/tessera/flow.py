@@ -88,8 +88,12 @@ class UnitRequest:
     seed: int
 
     def state(self) -> Tensors:
-        """The state the first step starts with."""
-        return self.workloads[0].make_state(self.seed)
+        """The state of all steps; where several name the same, as the first of them starts with it."""
+        return {
+            name: tensor
+            for workload in reversed(self.workloads)
+            for name, tensor in workload.make_state(self.seed).items()
+        }
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
         """The first run takes the request's own inputs; the others follow."""

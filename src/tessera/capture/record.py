@@ -67,7 +67,7 @@ def _machine(device: str) -> Iterator[Run]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the cyclic collector: it would walk all that was recorded, again and again, and find nothing."""
+    """Without the cyclic collector, which would walk all that was recorded again and again for nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

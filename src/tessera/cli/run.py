@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.runnable import check_runnable
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import DeviceKind, Plan, Timeline, load
 
@@ -26,6 +27,8 @@ def run(
         raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
     loaded = load(Plan, plan)
     _check_devices(loaded, devices, str(plan))
+    for graph in loaded.unit.graphs:
+        check_runnable(graph.trace, str(plan))
     started = time.perf_counter()
     with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
         from tessera.execute import Engine

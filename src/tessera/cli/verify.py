@@ -20,11 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.runnable import check_runnable
 from tessera.errors import TesseraError
-from tessera.ir import Arg, BufferKind, Symbol, Trace, load
-
-# Weights and temporaries of a model that is run here many times.
-MAX_BYTES = 4 << 30
+from tessera.ir import Trace, load
 
 
 def verify(
@@ -39,7 +37,7 @@ def verify(
     if orders < 1:
         raise TesseraError(f"{orders} orders prove nothing", "Use at least one.", "--orders")
     trace = load(Trace, file)
-    _check_runnable(trace, str(file))
+    check_runnable(trace, str(file))
     started = time.perf_counter()
     with progress("building the model", 2 + 8 * orders) as advance:
         found = prove(trace, orders, seed, advance)
@@ -79,31 +77,6 @@ def prove(trace: Trace, orders: int, seed: int, advance: Callable[[str], None]) 
         **legal,
         "classes": classes,
     }
-
-
-def _check_runnable(trace: Trace, place: str) -> None:
-    """Refuses what this command cannot run, before anything is built."""
-    size = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.WEIGHT))
-    if size > MAX_BYTES:
-        message = f"{trace.step.model} has {size / 1e9:.1f} GB of weights; this command runs the whole model"
-        remedy = "Verify the tiny model of the same family: tessera capture tiny-... --device cpu."
-        raise TesseraError(message, remedy, place)
-    for index, launch in enumerate(trace.launches):
-        devices = [d for arg in (*launch.args, *(v for _, v in launch.kwargs)) for d in _devices(arg)]
-        foreign = [d for d in devices if d.partition(":")[0] not in ("cpu", "")]
-        if foreign:
-            raise TesseraError(
-                f"the trace was captured for {foreign[0]} (launch {index}, {trace.kernel_of(index).name}); "
-                "this command runs on the CPU",
-                "Capture the tiny model of the same family with --device cpu.",
-                place,
-            )
-
-
-def _devices(arg: Arg) -> list[str]:
-    if isinstance(arg, tuple):
-        return [d for item in arg for d in _devices(item)]
-    return [arg.name] if isinstance(arg, Symbol) and arg.kind == "device" else []
 
 
 def _failure(found: dict[str, Any]) -> str:

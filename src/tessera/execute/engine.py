@@ -26,7 +26,7 @@ from tessera.errors import TesseraError, WorkerError
 from tessera.execute import worker
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.lower import lower
-from tessera.execute.packing import Packed, pack_all, unpack_all
+from tessera.execute.packing import Packed, pack, pack_all, unpack_all
 from tessera.execute.schedule import LaneTable
 from tessera.execute.transport import Wire, slot_bytes
 from tessera.ir import Clock, Plan, Program, Run, Span, Timeline
@@ -42,7 +42,7 @@ class Request(Protocol):
     """One unit of work, as the engine sees it."""
 
     def state(self) -> Tensors:
-        """The state it starts with."""
+        """The state of all its steps, as each is before the first run that uses it."""
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
         """The inputs of the run-th run of a step, given the outputs of the run before it."""
@@ -70,7 +70,8 @@ class _Flight:
     result: RunResult
     # (index of the program in its lane, run) still to do, last first.
     left: list[tuple[int, int]]
-    is_new: bool = True
+    # State that no run has used yet, by name.
+    state: dict[str, torch.Tensor]
     # Devices that have not answered for the current run.
     missing: int = 0
     step: int = 0
@@ -155,7 +156,7 @@ class Engine:
         lane = table.take()
         left = [(i, run) for i, p in enumerate(self._programs[lane]) for run in range(p.count)]
         result = RunResult(lane, start_s=time.monotonic() - self._origin_s)
-        self._send_run(slot, _Flight(number, request, result, left[::-1]), flights)
+        self._send_run(slot, _Flight(number, request, result, left[::-1], dict(request.state())), flights)
 
     def _send_run(self, slot: int, flight: _Flight, flights: dict[int, tuple[int, _Flight]]) -> None:
         """Starts the next run of a request on every device that takes part in it."""
@@ -163,17 +164,26 @@ class Engine:
         program = self._programs[flight.result.lane][index]
         last = flight.result.outputs[-1] if flight.result.outputs else {}
         inputs = pack_all(flight.request.inputs(program.step, run, last)) if _computes(program) else {}
-        state = pack_all(flight.request.state()) if flight.is_new else None
-        devices = _participants(program, flight.is_new)
+        fresh = self._take_state(flight, program)
+        devices = _participants(program, set(fresh))
         self._tickets += 1
-        flight.is_new, flight.step, flight.missing, flight.outputs = False, program.step, len(devices), {}
+        flight.step, flight.missing, flight.outputs = program.step, len(devices), {}
         flights[self._tickets] = (slot, flight)
         for device in devices:
             order = worker.Begin(
-                self._tickets, slot, flight.result.lane, index, inputs,
-                _living_on(self._plan, program, state, device), not flight.left,
-            )  # fmt: skip
+                self._tickets, slot, flight.result.lane, index, inputs, fresh.get(device, {}), not flight.left
+            )
             self._order(device, order)
+
+    def _take_state(self, flight: _Flight, program: Program) -> dict[int, dict[str, Packed]]:
+        """Device -> the state that lives there and that this run is the first to use."""
+        buffers = self._plan.unit.graphs[program.step].trace.buffers
+        found: dict[int, dict[str, Packed]] = {}
+        for buffer, device in program.homes:
+            name = buffers[buffer].name
+            if name in flight.state:
+                found.setdefault(device, {})[name] = pack(flight.state.pop(name))
+        return found
 
     def _order(self, device: int, order: worker.Begin) -> None:
         try:
@@ -302,23 +312,10 @@ def _computes(program: Program) -> bool:
     return any(isinstance(i, Run) for column in program.instructions for i in column)
 
 
-def _participants(program: Program, is_first: bool) -> list[int]:
+def _participants(program: Program, taking: set[int]) -> list[int]:
     """Devices with something to do: instructions, an output to hand over, or state to take in."""
-    holding = {device for _, device in program.outputs}
-    if is_first:
-        holding |= {device for _, device in program.homes}
+    holding = {device for _, device in program.outputs} | taking
     return [d for d, column in enumerate(program.instructions) if column or d in holding]
-
-
-def _living_on(
-    plan: Plan, program: Program, state: dict[str, Packed] | None, device: int
-) -> dict[str, Packed] | None:
-    """The part of a request's first state that lives on one device."""
-    if state is None:
-        return None
-    trace = plan.unit.graphs[program.step].trace
-    here = {trace.buffers[buffer].name for buffer, home in program.homes if home == device}
-    return {name: packed for name, packed in state.items() if name in here}
 
 
 @contextmanager

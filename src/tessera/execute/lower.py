@@ -146,18 +146,31 @@ def _outputs(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[str, int], ...
 
 
 def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
-    """State that the step before left on one device and this step wants on another; empty if none."""
+    """State that an earlier step left on one device and this step wants on another; empty if none."""
     placement = plan.lanes[lane].placement.devices
-    before, after = plan.unit.graphs[step - 1], plan.unit.graphs[step]
-    wanted = {after.trace.buffers[buffer].name: device for buffer, device in _homes(after, placement[step])}
-    transfers = []
-    for buffer, device in _homes(before, placement[step - 1]):
-        home = wanted.get(before.trace.buffers[buffer].name, device)
-        if home != device:
-            size = before.trace.buffers[buffer].size_bytes
-            transfers.append(Transfer(-1, buffer, 0, size, device, home))
-    if not transfers:
-        return []
+    wanted = _state_homes(plan.unit.graphs[step], placement[step])
+    programs = []
+    for before in range(step - 1, -1, -1):  # the last step that had it is where it lives
+        graph = plan.unit.graphs[before]
+        transfers = []
+        for buffer, device in _homes(graph, placement[before]):
+            name = graph.trace.buffers[buffer].name
+            home = wanted.pop(name, device)
+            if home != device:
+                transfers.append(
+                    Transfer(-1, buffer, 0, graph.trace.buffers[buffer].size_bytes, device, home)
+                )
+        if transfers:
+            programs.append(_moves(plan, lane, before, transfers))
+    return programs
+
+
+def _state_homes(graph: Graph, place: tuple[int, ...]) -> dict[str, int]:
+    return {graph.trace.buffers[buffer].name: device for buffer, device in _homes(graph, place)}
+
+
+def _moves(plan: Plan, lane: int, step: int, transfers: list[Transfer]) -> Program:
+    """A program of sends and receives only."""
     lists: list[list[Instruction]] = [[] for _ in plan.cluster.devices]
     for number, transfer in enumerate(transfers):
         lists[transfer.src].append(Send(number))
@@ -165,4 +178,4 @@ def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
         lists[transfer.dst].append(Recv(number))
     none: tuple[tuple[int, ...], ...] = tuple(() for _ in plan.cluster.devices)
     columns = tuple(tuple(column) for column in lists)
-    return [Program(lane, step - 1, 1, columns, tuple(transfers), none, (), ())]
+    return Program(lane, step, 1, columns, tuple(transfers), none, (), ())

@@ -32,8 +32,8 @@ class Begin:
     lane: int
     index: int
     inputs: dict[str, Packed]
-    # State by name for a request that starts here; None for one that goes on.
-    state: dict[str, Packed] | None
+    # State by name that lives here and that no run of the request has used before.
+    state: dict[str, Packed]
     # True to hand the state back when the run is done.
     wants_state: bool
 
@@ -159,9 +159,8 @@ class Worker:
         program = self._setup.programs[order.lane][order.index]
         trace = self._setup.traces[program.step]
         memory = Memory(self._weights[program.step])
-        if order.state is not None:
-            self._state[order.slot] = {n: unpack(p).untyped_storage() for n, p in order.state.items()}
         held = self._state.setdefault(order.slot, {})
+        held |= {name: unpack(packed).untyped_storage() for name, packed in order.state.items()}
         for index, buffer in enumerate(trace.buffers):
             if buffer.kind is BufferKind.INPUT and buffer.name in order.inputs:
                 memory.put(index, unpack(order.inputs[buffer.name]).untyped_storage())

@@ -53,7 +53,8 @@ def save(record: Any, path: str | Path) -> None:
     """Writes one artifact, whole or not at all."""
     kind = next(k for k, cls in KINDS.items() if isinstance(record, cls))
     body = _body(record)
-    header = {"tessera": kind, "version": FORMAT_VERSION, "bytes": len(body), "sha256": digest(record)}
+    checksum = hashlib.sha256(body).hexdigest()
+    header = {"tessera": kind, "version": FORMAT_VERSION, "bytes": len(body), "sha256": checksum}
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

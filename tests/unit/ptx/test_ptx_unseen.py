@@ -324,6 +324,9 @@ def test_minimum_and_maximum_of_two_pointers_are_both() -> None:
         "selp.b64 %rd20, %rd11;",
         "bfe.u64 %rd20, %rd11, 3;",
         "rem.u64 %rd20, %rd11;",
+        "mov.u64 %rd20, %rd11; setp.lt.s32 %p1, %r1;",
+        "mov.u64 %rd20, %rd11; st.global.u32 [%rd11];",
+        "mov.u64 %rd20, %rd11; and.pred %p1, %p2; @%p1 bra E; E:",
     ],
 )
 def test_an_instruction_with_too_few_operands_is_refused_or_stops(instruction: str) -> None:
@@ -353,3 +356,34 @@ def test_many_swaps_through_local_memory_take_little_time() -> None:
 
     assert {0: "w", 1: "w"} == flags(report)
     assert time.perf_counter() - start < 2
+
+
+def test_a_kernel_that_is_too_complex_is_given_up_by_name() -> None:
+    """Differences of pointers that go round through computed stack slots never settle: immovable, in time."""
+    mix = """ld.local.u64 %rd30, [%rd42]; ld.local.u64 %rd33, [stk+{0}]; st.u32 [%rd30], %r1;
+    sub.s64 %rd31, %rd30, %rd33; add.s64 %rd31, %rd31, %rd3; st.local.u64 [stk+{1}], %rd31;\n"""
+    body = (
+        ".local .align 8 .b8 stk[512];\n"
+        + pointers(0, 1, 2, generic=True)
+        + THREAD
+        + "st.local.u64 [stk], %rd1; st.local.u64 [stk+8], %rd2; mov.u64 %rd40, stk;"
+        + "mul.wide.u32 %rd41, %r1, 8; add.s64 %rd42, %rd40, %rd41;\n"
+        + "".join(mix.format(8 * (k % 50), 8 * ((k + 1) % 50)) for k in range(60))
+    )
+    start = time.perf_counter()
+    report = analyze(body)
+
+    assert any("too complex to follow" in reason for reason in report.why)
+    assert time.perf_counter() - start < 4
+
+
+def test_a_pointer_that_moves_in_a_stack_slot_stays_that_pointer() -> None:
+    """`p += 4` in a slot, a hundred times: the offset is given up, the buffer is not."""
+    step = """ld.local.u64 %rd30, [stk]; st.u32 [%rd30], %r1; add.s64 %rd31, %rd30, 4;
+    st.local.u64 [stk], %rd31;\n"""
+    start = ".local .align 8 .b8 stk[8];\n" + pointers(0, 1, generic=True) + "st.local.u64 [stk], %rd1;\n"
+
+    report = analyze(start + 100 * step)
+
+    assert report.movable
+    assert {0: "w"} == flags(report)

@@ -1,18 +1,19 @@
 """Addresses to buffers: which parameter, symbol or table an address belongs to.
 
-An address may have several candidate bases, since a 64-bit scalar looks like a pointer. They are
-ranked by evidence: variables first; then parameters that are certainly pointers (declared `.ptr`,
-converted by `cvta` as they stand, or the only candidate of some access); then all that is left. The
-best rank wins and the rest is offset: the sum of two pointers is no address, while pointer plus scalar
-is. Candidates of the same rank are all reported, which is sound and costs precision only.
+An address may have several candidate bases, since a 64-bit scalar looks like a pointer and since
+differences of pointers are offsets. `weights` says which addends may be the base, given which are
+certainly pointers: variables, and parameters declared `.ptr`, converted by `cvta` as they stand, or the
+only candidate of some access. Every candidate is reported, which is sound and costs precision only.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.analyze.ptx.poly import Poly, add, scale
+from tessera.analyze.ptx.poly import Frozen, Poly, add, freeze, scale
 from tessera.analyze.ptx.ranges import within
 from tessera.analyze.ptx.values import Atoms
+from tessera.analyze.ptx.weights import Weight, candidates, choices, original, weights
 
 _NEAR_NULL = 1 << 40
 _MAX_EXPANSIONS = 3
@@ -37,32 +38,60 @@ class Classifier:
         # Parameter indices declared .ptr; atoms converted by cvta.
         self.declared, self.converted = declared, converted
         self.sole: set[int] = set()
+        self._found: dict[Frozen, dict[int, Weight]] = {}
 
     def item(self, number: int) -> tuple[Any, ...]:
         """The atom behind copies."""
-        item = self.atoms.atoms[number].item
-        while item[0] == "copy":
-            item = self.atoms.atoms[item[1]].item
-        return item
+        return original(self.atoms, number)
 
-    def learn(self, poly: Poly) -> None:
-        """An address with one candidate proves that the candidate is a pointer."""
-        base = self.atoms.base_of(poly)
-        if len(base) == 1:
-            item = self.item(next(iter(base)))
-            if item[0] == "param":
-                self.sole.add(self.atoms.number(item))
+    def learn(self, addresses: Iterable[Poly]) -> None:
+        """An address with one candidate proves that the candidate is a pointer.
 
-    def _rank(self, number: int) -> int:
-        item = self.item(number)
-        if item[0] in ("frame", "symbol", "func"):
-            return 0
+        That may leave another address with one candidate, so they are looked at until nothing is new.
+        """
+        open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
+        known = -1
+        while open_ and known < len(self.sole):
+            known = len(self.sole)
+            open_ = [poly for poly in open_ if not self._learn(poly)]
+
+    def _learn(self, poly: Poly) -> bool:
+        base = self.bases(poly)
+        if len(base) != 1:
+            return False
+        item = self.item(next(iter(base)))
         if item[0] == "param":
-            original = self.atoms.number(item)
-            if original in self.converted:
-                return 1
-            return 2 if item[1] in self.declared or original in self.sole else 3
-        return 3
+            self.sole.add(self.atoms.number(item))
+        return True
+
+    def _weights(self, poly: Poly) -> dict[int, Weight]:
+        key = freeze(poly)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = weights(self.atoms, poly)
+        return found
+
+    def bases(self, poly: Poly) -> set[int]:
+        """The atoms that may be the base of this address."""
+        found = self._weights(poly)
+        own = [n for n in found if self.item(n)[0] in ("frame", "loaded")]
+        if len(own) == 1 and found[own[0]].plain and self.item(own[0])[0] == "frame":
+            # Nothing else points into the block's own memory, so nothing cancels its address.
+            return set(own)
+        out: set[int] = set()
+        for one in choices(self.atoms, poly):
+            out |= candidates(self._weights(one), self._sure)
+        return out
+
+    def _sure(self, number: int) -> bool:
+        """Whether this is certainly a pointer."""
+        item = self.item(number)
+        if item[0] == "param":
+            original_number = self.atoms.number(item)
+            return (
+                item[1] in self.declared or original_number in self.converted or original_number in self.sole
+            )
+        return item[0] in ("frame", "symbol", "func")
 
     def targets(self, poly: Poly, depth: int = 0) -> list[Target]:
         """Every buffer the address may be in."""
@@ -71,18 +100,25 @@ class Classifier:
             mono, alternatives = chosen
             coeff = poly[mono]
             rest = {m: c for m, c in poly.items() if m != mono}
-            found: list[Target] = []
+            every: list[Target] = []
             for one in alternatives:
-                found += self.targets(add(rest, scale(dict(one), coeff)), depth + 1)
-            return found
-        base = self.atoms.base_of(poly)
+                every += self.targets(add(rest, scale(dict(one), coeff)), depth + 1)
+            return every
+        found = self._weights(poly)
+        base = self.bases(poly) or self._contradictory(poly, found)
         if not base:
             return [self._baseless(poly)]
         out: list[Target] = []
-        for number in self._likely(poly, base):
-            rest = {m: c for m, c in poly.items() if m != (number,)}
-            out += self._expand(number, rest)
+        for number in sorted(base):
+            plain = number in found and found[number].plain
+            out += self._expand(number, {m: c for m, c in poly.items() if m != (number,)} if plain else None)
+        if not any(n in found and found[n].exact for n in base) and not self._is_one_of(poly):
+            out.append(Target("unknown", "an address computed in a way that is not followed", None))
         return out
+
+    def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
+        """No choice of pointers makes this an address: whatever may be one is reported."""
+        return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
 
     def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
         """An addend that is one of several sums with pointers in them: each has to be looked at."""
@@ -93,40 +129,17 @@ class Classifier:
                     return mono, list(atom.item[4:])
         return None
 
-    def _hides_pointers(self, poly: Poly) -> bool:
-        """Whether an addend is one of several values, nobody knows which, with pointers in them."""
-        for mono, coeff in poly.items():
-            if len(mono) == 1 and coeff in (1, -1):
-                atom = self.atoms.atoms[mono[0]]
-                if atom.taint and self.item(mono[0])[0] in ("opaque", "op") and self._is_joined(mono[0]):
-                    return True
-        return False
-
-    def _likely(self, poly: Poly, base: frozenset[int]) -> list[int]:
-        """The candidates of the best rank, after differences of pointers are taken out.
-
-        In `p + b - a` a candidate of the rank of `a` is what `a` is subtracted from, unless there are
-        more of them than are subtracted: then any may be the base.
-        """
-        if self._hides_pointers(poly):
-            return sorted(base)
-        plus: dict[int, list[int]] = {}
-        for number in sorted(base):
-            plus.setdefault(self._rank(number), []).append(number)
-        minus: dict[int, int] = {}
-        for mono, coeff in poly.items():
-            if coeff == -1 and len(mono) == 1 and mono[0] in self.atoms.bases:
-                rank = self._rank(mono[0])
-                minus[rank] = minus.get(rank, 0) + 1
-        left = {rank: found for rank, found in plus.items() if len(found) > minus.get(rank, 0)}
-        return left[min(left)] if left else sorted(base)
+    def _is_one_of(self, poly: Poly) -> bool:
+        """Whether what hides the pointers is one of several values rather than computed from them."""
+        hiding = [n for mono in poly for n in mono if self.atoms.atoms[n].taint]
+        return all(self._is_joined(n) for n in hiding)
 
     def _baseless(self, poly: Poly) -> Target:
         if within(self.atoms.range(poly), -_NEAR_NULL, _NEAR_NULL):
             return Target("null", "", None)
         return Target("unknown", "an address of unknown origin", None)
 
-    def _expand(self, number: int, rest: Poly) -> list[Target]:
+    def _expand(self, number: int, rest: Poly | None) -> list[Target]:
         item = self.item(number)
         kind = item[0]
         if kind == "param":
@@ -147,7 +160,7 @@ class Classifier:
         """An opaque value may be any base that went into it; one computed from bases may be anything."""
         out: list[Target] = []
         for inner in sorted(self.atoms.atoms[number].taint):
-            out += [Target(t.kind, t.what, None) for t in self._expand(inner, {})]
+            out += [Target(t.kind, t.what, None) for t in self._expand(inner, None)]
         if not self._is_joined(number):
             out.append(Target("unknown", "an address computed in a way that is not followed", None))
         return out or [Target("unknown", "an address of unknown origin", None)]

@@ -14,7 +14,7 @@ from tessera.analyze.ptx.fixpoint import Flow, Node
 from tessera.analyze.ptx.forms import OpInfo
 from tessera.analyze.ptx.poly import Poly, Value
 from tessera.analyze.ptx.scan import Access
-from tessera.analyze.ptx.syntax import Function, Imm, Instruction, Module, Operand
+from tessera.analyze.ptx.syntax import Function, Imm, Instruction, Module, Operand, Sym
 from tessera.analyze.ptx.tensormaps import TensorMaps
 
 _FAR_SPACES = frozenset({"global", "const", ""})
@@ -98,10 +98,24 @@ class _Collector:
         flow.run()
         self.facts.loops = {h: self.conditions.known(p) for h, p in loops.items() if p.wanted}
         self.facts.stops += flow.stops
+        self._undeclared()
         self._classify()
         self._handed_over()
         self._escapes()
         return self.facts
+
+    def _undeclared(self) -> None:
+        """A name nobody declared has no place in memory: what is stored there would be lost."""
+        for access in self.flow.scan.accesses:
+            self._declared(access.at, access.operand.base)
+        for index, info in enumerate(self.flow.scan.infos):
+            if info is not None and info.op.name in ("mov", "cvta"):
+                for operand in self.flow.flat.body[index].operands[1:]:
+                    self._declared(index, operand)
+
+    def _declared(self, index: int, operand: Operand) -> None:
+        if isinstance(operand, Sym) and not self.flow.loads.declared(operand.name):
+            self.facts.stops.append((self.flow.flat.body[index].line, f"'{operand.name}' is not declared"))
 
     def _want_stored(self, access: Access) -> None:
         """64-bit integers written to memory may be addresses that leave the kernel."""
@@ -120,9 +134,7 @@ class _Collector:
         declared = {i for i, p in enumerate(flow.entry.params) if p.is_pointer}
         self.classifier = Classifier(flow.atoms, declared, flow.converted)
         addresses = [(a, flow.address(a, node), c) for a, node, c in self.roots]
-        for _, address, _ in addresses:
-            for poly in address:
-                self.classifier.learn(poly)
+        self.classifier.learn(poly for _, address, _ in addresses for poly in address)
         for access, address, wanted in addresses:
             self._access(access, address, wanted)
         for effect, line, target in self.maps.accesses(self.classifier):
@@ -168,7 +180,7 @@ class _Collector:
         """A function that is not known may read and write through every pointer it is given."""
         for line, value in self.flow.call_arguments():
             for poly in value:
-                if self.flow.atoms.base_of(poly):
+                if self.flow.atoms.base_of(poly) or self.classifier.bases(poly):
                     for target in self.classifier.targets(poly):
                         if target.kind in ("param", "indirect"):
                             self._touch("r", line, target, Piece(None, 0))
@@ -182,7 +194,7 @@ class _Collector:
                 continue
             value = node.value if isinstance(node, Node) else node
             for poly in value:
-                for number in at.base_of(poly):
+                for number in sorted(self.classifier.bases(poly) | at.base_of(poly)):
                     name = self._address_name(number)
                     if name:
                         self.facts.stops.append((line, f"stores {name}"))

@@ -4,6 +4,7 @@ Nodes are definitions, phis and stores into frames. Only what an address (or a c
 it) depends on becomes a node. Nodes are evaluated in reverse post-order from a queue; a change wakes the
 users. A phi at a loop header that grows by the same amount each time becomes `start + step * counter`;
 one that changes otherwise becomes opaque, which keeps its bases. So every node settles after a few visits.
+A kernel that takes more work than its length justifies is given up: too complex to follow, immovable.
 
     flow = Flow(module, entry); flow.run(); flow.address(access) -> Value
 """
@@ -25,6 +26,10 @@ from tessera.analyze.ptx.syntax import (
 from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, Key, by_base
 
 _MAX_VISITS = 8
+# Alternatives looked at, per node and for any kernel. Kernels that could be followed took at most 80 per
+# node when small and 10 when large; what takes more mixes dozens of pointers through memory.
+_WORK_PER_NODE = 20
+_WORK = 30_000
 
 
 class Flow(Nodes):
@@ -36,7 +41,7 @@ class Flow(Nodes):
         """Evaluates to the fixpoint."""
         self.build()
         self._order = sorted(self.nodes.values(), key=lambda n: n.pos)
-        self._budget = 60 * len(self._order) + 20_000
+        self._budget = _WORK_PER_NODE * len(self._order) + _WORK
         self._settle(self._order)
         # What is still without a value depends on memory nobody stored to, or on itself alone.
         for kind in ("def", "phi"):
@@ -62,10 +67,10 @@ class Flow(Nodes):
         while queue:
             node = self._order[heappop(queue)[1]]
             node.queued = False
-            self._budget -= 1
-            if self._budget < 0:
-                self.stops.append((self.entry.line, "the analysis did not settle"))
+            if self.atoms.work > self._budget:
+                self.stops.append((self.entry.line, "too complex to follow: its values do not settle"))
                 return
+            self.atoms.work += 1
             for woken in self._evaluate(node):
                 if not woken.queued:
                     woken.queued = True

@@ -39,8 +39,8 @@ def info_of(op: Op) -> OpInfo:
     rule = RULES.get(op.name)
     floats = any(m in _FLOATS for m in op.mods) and form is None
     scalar = floats or op.name in SCALAR_RESULTS or row is None
-    if op.name == "mov" and form is None and "f64" in op.mods:
-        scalar = False  # a pointer may travel as a double
+    if op.name == "mov" and form is None and ("f64" in op.mods or "f32" in op.mods):
+        scalar = False  # a pointer may travel as a double, its halves as floats
     uses = () if row is None else tuple((u, space_of(op, u)) for u in row.uses if u.effect != "h")
     return OpInfo(
         op, row, () if row is None else row.writes, uses, form, rule, scalar, width_of(op), vector_of(op),

@@ -10,17 +10,16 @@ from math import gcd
 from typing import Any
 
 from tessera.analyze.ptx.bits import halves, pack, widen
+from tessera.analyze.ptx.fields import number_fields
 from tessera.analyze.ptx.flatten import Flat
 from tessera.analyze.ptx.frames import Frame, Somewhere, constant_offset
-from tessera.analyze.ptx.opcodes import vector_of, width_of
 from tessera.analyze.ptx.poly import Poly, Value, add, const, freeze, sub
 from tessera.analyze.ptx.ranges import FULL, hull
-from tessera.analyze.ptx.syntax import Function, Instruction, Mem, Module, Sym
-from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key
+from tessera.analyze.ptx.syntax import Function, Mem, Module, Sym
+from tessera.analyze.ptx.values import PER_THREAD, UNIFORM, Atoms, Key, by_base
+from tessera.analyze.ptx.weights import candidates, weights
 
 _SPACE_ANY = "?"
-# A load from a frame that changes more often than this is part of a cycle through memory.
-_MAX_LOOKS = 4
 
 
 class LoadRules:
@@ -33,7 +32,7 @@ class LoadRules:
         self.functions = {f.name for f in module.functions}
         self.frames: dict[tuple[str, str], Frame] = {}
         # Loads from an unknown variable of a space look at all of them.
-        self.any_readers: dict[str, list[Any]] = {}
+        self.any_readers: dict[str, dict[Any, None]] = {}
         # writer -> frames it writes
         self.written: dict[Any, set[tuple[str, str]]] = {}
         self.has_frames = any(
@@ -82,6 +81,15 @@ class LoadRules:
             return ("frame", variable.space, "dynamic" if dynamic else name)
         return ("symbol", name)
 
+    def declared(self, name: str) -> bool:
+        """Whether somebody declared this name."""
+        return (
+            name in self.params
+            or name in self.flat.variables
+            or name in self.symbols
+            or name in self.functions
+        )
+
     def is_local_param(self, operand: Mem) -> bool:
         """Whether the operand names a call parameter rather than one of the kernel's."""
         return isinstance(operand.base, Sym) and operand.base.name not in self.params
@@ -100,10 +108,8 @@ class LoadRules:
         table: set[int] = set()
         at = self.atoms
         for poly in address:
-            base, rest = at.split(poly)
-            frames = [at.atoms[n].item for n in base if at.atoms[n].item[0] == "frame"]
-            if not frames and space in ("shared", "local", "param"):
-                frames, rest = [("frame", space, _SPACE_ANY)], poly
+            base = at.base_of(poly)
+            frames, rest = self._places(space, poly)
             if not frames:
                 table |= at.roots(base) or {-1}
             for _, frame_space, name in frames:
@@ -113,8 +119,22 @@ class LoadRules:
                     found += self._frame(node, frame_space, name, rest, width)
         if table:
             found += self.plain(node.key, width, frozenset(table), signed)
-        value = at.join((node.key, "load"), tuple(found))
-        return at.blur((node.key, "load"), value) if node.visits > _MAX_LOOKS else value
+        return at.join((node.key, "load"), tuple(found))
+
+    def _places(self, space: str, poly: Poly) -> tuple[list[tuple[Any, ...]], Poly]:
+        """The variables an address may be in, and the offset from them."""
+        at = self.atoms
+        base, rest = at.split(poly)
+        frames = [n for n in base if at.atoms[n].item[0] == "frame"]
+        if any(at.atoms[n].item[0] == "frame" and n not in frames for n in at.taint(rest)):
+            # Others hide in the offset, as in `a + f * (b - a)`.
+            parts = {n: w for n, w in weights(at, poly).items() if at.atoms[n].item[0] == "frame"}
+            found = candidates(parts, lambda _: True) or set(parts)
+            if not found.issubset(frames):
+                frames, rest = sorted(found.union(frames)), poly
+        if not frames and space in ("shared", "local", "param"):
+            return [("frame", space, _SPACE_ANY)], poly
+        return [at.atoms[n].item for n in frames], rest
 
     def _param(self, node: Any, name: str, rest: Poly, width: int, signed: bool) -> Value:
         index, param = self.params[name]
@@ -126,16 +146,14 @@ class LoadRules:
             return self.atoms.opaque((node.key, "outside"))
         if width < 8:
             return self.atoms.value(("field", index, freeze(rest), width, signed))
-        offsets = tuple(o for o in self._reachable(rest, param.size) if o not in self._scalars(index))
+        offsets = tuple(o for o in self._reachable(rest, param.size) if o not in self._numbers(index))
         return self.atoms.value(("fields", index, offsets, freeze(rest)))
 
     def _frame(self, node: Any, space: str, name: str, rest: Poly, width: int) -> list[Poly]:
         """What may have been stored in these bytes."""
         values: list[Value] = []
         if name == _SPACE_ANY:
-            known = self.any_readers.setdefault(space, [])
-            if node not in known:
-                known.append(node)
+            self.any_readers.setdefault(space, {})[node] = None
             for (other, _), frame in list(self.frames.items()):
                 if other == space:
                     values += self._whole(node, frame, None, width)
@@ -181,8 +199,38 @@ class LoadRules:
     def _frame_of(self, space: str, name: str) -> Frame:
         frame = self.frames.get((space, name))
         if frame is None:
-            frame = self.frames[(space, name)] = Frame()
+            frame = self.frames[space, name] = Frame(
+                lambda key, value: self._blurred((space, name, key), value)
+            )
         return frame
+
+    def _blurred(self, key: Key, value: Value) -> Value:
+        """One alternative per origin, as any thread or iteration saw it; different offsets are given up."""
+        at = self.atoms
+        groups: dict[frozenset[int], list[Poly]] = {}
+        followed: dict[frozenset[int], bool] = {}
+        for poly in value:
+            base, rest = at.split(at.others(poly, PER_THREAD, ("cell", key)))
+            # Opaque addends would give every turn of a cycle a base of its own.
+            origin = frozenset(n for n in base if at.kind(n) not in ("opaque", "op"))
+            # Without an origin, what a pointer went into otherwise than as an addend is computed from it.
+            plain = all(map(at.is_joined, base - origin)) and (bool(origin) or not at.taint(rest))
+            followed[origin] = followed.get(origin, True) and plain
+            offsets = groups.setdefault(origin, [])
+            whole = at.whole(base - origin, rest)
+            if whole not in offsets:
+                offsets.append(whole)
+        return at.limited(
+            ("cell", key),
+            tuple(
+                at.whole(origin, found[0])
+                if len(found) == 1
+                else at.whole(
+                    origin, at.opaque(("cell", key, origin), tuple(found), joined=followed[origin])[0]
+                )
+                for origin, found in by_base(groups)
+            ),
+        )
 
     def _reachable(self, rest: Poly, size: int) -> Iterator[int]:
         """Offsets of 8-byte fields that a dynamic offset may pick."""
@@ -193,26 +241,12 @@ class LoadRules:
             if (low is None or low <= offset) and (high is None or offset <= high):
                 yield offset
 
-    def _scalars(self, index: int) -> frozenset[int]:
-        """8-byte fields of a parameter of which the kernel reads one narrow half only: no pointers."""
+    def _numbers(self, index: int) -> frozenset[int]:
+        """8-byte fields of a parameter with a half that the kernel computes with as a number."""
         known = self._narrow.get(index)
         if known is None:
-            narrow: set[int] = set()
-            for instruction in self.flat.body:
-                narrow |= self._narrow_loads(instruction, index)
-            halves_read = {o // 8 * 8: {n // 4 * 4 for n in narrow if n // 8 == o // 8} for o in narrow}
-            known = frozenset(o for o, read in halves_read.items() if len(read) == 1)
-            self._narrow[index] = known
+            known = self._narrow[index] = number_fields(self.flat.body, self.entry.params[index].name)
         return known
-
-    def _narrow_loads(self, instruction: Instruction, index: int) -> set[int]:
-        op, operands = instruction.op, instruction.operands
-        if op.name != "ld" or len(operands) < 2 or not isinstance(operands[1], Mem):
-            return set()
-        base, width = operands[1].base, width_of(op)
-        if not isinstance(base, Sym) or self.params.get(base.name, (-1,))[0] != index or width >= 8:
-            return set()
-        return {operands[1].offset + k * width for k in range(vector_of(op))}
 
     def _stride(self, rest: Poly) -> tuple[int, int]:
         """Distance and origin of the places a dynamic offset may reach."""
@@ -237,7 +271,7 @@ class LoadRules:
                     values += cell.values()
             elif size < width and not self._any_carries(cell.values()):
                 continue
-            elif cell and any((offset - start + k) % step == 0 for k in range(1 - width, size)):
+            elif cell.values() and any((offset - start + k) % step == 0 for k in range(1 - width, size)):
                 values.append(self.atoms.opaque((node.key, "piece"), *cell.values()))
         return values
 
@@ -267,16 +301,12 @@ class LoadRules:
 
     def store(self, writer: Any, space: str, address: Value, width: int, value: Value) -> list[Any]:
         """Records a store; returns the loads that must look again."""
-        at = self.atoms
         woken: list[Any] = []
         if not value:
             return woken
         places: dict[tuple[str, str], list[Poly]] = {}
         for poly in address:
-            base, rest = at.split(poly)
-            frames = [at.atoms[n].item for n in base if at.atoms[n].item[0] == "frame"]
-            if not frames and space in ("shared", "local", "param"):
-                frames, rest = [("frame", space, _SPACE_ANY)], poly
+            frames, rest = self._places(space, poly)
             for _, frame_space, name in frames:
                 places.setdefault((frame_space, name), []).append(rest)
         for gone in self.written.get(writer, set()) - set(places):
@@ -307,7 +337,7 @@ class LoadRules:
             if frame.write_somewhere(writer, Somewhere(span, width, value, mirror)):
                 changed = True
                 woken += frame.readers_of(None, width)
-        return woken + self.any_readers.get(place[0], []) if changed else woken
+        return [*woken, *self.any_readers.get(place[0], ())] if changed else woken
 
     def _mirror(self, offsets: list[Poly], value: Value) -> tuple[int, int] | None:
         """Whether the value is a parameter's field read at the same distance as it is stored."""

@@ -32,6 +32,8 @@ from tessera.analyze.ptx.values import Atoms, Key
 # How many operands carry the value, where others only steer it.
 _SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
 
+_FLOATS = (("f32",), ("f16",), ("bf16",))
+
 
 class Node:
     """One value to compute: a definition, a phi or a store."""
@@ -188,13 +190,23 @@ class Nodes:
                 continue
             info = self.scan.infos[access.at]
             assert info is not None
-            if info.op.mods[-1:] in (("f32",), ("f16",), ("bf16",)) or info.op.name == "mbarrier":
+            if info.op.name == "mbarrier" or (info.op.mods[-1:] in _FLOATS and not self._moved(instruction)):
                 continue
             self._add_store(access, instruction, info)
         for index in self.scan.tensors:
             node = self._store_node(index, 0)
             node.info = self.scan.infos[index]
             node.args.append(self.atoms.value(("frame", "shared", "?")))
+
+    def _moved(self, instruction: Instruction) -> bool:
+        """Whether a float that is stored came by a move: it may be half of a pointer."""
+        for operand in instruction.operands[1:2]:
+            for item in operand.items if isinstance(operand, Vec) else (operand,):
+                for index in self.scan.defs.get(item.name, ()) if isinstance(item, Reg) else ():
+                    made = self.flat.body[index]
+                    if made.op.name == "mov" and not isinstance(made.operands[-1], Imm):
+                        return True
+        return False
 
     def _store_node(self, index: int, operand: int) -> Node:
         rank = self.graph.block_of[index]

@@ -67,6 +67,8 @@ class Atoms:
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self.bases: set[int] = set()
+        # Alternatives looked at so far, long ones counted more; `fixpoint` bounds it.
+        self.work = 0
         # Indices of parameters of fewer than eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()
 
@@ -223,6 +225,7 @@ class Atoms:
 
     def split(self, poly: Poly) -> tuple[frozenset[int], Poly]:
         """The base and the rest of a polynomial."""
+        self.work += 1 + len(poly) // 8
         base = self.base_of(poly)
         if not base:
             return base, poly
@@ -248,11 +251,30 @@ class Atoms:
 
     def blur(self, key: Key, value: Value) -> Value:
         """The same bases at unknown offsets."""
-        out: dict[frozenset[int], Poly] = {}
+        groups: dict[frozenset[int], Value] = {}
         for poly in value:
             base, rest = self.split(poly)
-            out[base] = self.whole(base, self.opaque((key, "blur", base), (rest,), joined=True)[0])
-        return self.limited(key, tuple(rest for _, rest in by_base(out)))
+            groups[base] = (*groups.get(base, ()), rest)
+        blurred = (
+            self.whole(base, self.opaque((key, "blur", base), rests, joined=True)[0])
+            for base, rests in by_base(groups)
+        )
+        return self.limited(key, tuple(blurred))
+
+    def kind(self, number: int) -> str:
+        """The kind of an atom, copies being of the kind of what they copy."""
+        item = self.atoms[number].item
+        return str(self.atoms[item[1]].item[0] if item[0] == "copy" else item[0])
+
+    def is_joined(self, number: int) -> bool:
+        """Whether what may be a pointer here is one of several values rather than computed from them."""
+        atom = self.atoms[self._original(number)]
+        if atom.item[0] == "opaque":
+            return bool(atom.item[3])
+        if atom.item[0] != "op" or not atom.base:
+            return True
+        inside = (n for arg in atom.item[4:] for mono, _ in arg for n in mono)
+        return atom.item[1] == "any" and all(map(self.is_joined, inside))
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
         """The origins of bases, pointers loaded from memory replaced by where they were loaded from."""

@@ -7,10 +7,11 @@ may be the base when some set of pointers with that sum has it, the others cance
 reported; a parameter known to be a pointer is in every set, which rules out most.
 
 A weight is a polynomial over the other factors of the pointer's monomials, with rational coefficients:
-`x >> 2` weighs a quarter of x. Through any other operation (`sext`, `and`, an opaque value) it is not
-followed: `loose` when the term can reach from one buffer to another by itself, `near` when it is too
-small for an address and can only be a distance. Terms within 64 KiB of zero (alignment: `p & 15`) are
-taken for offsets.
+`x >> 2` weighs a quarter of x. A value that is one of several is looked at one by one. Through any other
+operation (`sext`, `and`, an opaque value) it is not followed: `loose` when the term can reach from one
+buffer to another by itself, `near` when it is too small for an address and can only be a distance. If
+nothing in there divides, four times it weighs a multiple of four, and so nothing. Terms within 64 KiB of
+zero (alignment: `p & 15`) are taken for offsets.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,17 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from tessera.analyze.ptx.poly import Poly, constant_of
+from tessera.analyze.ptx.poly import Poly, add, constant_of, multiply
 from tessera.analyze.ptx.ranges import Range, mul_ranges, scale_range, within
 from tessera.analyze.ptx.values import Atoms
 
 _SMALL = 1 << 16
 _FAR = 1 << 40
 _MAX_UNSURE = 8
+_MAX_CHOICES = 16
 _ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
+# Operations that do not divide: the weight of an argument in the result is a whole number.
+_WHOLE = frozenset({"and", "or", "xor", "sext", "zext", "any", "lo", "min_s", "min_u", "max_s", "max_u"})
 _ONE = {(): Fraction(1)}
 
 Factors = dict[tuple[int, ...], Fraction]
@@ -52,6 +56,34 @@ class Weight:
 
 def _may_be(factors: Factors, wanted: int) -> bool:
     return any(factors) or factors.get((), Fraction(0)) == wanted
+
+
+def choices(at: Atoms, poly: Poly) -> list[Poly]:
+    """The address with every addend that is one of several values replaced by each of them."""
+    done: list[Poly] = []
+    queue = [poly]
+    while queue:
+        one = queue.pop()
+        more = _choose(at, one)
+        if not more:
+            done.append(one)
+        elif len(done) + len(queue) + len(more) > _MAX_CHOICES:
+            return [poly]
+        else:
+            queue += more
+    return done
+
+
+def _choose(at: Atoms, poly: Poly) -> list[Poly]:
+    for mono, coeff in poly.items():
+        for number in mono:
+            atom = at.atoms[number]
+            if atom.taint and atom.item[:2] == ("op", "any"):
+                rest = {m: c for m, c in poly.items() if m != mono}
+                factor = {_without(mono, number): coeff}
+                parts = [multiply(factor, dict(one), 64) for one in atom.item[4:]]
+                return [add(rest, part) for part in parts if part is not None] if None not in parts else []
+    return []
 
 
 def weights(at: Atoms, poly: Poly) -> dict[int, Weight]:
@@ -92,12 +124,32 @@ def _one(
     by = _divisor(item)
     if by:
         _collect(at, dict(item[4]), scale / by, factors, found)
+        if factors or abs(scale) > _SMALL:
+            # What rounding leaves out is more than an alignment.
+            for inner in at.atoms[number].taint:
+                found.setdefault(inner, Weight()).near = True
         return
     near = within(span, -_FAR, _FAR)
-    for inner in at.atoms[number].taint:
+    multiple = scale.denominator == 1 and abs(scale) > 1
+    for inner in _divided(at, number) if multiple else at.atoms[number].taint:
         weight = found.setdefault(inner, Weight())
         weight.near |= near
         weight.loose |= not near
+
+
+def _divided(at: Atoms, number: int) -> frozenset[int]:
+    """The pointers in an atom that something may divide on their way into it."""
+    item = original(at, number)
+    if item[0] in _ORIGINS:
+        return frozenset()
+    if item[0] != "op" or item[1] not in _WHOLE:
+        return at.atoms[number].taint
+    found = frozenset[int]()
+    for part in item[4:]:
+        for mono, coeff in part if isinstance(part, frozenset) else ():
+            if not within(_span(at, mono, Fraction(coeff), ()), -_SMALL, _SMALL):
+                found |= frozenset[int]().union(*(_divided(at, n) for n in mono))
+    return found
 
 
 def original(at: Atoms, number: int) -> tuple[Any, ...]:
@@ -145,7 +197,8 @@ def candidates(found: dict[int, Weight], sure: Callable[[int], bool]) -> set[int
         for more in combinations(unsure, count):
             chosen = [*certain, *more]
             if chosen and not out.issuperset(chosen) and _is_address([found[n] for n in chosen]):
-                out |= {n for n in chosen if _is_base(found, n, chosen)}
+                # `2*a - b` is an address only if both are in one buffer.
+                out |= {n for n in chosen if _is_base(found, n, chosen)} or set(chosen)
     return out
 
 
