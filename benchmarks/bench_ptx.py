@@ -4,7 +4,8 @@
 
 Every file is analyzed from its text (parse, control flow, values, extents), without the cache. Growth is
 measured on generated kernels of 1,000 and 50,000 lines: straight unrolled code, code with many branches,
-code with many loops, and code that swaps pointers in stack slots; the figure is time per line of the long one over the short one.
+code with many loops, and code that swaps pointers in stack slots; the figure is time per line of the long
+one over the short one.
 """
 
 import argparse

@@ -6,6 +6,8 @@ The first call captures, plans and starts one worker process a device. The devic
 this shows that a divided model gives the same bits; it is slower than the model itself, and measures nothing.
 """
 
+from collections.abc import Callable
+
 import torch
 
 import tessera
@@ -37,7 +39,10 @@ def main() -> None:
     trace = tessera.capture(model, x)
     print(f"{len(trace.launches)} launches, {len(trace.kernels)} kernels")
 
-    options: dict[str, str | int | bool | Callable[..., object]] = {"devices": "emu:a100,emu:l40s", "policy": "layer-pipeline"}
+    options: dict[str, str | int | bool | Callable[..., object]] = {
+        "devices": "emu:a100,emu:l40s",
+        "policy": "layer-pipeline",
+    }
     divided = torch.compile(model, backend="tessera", options=options)
     print("equal bit for bit" if torch.equal(model(x), divided(x)) else "DIFFERENT")
 

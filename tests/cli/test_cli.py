@@ -261,3 +261,11 @@ def test_a_plan_can_be_loaded_and_compared(folder: Path) -> None:
 
     assert one == other
     assert 1 == len({one, other})
+
+
+def test_compiled_kernels_are_for_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inductor's Triton kernels make no sense on the CPU, and the message says what to use."""
+    code, _, err = call("capture", "tiny-llama", "--compiled", "-o", tmp_path / "x.trace", capsys=capsys)
+
+    assert 2 == code
+    assert "Use --device fake or cuda:N" in " ".join(err.split())

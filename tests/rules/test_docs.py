@@ -1,4 +1,4 @@
-"""The documents tell the truth: links lead somewhere, commands and targets exist, the example runs."""
+"""The documents tell the truth: links lead somewhere, commands and targets exist, the examples run."""
 
 import re
 import shlex
@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import typer
 
+from tessera.capture import known_models
 from tessera.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -105,10 +107,23 @@ def test_the_readme_shows_every_stage(name: str) -> None:
     assert name in shown
 
 
-def test_the_example_plans() -> None:
-    """The example that the README shows runs, and ends in the planner's verdict."""
-    words = [sys.executable, str(ROOT / "examples" / "plan_on_a_laptop.py")]
+def test_the_readme_names_every_model() -> None:
+    """The README's table of models has the built-in names and no others."""
+    rows = re.findall(
+        r"^\|.*\| `([^`]+)` \| `([^`]+)` \|.*\|$", README.read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+    assert sorted(known_models()) == sorted(name for row in rows for name in row)
+
+
+@pytest.mark.parametrize(
+    ("example", "ending"),
+    [("plan_on_a_laptop.py", "is the bottleneck"), ("compile_a_model.py", "equal bit for bit")],
+)
+def test_an_example_runs(example: str, ending: str) -> None:
+    """An example runs, and its last line says what it is to show."""
+    words = [sys.executable, str(ROOT / "examples" / example)]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
 
     assert 0 == found.returncode, found.stderr
-    assert "is the bottleneck" in found.stdout.splitlines()[-1]
+    assert ending in found.stdout.splitlines()[-1]

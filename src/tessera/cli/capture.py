@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.errors import TesseraError
 from tessera.ir import BufferKind, Step, Trace, save
 
 MODEL_HELP = (
@@ -33,6 +34,10 @@ def capture(
     device: Annotated[
         str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
     ] = "cpu",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU."),
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The trace to write.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +51,8 @@ def capture(
         check_device(device)
         kind = step or default_step(model)
         advance(f"recording {model}")
-        trace = record_step(Step(place_of(model), kind, batch, context, seed, reserve), device)
+        what = Step(place_of(model), kind, batch, context, seed, reserve)
+        trace = _record_compiled(what, device) if compiled else record_step(what, device)
         advance("analyzing")
         num_edges = len(analyze.build_graph(trace).edges)
         advance("writing")
@@ -58,6 +64,23 @@ def capture(
         print_json(found)
     else:
         _show(found)
+
+
+def _record_compiled(step: Step, device: str) -> Trace:
+    """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
+    from tessera.analyze.accesses import triton_accesses
+    from tessera.capture import build
+    from tessera.capture.inductor import on_device, record_inductor, record_inductor_offline
+
+    if device == "cpu":
+        raise TesseraError("Inductor's kernels are for GPUs", "Use --device fake or cuda:N.", "--compiled")
+    if device == "fake":
+        import torch
+
+        with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
+            workload = build(step)
+        return record_inductor_offline(workload, triton_accesses)
+    return record_inductor(on_device(build(step), device), triton_accesses).trace
 
 
 def default_step(model: str) -> str:
