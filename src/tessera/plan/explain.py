@@ -172,6 +172,8 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
     ratios = [(g.latency if by_latency else g.throughput, g.name) for g in gains]
     known = [(ratio, name) for ratio, name in ratios if ratio is not None]
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
+    if plan.policy in {g.name for g in gains}:
+        return False, f"The policy {plan.policy}, as asked for; {where}."
     if not known:
         return True, f"No coarser policy applies; {where}."
     ratio, name = min(known)

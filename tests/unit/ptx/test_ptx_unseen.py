@@ -370,11 +370,11 @@ def test_a_kernel_that_is_too_complex_is_given_up_by_name() -> None:
         + "mul.wide.u32 %rd41, %r1, 8; add.s64 %rd42, %rd40, %rd41;\n"
         + "".join(mix.format(8 * (k % 50), 8 * ((k + 1) % 50)) for k in range(60))
     )
-    start = time.perf_counter()
+    start = time.process_time()
     report = analyze(body)
 
     assert any("too complex to follow" in reason for reason in report.why)
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
 
 
 def test_a_pointer_that_moves_in_a_stack_slot_stays_that_pointer() -> None:

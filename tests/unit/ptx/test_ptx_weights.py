@@ -3,6 +3,7 @@
 import pytest
 
 from ptx_factory import THREAD, analyze, flags, pointers
+from tessera.analyze.ptx.launches import Launch
 
 FLAG = "ld.param.u32 %r9, [k_param_3]; cvt.u64.u32 %rd40, %r9;\n"
 TWO = ".shared .align 8 .b8 s1[8];\n.shared .align 8 .b8 s2[8];"
@@ -78,7 +79,20 @@ def test_a_field_used_as_a_number_is_no_pointer() -> None:
         params="b8[24] u32",
     )
 
-    assert {(0, 0): "w", (0, 8): "w"} == flags(report)
+    assert {0: "w", (0, 8): "w"} == flags(report)
+
+
+def test_the_extent_of_a_rounded_pointer_is_not_claimed() -> None:
+    """`(q / 48 * 48)[n]` may begin before q, so no bound is given."""
+    report = analyze(
+        pointers(0, 1, generic=True)
+        + """div.u64 %rd3, %rd1, 48; mul.lo.s64 %rd4, %rd3, 48; add.s64 %rd5, %rd4, %rd2;
+        st.u8 [%rd5], %rs1;"""
+    )
+    access = report.access(0)
+
+    assert access is not None
+    assert access.extent.resolve(Launch((1, 1, 1), (32, 1, 1), {1: 4})).spans[0][0] is None
 
 
 def test_a_name_nobody_declared_stops_the_kernel() -> None:

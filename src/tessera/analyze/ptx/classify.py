@@ -110,7 +110,7 @@ class Classifier:
             return [self._baseless(poly)]
         out: list[Target] = []
         for number in sorted(base):
-            plain = number in found and found[number].plain
+            plain = poly.get((number,)) == 1 and number in found and found[number].plain
             out += self._expand(number, {m: c for m, c in poly.items() if m != (number,)} if plain else None)
         if not any(n in found and found[n].exact for n in base) and not self._is_one_of(poly):
             out.append(Target("unknown", "an address computed in a way that is not followed", None))
