@@ -1,7 +1,6 @@
 """What is proposed for judgement."""
 
 from plan_factories import MiB, layered_case
-
 from tessera.plan.candidates import throughput_mixes
 from tessera.plan.policies import Task
 from tessera.plan.problem import build

@@ -1,8 +1,8 @@
 """Why a plan is what it is."""
 
 import pytest
-from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit
 
+from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.plan import PlanConfig, explain, solve
 

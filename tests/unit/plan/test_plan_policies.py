@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from plan_factories import (
     Draft,
     MiB,
@@ -13,7 +14,6 @@ from plan_factories import (
     make_costs,
     make_unit,
 )
-
 from tessera import ir
 from tessera.errors import UnknownName
 from tessera.plan import scopes

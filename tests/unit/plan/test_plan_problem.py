@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from plan_factories import Draft, chain, make_cluster, make_costs, make_unit
 
+from plan_factories import Draft, chain, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
 from tessera.plan.problem import MESSAGE_US, Problem, build, spread_us

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from plan_factories import (
     Draft,
     MiB,
@@ -14,7 +15,6 @@ from plan_factories import (
     make_unit,
     random_case,
 )
-
 from tessera import ir
 from tessera.errors import PlanInfeasible, UnknownName
 from tessera.plan import PlanConfig, solve

@@ -4,8 +4,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
 
+from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
 from tessera.plan.policies import Task
 from tessera.plan.problem import build
 from tessera.plan.throughput import generate, master

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from report_factory import A100, L40S, VALUE_BYTES, Work, make_graph, make_plan, make_work
 from rich.console import Console, RenderableType
 
+from report_factory import A100, L40S, VALUE_BYTES, Work, make_graph, make_plan, make_work
 from tessera.errors import UnknownName
 from tessera.ir import verify
 from tessera.report import layer_picture

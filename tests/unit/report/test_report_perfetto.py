@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_factory import make_plan, make_timeline
 
+from report_factory import make_plan, make_timeline
 from tessera.errors import ArtifactError
 from tessera.ir import Clock, Span, Timeline
 from tessera.report import write_perfetto
