@@ -1,7 +1,7 @@
 """Make the corpus's PTX anew: `python corpus/make_corpus.py [--only NAME] [--table] [--docs]`.
 
     cuda/*.cu       -> ptx/<arch>/<file>.ptx     by nvcc (found on PATH or by $NVCC)
-    triton/*.py     -> ptx/<arch>/<build>.ptx    by Triton, without a GPU
+    triton_src/*.py -> ptx/<arch>/<build>.ptx    by Triton, without a GPU
     hand/*.ptx      are sources themselves
     golden/*.txt    -> truth.json
 
@@ -80,10 +80,10 @@ def make_cuda(only: str) -> int:
 def make_triton(only: str) -> int:
     """Compile every Triton build for every architecture."""
     if importlib.util.find_spec("triton") is None:
-        print("skipped triton/: no triton in this environment")
+        print("skipped triton_src/: no triton in this environment")
         return 0
     made = 0
-    for source in sorted((HERE / "triton").glob("*.py")):
+    for source in sorted((HERE / "triton_src").glob("*.py")):
         for name, build in load(source).BUILDS.items():
             for arch in ARCHS if only in name else ():
                 text = clean(compile_triton(build, int(arch.removeprefix("sm_"))), name in KEEP_DEBUG)
@@ -93,7 +93,7 @@ def make_triton(only: str) -> int:
 
 
 def load(path: Path) -> Any:
-    """Import one file of triton/ by its path."""
+    """Import one file of triton_src/ by its path."""
     spec = importlib.util.spec_from_file_location(f"corpus_triton_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

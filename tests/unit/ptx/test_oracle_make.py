@@ -41,7 +41,7 @@ def test_nvcc_makes_the_same_kernels(tmp_path: Path) -> None:
 @needs_triton
 def test_triton_makes_the_same_kernel() -> None:
     """A Triton build compiled now has the accesses of the checked-in PTX."""
-    build = make_corpus.load(CORPUS / "triton" / "memory.py").BUILDS["select_ptr"]
+    build = make_corpus.load(CORPUS / "triton_src" / "memory.py").BUILDS["select_ptr"]
     text = make_corpus.compile_triton(build, 80)
 
     assert flags(checks.text_of("ptx/sm_80/select_ptr.ptx")) == flags(text)
