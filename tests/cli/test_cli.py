@@ -171,7 +171,10 @@ BAD = [
     (["capture", "tiny-llama", "--context", "100000"], "Use at most 4096"),
     (["capture", "tiny-llama", "--device", "cuda:99"], "--device fake"),
     (["capture", "tiny-llama", "--device", "tpu"], "unknown"),
-    (["capture", "tiny-llama", "--contxt", "8"], "unknown option '--contxt'; known: --batch, --context"),
+    (
+        ["capture", "tiny-llama", "--contxt", "8"],
+        "'--contxt'; known: --batch, --compiled, --context",
+    ),
     (["capture", "tiny-llama", "--batch", "many"], "Invalid value for '--batch'"),
     (["plann"], "unknown command 'plann'; known: capture, analyze"),
     (["profile", "{decode.trace}", "--devices", "emu:a1000"], "unknown GPU 'a1000'; known: "),
