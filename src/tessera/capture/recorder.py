@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail
+from tessera.capture.schema import MAX_CONSTANT_BYTES, argument_accesses, byte_region, symbol_of, view_of
 from tessera.capture.scopes import Scopes
 from tessera.capture.shapes import Run
 from tessera.errors import CaptureError
@@ -40,20 +41,10 @@ from tessera.ir import (
     Kernel,
     Launch,
     Origin,
-    Region,
     Step,
-    Symbol,
     Trace,
     View,
-    arg_views,
-    region,
 )
-
-# A tensor the program made from Python values is carried in the trace up to this size.
-MAX_CONSTANT_BYTES = 1 << 16
-
-# These write their first argument, or `out`, without looking at it. All others that write, also read.
-OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
 
 # What these return of a constant is that constant, on the device where it is wanted.
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
@@ -165,7 +156,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self._find(t) is None}
         outputs = tuple(self._output(t) if isinstance(t, torch.Tensor) else None for t in results)
-        accesses = _argument_accesses(func._schema, args, dict(kwargs))
+        accesses = argument_accesses(func._schema, args, dict(kwargs))
         for tensor, view in zip(results, outputs, strict=True):
             touched = byte_region(view) if view is not None and id(tensor) in fresh else None
             if view is not None and touched is not None:
@@ -196,9 +187,9 @@ class Recorder(TorchDispatchMode):
             return value
         if isinstance(value, tuple | list):
             return tuple(self._arg(item) for item in value)
-        for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
-            if isinstance(value, kind):
-                return Symbol(kind.__name__, str(value).removeprefix("torch."))
+        symbol = symbol_of(value)
+        if symbol is not None:
+            return symbol
         fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
 
     def _add_constant(self, tensor: torch.Tensor) -> None:
@@ -233,34 +224,7 @@ class Recorder(TorchDispatchMode):
         buffer = self._find(tensor)
         if buffer is None:
             fail("the step returns a tensor that no launch made", "Return a result of the step.")
-        return View(
-            buffer,
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-        )
-
-
-def byte_region(view: View) -> Region | None:
-    """The bytes a view covers, or None if it is empty."""
-    size = getattr(torch, view.dtype).itemsize
-    dims = tuple((n, s * size) for n, s in zip(view.shape, view.stride, strict=True))
-    return region(view.offset * size, size, dims)
-
-
-def _argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> list[Access]:
-    """Reads and writes of the arguments, from the schema's alias annotations."""
-    accesses = []
-    for place, argument in enumerate(schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        reads = not (writes and (schema.name in OVERWRITERS or argument.name.startswith("out")))
-        for view in arg_views(value):
-            touched = byte_region(view)
-            if touched is not None:
-                accesses.append(Access(view.buffer, touched, read=reads, write=writes))
-    return accesses
+        return view_of(tensor, buffer)
 
 
 def _contents(tensor: torch.Tensor) -> str:

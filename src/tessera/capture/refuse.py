@@ -5,7 +5,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from tessera.capture.schema import given
 from tessera.errors import CaptureError
+
+# Frames of these files are ours; capture's models are not, since their lines are the program's.
+_OURS = ("recorder", "refuse", "attention", "watch", "function", "call")
+_INNER = ("/torch/", "/tessera/capture/inductor/", *(f"/tessera/capture/{name}.py" for name in _OURS))
+# When training, these update running statistics that their schemas do not declare as written.
+SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
 
 _BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
 
@@ -18,18 +25,29 @@ def fail(message: str, remedy: str) -> NoReturn:
 
 
 def _is_inner(filename: str) -> bool:
-    inner = ("/torch/", "/tessera/capture/recorder", "/tessera/capture/refuse", "/tessera/capture/attention")
-    return any(part in filename for part in inner) or filename.startswith("<")
+    return any(part in filename for part in _INNER) or filename.startswith("<")
 
 
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_tensors: bool) -> None:
-    """Refuses host reads, whose result would decide what runs, and random draws, whose order is fixed."""
-    if draws(func, args, kwargs):
+    """Refuses host reads, which would decide what runs, random draws, and writes that no schema declares."""
+    check_honest(func, args, kwargs)
+    if _draws(func, args, kwargs):
         fail(f"{func} draws random numbers", "Draw them outside the step and pass them as an input.")
     returns = func._schema.returns
     if has_tensors and returns and not any("Tensor" in str(r.type) for r in returns):
         fail(
             f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number."
+        )
+
+
+def check_honest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a call that writes more than its schema says."""
+    if func._schema.name not in SILENT_WRITERS:
+        return
+    if given(func, "training", args, kwargs) and given(func, "running_mean", args, kwargs) is not None:
+        fail(
+            f"{func} changes its running statistics, which its schema does not say",
+            "Call the model's eval() first.",
         )
 
 
@@ -61,12 +79,8 @@ def explain(func: Any, error: Exception) -> NoReturn:
     raise error
 
 
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a call draws random numbers; an attention kernel whose dropout is zero does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(value != 0.0)
-    return True
+    return bool(given(func, "dropout_p", args, kwargs) != 0.0)

@@ -4,7 +4,6 @@ Which tensors an operator writes is what its schema says (`Tensor(a!)`), as ever
 operators of torch that write more than they say are refused before they run.
 """
 
-import traceback
 from typing import Any
 
 import torch
@@ -12,10 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
-from tessera.errors import CaptureError
-
-# When training, these update running statistics that their schemas do not declare as written.
-SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+from tessera.capture.refuse import check_honest
 
 
 class Watch(TorchDispatchMode):
@@ -31,7 +27,7 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        _check_honest(func, args, kwargs)
+        check_honest(func, args, kwargs)
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -47,23 +43,3 @@ class Watch(TorchDispatchMode):
         self.touched.add(block)
         if writes and block not in self.saved:
             self.saved[block] = raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()
-
-
-def _check_honest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if func._schema.name not in SILENT_WRITERS:
-        return
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("training") and given.get("running_mean") is not None:
-        raise CaptureError(
-            f"{func} changes its running statistics, which its schema does not say",
-            "Call the model's eval() first.",
-            _line(),
-        )
-
-
-def _line() -> str:
-    """The innermost line of the program that is neither torch's nor ours."""
-    inner = ("/torch/", "/tessera/capture/", "<")
-    frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in inner)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -36,6 +36,14 @@ def test_a_quantized_tensor_is_refused() -> None:
         capture(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize())
 
 
+def test_a_write_that_no_schema_declares_is_refused() -> None:
+    """Training batch norm changes its running statistics unsaid."""
+    norm = torch.nn.BatchNorm1d(8)
+
+    with pytest.raises(CaptureError, match=r"running statistics.*eval\(\)"):
+        capture(norm)
+
+
 def test_an_operator_of_gpus_alone_is_refused_on_the_cpu() -> None:
     """The message names the operator and the devices that have it."""
 

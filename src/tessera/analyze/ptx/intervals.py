@@ -1,5 +1,6 @@
 """Sets of half-open byte intervals."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tessera.analyze.ptx.ranges import Range
@@ -64,11 +65,12 @@ def progressions(start: int, terms: list[tuple[int, Range]], width: int) -> list
             return None
         else:
             moved = [(a + first + k * step, b + first + k * step) for k in range(count) for a, b in spans]
-            spans = _union(moved)
+            spans = union(moved)
     return spans
 
 
-def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending intervals, apart from one another, that cover the same numbers."""
     out: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if out and low <= out[-1][1]:

@@ -20,6 +20,7 @@ from typing import Any
 from tessera.analyze.ptx.collect import Facts, Piece, Touch, collect
 from tessera.analyze.ptx.expression import Exporter, Sum, loops_in
 from tessera.analyze.ptx.extent import Extent, Limit, Part
+from tessera.analyze.ptx.intervals import union
 from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.poly import Poly
 from tessera.analyze.ptx.syntax import Function, Module, Variable
@@ -262,17 +263,7 @@ def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[Part, ...]:
     for piece, found in runs.values():
         limits = _limits(exporter, piece.conditions)
         moving_sum = exporter.sum({m: c for m, c in (piece.offset or {}).items() if m})
-        for low, high in _runs(found):
+        for low, high in union(found):
             offset_sum = (*moving_sum, (low, ())) if low else moving_sum
             parts.append(Part(offset_sum, high - low, limits, piece.complete))
     return tuple(parts)
-
-
-def _runs(spans: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if out and low <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], high))
-        else:
-            out.append((low, high))
-    return out

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tessera.capture.refuse import check_tensor
+from tessera.capture.schema import MAX_CONSTANT_BYTES, symbol_of, view_of
 from tessera.errors import CaptureError
 from tessera.ir import (
     Access,
@@ -26,19 +28,14 @@ from tessera.ir import (
     Launch,
     Region,
     Step,
-    Symbol,
     Trace,
     View,
     arg_views,
-    region,
 )
 
 # (kernel, launch without accesses, buffers, indices of buffers that hold nothing yet)
 #   -> (accesses, why the launch may not move; empty if it may)
 AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[Access, ...], str]]
-
-# A tensor the program made from Python values is carried in the trace up to this size.
-MAX_CONSTANT_BYTES = 1 << 16
 
 
 class Ledger:
@@ -94,15 +91,10 @@ class Ledger:
             self._add(tensor, Buffer(f"t{len(self.buffers)}", BufferKind.TEMPORARY, size))
         buffer = self.find(tensor)
         assert buffer is not None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        offset = int(tensor.storage_offset())
-        return View(buffer, dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+        return view_of(tensor, buffer)
 
     def _add(self, tensor: torch.Tensor, buffer: Buffer) -> None:
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CaptureError(
-                f"a tensor of layout {tensor.layout} cannot be placed", "Use dense, unquantized tensors."
-            )
+        check_tensor(tensor)
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = (StorageWeakRef(storage), len(self.buffers))
         self.buffers.append(buffer)
@@ -117,9 +109,9 @@ class Ledger:
             return value
         if isinstance(value, tuple | list):
             return tuple(self.arg(item) for item in value)
-        for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
-            if isinstance(value, kind):
-                return Symbol(kind.__name__, str(value).removeprefix("torch."))
+        symbol = symbol_of(value)
+        if symbol is not None:
+            return symbol
         raise CaptureError(
             f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor."
         )
@@ -162,13 +154,6 @@ class Ledger:
             scope = names[0].rpartition(".")[0] if names else scope
             scoped.append(replace(launch, scope=scope))
         return tuple(scoped)
-
-
-def byte_region(view: View) -> Region | None:
-    """The bytes a view covers, or None if it is empty."""
-    size = getattr(torch, view.dtype).itemsize
-    dims = tuple((n, s * size) for n, s in zip(view.shape, view.stride, strict=True))
-    return region(view.offset * size, size, dims)
 
 
 def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:

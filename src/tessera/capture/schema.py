@@ -1,0 +1,59 @@
+"""Operators by their schema, and tensors by their geometry: the rules that both front ends record by.
+
+An argument that the schema marks as written is written, and read too unless the operator overwrites it
+unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
+"""
+
+from typing import Any
+
+import torch
+
+from tessera.ir import Access, Arg, Region, Symbol, View, arg_views, region
+
+# A tensor the program made from Python values is carried in the trace up to this size.
+MAX_CONSTANT_BYTES = 1 << 16
+# These write their first argument without looking at it.
+OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
+
+
+def view_of(tensor: torch.Tensor, buffer: int) -> View:
+    """A tensor as a view of the buffer that holds its storage."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return View(buffer, dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+def byte_region(view: View) -> Region | None:
+    """The bytes a view covers, or None if it is empty."""
+    size = getattr(torch, view.dtype).itemsize
+    dims = tuple((n, s * size) for n, s in zip(view.shape, view.stride, strict=True))
+    return region(view.offset * size, size, dims)
+
+
+def symbol_of(value: Any) -> Symbol | None:
+    """A torch constant among the arguments; None for anything else."""
+    for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
+        if isinstance(value, kind):
+            return Symbol(kind.__name__, str(value).removeprefix("torch."))
+    return None
+
+
+def given(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call passes for one argument, its default included; None if the operator has no such one."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> list[Access]:
+    """Reads and writes of the arguments, from the schema's alias annotations."""
+    accesses = []
+    for place, argument in enumerate(schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = not (writes and (schema.name in OVERWRITERS or argument.is_out))
+        for view in arg_views(value):
+            touched = byte_region(view)
+            if touched is not None:
+                accesses.append(Access(view.buffer, touched, read=reads, write=writes))
+    return accesses
