@@ -15,7 +15,7 @@ from tessera.ir import (
     region,
 )
 from tessera.profile import parse_devices
-from tessera.profile.counts import item_bytes
+from tessera.profile.dtypes import item_bytes
 
 Shape = tuple[int, ...]
 

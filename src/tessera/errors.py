@@ -8,7 +8,11 @@
     ├── RuleBroken          a record breaks a rule of its verifier
     ├── ParseError          PTX text that is not PTX; points at line and column
     ├── CaptureError        a workload that cannot be recorded
+    ├── CannotTime          one launch that cannot be timed on a device; others can
+    ├── DeviceLost          a device that stopped answering while it was measured
+    ├── ArrivalsError       requests over time that make no sense, or a log of them with holes
     ├── PlanInfeasible      no placement satisfies the constraints
+    ├── DeviceMemoryError   a plan needs more memory than a device has
     └── WorkerError         a worker process failed or vanished
 
 Errors carry plain fields through `super().__init__`, so that they survive pickling between
@@ -87,8 +91,24 @@ class CaptureError(TesseraError):
     """A workload that cannot be recorded as it stands."""
 
 
+class CannotTime(TesseraError):
+    """One launch that cannot be timed on one device; it is priced by the next source."""
+
+
+class DeviceLost(TesseraError):
+    """A device that stopped answering while it was measured; what was measured before is kept."""
+
+
+class ArrivalsError(TesseraError):
+    """Arrivals, lengths or limits that make no sense, or a log of requests with holes."""
+
+
 class PlanInfeasible(TesseraError):
     """No placement satisfies the constraints."""
+
+
+class DeviceMemoryError(TesseraError):
+    """A plan needs more memory than a device has; says what to lower."""
 
 
 class WorkerError(TesseraError):

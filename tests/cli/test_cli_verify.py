@@ -149,3 +149,15 @@ def test_no_orders_prove_nothing(slices: Path, capsys: pytest.CaptureFixture[str
 
     assert 2 == code
     assert "prove nothing" in err
+
+
+def test_a_fake_trace_that_names_no_device_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of its launches says so, but the trace does."""
+    path = tmp_path / "fake.trace"
+    save(record_step(Step("tiny-mamba", "decode", 1, 6), "fake"), path)
+    code, _, err = call(path, capsys=capsys)
+
+    assert 2 == code
+    assert "captured on fake" in err

@@ -6,15 +6,17 @@ structure to the same step, runs the step on any memory, and hands results of a 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from tessera.capture import rng
 from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, spread, storage_key, view_of
-from tessera.capture.holders import Finder, Held
+from tessera.capture.holders import Held, find, root
 from tessera.capture.naming import flatten, path, unique
+from tessera.capture.own import own_launches
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError, MismatchError
@@ -65,9 +67,9 @@ class Function:
         named, self._spec = flatten(fn, args, kwargs)
         self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
         self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
-        found = _find(fn, named)
+        found = find(fn, named)
         self._held = found.tensors
-        self.module = _root(found.modules)
+        self.module = root(found.modules)
         self._num_args = len(self._places)
         tensors = self._tensors([leaf for _, leaf in named])
         names = unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
@@ -84,7 +86,7 @@ class Function:
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
         watch = Watch(dict(zip(keys, range(len(keys)), strict=True)))
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), watch:
+            with rng.forked(), torch.no_grad(), own_launches(watch.own_launch), watch:
                 result = self._fn(*args, **kwargs)
             self._check_held(named, (args, kwargs), tensors, parts, keys)
         finally:
@@ -92,6 +94,7 @@ class Function:
                 held.put_back()
             for block, saved in watch.saved.items():
                 raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
+        self._generators = sorted(watch.generators)
         self._sort(watch)
         self._shape_results(result, keys)
 
@@ -106,7 +109,7 @@ class Function:
         """Refuses a call that exchanged tensors where it should have changed them."""
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
-        after = {h.name: h.tensor for h in _find(self._fn, named).tensors}
+        after = {h.name: h.tensor for h in find(self._fn, named).tensors}
         again, _ = flatten(self._fn, *given)
         after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
         for name in [*before, *after]:
@@ -181,7 +184,11 @@ class Function:
             {self._names[i]: handed(self.blocks[i], tensors) for i in kind}
             for kind in (self._inputs, self._state)
         )
-        return Given(tensors, inputs, state)
+        return self.at_its_turn(Given(tensors, inputs, state))
+
+    def at_its_turn(self, given: Given) -> Given:
+        """The same call with the generators as they are now."""
+        return replace(given, state=given.state | {name: rng.state_now(name) for name in self._generators})
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
@@ -230,6 +237,8 @@ class Function:
 
     def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
         """What the call returns, from what a run elsewhere gave; the state is written back to its tensors."""
+        for name in self._generators:
+            rng.set_state(name, state[name])
         with torch.no_grad():
             for index in self._state:
                 block = self.blocks[index]
@@ -257,6 +266,11 @@ class Function:
         return leaves
 
     @property
+    def draws(self) -> bool:
+        """True if the call draws random numbers, so that calls have an order."""
+        return bool(self._generators)
+
+    @property
     def changes_state(self) -> bool:
         """True if the call changes any tensor it was given or holds."""
         return bool(self._state)
@@ -281,22 +295,3 @@ def _check_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise CaptureError(f"'{name}' is a {what} tensor", "Use dense, unquantized tensors.")
-
-
-def _root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """One module that holds all: scopes and weights are named by their paths in it."""
-    if "" in modules:
-        return modules[""]
-    root = torch.nn.Module()
-    for name, module in modules.items():
-        root._modules[name] = module  # a variable may have the name of one of Module's methods
-    return root
-
-
-def _find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
-    finder = Finder()
-    finder.look("", fn)
-    for name, leaf in named:
-        if not isinstance(leaf, torch.Tensor):
-            finder.look(name, leaf)
-    return finder

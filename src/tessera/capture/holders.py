@@ -13,7 +13,7 @@ other files.
 import dis
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,3 +142,23 @@ def _globals_of(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _globals_of(constant)
     return names
+
+
+def root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """One module that holds all: scopes and weights are named by their paths in it."""
+    if "" in modules:
+        return modules[""]
+    root = torch.nn.Module()
+    for name, module in modules.items():
+        root._modules[name] = module  # a variable may have the name of one of Module's methods
+    return root
+
+
+def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
+    """What a callable and its arguments hold."""
+    finder = Finder()
+    finder.look("", fn)
+    for name, leaf in named:
+        if not isinstance(leaf, torch.Tensor):
+            finder.look(name, leaf)
+    return finder

@@ -9,12 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
 from tessera.capture.models import build
+from tessera.capture.own import own_launches
 from tessera.capture.recorder import Recorder, call_operator
+from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.scopes import Scopes
 from tessera.capture.shapes import Run
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError, UnknownName
-from tessera.ir import BufferKind, Step, Trace, verify
+from tessera.ir import GENERATOR, BufferKind, Step, Trace, verify
 
 # Attention kernels that every GPU of an unlike set can run; see `attention`.
 PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -22,7 +24,9 @@ PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 def record(workload: Workload) -> Trace:
     """Runs the step once on real tensors and returns what was launched, verified."""
-    return _record(workload, workload.make_inputs(0), workload.make_state(0))
+    inputs = workload.make_inputs(0)
+    devices = {str(t.device) for t in inputs.values()} or {"cpu"}
+    return _record(workload, inputs, workload.make_state(0), max(devices))
 
 
 def record_step(step: Step, device: str = "cpu") -> Trace:
@@ -35,9 +39,9 @@ def record_step(step: Step, device: str = "cpu") -> Trace:
             workload = build(step)
         inputs, state = workload.make_inputs(0), workload.make_state(0)
         if device == "fake":
-            return _record(workload, fake.on_device(inputs), fake.on_device(state), run)
+            return _record(workload, fake.on_device(inputs), fake.on_device(state), device, run)
         workload.module.to(device)
-        return _record(workload, _moved(inputs, device), _moved(state, device))
+        return _record(workload, _moved(inputs, device), _moved(state, device), device)
 
 
 def check_device(device: str) -> None:
@@ -81,14 +85,24 @@ def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _record(workload: Workload, inputs: Tensors, state: Tensors, run: Run = call_operator) -> Trace:
-    with Scopes(workload.module) as scopes:
-        recorder = Recorder(scopes, run)
+def _generators(state: Tensors, device: str) -> dict[str, torch.Tensor]:
+    """What the generators of a device start with: copies of what the state holds, else as for request 0."""
+    if device == "fake":
+        return {}
+    names = [f"{GENERATOR}cpu", *([f"{GENERATOR}{device}"] if device.startswith("cuda:") else [])]
+    return {n: state[n].clone() if n in state else seeded_state(n, 0) for n in names}
+
+
+def _record(
+    workload: Workload, inputs: Tensors, state: Tensors, device: str, run: Run = call_operator
+) -> Trace:
+    with Scopes(workload.module) as scopes, entered(_generators(state, device)):
+        recorder = Recorder(scopes, run, device)
         recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
         recorder.name_buffers(BufferKind.INPUT, inputs)
         recorder.name_buffers(BufferKind.STATE, state)
-        with torch.no_grad(), _uncollected(), recorder:
-            outputs = workload.call(inputs, state)
-    trace = recorder.trace(workload.step, outputs)
+        with torch.no_grad(), _uncollected(), own_launches(recorder.own_launch), recorder:
+            outputs = workload.call(inputs, without_generators(state))
+        trace = recorder.trace(workload.step, outputs)
     verify(trace)
     return trace

@@ -13,23 +13,32 @@ Refused, with the line of the program: see `tessera.capture.refuse`.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.own import OwnLaunch, prove, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail
-from tessera.capture.schema import MAX_CONSTANT_BYTES, argument_accesses, byte_region, symbol_of, view_of
+from tessera.capture.rng import Draws, generator_of, size_of
+from tessera.capture.schema import (
+    MAX_CONSTANT_BYTES,
+    argument_accesses,
+    byte_region,
+    contents,
+    symbol_of,
+    view_of,
+    whole_buffers,
+)
 from tessera.capture.scopes import Scopes
 from tessera.capture.shapes import Run
 from tessera.errors import CaptureError
@@ -41,6 +50,7 @@ from tessera.ir import (
     Kernel,
     Launch,
     Origin,
+    Region,
     Step,
     Trace,
     View,
@@ -50,7 +60,7 @@ from tessera.ir import (
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
 
 UNRECORDABLE = (
-    NotImplementedError,
+    RuntimeError,
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
@@ -66,15 +76,16 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class Recorder(TorchDispatchMode):
     """Records while active; `trace` then holds what happened."""
 
-    def __init__(self, scopes: Scopes, run: Run = call_operator) -> None:
-        """`run` runs one operator on the tensors of the step."""
+    def __init__(self, scopes: Scopes, run: Run = call_operator, recorded_on: str = "cpu") -> None:
+        """`run` runs one operator on the tensors of the step; `recorded_on` is cpu, cuda:N or fake."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._scopes, self._run = scopes, run
+        self._scopes, self._run, self._recorded_on = scopes, run, recorded_on
+        self._draws = Draws(recorded_on == "fake")
         # A weak reference keeps the storage's identity from being handed out again, not its memory.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._buffers: list[Buffer] = []
-        self._kernels: dict[str, int] = {}
-        self._kernel_list: list[Kernel] = []
+        self._kernels: dict[Kernel, int] = {}
+        self._operators: dict[Any, int] = {}
         self._launches: list[Launch] = []
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
@@ -95,6 +106,7 @@ class Recorder(TorchDispatchMode):
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         """The finished trace; `outputs` are what the step returned."""
+        self._draws.check()
         views = tuple((name, self._view(tensor)) for name, tensor in outputs.items())
         returned = {view.buffer for _, view in views}
         buffers = tuple(
@@ -105,7 +117,14 @@ class Recorder(TorchDispatchMode):
         )
         aliases = tuple(sorted(self._aliases.items()))
         return Trace(
-            step, tuple(self._kernel_list), buffers, tuple(self._launches), views, self._num_views, aliases
+            step,
+            tuple(self._kernels),
+            buffers,
+            tuple(self._launches),
+            views,
+            self._num_views,
+            aliases,
+            self._recorded_on,
         )
 
     def __torch_dispatch__(
@@ -117,16 +136,21 @@ class Recorder(TorchDispatchMode):
         given = _tensors((args, kwargs))
         check_operator(func, args, kwargs, bool(given))
         recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())
+        generator = generator_of(func, args, kwargs)
+        if generator:
+            self._draws.before(generator)
         try:
             result = self._run(func, args, kwargs)
         except UNRECORDABLE as error:
             explain(func, error)
+        if generator:
+            self._draws.after(generator)
         results = result if isinstance(result, tuple | list) else (result,)
         tensors = _tensors(results)
         if self._carries_constant(func, given, tensors):
             self._know(tensors[0], self._index(given[0]))
         if func._schema.is_mutable or any(self._find(t) is None for t in tensors):
-            self._launch(func, recorded, results)
+            self._launch(func, recorded, results, generator)
         else:
             self._num_views += 1
             self._note_alias(func, results)
@@ -147,11 +171,27 @@ class Recorder(TorchDispatchMode):
                 self._aliases[str(func)] += 1
                 return
 
+    def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
+        """A kernel that the program launches itself; gives what to check once it has run."""
+        number = self._kernel(seen.kernel)
+        args = tuple(self._arg(a) for a in seen.args)
+        launch = Launch(number, args, (), (), (), self._scopes.current, grid=seen.grid, block=seen.block)
+        accesses, why = prove(seen.kernel, launch, self._buffers)
+        if why:
+            accesses = whole_buffers(launch, self._buffers, frozenset())
+        self._launches.append(replace(launch, accesses=accesses, immovable=why))
+        weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if why else []
+        return unchanged(seen.kernel.name, weights) if weights else None
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        return self._buffers[self._index(tensor)].kind is BufferKind.WEIGHT
+
     def _launch(
         self,
         func: Any,
         recorded: tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]],
         results: tuple[Any, ...] | list[Any],
+        generator: str,
     ) -> None:
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self._find(t) is None}
@@ -161,9 +201,20 @@ class Recorder(TorchDispatchMode):
             touched = byte_region(view) if view is not None and id(tensor) in fresh else None
             if view is not None and touched is not None:
                 accesses.append(Access(view.buffer, touched, write=True))
+        if generator:
+            state = Region(0, size_of(generator))
+            accesses.append(Access(self._generator(generator), state, read=True, write=True))
         self._launches.append(
-            Launch(self._kernel(func), args, kwargs, outputs, tuple(accesses), self._scopes.current)
+            Launch(self._operator(func), args, kwargs, outputs, tuple(accesses), self._scopes.current)
         )
+
+    def _generator(self, name: str) -> int:
+        """The buffer of a generator's state; one that the step was not given is declared now."""
+        for index, buffer in enumerate(self._buffers):
+            if buffer.name == name:
+                return index
+        self._buffers.append(Buffer(name, BufferKind.STATE, size_of(name)))
+        return len(self._buffers) - 1
 
     def _output(self, tensor: torch.Tensor) -> View:
         if self._find(tensor) is None:
@@ -171,12 +222,13 @@ class Recorder(TorchDispatchMode):
             self._add(tensor, Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))
         return self._view(tensor)
 
-    def _kernel(self, func: Any) -> int:
-        name = str(func)
-        if name not in self._kernels:
-            self._kernels[name] = len(self._kernel_list)
-            self._kernel_list.append(Kernel(name, Origin.ATEN, str(func._schema)))
-        return self._kernels[name]
+    def _operator(self, func: Any) -> int:
+        if func not in self._operators:
+            self._operators[func] = self._kernel(Kernel(str(func), Origin.ATEN, str(func._schema)))
+        return self._operators[func]
+
+    def _kernel(self, kernel: Kernel) -> int:
+        return self._kernels.setdefault(kernel, len(self._kernels))
 
     def _arg(self, value: Any) -> Arg:
         if isinstance(value, torch.Tensor):
@@ -201,7 +253,7 @@ class Recorder(TorchDispatchMode):
                 "Register it on its module with register_buffer.",
             )
         name = f"constant.{len(self._buffers)}"
-        self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), _contents(tensor)))
+        self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), contents(tensor)))
 
     def _find(self, tensor: torch.Tensor) -> int | None:
         known = self._storages.get(tensor.untyped_storage()._cdata)
@@ -225,16 +277,6 @@ class Recorder(TorchDispatchMode):
         if buffer is None:
             fail("the step returns a tensor that no launch made", "Return a result of the step.")
         return view_of(tensor, buffer)
-
-
-def _contents(tensor: torch.Tensor) -> str:
-    """A constant's bytes as hexadecimal; empty for a fake one whose value torch did not keep."""
-    known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
-    if known is None:
-        return ""
-    with unset_fake_temporarily():
-        flat = torch.empty(0, dtype=torch.uint8, device=known.device).set_(known.untyped_storage())
-        return bytes(flat.tolist()).hex()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

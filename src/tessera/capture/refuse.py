@@ -1,5 +1,6 @@
 """refuse: what cannot be recorded, said with the line of the program and with what to do instead."""
 
+import functools
 import traceback
 from typing import Any, NoReturn
 
@@ -9,7 +10,8 @@ from tessera.capture.schema import given
 from tessera.errors import CaptureError
 
 # Frames of these files are ours; capture's models are not, since their lines are the program's.
-_OURS = ("recorder", "refuse", "attention", "watch", "function", "call")
+_OURS = ("recorder", "refuse", "attention", "watch", "function", "call", "rng", "workload", "record", "own",
+         "own_triton", "cuda_kernel")  # fmt: skip
 _INNER = ("/torch/", "/tessera/capture/inductor/", *(f"/tessera/capture/{name}.py" for name in _OURS))
 # When training, these update running statistics that their schemas do not declare as written.
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
@@ -29,15 +31,19 @@ def _is_inner(filename: str) -> bool:
 
 
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_tensors: bool) -> None:
-    """Refuses host reads, which would decide what runs, random draws, and writes that no schema declares."""
+    """Refuses host reads, which would decide what runs, and writes that no schema declares."""
     check_honest(func, args, kwargs)
-    if _draws(func, args, kwargs):
-        fail(f"{func} draws random numbers", "Draw them outside the step and pass them as an input.")
-    returns = func._schema.returns
-    if has_tensors and returns and not any("Tensor" in str(r.type) for r in returns):
+    if has_tensors and _answers_the_host(func):
         fail(
             f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number."
         )
+
+
+@functools.cache
+def _answers_the_host(func: Any) -> bool:
+    """True if an operator returns something, and none of it a tensor."""
+    returns = func._schema.returns
+    return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
 
 
 def check_honest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -72,15 +78,13 @@ def explain(func: Any, error: Exception) -> NoReturn:
             f"{func} cannot be run on fake tensors",
             "Register a fake for it with torch.library.register_fake.",
         )
+    if "two devices" in str(error) or "two different devices" in str(error):
+        fail(
+            f"{func} is given tensors of two devices",
+            "Make new tensors where the others are: device=x.device.",
+        )
     if isinstance(error, NotImplementedError):
         first = str(error).partition(". ")[0].partition("\n")[0]
         remedy = "Capture on a device that has it (--device fake or cuda:0), or use another operator."
         fail(f"{func} is missing on this device: {first}", remedy)
     raise error
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call draws random numbers; an attention kernel whose dropout is zero does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    return bool(given(func, "dropout_p", args, kwargs) != 0.0)

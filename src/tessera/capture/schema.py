@@ -4,11 +4,13 @@ An argument that the schema marks as written is written, and read too unless the
 unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
 """
 
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from tessera.ir import Access, Arg, Region, Symbol, View, arg_views, region
+from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, View, arg_views, region
 
 # A tensor the program made from Python values is carried in the trace up to this size.
 MAX_CONSTANT_BYTES = 1 << 16
@@ -37,6 +39,16 @@ def symbol_of(value: Any) -> Symbol | None:
     return None
 
 
+def contents(tensor: torch.Tensor) -> str:
+    """A constant's bytes as hexadecimal; empty for a fake one whose value torch did not keep."""
+    known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if known is None:
+        return ""
+    with unset_fake_temporarily():
+        flat = torch.empty(0, dtype=torch.uint8, device=known.device).set_(known.untyped_storage())
+        return bytes(flat.tolist()).hex()
+
+
 def given(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call passes for one argument, its default included; None if the operator has no such one."""
     for place, argument in enumerate(func._schema.arguments):
@@ -57,3 +69,19 @@ def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]
             if touched is not None:
                 accesses.append(Access(view.buffer, touched, read=reads, write=writes))
     return accesses
+
+
+def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
+    """What a launch that was not proved may touch: all of every buffer it is given.
+
+    A weight is written by nobody but whoever says so: `mutated` holds the arguments the compiler declares.
+    """
+    found: dict[int, Access] = {}
+    for place, arg in enumerate(launch.args):
+        for view in arg_views(arg):
+            buffer = buffers[view.buffer]
+            if buffer.size_bytes:
+                writes = place in mutated or buffer.kind is not BufferKind.WEIGHT
+                all_bytes = Region(0, buffer.size_bytes)
+                found[view.buffer] = Access(view.buffer, all_bytes, read=True, write=writes)
+    return tuple(found.values())

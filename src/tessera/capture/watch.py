@@ -11,23 +11,29 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
+from tessera.capture.own import OwnLaunch, written
 from tessera.capture.refuse import check_honest
+from tessera.capture.rng import generator_of
 
 
 class Watch(TorchDispatchMode):
     """Notes which known storages are touched, and saves each before its first write."""
 
-    def __init__(self, known: dict[int, int]) -> None:
+    def __init__(self, known: dict[int, int], saves: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = known
+        self._known, self._saves = known, saves
         self.touched: set[int] = set()
+        self.written: set[int] = set()
         self.saved: dict[int, torch.Tensor] = {}
+        # Names of the generators that the call draws from.
+        self.generators: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         check_honest(func, args, kwargs)
+        self.generators |= {generator_of(func, args, kwargs)} - {""}
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -36,10 +42,19 @@ class Watch(TorchDispatchMode):
                     self._note(tensor, writes)
         return func(*args, **kwargs)
 
+    def own_launch(self, seen: OwnLaunch) -> None:
+        """A kernel that the program launches itself."""
+        changed = written(seen)
+        for place, value in enumerate(seen.args):
+            if isinstance(value, torch.Tensor):
+                self._note(value, place in changed)
+
     def _note(self, tensor: torch.Tensor, writes: bool) -> None:
         block = self._known.get(storage_key(tensor))
         if block is None:
             return
         self.touched.add(block)
-        if writes and block not in self.saved:
+        if writes:
+            self.written.add(block)
+        if writes and self._saves and block not in self.saved:
             self.saved[block] = raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()

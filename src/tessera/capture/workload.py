@@ -5,12 +5,15 @@ model, which shapes and which seed, and `build` makes the same weights again.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
+from tessera.capture.own import own_launches
 from tessera.capture.refuse import check_tensor
-from tessera.ir import Step
+from tessera.capture.rng import entered, seeded_state, without_generators
+from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -47,5 +50,16 @@ class Workload:
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         """The undivided run: what every plan's result is compared with."""
-        with torch.no_grad():
-            return self.call(inputs, state)
+        with torch.no_grad(), entered(state), own_launches():
+            return self.call(inputs, without_generators(state))
+
+    def drawing(self, trace: Trace) -> Self:
+        """The workload whose state holds the generators that its trace draws from; see `rng`."""
+        names = [b.name for b in trace.buffers if b.is_generator]
+        if not names or set(names) <= set(self.make_state(0)):
+            return self
+
+        def make_state(seed: int) -> dict[str, torch.Tensor]:
+            return {**self.make_state(seed), **{name: seeded_state(name, seed) for name in names}}
+
+        return replace(self, make_state=make_state)

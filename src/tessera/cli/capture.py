@@ -1,6 +1,6 @@
 """tessera capture: a model's step -> a trace."""
 
-import logging
+import importlib
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,7 +47,8 @@ def capture(
         from tessera import analyze
         from tessera.capture import check_device, record_step
 
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
+        if ":" in model:  # a program that may launch kernels of its own, which flow has proved and run
+            importlib.import_module("tessera.flow")
         check_device(device)
         kind = step or default_step(model)
         advance(f"recording {model}")

@@ -14,6 +14,12 @@ def check_runnable(trace: Trace, place: str) -> None:
         message = f"{trace.step.model} has {size / 1e9:.1f} GB of weights; this command runs the whole model"
         remedy = "Verify the tiny model of the same family: tessera capture tiny-... --device cpu."
         raise TesseraError(message, remedy, place)
+    if trace.recorded_on != "cpu":
+        raise TesseraError(
+            f"the trace was captured on {trace.recorded_on}; this command runs on the CPU",
+            "Capture the tiny model of the same family with --device cpu.",
+            place,
+        )
     for index, launch in enumerate(trace.launches):
         devices = [d for arg in (*launch.args, *(v for _, v in launch.kwargs)) for d in _devices(arg)]
         foreign = [d for d in devices if d.partition(":")[0] not in ("cpu", "")]

@@ -14,8 +14,8 @@ from tessera.analyze.orders import (
     order_without,
     value_pairs,
 )
-from tessera.capture import build
 from tessera.execute.replay import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
+from tessera.flow import workload_of
 from tessera.ir import Graph
 
 # Seed of the request that capture records: a trace may hold for that one alone.
@@ -29,7 +29,7 @@ class Trials:
         self._graph, self._num_orders, self._advance = graph, num_orders, advance
         self._num = len(graph.trace.launches)
         self._rng = random.Random(seed)
-        workload = build(graph.trace.step)
+        workload = workload_of(graph.trace)
         inputs, state = workload.make_inputs(RECORDED), workload.make_state(RECORDED)
         self._replay = Replay(graph.trace, workload.weights(), inputs, state)
         advance("running the model")

@@ -19,37 +19,44 @@ shared memory where they are, so changing them in place is seen by the workers. 
 graph breaks are Dynamo's and work as with any backend; every graph has its own workers, and of all graphs the
 `MAX_ENGINES` last used keep theirs. Workers end with the model, with `torch._dynamo.reset()`, or with the
 program. A graph made for dynamic shapes is captured once for every set of shapes that it meets.
+Random numbers are those of the program's own generator, and it goes on from where they end; calls of several
+threads that draw take turns.
 
-A graph runs as if not compiled, with one warning that says why, if it cannot be captured (random numbers, a
-value read on the host, tensors that are not on the CPU, operators that torch itself does not have), or if
-gradients are wanted of it: Tessera is for inference. Wrong options raise errors of `tessera.errors`.
+A graph runs as if not compiled, with one warning that says why, if it cannot be captured (a value read on the
+host, a random generator of its own, tensors that are not on the CPU, operators that torch itself does not
+have), or if gradients are wanted of it: Tessera is for inference. Wrong options raise errors of
+`tessera.errors`.
 """
 
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from tessera import flow
-from tessera.capture import record
+from tessera.capture import record, rng
 from tessera.capture.blocks import storage_key
 from tessera.capture.call import Function, Given
 from tessera.capture.function import workload
 from tessera.capture.fxgraph import GraphStep
+from tessera.capture.own import own_launches
 from tessera.compile.options import Options
 from tessera.compile.workers import MAX_ENGINES, Call, Workers, close_all
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
 from tessera.execute import RunResult
-from tessera.ir import Cluster, Objective, Plan, Trace
+from tessera.execute.replay import UNINITIALISED
+from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
 
 # Operators that a worker is sure to have; others are registered by code that it does not import.
 TORCH_OPERATORS = ("aten.", "prims.")
+# Calls that draw random numbers take turns: each starts where the last has left the generator.
+_TURN = threading.Lock()
 
 
 def backend(
@@ -90,11 +97,13 @@ class Compiled:
         return self._graph(*args)
 
     def _run(self, session: "Session", given: Given, args: Sequence[Any], is_verified: bool) -> Any:
-        result = session.workers.run(Call(given.inputs, given.state))
-        if is_verified:
-            with self._lock, self._step.holding(args):
-                session.check(given, result)
-        return session.function.finish(given, result.outputs[-1], result.state)
+        with _TURN if session.function.draws else nullcontext():
+            given = session.function.at_its_turn(given)
+            result = session.workers.run(Call(given.inputs, given.state))
+            if is_verified:
+                with self._lock, self._step.holding(args):
+                    session.check(given, result)
+            return session.function.finish(given, result.outputs[-1], result.state)
 
     def drop(self, session: "Session") -> None:
         """Ends a session's workers and forgets it."""
@@ -135,7 +144,7 @@ class Compiled:
             raise CaptureError("it writes gradients' history into its arguments", "Use torch.no_grad().")
         trace = record(step)
         for kernel in trace.kernels:
-            if not kernel.name.startswith(TORCH_OPERATORS):
+            if kernel.origin is Origin.ATEN and not kernel.name.startswith(TORCH_OPERATORS):
                 raise CaptureError(f"{kernel.name} is registered by code that workers do not import")
         return step.function, trace if trace.launches and trace.outputs else None
 
@@ -170,6 +179,7 @@ class Session:
         self.function = function
         weights = function.weights()
         self._storages = {name: storage_key(tensor) for name, tensor in weights.items()}
+        self._undefined = _undefined(plan.unit.graphs[0].trace)
         self.workers = Workers(plan, weights)
 
     def bind(self, inputs: Mapping[str, Any]) -> Given | None:
@@ -185,13 +195,26 @@ class Session:
     def check(self, given: Given, result: RunResult) -> None:
         """Raises unless the step, run here by one thread, gives what the workers gave."""
         state = {name: tensor.clone() for name, tensor in given.state.items()}
-        with _one_thread(), torch.no_grad():
-            outputs = self.function.call(given.inputs, state)
+        with _one_thread(), torch.no_grad(), rng.entered(state), own_launches():
+            outputs = self.function.call(given.inputs, rng.without_generators(state))
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():
-                if not _same_bits(tensor, theirs[name]):
+                if name not in self._undefined and not _same_bits(tensor, theirs[name]):
                     message = f"the divided run differs from the undivided one in '{name}'"
                     raise TesseraError(message, "Please report this model and these options.")
+
+
+def _undefined(trace: Trace) -> set[str]:
+    """Outputs that nobody has written: memory as `empty` returns it, between two graphs of a model."""
+    written = {
+        access.buffer
+        for index, launch in enumerate(trace.launches)
+        if not trace.kernel_of(index).name.startswith(UNINITIALISED)
+        for access in launch.accesses
+        if access.write or access.atomic
+    }
+    made = set(trace.buffers_of(BufferKind.OUTPUT)) - written
+    return {name for name, view in trace.outputs if view.buffer in made}
 
 
 @contextmanager

@@ -9,16 +9,40 @@ from tessera.ir.costs import Cost, Costs, Source
 from tessera.ir.files import digest, kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.kernel import Access, Kernel, Origin, Region, region
-from tessera.ir.plan import Baseline, Lane, Objective, Placement, Plan
-from tessera.ir.program import Free, Instruction, Program, Recv, Run, Send, Transfer
+from tessera.ir.plan import Baseline, Lane, Objective, Placement, Plan, Robust, lane_sequence
+from tessera.ir.program import (
+    Free,
+    Instruction,
+    Place,
+    Program,
+    Recv,
+    Run,
+    Send,
+    Signal,
+    Transfer,
+    Wait,
+)
+from tessera.ir.serving import Arrivals, Decision, DecisionKind, Quantiles, ServingReport
 from tessera.ir.timeline import Clock, Span, Timeline
-from tessera.ir.trace import Arg, Buffer, BufferKind, Launch, Step, Symbol, Trace, View, arg_views
+from tessera.ir.trace import (
+    GENERATOR,
+    Arg,
+    Buffer,
+    BufferKind,
+    Launch,
+    Step,
+    Symbol,
+    Trace,
+    View,
+    arg_views,
+)
 from tessera.ir.verify import verify
 
 __all__ = [
-    "Access", "Arg", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster", "Cost", "Costs", "Device",
-    "DeviceKind", "Edge", "Free", "Graph", "Hazard", "Instruction", "Kernel", "Lane", "Launch", "Link",
-    "Objective", "Origin", "Placement", "Plan", "Program", "Recv", "Region", "Run", "Send", "Source", "Span",
-    "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "WorkUnit", "arg_views", "digest",
-    "kind_of", "load", "region", "save", "verify",
+    "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster", "Cost",
+    "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Free", "Graph", "Hazard",
+    "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Place", "Placement", "Plan",
+    "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Signal", "Source",
+    "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "Wait", "WorkUnit",
+    "arg_views", "digest", "kind_of", "lane_sequence", "load", "region", "save", "verify",
 ]  # fmt: skip

@@ -9,21 +9,31 @@ class DeviceKind(StrEnum):
 
     CPU = "cpu"  # computes on this machine's CPU, in real time
     EMU = "emu"  # computes on this machine's CPU, on another GPU's virtual clock
-    CUDA = "cuda"  # a GPU of this machine
+    CUDA = "cuda"  # a GPU of this machine, a part of one, or one stretched to another GPU's times
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """One place where launches run, one at a time."""
 
-    # Unique in its cluster: "cpu", "emu:a100", "cuda:0"; a second of a kind gets "#1".
+    # Unique in its cluster: "cpu", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s"; a second of a
+    # kind gets "#1".
     name: str
     kind: DeviceKind
-    # Name of the GPU whose times it keeps ("a100"); empty for a CPU.
+    # Name of the GPU whose times it keeps ("a100"); empty for a CPU and for a card that no table knows.
     gpu: str
+    # Of several devices on one card, each one's share.
     memory_bytes: int
     # Rent; None where no price is known.
     usd_per_hour: float | None = None
+    # Board power by the data sheet; None where it is not known.
+    tdp_w: float | None = None
+    # Of a CUDA device: which GPU of this machine.
+    ordinal: int = 0
+    # Of a CUDA device that is a part of its card: how many SMs it has. 0 means all of them.
+    num_sms: int = 0
+    # True iff launches run on the card and are stretched to the times of `gpu`, which is another one.
+    is_stretched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class Link:
     latency_us: float
     # Gigabytes (1e9 bytes) per second that arrive.
     gbps: float
+    # Links of one group share a bus: only one of them carries bytes at a time. Empty: a wire of its own.
+    group: str = ""
 
     def wire_us(self, num_bytes: int) -> float:
         """How long the wire itself is busy with one message."""

@@ -23,6 +23,9 @@ class Cost:
     source: Source
     # Expected relative error: 0.1 means that one should count on 10 %.
     rel_error: float
+    # Of a table: which one, and how far its nearest point was. Of a launch that does more than move bytes and
+    # multiply: what was added, and where that was measured. Else empty.
+    detail: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 KINDS: dict[str, type] = {
     "trace": Trace,
@@ -37,7 +37,7 @@ MADE_BY = {
     "graph": "tessera analyze",
     "costs": "tessera profile",
     "plan": "tessera plan",
-    "program": "tessera run",
+    "program": "tessera.execute.lower",
     "timeline": "tessera simulate",
 }
 

@@ -4,8 +4,10 @@ A placement sends every launch of a work unit to a device. A plan is a mix of pl
 lanes: a share of the requests follows each. Every figure in a plan is modelled.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 
 from tessera.ir.cluster import Cluster
 from tessera.ir.costs import Costs
@@ -17,6 +19,8 @@ class Objective(StrEnum):
 
     THROUGHPUT = "throughput"
     LATENCY = "latency"
+    COST = "cost"  # work per dollar
+    ENERGY = "energy"  # work per joule
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,17 @@ class Lane:
     rate_per_s: float
 
 
+def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
+    """Lane numbers without end, each lane as evenly spread as its share allows."""
+    taken, total = [0] * len(shares), sum(shares)
+    for turn in count(1):
+        # Of the lanes not ahead of their share, the one that is due first: so none is ever one ahead.
+        due = [i for i, share in enumerate(shares) if taken[i] * total < share * turn]
+        lane = min(due or range(len(shares)), key=lambda i: ((taken[i] + 1) / shares[i], i))
+        taken[lane] += 1
+        yield lane
+
+
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """What a coarser policy would reach under the same costs."""
@@ -45,6 +60,22 @@ class Baseline:
     throughput_per_s: float | None
     # One request alone, start to end; None likewise.
     latency_us: float | None
+    # Rent of its devices for a thousand work units, and energy of one; None also where it is not known.
+    usd_per_1k_units: float | None = None
+    joules_per_unit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Robust:
+    """What the plan gives when the costs are wrong as much as they say they may be."""
+
+    num_samples: int
+    # Work units per second that 90 %, half and 10 % of the samples exceed.
+    p10_per_s: float
+    p50_per_s: float
+    p90_per_s: float
+    # Mean share of the rate that the best of all candidates would have given in a sample, had one known.
+    regret: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +100,38 @@ class Plan:
     # One request alone, start to end.
     latency_us: float
     baselines: tuple[Baseline, ...] = ()
+    # A short sequence of lanes that repeats, evenly spread: a scheduler gives each lane as many requests as
+    # it has entries. Empty: by the lanes' rates.
+    lane_table: tuple[int, ...] = ()
+    # Share of the rate by busy time that the table's rounding of the lanes' shares costs.
+    rounding_loss: float = 0.0
+    # (requests in flight, work units per second as simulated) of these same lanes.
+    by_slots: tuple[tuple[int, float], ...] = ()
+    # The most requests in flight that memory allows; None: any number.
+    max_slots: int | None = None
+    robust: Robust | None = None
+    # Energy of one work unit at the simulated rate, devices without a lane switched off; None: not known.
+    joules_per_unit: float | None = None
+    # What the user asked for: "--pin attention=emu:a100".
+    wishes: tuple[str, ...] = ()
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Devices that some lane uses, ascending: what has to be rented."""
+        return tuple(sorted({d for x in self.lanes for step in x.placement.devices for d in step}))
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Rent of the devices in use; None if one has no price."""
+        prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
+        known = [p for p in prices if p is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+    @property
+    def usd_per_1k_units(self) -> float | None:
+        """Rent while a thousand work units are done at the simulated rate."""
+        rent = self.usd_per_hour
+        return None if rent is None or not self.simulated_per_s else rent / 3.6 / self.simulated_per_s
 
     @property
     def gap(self) -> float:

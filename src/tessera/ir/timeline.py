@@ -1,7 +1,11 @@
 """Span, Timeline: what happened when, on which device or link."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
+
+# A link's track is its source, this, and its destination.
+LINK_ARROW = " -> "
 
 
 class Clock(StrEnum):
@@ -46,3 +50,35 @@ class Timeline:
         for span in self.spans:
             busy[span.track] = busy.get(span.track, 0.0) + span.stop_us - span.start_us
         return busy
+
+    def transfer_us(self) -> tuple[float, float]:
+        """Time of all transfers, and how much of it was hidden: their destination computed meanwhile."""
+        computing: dict[str, list[tuple[float, float]]] = {}
+        for span in self.spans:
+            if not span.is_transfer:
+                _join(computing.setdefault(span.track, []), span.start_us, span.stop_us)
+        total = hidden = 0.0
+        for span in self.spans:
+            if span.is_transfer:
+                total += span.stop_us - span.start_us
+                busy = computing.get(span.track.rpartition(LINK_ARROW)[2], [])
+                hidden += _shared(busy, span.start_us, span.stop_us)
+        return total, hidden
+
+
+def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> None:
+    """Adds an interval that starts no earlier than those before it; overlapping ones become one."""
+    if intervals and start <= intervals[-1][1]:
+        intervals[-1] = (intervals[-1][0], max(intervals[-1][1], stop))
+    else:
+        intervals.append((start, stop))
+
+
+def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> float:
+    """How much of [start, stop) lies in these disjoint intervals."""
+    found = 0.0
+    index = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
+    while index < len(intervals) and intervals[index][0] < stop:
+        found += max(0.0, min(stop, intervals[index][1]) - max(start, intervals[index][0]))
+        index += 1
+    return found

@@ -13,6 +13,11 @@ from functools import cached_property
 from tessera.ir.kernel import Access, Kernel
 
 
+# A generator of random numbers is a state buffer whose name is this and its device: "rng:cpu", "rng:cuda:0".
+# A launch that draws reads and writes all of it.
+GENERATOR = "rng:"
+
+
 class BufferKind(StrEnum):
     """Who owns a buffer's contents."""
 
@@ -32,6 +37,11 @@ class Buffer:
     size_bytes: int
     # Contents of a small constant that the program itself made, as hexadecimal; else empty.
     constant_hex: str = ""
+
+    @property
+    def is_generator(self) -> bool:
+        """True if the buffer is the state of a generator of random numbers."""
+        return self.kind is BufferKind.STATE and self.name.startswith(GENERATOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,8 @@ class Trace:
     num_views: int = 0
     # (operator, times) for those that returned old memory without their schema saying so, by name.
     aliases: tuple[tuple[str, int], ...] = ()
+    # Where it was recorded: cpu, cuda:N, or fake. Only what ran on the CPU is sure to run there again.
+    recorded_on: str = "cpu"
 
     def kernel_of(self, launch: int) -> Kernel:
         """The kernel that launch number `launch` runs."""

@@ -10,6 +10,7 @@ from tessera.ir.costs import Costs
 from tessera.ir.graph import Graph, WorkUnit
 from tessera.ir.plan import Plan
 from tessera.ir.program import Free, Program, Recv, Run, Send
+from tessera.ir.serving import ARRIVALS_RULES, Arrivals
 from tessera.ir.timeline import Timeline
 from tessera.ir.trace import BufferKind, Launch, Trace, View, arg_views
 
@@ -174,7 +175,28 @@ PLAN_RULES: list[Rule] = [
     ("every lane has a rate above zero", lambda p: _all(lane.rate_per_s > 0 for lane in p.lanes)),
     ("the plan does not exceed its bound", lambda p: p.throughput_per_s <= p.bound_per_s * (1 + 1e-6)),
     ("at least one request is in flight", lambda p: p.slots >= 1),
+    (
+        "the lane table names lanes of the plan, and every lane, or is empty",
+        lambda p: not p.lane_table or set(p.lane_table) == set(range(len(p.lanes))),
+    ),
 ]
+
+
+def _ends_meet(program: Program) -> bool:
+    """Each transfer has one send, on its source, and one receive, on its destination."""
+    sent: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
+    for device, column in enumerate(program.instructions):
+        for i in column:
+            if isinstance(i, Send):
+                sent.append((i.transfer, device))
+            elif isinstance(i, Recv):
+                received.append((i.transfer, device))
+    named = list(enumerate(program.transfers))
+    return sorted(sent) == [(n, t.src) for n, t in named] and sorted(received) == [
+        (n, t.dst) for n, t in named
+    ]
+
 
 PROGRAM_RULES: list[Rule] = [
     (
@@ -183,10 +205,7 @@ PROGRAM_RULES: list[Rule] = [
     ),
     (
         "every transfer has one sender and one receiver, at its own ends",
-        lambda p: _all(
-            _holders(p, Send, n) == [t.src] and _holders(p, Recv, n) == [t.dst]
-            for n, t in enumerate(p.transfers)
-        ),
+        _ends_meet,
     ),
     ("every transfer joins two different devices", lambda p: _all(t.src != t.dst for t in p.transfers)),
     (
@@ -213,6 +232,7 @@ RULES: dict[type, list[Rule]] = {
     Plan: PLAN_RULES,
     Program: PROGRAM_RULES,
     Timeline: TIMELINE_RULES,
+    Arrivals: ARRIVALS_RULES,
 }
 # Records inside a record are verified before it.
 PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
@@ -234,15 +254,6 @@ def verify(record: Any) -> None:
 def _flat(program: Program) -> Iterator[Any]:
     for column in program.instructions:
         yield from column
-
-
-def _holders(program: Program, kind: type, transfer: int) -> list[int]:
-    return [
-        device
-        for device, column in enumerate(program.instructions)
-        for i in column
-        if isinstance(i, kind) and getattr(i, "transfer", None) == transfer
-    ]
 
 
 def _unique(items: Iterable[Any]) -> bool:

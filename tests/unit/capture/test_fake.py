@@ -27,7 +27,7 @@ def capture_fake(fn: object, module: torch.nn.Module | None = None) -> Trace:
         lambda first, run, last: dict(first),
     )
     with fake.machine() as run:
-        return _record(workload, fake.on_device(workload.make_inputs(0)), {}, run)
+        return _record(workload, fake.on_device(workload.make_inputs(0)), {}, "fake", run)
 
 
 def names(trace: Trace) -> list[str]:
@@ -164,7 +164,7 @@ def test_a_constant_of_unknown_value_is_kept_by_name() -> None:
             Step("made", "decode", 1, 1), holder, lambda i, s: {"y": i["x"] + holder.table},
             lambda seed: {}, lambda seed: {}, lambda first, run, last: {},
         )  # fmt: skip
-        trace = _record(workload, x, {}, run)
+        trace = _record(workload, x, {}, "fake", run)
     (constant,) = (b for b in trace.buffers if b.name.startswith("constant."))
 
     assert (32, "") == (constant.size_bytes, constant.constant_hex)
@@ -180,6 +180,12 @@ def test_reading_a_fake_value_is_refused_with_its_line() -> None:
     """A branch on data has no answer without data."""
     with pytest.raises(CaptureError, match=r"test_fake\.py:\d+: .*on the host.*batched"):
         capture_fake(lambda x: x if x.sum() > 0 else -x)
+
+
+def test_tensors_of_two_devices_are_refused_with_the_line() -> None:
+    """A tensor that a model makes on the CPU, whatever its input's device."""
+    with pytest.raises(CaptureError, match=r"test_fake\.py:\d+: .*two devices.*device=x\.device"):
+        capture_fake(lambda x: x + torch.ones(8, device="cpu"))
 
 
 def test_an_operator_without_a_fake_is_refused() -> None:

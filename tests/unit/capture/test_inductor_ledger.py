@@ -5,7 +5,7 @@ import torch
 
 from tessera.capture.inductor import Ledger
 from tessera.capture.inductor.extern import ExternCalls
-from tessera.capture.inductor.ledger import whole_buffers
+from tessera.capture.schema import whole_buffers
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Kernel, Launch, Origin, Step
 
@@ -52,10 +52,16 @@ def test_reading_a_value_on_the_host_is_refused() -> None:
         torch.ones(1).item()
 
 
-def test_drawing_random_numbers_is_refused() -> None:
-    """No placement may change their order."""
-    with pytest.raises(CaptureError, match="random"), ExternCalls(Ledger()):
+def test_draws_change_the_state_of_their_generator() -> None:
+    """So the second waits for the first."""
+    ledger = Ledger()
+    with ExternCalls(ledger):
         torch.rand(3)
+        torch.rand(3)
+    found = [ledger.buffers[a.buffer] for x in ledger.launches for a in x.accesses if a.read and a.write]
+
+    assert ["rng:cpu", "rng:cpu"] == [b.name for b in found]
+    assert all(b.is_generator for b in found)
 
 
 def test_two_names_for_one_memory_are_refused() -> None:

@@ -1,6 +1,6 @@
-"""The inductor front end: launches of compiled code, and Triton kernels the program launches itself."""
+"""The inductor front end: launches of compiled code."""
 
-from tessera.capture.inductor.ledger import AccessesOf, Ledger
+from tessera.capture.inductor.ledger import Ledger
 from tessera.capture.inductor.offline import Gpu
 from tessera.capture.inductor.record import (
     Recording,
@@ -14,11 +14,9 @@ from tessera.capture.inductor.triton_kernels import (
     Relaunch,
     TritonLaunch,
     inductor_launches,
-    triton_launches,
 )
 
 __all__ = [
-    "AccessesOf",
     "Gpu",
     "Ledger",
     "Recording",
@@ -30,5 +28,4 @@ __all__ = [
     "record_code",
     "record_inductor",
     "record_inductor_offline",
-    "triton_launches",
 ]

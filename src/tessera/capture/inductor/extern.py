@@ -3,7 +3,10 @@
 An operator is a launch iff it writes an argument (by its schema) or returns storage nobody has seen;
 otherwise it is a view. Allocations (`empty` and its kin) are neither: they make a temporary.
 
-Refused: reading a tensor's value on the host, and drawing random numbers.
+A call that draws random numbers reads and writes its device's generator (see `tessera.capture.rng`); compiled
+code draws the seeds of its own generators by such a call.
+
+Refused: reading a tensor's value on the host.
 """
 
 from typing import Any
@@ -13,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.inductor.ledger import Ledger
 from tessera.capture.refuse import check_operator
+from tessera.capture.rng import generator_of, size_of
 from tessera.capture.schema import argument_accesses, byte_region
-from tessera.ir import Access, Arg, Kernel, Launch, Origin
+from tessera.ir import Access, Arg, Kernel, Launch, Origin, Region
 
 ALLOCATORS = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -51,7 +55,7 @@ class ExternCalls(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         tensors = [r for r in results if isinstance(r, torch.Tensor)]
         if func._schema.is_mutable or any(self._ledger.find(t) is None for t in tensors):
-            self._launch(func, recorded, named, results)
+            self._launch(func, recorded, named, results, generator_of(func, args, kwargs))
         return result
 
     def _launch(
@@ -60,6 +64,7 @@ class ExternCalls(TorchDispatchMode):
         args: tuple[Arg, ...],
         kwargs: tuple[tuple[str, Arg], ...],
         results: tuple[Any, ...] | list[Any],
+        generator: str,
     ) -> None:
         ledger = self._ledger
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and ledger.find(t) is None}
@@ -69,5 +74,8 @@ class ExternCalls(TorchDispatchMode):
             touched = byte_region(view) if view is not None and id(tensor) in fresh else None
             if view is not None and touched is not None:
                 accesses.append(Access(view.buffer, touched, write=True))
+        if generator:
+            state = Region(0, size_of(generator))
+            accesses.append(Access(ledger.generator(generator), state, read=True, write=True))
         kernel = ledger.kernel(Kernel(str(func), Origin.ATEN, str(func._schema)))
         ledger.launch(Launch(kernel, args, kwargs, outputs, tuple(accesses)))

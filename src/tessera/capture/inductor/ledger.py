@@ -9,7 +9,7 @@ this launch reads; a launch that has no such weight belongs with the one before 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -17,31 +17,26 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tessera.capture.refuse import check_tensor
+from tessera.capture.rng import size_of
 from tessera.capture.schema import MAX_CONSTANT_BYTES, symbol_of, view_of
 from tessera.errors import CaptureError
 from tessera.ir import (
-    Access,
     Arg,
     Buffer,
     BufferKind,
     Kernel,
     Launch,
-    Region,
     Step,
     Trace,
     View,
-    arg_views,
 )
-
-# (kernel, launch without accesses, buffers, indices of buffers that hold nothing yet)
-#   -> (accesses, why the launch may not move; empty if it may)
-AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[Access, ...], str]]
 
 
 class Ledger:
     """What has been launched so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorded_on: str = "cpu") -> None:
+        self._recorded_on = recorded_on
         # A weak reference keeps the storage's identity from being handed out again, not its memory.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._numbers: dict[Kernel, int] = {}
@@ -83,6 +78,15 @@ class Ledger:
         data = bytes(contents.tolist()).hex()
         self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), data))
         self.filled.add(len(self.buffers) - 1)
+
+    def generator(self, name: str) -> int:
+        """The buffer of a generator's state; see `tessera.capture.rng`."""
+        for index, buffer in enumerate(self.buffers):
+            if buffer.name == name:
+                return index
+        self.buffers.append(Buffer(name, BufferKind.STATE, size_of(name)))
+        self.filled.add(len(self.buffers) - 1)
+        return len(self.buffers) - 1
 
     def view(self, tensor: torch.Tensor) -> View:
         """A tensor as a view of its buffer; a new storage becomes a temporary."""
@@ -143,7 +147,8 @@ class Ledger:
             replace(b, kind=BufferKind.OUTPUT) if i in returned and b.kind is BufferKind.TEMPORARY else b
             for i, b in enumerate(self.buffers)
         )
-        return Trace(step, tuple(self._numbers), buffers, self._scoped(), views)
+        kernels = tuple(self._numbers)
+        return Trace(step, kernels, buffers, self._scoped(), views, recorded_on=self._recorded_on)
 
     def _scoped(self) -> tuple[Launch, ...]:
         readers = Counter(b for launch in self.launches for b in {a.buffer for a in launch.accesses})
@@ -154,19 +159,3 @@ class Ledger:
             scope = names[0].rpartition(".")[0] if names else scope
             scoped.append(replace(launch, scope=scope))
         return tuple(scoped)
-
-
-def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
-    """What a launch that was not proved may touch: all of every buffer it is given.
-
-    A weight is written by nobody but whoever says so: `mutated` holds the arguments the compiler declares.
-    """
-    found: dict[int, Access] = {}
-    for place, arg in enumerate(launch.args):
-        for view in arg_views(arg):
-            buffer = buffers[view.buffer]
-            if buffer.size_bytes:
-                writes = place in mutated or buffer.kind is not BufferKind.WEIGHT
-                all_bytes = Region(0, buffer.size_bytes)
-                found[view.buffer] = Access(view.buffer, all_bytes, read=True, write=writes)
-    return tuple(found.values())

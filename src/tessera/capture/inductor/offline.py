@@ -68,22 +68,34 @@ CONFIG: dict[str, Any] = {
 @contextlib.contextmanager
 def offline(gpu: Gpu = H100) -> Iterator[FakeTensorMode]:
     """While active, compiled code can be made for a GPU that is not there, and walked through on fakes."""
-    try:
-        from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
-    except ImportError as error:
-        raise MissingExtra("triton", "gpu") from error
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        # Asking Triton for its driver fails where there is no GPU, so its own place is filled.
-        compiler = _driver(GPUTarget("cuda", gpu.arch, 32))
-        stack.enter_context(unittest.mock.patch.object(driver, "_active", compiler, create=True))
+        stack.enter_context(compiling_for(gpu.arch))
         for target, name, value in _replacements(gpu):
             stack.enter_context(unittest.mock.patch.object(target, name, value, create=True))
         stack.enter_context(_interface(gpu))
+        stack.enter_context(_asked_anew())
         stack.enter_context(mode)
         yield mode
+
+
+@contextlib.contextmanager
+def compiling_for(arch: int) -> Iterator[None]:
+    """While active, Triton compiles for a compute capability and loads nothing."""
+    try:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import CompiledKernel
+        from triton.runtime import driver
+    except ImportError as error:
+        raise MissingExtra("triton", "gpu") from error
+    # Asking Triton for its driver fails where there is no GPU, so its own place is filled.
+    compiler = _driver(GPUTarget("cuda", arch, 32))
+    with (
+        unittest.mock.patch.object(driver, "_active", compiler, create=True),
+        unittest.mock.patch.object(CompiledKernel, "_init_handles", _nothing),
+    ):
+        yield
 
 
 def fake_like(mode: FakeTensorMode, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -129,6 +141,21 @@ def _driver(target: Any) -> Any:
             return ty
 
     return Compiler()
+
+
+@contextlib.contextmanager
+def _asked_anew() -> Iterator[None]:
+    """What torch remembers of Triton and the GPU was true before, and is again after."""
+    from torch.utils import _triton
+
+    remembered = [f for f in vars(_triton).values() if hasattr(f, "cache_clear")]
+    for function in remembered:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in remembered:
+            function.cache_clear()
 
 
 @contextlib.contextmanager
@@ -178,6 +205,10 @@ def _interface(gpu: Gpu) -> Iterator[None]:
         table.update(saved)
 
 
+def _nothing(_: Any) -> None:
+    pass
+
+
 class _NoGuard:
     def __init__(self, _: Any = None) -> None:
         pass
@@ -192,7 +223,6 @@ class _NoGuard:
 def _replacements(gpu: Gpu) -> list[tuple[Any, str, Any]]:
     """(object, attribute, what it is meanwhile)"""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
-    from triton.compiler.compiler import CompiledKernel
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
@@ -216,7 +246,6 @@ def _replacements(gpu: Gpu) -> list[tuple[Any, str, Any]]:
         (guards, "assert_size_stride", lambda *args: None),
         (guards, "assert_alignment", lambda *args: None),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
-        (CompiledKernel, "_init_handles", lambda self: None),
         (triton_heuristics.CachingAutotuner, "run", _run),
         (triton_heuristics.CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),
     ]

@@ -17,10 +17,12 @@ import torch
 
 from tessera.capture.inductor.compile import Code, compile_step
 from tessera.capture.inductor.extern import ExternCalls
-from tessera.capture.inductor.ledger import AccessesOf, Ledger, whole_buffers
+from tessera.capture.inductor.ledger import Ledger
 from tessera.capture.inductor.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.inductor.offline import H100, Gpu, fake_like, offline
 from tessera.capture.inductor.triton_kernels import Relaunch, TritonLaunch, inductor_launches
+from tessera.capture.own import AccessesOf
+from tessera.capture.schema import whole_buffers
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Access, BufferKind, Launch, Step, Trace, verify
@@ -65,7 +67,7 @@ def record_inductor(
     code = compile_step(workload, workload.weights(), inputs, state, portable, **changes)
     code.run(workload.weights(), inputs, state)
     given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
-    return record_code(workload.step, code, given, accesses_of)
+    return record_code(workload.step, code, given, accesses_of, str(next(iter(inputs.values())).device))
 
 
 def record_inductor_offline(
@@ -81,15 +83,20 @@ def record_inductor_offline(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         weights, inputs, state = (fake_like(mode, tensors) for tensors in given)
         code = compile_step(workload, weights, inputs, state, **{**OFFLINE_CONFIG, **changes})
-        return record_code(workload.step, code, (weights, inputs, state), accesses_of).trace
+        given = weights, inputs, state
+        return record_code(workload.step, code, given, accesses_of, "fake").trace
 
 
 def record_code(
-    step: Step, code: Code, given: tuple[Tensors, Tensors, Tensors], accesses_of: AccessesOf | None = None
+    step: Step,
+    code: Code,
+    given: tuple[Tensors, Tensors, Tensors],
+    accesses_of: AccessesOf | None = None,
+    recorded_on: str = "cpu",
 ) -> Recording:
     """Records one run of a compiled step on weights, inputs and state."""
     weights, inputs, state = given
-    ledger = Ledger()
+    ledger = Ledger(recorded_on)
     ledger.declare(BufferKind.WEIGHT, weights)
     ledger.declare(BufferKind.INPUT, inputs)
     ledger.declare(BufferKind.STATE, state)

@@ -1,9 +1,9 @@
 """Triton launches: what a compiled Triton kernel is, and how each of its launches is seen.
 
     with inductor_launches(see):   kernels of Inductor's code  (hook: CachingAutotuner.run)
-    with triton_launches(see):     kernels the program launches itself  (hook: JITFunction.run)
 
-`see` is called once for every launch, after it was issued, with a `TritonLaunch`. Arguments are those of
+`see` is called once for every launch, after it was issued, with a `TritonLaunch`. `from_jit` makes the same
+of a launch that the program makes itself (see `tessera.capture.own_triton`). Arguments are those of
 the PTX entry, in its order: what was compiled in (constexpr, or specialised to a constant) is left out and
 listed in the kernel's constants.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.errors import CaptureError, MissingExtra
+from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
 
 Grid = tuple[int, int, int]
@@ -65,37 +65,6 @@ def inductor_launches(see: See) -> Iterator[None]:
         heuristics.CachingAutotuner.run = original
 
 
-@contextlib.contextmanager
-def triton_launches(see: See) -> Iterator[None]:
-    """While active, `see` gets every launch of a Triton kernel that the program makes itself."""
-    try:
-        from triton.runtime.autotuner import Autotuner
-        from triton.runtime.jit import JITFunction
-    except ImportError as error:
-        raise MissingExtra("triton", "gpu") from error
-    run_kernel, try_config = JITFunction.run, Autotuner._bench
-    trying = [0]
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
-        if not warmup and not trying[0]:
-            see(_from_jit(self, compiled, args, kwargs, grid))
-        return compiled
-
-    def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trying[0] += 1
-        try:
-            return try_config(self, *args, **kwargs)
-        finally:
-            trying[0] -= 1
-
-    JITFunction.run, Autotuner._bench = run, bench
-    try:
-        yield
-    finally:
-        JITFunction.run, Autotuner._bench = run_kernel, try_config
-
-
 def _heuristics() -> Any:
     from torch._inductor.runtime import triton_heuristics
 
@@ -127,9 +96,10 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> TritonLaunch:
 # The program's own ----------------------------------------------------------------------------------------
 
 
-def _from_jit(
+def from_jit(
     function: Any, compiled: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grid: Any
 ) -> TritonLaunch:
+    """A launch of a kernel by the program, from Triton's function and what it was compiled to."""
     names = function.arg_names
     mine = {k: v for k, v in kwargs.items() if k in names}
     bound = inspect.signature(function.fn).bind(*args, **mine)

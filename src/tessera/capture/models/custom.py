@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from tessera.capture.blocks import storage_key
+from tessera.capture.own import own_launches
+from tessera.capture.rng import forked
+from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
@@ -84,15 +88,16 @@ def module_workload(step: Step, module: torch.nn.Module, examples: Any) -> Workl
 
 
 def _written(module: torch.nn.Module, given: Tensors, by_name: bool) -> set[str]:
-    """Names of the inputs and buffers that a call writes, seen by torch's version counters."""
+    """Names of the inputs and buffers that a call writes; the buffers are put back."""
     copies = {name: tensor.detach().clone() for name, tensor in given.items()}
     buffers = dict(module.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    watched = {**buffers, **copies}
-    versions = {name: tensor._version for name, tensor in watched.items()}
-    with torch.no_grad():
-        module(**copies) if by_name else module(*copies.values())
-        found = {name for name, tensor in watched.items() if tensor._version != versions[name]}
+    named = {**buffers, **copies}
+    watch = Watch({storage_key(tensor): i for i, tensor in enumerate(named.values())}, saves=False)
+    with forked(), torch.no_grad():
+        with own_launches(watch.own_launch), watch:
+            module(**copies) if by_name else module(*copies.values())
+        found = {name for i, name in enumerate(named) if i in watch.written}
         for name in found & set(buffers):
             buffers[name].copy_(before[name])
     return found

@@ -54,7 +54,7 @@ def _module(config: MMDiTConfig, dtype: torch.dtype, seed: int) -> MMDiT:
     torch.set_default_dtype(dtype)
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # and no other device\'s
             return MMDiT(config).eval()
     finally:
         torch.set_default_dtype(before)

@@ -1,0 +1,181 @@
+"""CudaKernel: a CUDA kernel that a program launches itself, so that Tessera knows what it touches.
+
+    scale = tessera.CudaKernel(source, "scale")
+    scale[grid, block](y, x, 2.0, n)
+
+`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled when the kernel is made: by NVRTC where torch
+brings it, else by nvcc. Grid and block are a number or up to three. Arguments are tensors for pointers and
+numbers for the rest, one for each parameter. The launch runs where the tensors are: on the GPU's current
+stream, or on the CPU in the PTX interpreter; a capture records it with the accesses proved from its code.
+
+Not handled: parameters that are structs, and textures.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.capture.own import Grid, OwnLaunch, launch
+from tessera.errors import CaptureError
+from tessera.ir import Kernel, Origin
+
+# Compute capability to compile for: what every GPU since Ampere can load.
+ARCH = 80
+
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", re.DOTALL)
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b[^,]*?\s)?([\w$]+)(\[\d+\])?\s*$")
+_WIDTH = re.compile(r"[a-z](\d+)")
+
+
+class CudaKernel:
+    """One entry of PTX or CUDA C++, launched by `kernel[grid, block](*args)`."""
+
+    def __init__(self, code: str, name: str, *, shared_bytes: int = 0, arch: int = ARCH) -> None:
+        self.name, self._shared_bytes = name, shared_bytes
+        self.ptx = code if ".entry" in code and ".version" in code else _compiled(code, arch)
+        self._types = _parameters(self.ptx, name)
+        self._kernels: dict[tuple[str, ...], Kernel] = {}
+
+    def __getitem__(self, shape: tuple[Any, Any]) -> "_Shaped":
+        if not isinstance(shape, tuple) or len(shape) != 2:
+            raise self._shapeless()
+        return _Shaped(self, _three(shape[0]), _three(shape[1]))
+
+    def __call__(self, *args: Any) -> None:
+        """Says how to launch it."""
+        raise self._shapeless()
+
+    def _shapeless(self) -> CaptureError:
+        remedy = "Write kernel[grid, block](...)."
+        return CaptureError(f"kernel {self.name} needs a grid and a block", remedy)
+
+    def launch(self, grid: Grid, block: Grid, args: tuple[Any, ...]) -> None:
+        """One launch."""
+        if len(args) != len(self._types):
+            message = f"kernel {self.name} has {len(self._types)} parameters, {len(args)} arguments are given"
+            raise CaptureError(message, "Give one for each.")
+        values = tuple(map(self._checked, range(len(args)), args))
+        launch(OwnLaunch(self._kernel(values), values, grid, block))
+
+    def _checked(self, place: int, value: Any) -> Any:
+        kind = self._types[place]
+        if isinstance(value, torch.Tensor):
+            if not kind.endswith("64"):
+                raise CaptureError(
+                    f"argument {place} of kernel {self.name} is a tensor, the parameter is a {kind}",
+                    "Pass a number.",
+                )
+            return value
+        if not isinstance(value, bool | int | float):
+            message = f"argument {place} of kernel {self.name} is a {type(value).__name__}"
+            raise CaptureError(message, "Pass a tensor or a number.")
+        return float(value) if kind.startswith("f") else value
+
+    def _kernel(self, args: tuple[Any, ...]) -> Kernel:
+        types = tuple(
+            f"*{str(a.dtype).removeprefix('torch.')}" if isinstance(a, torch.Tensor) else _scalar(kind, a)
+            for kind, a in zip(self._types, args, strict=True)
+        )
+        if types not in self._kernels:
+            signature = tuple((f"p{i}", kind) for i, kind in enumerate(types))
+            self._kernels[types] = Kernel(
+                self.name, Origin.PTX, ptx=self.ptx, signature=signature, shared_bytes=self._shared_bytes
+            )
+        return self._kernels[types]
+
+
+class _Shaped:
+    """A kernel with its grid and block, waiting for arguments."""
+
+    def __init__(self, kernel: CudaKernel, grid: Grid, block: Grid) -> None:
+        self._kernel, self._grid, self._block = kernel, grid, block
+
+    def __call__(self, *args: Any) -> None:
+        self._kernel.launch(self._grid, self._block, args)
+
+
+def _three(sizes: Any) -> Grid:
+    given = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,)
+    x, y, z = (*map(int, given), 1, 1)[:3]
+    if min(x, y, z) < 1 or len(given) > 3:
+        raise CaptureError(f"{sizes} is no grid or block", "Use up to three numbers of at least 1.")
+    return x, y, z
+
+
+def _scalar(kind: str, value: Any) -> str:
+    """The type of a number, in the words of `Kernel.signature`; untyped bits are what the number is."""
+    width = kind[1:]
+    letter = "fp" if kind[0] == "f" or (kind[0] == "b" and isinstance(value, float)) else kind[0]
+    return f"{ {'s': 'i', 'b': 'i'}.get(letter, letter) }{width}"
+
+
+def _parameters(ptx: str, name: str) -> list[str]:
+    """The PTX types of an entry's parameters."""
+    entries = dict(_ENTRY.findall(ptx))
+    if name not in entries:
+        have = ", ".join(entries) or "none"
+        raise CaptureError(
+            f"the code has no entry '{name}'; it has: {have}", 'Declare it extern "C" __global__.', name
+        )
+    types = []
+    for text in filter(None, (part.strip() for part in entries[name].split(","))):
+        found = _PARAM.match(text)
+        if found is None or found.group(3) is not None or not _WIDTH.fullmatch(found.group(1)):
+            raise CaptureError(
+                f"parameter '{text}' is neither a pointer nor a number", "Pass its parts one by one.", name
+            )
+        types.append(found.group(1))
+    return types
+
+
+def _compiled(source: str, arch: int) -> str:
+    """PTX of CUDA C++."""
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        return _by_nvrtc(source, arch)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise CaptureError(
+            "CUDA C++ needs a compiler, and there is neither NVRTC nor nvcc",
+            "Install the CUDA toolkit, or pass PTX.",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file, made = Path(folder) / "kernel.cu", Path(folder) / "kernel.ptx"
+        file.write_text(source, encoding="utf-8")
+        command = [nvcc, "-ptx", f"-arch=compute_{arch}", "-o", str(made), str(file)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise _uncompiled(result.stderr or result.stdout)
+        return made.read_text(encoding="utf-8")
+
+
+def _by_nvrtc(source: str, arch: int) -> str:
+    """PTX by the compiler that torch for CUDA brings."""
+    compiler = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
+    program = ctypes.c_void_p()
+    compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture=compute_{arch}".encode())
+    failed = compiler.nvrtcCompileProgram(program, 1, options)
+    text = _text_of(compiler, program, "ProgramLog" if failed else "PTX")
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise _uncompiled(text)
+    return text
+
+
+def _text_of(compiler: Any, program: ctypes.c_void_p, what: str) -> str:
+    size = ctypes.c_size_t()
+    getattr(compiler, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(compiler, f"nvrtcGet{what}")(program, text)
+    return text.value.decode()
+
+
+def _uncompiled(said: str) -> CaptureError:
+    first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
+    return CaptureError(f"the kernel could not be compiled: {first.strip()}", "Mend the source.")

@@ -1,0 +1,167 @@
+"""Kernels that a program launches itself, without the dispatcher: how each launch is seen and run.
+
+    with own_launches(see):     every launch of a CudaKernel or a Triton kernel is shown to `see` first
+    with own_launches():        they run, wherever the tensors are
+
+A launch runs where its tensors are: on a GPU by the driver or by Triton, on the CPU in the PTX interpreter,
+and on fake tensors not at all. What a kernel reads and writes is proved from its PTX. The prover, the
+interpreter and the driver belong to other stages: `tessera.flow` hands them in once (`hand_in`).
+
+Refused with the line of the program: kernels made by `torch.cuda._compile_kernel`, whose code torch does not
+keep. Operators of C++ extensions come through the dispatcher, and their schemas say what they write. Not
+seen, and not noticed: kernels launched by other means, such as CuPy, Numba or ctypes.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from tessera.capture.refuse import fail
+from tessera.capture.schema import view_of
+from tessera.errors import CaptureError
+from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch
+
+Grid = tuple[int, int, int]
+# (kernel, launch without accesses, buffers, indices of buffers that hold nothing yet)
+#   -> (accesses, why the launch may not move; empty if it may)
+AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[Access, ...], str]]
+# (kernel, grid, block, arguments) -> runs it on the tensors among the arguments.
+RunKernel = Callable[[Kernel, Grid, Grid, Sequence[Any]], None]
+
+
+@dataclass(frozen=True)
+class OwnLaunch:
+    """One launch that the program makes itself."""
+
+    kernel: Kernel
+    # Tensors and numbers for the parameters of the PTX entry.
+    args: tuple[Any, ...]
+    grid: Grid
+    block: Grid
+
+
+# Called before a launch; may give what to call after it.
+See = Callable[[OwnLaunch], Callable[[], None] | None]
+
+
+@dataclass
+class _Hands:
+    prove: AccessesOf | None = None
+    run: RunKernel | None = None
+
+
+_hands = _Hands()
+_seeing: list[See | None] = []
+
+
+def hand_in(prove: AccessesOf, run: RunKernel) -> None:
+    """What capture needs of other stages."""
+    _hands.prove, _hands.run = prove, run
+
+
+def prove(kernel: Kernel, launch: Launch, buffers: Sequence[Buffer]) -> tuple[tuple[Access, ...], str]:
+    """The accesses of a launch, or the reason why they are not known."""
+    if _hands.prove is None:
+        return (), "its PTX was not analyzed: import tessera.flow"
+    return _hands.prove(kernel, launch, buffers, frozenset())
+
+
+def written(seen: OwnLaunch) -> set[int]:
+    """Places of the arguments that a launch may write: those proved, or all tensors without a proof."""
+    tensors = {i: a for i, a in enumerate(seen.args) if isinstance(a, torch.Tensor)}
+    places = {t.untyped_storage()._cdata: i for i, t in reversed(tensors.items())}
+    own = {i: places[t.untyped_storage()._cdata] for i, t in tensors.items()}
+    sizes = [tensors[i].untyped_storage().nbytes() if i in tensors else 0 for i in range(len(seen.args))]
+    buffers = [Buffer(str(i), BufferKind.TEMPORARY, size) for i, size in enumerate(sizes)]
+    args = tuple(view_of(a, own[i]) if i in own else a for i, a in enumerate(seen.args))
+    launch = Launch(0, args, (), (), (), grid=seen.grid, block=seen.block)
+    accesses, why = prove(seen.kernel, launch, buffers)
+    if why:
+        return set(tensors)
+    changed = {a.buffer for a in accesses if a.write or a.atomic}
+    return {i for i in tensors if own[i] in changed}
+
+
+def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
+    """Shows a launch to whoever records, and runs it; `native` launches it on a GPU."""
+    see = _seeing[-1] if _seeing else None
+    after = see(seen) if see is not None else None
+    tensors = [a for a in seen.args if isinstance(a, torch.Tensor)]
+    if not any(isinstance(t, FakeTensor) for t in tensors):
+        if native is not None and any(t.is_cuda for t in tensors):
+            native()
+        else:
+            _run(seen)
+    if after is not None:
+        after()
+
+
+def _run(seen: OwnLaunch) -> None:
+    if _hands.run is None:
+        raise CaptureError(
+            f"kernel {seen.kernel.name} cannot be run: nobody has handed in how", "Import tessera.flow first."
+        )
+    _hands.run(seen.kernel, seen.grid, seen.block, seen.args)
+
+
+def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """A check, after an unproved launch, that it has not written what nobody may write."""
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        return None
+    with no_dispatch():
+        before = [t.clone() for t in tensors]
+
+    def check() -> None:
+        with no_dispatch():
+            same = all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+        if not same:
+            fail(f"kernel {name} writes a weight", "Pass it as an argument, or make a kernel that is proved.")
+
+    return check
+
+
+@contextlib.contextmanager
+def own_launches(see: See | None = None) -> Iterator[None]:
+    """While entered, kernels that the program launches itself are shown to `see` and run anywhere."""
+    with contextlib.ExitStack() as stack:
+        if "triton" in sys.modules:  # a program that launches Triton kernels has imported it
+            from tessera.capture.own_triton import triton_anywhere
+
+            stack.enter_context(triton_anywhere())
+        if see is not None:
+            stack.enter_context(_unknown_refused())
+        _seeing.append(see)
+        try:
+            yield
+        finally:
+            _seeing.pop()
+
+
+@contextlib.contextmanager
+def _unknown_refused() -> Iterator[None]:
+    """Kernels that torch compiled by NVRTC can be launched, but nobody knows what they touch."""
+    from torch.cuda import _utils
+
+    unknown = getattr(_utils, "_CudaKernel", None)
+    if unknown is None:
+        yield
+        return
+    call = unknown.__call__
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        fail(
+            "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept",
+            "Make it with tessera.CudaKernel(source, name).",
+        )
+
+    unknown.__call__ = refuse
+    try:
+        yield
+    finally:
+        unknown.__call__ = call

@@ -1,0 +1,148 @@
+"""Generators: random numbers as state of a step.
+
+A launch that draws reads and writes the state of its device's default generator. That state is a buffer of
+the step like a cache: "rng:cpu" or "rng:cuda:0", as `get_rng_state` gives it. So draws keep their order, run
+where the generator lives, and give the same numbers on another device that is handed the same state.
+
+What a request starts with is the state of a generator that was seeded with the request's own seed; a captured
+call starts with the state the program's generator had. `entered` puts such a state into torch's generator for
+the time of a call and takes out what is left; the program's own generator is as before.
+
+Refused, with the line of the program: a generator other than the device's default one, and a step that seeds
+it or draws without an operator that says so (`Draws` compares the state before and after every draw).
+A fake device has no generator: its state has a name and a size, and nothing is compared.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from tessera.capture.refuse import fail
+from tessera.capture.schema import given
+from tessera.ir import GENERATOR
+
+Tensors = Mapping[str, torch.Tensor]
+
+# A CUDA generator's state is its seed and its offset.
+CUDA_STATE_BYTES = 16
+
+
+def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The generator that a call draws from, by its buffer's name; empty if it draws nothing."""
+    if not _may_draw(func):
+        return ""
+    if given(func, "dropout_p", args, dict(kwargs)) == 0.0:  # attention without dropout
+        return ""
+    if given(func, "generator", args, dict(kwargs)) is not None:
+        fail(f"{func} draws from a generator of its own", "Draw from the default one: torch.manual_seed.")
+    device = kwargs.get("device") or _device_of((*args, *kwargs.values()))
+    return f"{GENERATOR}{device.type}" + (f":{device.index or 0}" if device.type != "cpu" else "")
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _device_of(values: tuple[Any, ...]) -> torch.device:
+    return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+
+
+def size_of(name: str) -> int:
+    """Bytes of a generator's state."""
+    return CUDA_STATE_BYTES if _device(name).type != "cpu" else torch.default_generator.get_state().numel()
+
+
+def state_now(name: str) -> torch.Tensor:
+    """A copy of the state that torch's generator of that name has."""
+    with no_dispatch():
+        return _generator(name).get_state().clone()
+
+
+def set_state(name: str, state: torch.Tensor) -> None:
+    """Gives torch's generator of that name a state."""
+    with no_dispatch():
+        _generator(name).set_state(state.detach().reshape(-1).view(torch.uint8).cpu())
+
+
+def seeded_state(name: str, seed: int) -> torch.Tensor:
+    """The state of a new generator with this seed."""
+    with no_dispatch():
+        return torch.Generator(_device(name)).manual_seed(seed).get_state().clone()
+
+
+@contextmanager
+def entered(state: Tensors) -> Iterator[None]:
+    """Torch's generators have the states among `state`, which are changed in place as numbers are drawn."""
+    names = [name for name in state if name.startswith(GENERATOR) and not isinstance(state[name], FakeTensor)]
+    before = {name: state_now(name) for name in names}
+    for name in names:
+        set_state(name, state[name])
+    try:
+        yield
+    finally:
+        for name in names:
+            with no_dispatch():
+                state[name].copy_(state_now(name))
+            set_state(name, before[name])
+
+
+def forked() -> AbstractContextManager[None]:
+    """While entered, draws leave no trace in the program's generators."""
+    used = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices=list(used))
+
+
+def without_generators(state: Tensors) -> dict[str, torch.Tensor]:
+    """The state that the program itself knows of."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(GENERATOR)}
+
+
+class Draws:
+    """The generators a step has drawn from while it was recorded, and that nothing else has touched them."""
+
+    def __init__(self, is_fake: bool) -> None:
+        self._is_fake = is_fake
+        self._known: dict[str, torch.Tensor] = {} if is_fake else {"rng:cpu": state_now("rng:cpu")}
+        self.names: list[str] = []
+
+    def before(self, name: str) -> None:
+        """A launch is about to draw."""
+        if name not in self.names:
+            self.names.append(name)
+        if not self._is_fake:
+            self._check(name)
+
+    def after(self, name: str) -> None:
+        """A launch has drawn."""
+        if not self._is_fake:
+            self._known[name] = state_now(name)
+
+    def check(self) -> None:
+        """Raises if a generator is not as the recorded launches have left it."""
+        for name in self._known:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        if name in self._known and not torch.equal(self._known[name], state_now(name)):
+            fail(
+                f"the step seeds the generator {name}, or draws from it without an operator that says so",
+                "Seed before the step; register a drawing operator with the tag nondeterministic_seeded.",
+            )
+
+
+def _device(name: str) -> torch.device:
+    return torch.device(name.removeprefix(GENERATOR))
+
+
+def _generator(name: str) -> torch.Generator:
+    device = _device(name)
+    if device.type == "cpu":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[device.index or 0]

@@ -1,0 +1,57 @@
+"""Plans and policies for tests of serving: one model on two devices, quick alone or quick together."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from factories import make_chain, make_cluster, make_plan
+from tessera.ir import Arrivals, Cluster, Objective, Plan
+from tessera.simulate.online import ServeConfig, Served, Server, Watcher
+from tessera.simulate.policy import Policy, Truth, Workshop
+from tessera.simulate.seats import demand_of
+
+# One decode is four launches of 10 us.
+LAUNCHES, LAUNCH_US = 4, 10.0
+RUN_US = LAUNCHES * LAUNCH_US
+
+
+def alone_plan(slots: int = 4) -> Plan:
+    """Everything on d0: 40 us a run, whatever else runs."""
+    plan = make_plan([make_chain(LAUNCHES)], [[[0] * LAUNCHES]], cluster=_cluster(), slots=slots)
+    return replace(plan, objective=Objective.LATENCY, policy="latency")
+
+
+def split_plan(slots: int = 4) -> Plan:
+    """Half on each device: 50 us alone, 20 us a run when full."""
+    plan = make_plan([make_chain(LAUNCHES)], [[[0, 0, 1, 1]]], cluster=_cluster(), slots=slots)
+    return replace(plan, policy="throughput")
+
+
+def both_plans(slots: int = 4) -> list[tuple[str, Plan]]:
+    """The two to choose among."""
+    return [("latency", alone_plan(slots)), ("throughput", split_plan(slots))]
+
+
+def _cluster() -> Cluster:
+    return make_cluster(latency_us=10.0)
+
+
+def policy_of(plan: Plan, noise: float = 0.0, seed: int = 0) -> Policy:
+    """A plan on a machine of its own."""
+    return Policy(plan.policy, plan, Workshop(Truth(plan, noise, seed)))
+
+
+def at_us(*times: float, outputs: Sequence[int] = ()) -> Arrivals:
+    """Requests at given microseconds."""
+    return Arrivals("made", tuple(t * 1e-6 for t in times), (1,) * len(outputs), tuple(outputs))
+
+
+def serve(
+    plan: Plan,
+    arrivals: Arrivals,
+    rows: int = 1,
+    config: ServeConfig | None = None,
+    watcher: Watcher | None = None,
+) -> Served:
+    """Arrivals through one plan."""
+    demand = demand_of(plan.unit, arrivals, rows)
+    return Server([policy_of(plan)], demand, config or ServeConfig(), watcher).run()
