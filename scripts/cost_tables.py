@@ -1,12 +1,13 @@
 """Reads the public tables that scripts/fit_costs.py fits: one `Table` a GPU and class.
 
-Each reader drops the rows that would mislead: kernels that ran from the L2 cache because they were timed
-alone, tables known to be wrong, kernels of other libraries than PyTorch. The reason stands beside the rule.
+Each reader drops the rows that would mislead: tables known to be wrong, kernels of other libraries than
+PyTorch, and kernels that ran from the L2 cache because they were timed alone, unless they can be marked as
+such. The reason stands beside the rule.
 """
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import numpy.typing as npt
 
 from tessera.profile.counts import OpClass
 from tessera.profile.gpus import gpu
-
-Array = npt.NDArray[np.float64]
+from tessera.profile.model import Array, Loads, plain_loads
 
 SMALL_BYTES = 1 << 20  # below this the constant term decides, wherever the bytes come from
 # Tables of long kernels do not show the constant term; these are the medians of the tables that do.
@@ -68,19 +68,19 @@ class Table:
     family: str
     dtype: str
     data: str
-    flops: Array
-    num_bytes: Array
+    loads: Loads
     us: Array
     # Rows of one group are fitted together or held out together.
     group: list[str]
     # Parameters on which the rows say nothing, and what they are set to.
     assumed: dict[str, float] = field(default_factory=dict)
+    # Median difference of the same kernels in other stacks on the same GPU.
+    spread: float = 0.0
 
     def keep(self, mask: npt.NDArray[np.bool_]) -> "Table":
         """The rows where the mask is set."""
         group = [g for g, kept in zip(self.group, mask, strict=True) if kept]
-        arrays = (self.flops[mask], self.num_bytes[mask], self.us[mask])
-        return Table(self.gpu, self.op, self.family, self.dtype, self.data, *arrays, group, self.assumed)
+        return replace(self, loads=self.loads.keep(mask), us=self.us[mask], group=group)
 
 
 def read(folder: Path, name: str) -> dict[str, npt.NDArray[Any]]:
@@ -96,44 +96,80 @@ def labels(*columns: npt.NDArray[Any]) -> list[str]:
     return ["/".join(str(x) for x in row) for row in zip(*columns, strict=True)]
 
 
-def gemm_work(b: Any, m: Any, n: Any, k: Any, item_bytes: int) -> tuple[Array, Array]:
-    """Operations and bytes of batched matrix products."""
-    b, m, n, k = (np.asarray(x, dtype=np.float64) for x in (b, m, n, k))
-    return 2 * b * m * n * k, b * (m * k + k * n + m * n) * item_bytes
+def gemm_loads(b: Any, m: Any, n: Any, k: Any, item_bytes: int) -> Loads:
+    """Batched matrix products, from memory."""
+    b, m, n, k = (np.asarray(x, dtype=np.float64) for x in np.broadcast_arrays(b, m, n, k))
+    zeros = np.zeros(len(m))
+    num_bytes = b * (m * k + k * n + m * n) * item_bytes
+    return Loads(2 * b * m * n * k, num_bytes, np.array([b, m, n, k]), zeros, zeros)
+
+
+def stack_spread(d: dict[str, npt.NDArray[Any]], system: str, src: str, shape: tuple[str, ...]) -> float:
+    """Median |log ratio| of long kernels between one stack and each of the others, and of those the median.
+
+    Versions of one stack are not compared: they share kernels, and mistakes.
+    """
+    here = d["system"] == system
+
+    def times(name: str) -> dict[tuple[float, ...], float]:
+        rows = here & (d["src"] == name)
+        keys = zip(*(d[c][rows].tolist() for c in shape), strict=True)
+        return dict(zip(keys, d["us"][rows].tolist(), strict=True))
+
+    own, found = times(src), []
+    for name in sorted(set(d["src"][here].astype(str))):
+        if name.partition(" ")[0] != src.partition(" ")[0]:
+            other = times(name)
+            both = [(own[k], other[k]) for k in own.keys() & other.keys() if min(own[k], other[k]) >= 30.0]
+            if len(both) >= 20:
+                found.append(float(np.median([abs(np.log(a / b)) for a, b in both])))
+    return float(np.median(found)) if found else 0.0
+
+
+def only(d: dict[str, npt.NDArray[Any]], rows: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[Any]]:
+    """The named rows of every column."""
+    return {name: column[rows] for name, column in d.items()}
 
 
 def aic_gemm(folder: Path) -> Iterator[Table]:
-    """bf16 GEMMs; the collector rotates six copies of the weights, so six of them must exceed the cache."""
+    """bf16 GEMMs; the collector goes round six copies of the weights: a cache that holds six serves them."""
     d = read(folder, "aic_gemm.parquet")
+    d = only(d, d["gemm_dtype"] == "bfloat16")
     for system, name in AIC.items():
-        rows = (d["system"] == system) & (d["src"] == AIC_GEMM[name]) & (d["gemm_dtype"] == "bfloat16")
+        rows = (d["system"] == system) & (d["src"] == AIC_GEMM[name])
         m, n, k, us = (d[c][rows].astype(np.float64) for c in ("m", "n", "k", "us"))
-        flops, num_bytes = gemm_work(1, m, n, k, 2)
-        cold = (12 * n * k > gpu(name).l2_bytes) | (num_bytes < SMALL_BYTES)
+        loads = gemm_loads(1, m, n, k, 2)
+        cached = (12 * n * k <= gpu(name).l2_bytes) & (loads.num_bytes >= SMALL_BYTES)
+        loads = replace(loads, hit=cached.astype(np.float64))
         data = f"aiconfigurator-core, bf16 GEMM, {AIC_GEMM[name]}"
-        yield Table(name, OpClass.GEMM, "f16", "bfloat16", data, flops, num_bytes, us, labels(n, k)).keep(
-            cold
-        )
+        table = Table(name, OpClass.GEMM, "f16", "bfloat16", data, loads, us, labels(n, k))
+        yield replace(table, spread=stack_spread(d, system, AIC_GEMM[name], ("m", "n", "k")))
 
 
 def aic_attention(folder: Path) -> Iterator[Table]:
-    """bf16 attention, head width 128; the prompt's is causal, decode reads the whole KV cache."""
+    """bf16 attention, head width 128; the prompt's is causal, decode reads the whole KV cache.
+
+    The kernels ran alone, so that a KV cache smaller than the L2 cache was read from there.
+    """
     for op, file in ((OpClass.PREFILL, "context"), (OpClass.DECODE, "generation")):
         d = read(folder, f"aic_attention_{file}_hd128.parquet")
-        sixteen = (d["attn_dtype"] == "bfloat16") & (d["kv_cache_dtype"] == "bfloat16")
+        d = only(d, (d["attn_dtype"] == "bfloat16") & (d["kv_cache_dtype"] == "bfloat16"))
+        shape = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
         for system, name in AIC.items():
-            rows = sixteen & (d["system"] == system) & (d["src"] == AIC_ATTENTION[name])
-            fields = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "us")
-            b, isl, step, heads, kv_heads, us = (d[c][rows].astype(np.float64) for c in fields)
+            rows = (d["system"] == system) & (d["src"] == AIC_ATTENTION[name])
+            b, isl, step, heads, kv_heads, us = (d[c][rows].astype(np.float64) for c in (*shape, "us"))
             keys = isl + step
             pairs = isl * keys - isl * (isl - 1) / 2
             kv_bytes = 2 * b * keys * kv_heads * 128 * 2
             num_bytes = kv_bytes + 2 * b * isl * heads * 128 * 2
             data = f"aiconfigurator-core, bf16 {file} attention, {AIC_ATTENTION[name]}"
-            args = (4 * b * heads * pairs * 128, num_bytes, us, labels(heads, kv_heads))
-            table = Table(name, op, "f16", "bfloat16", data, *args)
-            cold = (kv_bytes > 256e6) | (num_bytes < 2 * SMALL_BYTES)
-            yield table.keep(cold if op is OpClass.DECODE else isl > 8)
+            decode = float(op is OpClass.DECODE)
+            hit = decode / (1 + (kv_bytes / gpu(name).l2_bytes) ** 4)
+            flops, shapes = 4 * b * heads * pairs * 128, np.zeros((4, len(b)))
+            loads = Loads(flops, num_bytes, shapes, decode * b * kv_heads, hit)
+            table = Table(name, op, "f16", "bfloat16", data, loads, us, labels(heads, kv_heads))
+            spread = stack_spread(d, system, AIC_ATTENTION[name], shape)
+            yield replace(table.keep(isl > 8 * (1 - decode)), spread=spread)
 
 
 def neusight(folder: Path) -> Iterator[Table]:
@@ -145,9 +181,8 @@ def neusight(folder: Path) -> Iterator[Table]:
         # Not bmm: thin batched products reach half of what the model says, and would spoil the rest.
         rows = here & (d["cls"] == "linear")
         b, m, n, k, ms = (d[c][rows].astype(np.float64) for c in ("B", "M", "N", "K", "Latency"))
-        flops, num_bytes = gemm_work(b, m, n, k, 4)
+        args = (gemm_loads(b, m, n, k, 4), ms * 1e3, labels(n, k))
         data = f"NeuSight, fp32 linear, {device}"
-        args = (flops, num_bytes, ms * 1e3, labels(n, k))
         yield Table(name, OpClass.GEMM, "f32", "float32", data, *args, COMPUTE_BOUND)
         for cls, op in (
             ("elementwise", OpClass.ELEMENTWISE),
@@ -160,7 +195,8 @@ def neusight(folder: Path) -> Iterator[Table]:
             b, h, ms = (d[c][rows].astype(np.float64) for c in ("B", "H", "Latency"))
             num_bytes = b * h * 4 * np.where(two_inputs[rows], 3, 2)
             data, groups = f"NeuSight, fp32 {cls}, {device}", labels(d["OPName"][rows], h)
-            yield Table(name, op, "any", "float32", data, 0 * b, num_bytes, ms * 1e3, groups, LONG_MEMORY)
+            args = (plain_loads(0 * b, num_bytes), ms * 1e3, groups)
+            yield Table(name, op, "any", "float32", data, *args, LONG_MEMORY)
 
 
 def vidur(folder: Path) -> Iterator[Table]:
@@ -176,7 +212,7 @@ def vidur(folder: Path) -> Iterator[Table]:
         tokens, width, us = (d[c][rows].astype(np.float64) for c in ("tokens", "n_embd", "us_med"))
         num_bytes = tokens * width * 6
         cold = (num_bytes > 2 * gpu(name).l2_bytes) | (num_bytes < SMALL_BYTES)
-        args = (0 * us, num_bytes, us, labels(d["model"][rows], tokens))
+        args = (plain_loads(0 * us, num_bytes), us, labels(d["model"][rows], tokens))
         yield Table(name, OpClass.ELEMENTWISE, "any", "float16", "Vidur, fp16 add", *args).keep(cold)
     yield _vidur_gemm(d)
 
@@ -191,11 +227,8 @@ def _vidur_gemm(d: dict[str, npt.NDArray[Any]]) -> Table:
               "mlp_up_proj": (up, width), "mlp_down_proj": (width, ffn / tp)}  # fmt: skip
     n = np.select([c["op"] == key for key in shapes], [value[0] for value in shapes.values()])
     k = np.select([c["op"] == key for key in shapes], [value[1] for value in shapes.values()])
-    flops, num_bytes = gemm_work(1, c["tokens"], n, k, 2)
-    us = c["us_med"].astype(np.float64)
-    return Table(
-        "a40", OpClass.GEMM, "f16", "float16", "Vidur, fp16 projections", flops, num_bytes, us, labels(n, k)
-    )
+    loads, us = gemm_loads(1, c["tokens"], n, k, 2), c["us_med"].astype(np.float64)
+    return Table("a40", OpClass.GEMM, "f16", "float16", "Vidur, fp16 projections", loads, us, labels(n, k))
 
 
 def llmservingsim(folder: Path) -> Iterator[Table]:
@@ -205,11 +238,9 @@ def llmservingsim(folder: Path) -> Iterator[Table]:
     here = dense & (d["gpu"] == "RTX4090") & np.isin(d["layer"].astype(str), list(LLAMA_8B))
     m, us = d["tokens"][here].astype(np.float64), d["time_us"][here].astype(np.float64)
     n, k = (np.array([LLAMA_8B[x][i] for x in d["layer"][here]], dtype=np.float64) for i in (0, 1))
-    flops, num_bytes = gemm_work(1, m, n, k, 2)
+    args = (gemm_loads(1, m, n, k, 2), us, labels(d["layer"][here], m))
     data = "LLMServingSim, bf16 projections of Llama-3.1-8B"
-    yield Table(
-        "rtx-4090", OpClass.GEMM, "f16", "bfloat16", data, flops, num_bytes, us, labels(d["layer"][here], m)
-    )
+    yield Table("rtx-4090", OpClass.GEMM, "f16", "bfloat16", data, *args)
 
 
 def kernelbench(folder: Path) -> Iterator[Table]:
@@ -223,11 +254,11 @@ def kernelbench(folder: Path) -> Iterator[Table]:
         hosts = [src for src, found in KERNELBENCH.items() if found == name]
         rows = eager & np.isin(d["src"].astype(str), hosts)
         shapes = np.array([KERNELBENCH_GEMM[x] for x in number[rows]], dtype=np.float64).T
-        flops, num_bytes = gemm_work(shapes[0], shapes[1], shapes[2], shapes[3], 4)
+        loads = gemm_loads(shapes[0], shapes[1], shapes[2], shapes[3], 4)
         us = (d["min_ms"][rows] - np.array([launch_ms[x] for x in d["src"][rows]])).astype(np.float64) * 1e3
         data = f"KernelBench level 1, fp32 matrix products, {' and '.join(hosts)}"
         # Grouped by shape: four problems differ in transposition only.
-        args = (flops, num_bytes, us, labels(*shapes))
+        args = (loads, us, labels(*shapes))
         yield Table(name, OpClass.GEMM, "f32", "float32", data, *args, LONG_GEMM)
 
 
@@ -242,16 +273,9 @@ def helix(folder: Path) -> Iterator[Table]:
         weights = sizes[0] * (2 * sizes[0] + 2 * sizes[2] + 3 * sizes[1])
         us = np.array([float(r["ms_per_layer"]) * 1e3 for r in rows])
         groups = [f"{r['model']}/{r['phase']}/{r['tokens']}" for r in rows]
-        args = (2 * weights * tokens, 2 * weights, us, groups)
-        yield Table(
-            name,
-            OpClass.GEMM,
-            "f16",
-            "float16",
-            "Helix, fp16 layer times of LLaMA 30B and 70B",
-            *args,
-            LONG_GEMM,
-        )
+        args = (plain_loads(2 * weights * tokens, 2 * weights), us, groups)
+        data = "Helix, fp16 layer times of LLaMA 30B and 70B"
+        yield Table(name, OpClass.GEMM, "f16", "float16", data, *args, LONG_GEMM)
 
 
 def read_all(folder: Path) -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""Fits the cost model of tessera.profile.fitted to public measurements and writes fitted.json.
+"""Fits the cost model of tessera.profile.model to public measurements and writes fitted.json.
 
     python -m scripts.fit_costs TABLES [--out src/tessera/profile/fitted.json]
 
@@ -25,38 +25,52 @@ import argparse
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 from scripts import cost_tables
-from scripts.cost_tables import Array, Table
+from scripts.cost_tables import Table
 
 from tessera.profile.counts import OpClass
-from tessera.profile.fitted import LONG_US, Fit, LeftOut, Params, average, peak_tflops, relatives
+from tessera.profile.fitted import LONG_US, Fit, LeftOut, average, peaks_of, relatives
 from tessera.profile.gpus import gpu
+from tessera.profile.model import Array, Loads, Params, predict
 
-MAX_ROWS = 3000  # more rows do not change the fit
+MAX_ROWS = 4000  # more rows do not change the fit
 HELD_OUT = 5  # one group in so many
 # Whole layers hide how single kernels scatter around the model; fits to kernels show about this much.
 HIDDEN_SCATTER = 0.12
 
 
-def predict(theta: Array, table: Table) -> Array:
-    """The model on every row; theta holds the logarithms of t0, 1/ec, 1/em and p - 1."""
-    spec = gpu(table.gpu)
-    compute = table.flops / (peak_tflops(spec, table.dtype) * 1e6) * np.exp(theta[1])
-    memory = table.num_bytes / (spec.memory_gbps * 1e3) * np.exp(theta[2])
-    p = 1 + np.exp(theta[3])
-    longer = np.maximum(np.maximum(compute, memory), 1e-9)
-    joined = longer * ((compute / longer) ** p + (memory / longer) ** p) ** (1 / p)
-    return np.asarray(np.exp(theta[0]) + joined, dtype=np.float64)
+# The parameters as the search sees them: logarithms, so that steps are ratios. Where the rows say nothing,
+# the fit stays at PRIOR: t0 = 2.5 us, ec = 0.7, em = 0.8, p = 2, then tile, split_us, row_us and l2x - 1.
+PRIOR = np.log([2.5, 1 / 0.7, 1 / 0.8, 1.0, 0.15, 1.0, 0.02, 1.0])
+# Nothing computes faster than its peak, nor streams at quite all of it.
+LOW = np.array([PRIOR[0] - 3, 0.0, -np.log(0.95), -3.0, -5.0, -3.0, -7.0, -3.0])
+HIGH = np.array([PRIOR[0] + 3, PRIOR[1] + 1.5, PRIOR[2] + 2.5, 3.0, 1.0, 2.0, 0.0, 2.5])
+STEPS = (np.full(8, 0.5), np.array([-0.5, -0.2, 0.3, -0.7, -0.7, 0.7, 0.7, -0.7]))
 
 
-# Where the rows say nothing, the fit stays here: t0 = 2.5 us, ec = 0.7, em = 0.8, p = 2.
-PRIOR = np.array([np.log(2.5), -np.log(0.7), -np.log(0.8), 0.0])
+def to_params(theta: Array, table: Table) -> Params:
+    """The model's own numbers, rounded to what a fit can tell; effects that the class lacks are left out."""
+    t0, slow, thin_, p, tile, split, row, l2x = (float(x) for x in np.exp(theta))
+    if not table.loads.flops.any():
+        # Bound by memory: ec and p say nothing.
+        return Params(round(t0, 3), 1.0, round(1 / thin_, 4), 2.0)
+    params = Params(round(t0, 3), round(1 / slow, 4), round(1 / thin_, 4), round(1 + p, 3))
+    if in_waves(table):
+        params = replace(params, tile=round(tile, 4), split_us=round(split, 3))
+    if table.op is OpClass.DECODE:
+        params = replace(params, row_us=round(row, 5), l2x=round(1 + l2x, 3))
+    return params
+
+
+def in_waves(table: Table) -> bool:
+    """True for 16-bit kernels of known shape; PyTorch's fp32 kernels have tiles that are not the model's."""
+    return table.op is OpClass.GEMM and table.family == "f16" and bool(table.loads.gemm[0].all())
 
 
 def _pinned(assumed: dict[str, float]) -> Iterator[tuple[int, float]]:
@@ -69,28 +83,46 @@ def _pinned(assumed: dict[str, float]) -> Iterator[tuple[int, float]]:
         yield 3, float(np.log(assumed["p"] - 1))
 
 
-def fit_theta(table: Table) -> Array:
-    """Least mean |log ratio|, a whisper of a prior, three starts."""
+def fit_params(table: Table) -> Params:
+    """All parameters. GEMMs from the L2 cache say how fast it is, and nothing else: no step has them."""
+    cached = cached_gemms(table)
+    params = fit_from_memory(table.keep(~cached))
+    if not cached.any():
+        return params
+    tries = [replace(params, l2x=round(float(x), 3)) for x in np.geomspace(1.0, 8.0, 40)]
+    rest = table.keep(cached)
+    return min(tries, key=lambda p: float(np.mean(np.abs(np.log1p(relative(p, rest))))))
 
-    low, high = PRIOR - np.array([3, 0, 0, 3]), PRIOR + np.array([3, 1.5, 2.5, 3])
-    low[1:3] = 0.0, -np.log(0.95)  # nothing computes faster than its peak, nor streams at quite all of it
+
+def cached_gemms(table: Table) -> npt.NDArray[np.bool_]:
+    """The rows of GEMMs whose weights came from the L2 cache."""
+    return (table.loads.hit > 0.5) & (table.op is OpClass.GEMM)
+
+
+def fit_from_memory(table: Table) -> Params:
+    """Least mean |log ratio|, a whisper of a prior, two starts."""
+    low, high = LOW.copy(), HIGH.copy()
     for i, value in _pinned(table.assumed):
         low[i] = high[i] = value
+    peaks = peaks_of(gpu(table.gpu), table.dtype)
 
     def loss(theta: Array) -> float:
         bounded = np.clip(theta, low, high)
-        off = float(np.mean(np.abs(np.log(predict(bounded, table) / table.us))))
-        return off + 1e-4 * float(np.sum((theta - PRIOR) ** 2)) + float(np.sum((theta - bounded) ** 2))
+        off = np.mean(np.abs(np.log(predict(to_params(bounded, table), table.loads, peaks) / table.us)))
+        return float(off + 1e-4 * np.sum((theta - PRIOR) ** 2) + np.sum((theta - bounded) ** 2))
 
-    steps = np.array([[0, 0, 0, 0], [1.5, 0.3, 0.5, 0.5], [0.5, -0.3, 0.0, -1.0]])
     best, least = PRIOR, np.inf
-    for start in PRIOR + steps:
+    for steps in STEPS:
+        simplex = np.vstack([PRIOR, PRIOR + np.diag(steps)])
         found = minimize(
-            loss, start, method="Nelder-Mead", options={"maxiter": 1500, "xatol": 1e-3, "fatol": 1e-5}
+            loss,
+            PRIOR,
+            method="Nelder-Mead",
+            options={"maxiter": 1500, "xatol": 1e-3, "fatol": 1e-5, "initial_simplex": simplex},
         )
         if float(found.fun) < least:
             best, least = np.asarray(found.x, dtype=np.float64), float(found.fun)
-    return np.asarray(np.clip(best, low, high), dtype=np.float64)
+    return to_params(np.clip(best, low, high), table)
 
 
 def held_out_mask(table: Table) -> npt.NDArray[np.bool_]:
@@ -105,33 +137,26 @@ def thin(table: Table) -> Table:
     return table.keep(np.arange(len(table.us)) % step == 0)
 
 
-def to_params(theta: Array, memory_bound: bool) -> Params:
-    """The model's own numbers, rounded to what the fit can tell. Without operations, ec says nothing."""
-    ec = 1.0 if memory_bound else float(np.exp(-theta[1]))
-    t0, em, p = np.exp(theta[0]), np.exp(-theta[2]), 1 + np.exp(theta[3])
-    return Params(
-        round(float(t0), 3), round(ec, 4), round(float(em), 4), 2.0 if memory_bound else round(float(p), 3)
-    )
+def relative(params: Params, table: Table) -> Array:
+    """Predicted over measured, less one."""
+    us = predict(params, table.loads, peaks_of(gpu(table.gpu), table.dtype))
+    return np.asarray(us / table.us - 1, dtype=np.float64)
 
 
 def errors(params: Params, table: Table) -> Array:
     """Relative errors of the rounded parameters."""
-    spec = gpu(table.gpu)
-    peaks = (peak_tflops(spec, table.dtype), spec.memory_gbps)
-    times = [params.us(f, b, *peaks) for f, b in zip(table.flops, table.num_bytes, strict=True)]
-    return np.asarray(np.abs(np.array(times) / table.us - 1), dtype=np.float64)
+    return np.abs(relative(params, table))
 
 
 def fit_one(table: Table) -> Fit:
     """Parameters from four fifths of the groups, errors from the last fifth."""
     held = held_out_mask(table)
-    memory_bound = not table.flops.any()
     if len(set(table.group)) < 30:
-        params, off = _leave_one_group_out(table, memory_bound)
+        params, off = _leave_one_group_out(table)
         rest, us = table, table.us
     else:
-        rest, test = thin(table.keep(~held)), table.keep(held)
-        params = to_params(fit_theta(rest), memory_bound)
+        rest, test = thin(table.keep(~held)), table.keep(held & ~cached_gemms(table))
+        params = fit_params(rest)
         off, us = errors(params, test), test.us
     long = off[us >= LONG_US] if (us >= LONG_US).sum() >= 5 else off
     least = HIDDEN_SCATTER if table.data.startswith("Helix") else 0.0
@@ -150,16 +175,17 @@ def fit_one(table: Table) -> Fit:
         num_held_out=len(off),
         assumed=tuple(table.assumed),
         data=table.data,
+        spread=round(table.spread, 4),
     )
 
 
-def _leave_one_group_out(table: Table, memory_bound: bool) -> tuple[Params, Array]:
+def _leave_one_group_out(table: Table) -> tuple[Params, Array]:
     """With few groups, each is held out in turn and the parameters come from all."""
     groups, off = np.array(table.group), np.zeros(len(table.us))
     for group in dict.fromkeys(table.group):
         out = groups == group
-        off[out] = errors(to_params(fit_theta(table.keep(~out)), memory_bound), table.keep(out))
-    return to_params(fit_theta(table), memory_bound), off
+        off[out] = errors(fit_params(table.keep(~out)), table.keep(out))
+    return fit_params(table), off
 
 
 def leave_one_gpu_out(tables: list[Table], fits: list[Fit]) -> Iterator[LeftOut]:
@@ -168,7 +194,7 @@ def leave_one_gpu_out(tables: list[Table], fits: list[Fit]) -> Iterator[LeftOut]
         alike = [f for f in fits if (f.op, f.family) == (fit.op, fit.family) and f.gpu != fit.gpu]
         if alike:
             kinship, nearest = relatives(gpu(fit.gpu), alike)
-            off = errors(average([f.params for f in nearest]), thin(table))
+            off = errors(average([f.params for f in nearest]), thin(table.keep(~cached_gemms(table))))
             yield LeftOut(fit.gpu, fit.op, fit.family, kinship, round(float(off.mean()), 4))
 
 
@@ -184,13 +210,18 @@ def first_of_each(tables: Iterable[Table]) -> list[Table]:
     kept["a100", OpClass.GEMM, "f32"] = replace(
         own,
         data=f"{own.data}; {pcie.data}",
-        flops=np.concatenate([own.flops, pcie.flops]),
-        num_bytes=np.concatenate([own.num_bytes, pcie.num_bytes]),
+        loads=joined(own.loads, pcie.loads),
         us=np.concatenate([own.us, pcie.us]),
         group=own.group + pcie.group,
         assumed=pcie.assumed,
     )
     return list(kept.values())
+
+
+def joined(first: Loads, second: Loads) -> Loads:
+    """The rows of both."""
+    columns = (np.concatenate([getattr(x, f.name) for x in (first, second)], axis=-1) for f in fields(Loads))
+    return Loads(*columns)
 
 
 def with_own_floor(table: Table, fits: list[Fit]) -> Table:

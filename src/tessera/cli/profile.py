@@ -6,33 +6,121 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from tessera.cli.measuring import keeping, measure_devices, measured_document, remarks
 from tessera.cli.output import AsJson, console, print_json
-from tessera.ir import Costs, Trace, load, save
+from tessera.errors import TesseraError
+from tessera.ir import Costs, Device, Source, Trace, load, save
+
+DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 
 
 def profile(
-    trace: Annotated[Path, typer.Argument(help="The trace to price.")],
-    devices: Annotated[str, typer.Option(help="Devices, such as emu:a100,emu:l40s.")],
+    trace: Annotated[Path | None, typer.Argument(help="The trace to price.", show_default=False)] = None,
+    devices: Annotated[str, typer.Option(help=DEVICES_HELP)] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The costs to write.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
+    ] = None,
+    clocks: Annotated[
+        str,
+        typer.Option(help="Stored times of other clocks: same (refuse them), any (use them), now (redo)."),
+    ] = "same",
+    links: Annotated[
+        bool, typer.Option("--links", help="Measure what joins the devices; the plan's --link measured.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw how unlike two devices are, as PNG, SVG or PDF.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Price every launch of a trace on every device; each number says where it came from."""
-    from tessera.profile import estimate, notes, parse_devices
+    from tessera.profile import parse_devices
+
+    parsed = parse_devices(devices)
+    kept = keeping(store, clocks)
+    document: dict[str, Any] = {}
+    if links:
+        from tessera.cli.linking import measure_links, show_links
+
+        document["links"] = measure_links(parsed, kept.path)
+        if not as_json:
+            show_links(document["links"])
+    if trace is None:
+        if not links:
+            raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
+    else:
+        document |= _price(trace, parsed, output, kept, plot, as_json)
+    if as_json:
+        print_json(document)
+
+
+def _price(
+    trace: Path, devices: tuple[Device, ...], output: Path | None, kept: Any, plot: Path | None, quiet: bool
+) -> dict[str, Any]:
+    """Prices, saves and shows; returns the JSON document."""
+    from tessera.profile.measured import combine
 
     loaded = load(Trace, trace)
-    parsed = parse_devices(devices)
-    costs = estimate(loaded, parsed)
+    if plot is not None:
+        _check_plot(devices)
+    found = measure_devices(loaded, devices, kept)
+    costs, sums = combine(loaded, devices, found)
     path = output or trace.with_suffix(".costs")
     save(costs, path)
-    remarks = notes(loaded, parsed)
-    if as_json:
-        print_json(_document(loaded, costs, str(path), remarks))
-        return
-    out = console()
-    out.print(_table(loaded, costs))
-    for remark in remarks:
-        out.print(f"note: {remark}", markup=False)
-    out.print(f"{path}: {len(costs.costs)} launches on {len(costs.devices)} devices (modelled)", markup=False)
+    said = (*_modelled_notes(loaded, costs), *remarks(found, sums))
+    document = _document(loaded, costs, str(path), said)
+    if found:
+        document["measured"] = measured_document(found, sums)
+    if plot is not None:
+        document["plot"] = str(_draw(loaded, costs, plot))
+    if not quiet:
+        out = console()
+        out.print(_table(loaded, costs))
+        for remark in said:
+            out.print(f"note: {remark}", markup=False)
+        if plot is not None:
+            out.print(f"{plot}: ratios of {len(costs.costs)} launches", markup=False)
+        how = f"{len(costs.costs)} launches on {len(costs.devices)} devices ({_sources(costs)})"
+        out.print(f"{path}: {how}", markup=False)
+    return document
+
+
+def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
+    """Remarks on those devices that a model prices, wholly or in part."""
+    from tessera.profile import notes
+
+    rows = enumerate(costs.devices)
+    modelled = [
+        d
+        for i, d in rows
+        if d.gpu and any(r[i].source is not Source.MEASURED and r[i].us for r in costs.costs)
+    ]
+    return notes(trace, tuple(modelled)) if modelled else ()
+
+
+def _sources(costs: Costs) -> str:
+    """Measured, modelled, or how many of each."""
+    found = [c.source is Source.MEASURED for row in costs.costs for c in row if c.us > 0]
+    if not any(found):
+        return "modelled"
+    return "measured" if all(found) else f"{sum(found)} prices measured, {len(found) - sum(found)} modelled"
+
+
+def _check_plot(devices: tuple[Device, ...]) -> None:
+    from tessera.report.ratios import check_matplotlib
+
+    if len(devices) != 2:
+        message = f"a plot compares two devices; {len(devices)} were named"
+        raise TesseraError(message, "Name two with --devices.", "--plot")
+    check_matplotlib()
+
+
+def _draw(trace: Trace, costs: Costs, path: Path) -> Path:
+    from tessera.profile import works
+    from tessera.report.ratios import draw_ratios
+
+    draw_ratios(trace, costs, [work.op.value for work in works(trace)], path)
+    return path
 
 
 def _document(trace: Trace, costs: Costs, path: str, remarks: tuple[str, ...]) -> dict[str, Any]:
@@ -48,6 +136,7 @@ def _document(trace: Trace, costs: Costs, path: str, remarks: tuple[str, ...]) -
                 "kernel": trace.kernel_of(index).name,
                 "costs": {
                     name: {"us": c.us, "source": c.source.value, "rel_error": c.rel_error}
+                    | ({"detail": c.detail} if c.detail else {})
                     for name, c in zip(names, row, strict=True)
                 },
             }
@@ -63,7 +152,7 @@ def _table(trace: Trace, costs: Costs) -> Table:
     kernels: dict[str, list[int]] = {}
     for index in range(len(trace.launches)):
         kernels.setdefault(trace.kernel_of(index).name, []).append(index)
-    table = Table(title=f"{trace.step.kind} of {trace.step.model} (modelled)")
+    table = Table(title=f"{trace.step.kind} of {trace.step.model} ({_sources(costs)})")
     table.add_column("kernel")
     table.add_column("launches", justify="right")
     for device in costs.devices:

@@ -1,18 +1,24 @@
 """Profile: what every launch costs on every device, where the number came from, and how sure it is.
 
 parse_devices, make_cluster   words -> devices and links
+wire                          unlike links and buses
 estimate                      trace x devices -> costs, without any of the hardware
 notes                         what a reader of those costs should know
-known_gpus, gpu, coverage     the table of GPUs, and how each class is priced on one of them
+known_gpus, gpu               the table of GPUs
+coverage, best_sources        which sources price each class on one of them
+installed_tables              public measured tables, if the extra `tables` is installed
 """
 
 from tessera.profile.counts import OpClass, Work, class_of, work_of
+from tessera.profile.coverage import Covered, best_sources, coverage, rejected_tables
 from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices
 from tessera.profile.estimate import estimate, notes, works
-from tessera.profile.fitted import Model, coverage
 from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
+from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
+from tessera.profile.wiring import wire
 
 __all__ = [
-    "LINKS", "Effective", "Gpu", "LinkPreset", "Model", "OpClass", "Work", "class_of", "coverage", "estimate",
-    "gpu", "known_gpus", "make_cluster", "notes", "parse_devices", "work_of", "works",
+    "LINKS", "SYSTEMS", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Tables", "Work",
+    "best_sources", "class_of", "coverage", "estimate", "gpu", "installed_tables", "known_gpus",
+    "make_cluster", "missing_note", "notes", "parse_devices", "rejected_tables", "wire", "work_of", "works",
 ]  # fmt: skip

@@ -5,31 +5,31 @@ its accesses (or from its argument views where it has none). Floating-point oper
 shapes of GEMM, attention and convolution arguments; every other class is bound by memory and counts none.
 
 Three classes touch less than their accesses must claim, since which rows they touch is data: gathers,
-scatters and grouped GEMMs. Their bytes are counted from the rows that move.
-Not handled: caches (a launch is taken to find its inputs in memory), sparsity, early exits.
+scatters and grouped GEMMs. Their bytes are counted from the rows that move. A kernel of Inductor's visits
+each element of its iteration space once, so no tensor counts for more elements than that. GEMMs and attention
+keep their shape as well, since waves of tiles and tables of measurements depend on it. Not handled: caches (a
+launch is taken to find its inputs in memory), sparsity, early exits.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
 from tessera.ir import Arg, Kernel, Launch, Origin, View, arg_views
+from tessera.profile.dtypes import item_bytes
 from tessera.profile.operators import CAUSAL_ARG, OPERATORS
+from tessera.profile.walks import Walk, attention_walk, copies_first, walk_of
 
 # Attention with at most this many queries a sequence streams the KV cache; above, it computes.
 MAX_DECODE_QUERIES = 8
-
-ITEM_BYTES = {
-    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
-    "float32": 4, "int32": 4, "uint32": 4,
-    "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
-}  # fmt: skip
 
 
 class OpClass(StrEnum):
     """Kernels that share a cost model."""
 
     GEMM = "gemm"
+    GROUPED = "grouped"  # one GEMM per group of rows, each with its own weights: the experts of a layer
     PREFILL = "prefill"  # attention of many queries
     DECODE = "decode"  # attention of a few queries over a KV cache
     NORM = "norm"
@@ -46,6 +46,17 @@ class OpClass(StrEnum):
     OTHER = "other"  # unknown: priced by its bytes
 
 
+# Inductor names its kernels by what it fused. Templates (GEMM, attention) keep no shape: priced by bytes.
+INDUCTOR = {
+    "triton_poi_": OpClass.ELEMENTWISE,  # pointwise
+    "triton_for_": OpClass.ELEMENTWISE,  # a list of tensors, each pointwise
+    "triton_red_": OpClass.REDUCTION,
+    "triton_per_": OpClass.REDUCTION,  # persistent: a row fits one block
+    "triton_mix_": OpClass.REDUCTION,  # over rows and columns at once
+    "triton_spl_": OpClass.SCAN,  # split over blocks
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Everything a cost model looks at."""
@@ -55,6 +66,11 @@ class Work:
     dtype: str
     flops: float
     num_bytes: int
+    # GEMM: batch, m, n, k. Grouped: groups, all rows, n, k. Attention: batch, queries, keys, heads, heads of
+    # the keys, their width, 1 if causal. Other classes: empty.
+    shape: tuple[int, ...] = ()
+    # What it does beside: index arithmetic, rows, several kernels; see `walks.py`.
+    walk: Walk = ()
 
 
 def work_of(kernel: Kernel, launch: Launch) -> Work:
@@ -64,11 +80,19 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
     if op is OpClass.PREFILL:
         return _attention(kernel, launch, views)
     flops = 0.0
-    if op is OpClass.GEMM:
-        flops = _gemm_flops(_base(kernel.name), launch, views)
+    shape: tuple[int, ...] = ()
+    if op in (OpClass.GEMM, OpClass.GROUPED):
+        flops, shape = _gemm(op, _base(kernel.name), launch, views)
     elif op is OpClass.CONV:
         flops = _conv_flops(launch, views)
-    return Work(op, _dtype(launch, views), flops, _bytes(op, kernel, launch, views))
+    num_bytes, walk = _bytes(op, kernel, launch, views), _walk(op, kernel, launch, views)
+    return Work(op, _dtype(launch, views), flops, num_bytes, shape, walk)
+
+
+def _walk(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Walk:
+    if kernel.origin is not Origin.ATEN or op is OpClass.ALLOCATION:
+        return ()
+    return walk_of(op.value, _base(kernel.name), launch, views, _outputs(launch))
 
 
 @cache
@@ -76,12 +100,7 @@ def class_of(kernel: Kernel) -> OpClass:
     """The class of a kernel by its name; attention is PREFILL until its query length is known."""
     if kernel.origin is Origin.ATEN:
         return OpClass(OPERATORS.get(_base(kernel.name), OpClass.OTHER))
-    # Inductor names its kernels by what it fused: pointwise, reduction or persistent reduction.
-    for prefix, op in (("triton_poi_", OpClass.ELEMENTWISE), ("triton_red_", OpClass.REDUCTION),
-                       ("triton_per_", OpClass.REDUCTION)):  # fmt: skip
-        if kernel.name.startswith(prefix):
-            return op
-    return OpClass.OTHER
+    return next((op for prefix, op in INDUCTOR.items() if kernel.name.startswith(prefix)), OpClass.OTHER)
 
 
 @cache
@@ -96,11 +115,6 @@ def is_zero_size(launch: Launch) -> bool:
     """True iff the launch makes tensors and all of them are empty."""
     made = [v for v in launch.outputs if v is not None]
     return bool(made) and all(v.num_elements == 0 for v in made)
-
-
-def item_bytes(dtype: str) -> int:
-    """Size of one element; one byte for the small types."""
-    return ITEM_BYTES.get(dtype, 1)
 
 
 def _inputs(launch: Launch) -> tuple[View, ...]:
@@ -133,17 +147,32 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
         # Out of place, the untouched rows are copied too.
         in_place = kernel.name.split(".")[1].endswith("_")
         return moved if in_place or not views else moved + 2 * _size(views[0])
-    touched = _touched(launch) if launch.accesses else _seen(launch, views)
-    if op is OpClass.GEMM and "grouped_mm" in kernel.name and len(views) > 1:
+    touched = _touched(launch, _visited(kernel, launch)) if launch.accesses else _seen(launch, views)
+    if op is OpClass.GROUPED and len(views) > 1:
         return touched - _idle_experts(views)
+    if kernel.origin is Origin.ATEN and copies_first(op.value, kernel.name, views):
+        return touched + 2 * _size(views[0])
     return touched
 
 
-def _touched(launch: Launch) -> int:
+def _visited(kernel: Kernel, launch: Launch) -> int | None:
+    """How many elements a kernel of Inductor's goes over: its whole numbers are the sizes of its loops."""
+    if kernel.origin is Origin.ATEN or not kernel.name.startswith(tuple(INDUCTOR)):
+        return None
+    sizes = [arg for arg in launch.args if type(arg) is int]
+    return math.prod(sizes) if sizes else None
+
+
+def _touched(launch: Launch, visited: int | None = None) -> int:
     """Unique bytes read plus unique bytes written; equal regions count once."""
     reads = {(a.buffer, a.region) for a in launch.accesses if a.read or a.atomic}
     writes = {(a.buffer, a.region) for a in launch.accesses if a.write or a.atomic}
-    return sum(r.num_bytes for _, r in reads) + sum(r.num_bytes for _, r in writes)
+    if visited is None:
+        return sum(r.num_bytes for _, r in reads) + sum(r.num_bytes for _, r in writes)
+    items: dict[int, int] = {}
+    for view in (*_inputs(launch), *_outputs(launch)):
+        items[view.buffer] = max(items.get(view.buffer, 1), item_bytes(view.dtype))
+    return sum(min(r.num_bytes, visited * items.get(b, 16)) for b, r in (*reads, *writes))
 
 
 def _seen(launch: Launch, views: tuple[View, ...]) -> int:
@@ -160,15 +189,24 @@ def _idle_experts(views: tuple[View, ...]) -> int:
     return _size(weights) * max(0, groups - rows.shape[0]) // groups
 
 
-def _gemm_flops(base: str, launch: Launch, views: tuple[View, ...]) -> float:
-    """2 m n k: every element of the result is a dot product as long as the left matrix is wide."""
+def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tuple[float, tuple[int, ...]]:
+    """Operations and shape: each element of the result is a dot product as long as a row of the left."""
     first = 1 if base in ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation") else 0
     outputs = _outputs(launch)
     if len(views) <= first or not outputs or not views[first].shape:
-        return 0.0
-    k = views[first].shape[-1]
-    batch = views[first].shape[0] if base == "addbmm" else 1
-    return 2.0 * k * outputs[0].num_elements * batch
+        return 0.0, ()
+    made, left = outputs[0], views[first].shape
+    k = left[-1]
+    summed = left[0] if base == "addbmm" else 1
+    flops = 2.0 * k * made.num_elements * summed
+    right = views[first + 1].shape if len(views) > first + 1 else ()
+    # A vector on the right makes a column of the result.
+    n = made.shape[-1] if len(right) > 1 and made.shape else 1
+    rows = made.num_elements // n if n else 0
+    if op is OpClass.GROUPED:
+        return flops, (right[0], rows, n, k) if len(right) == 3 else ()
+    batch = max(1, math.prod(right[:-2]))
+    return flops, (batch, rows * summed // batch, n, k)
 
 
 def _conv_flops(launch: Launch, views: tuple[View, ...]) -> float:
@@ -191,12 +229,15 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
     query, key, value = views[:3]
     num_q, num_k = query.shape[sequence], key.shape[sequence]
     pairs = float(num_q * num_k)
-    if _is_causal(base, launch) and num_k >= num_q:
+    causal = _is_causal(base, launch) and num_k >= num_q
+    if causal:
         pairs -= num_q * (num_q - 1) / 2
     width = query.shape[3] + value.shape[3]
     flops = 2.0 * query.shape[0] * query.shape[heads] * pairs * width
     op = OpClass.DECODE if num_q <= MAX_DECODE_QUERIES else OpClass.PREFILL
-    return Work(op, query.dtype, flops, num_bytes)
+    shape = (query.shape[0], num_q, num_k, query.shape[heads], key.shape[heads], query.shape[3], int(causal))
+    walk = attention_walk(base, num_q, num_k, MAX_DECODE_QUERIES)
+    return Work(op, query.dtype, flops, num_bytes, shape, walk)
 
 
 def _is_causal(base: str, launch: Launch) -> bool:

@@ -1,16 +1,31 @@
 """From the words of the command line to devices, links and a cluster.
 
-A device list is comma-separated: `emu:a100,emu:l40s`. The second of a kind is called `emu:a100#1`, and
-so on. Only `emu:GPU` can be priced at present: `cpu` and `cuda:N` need measuring and are refused.
-Every two devices are joined in both directions by one kind of link; mixed wiring is not handled.
+A device list is comma-separated. Its words:
+  emu:GPU        computes on the CPU, on the virtual clock of a GPU that need not be here
+  cpu            this machine's CPU, one thread, in real time
+  cuda:N         GPU number N of this machine, all of it
+  cuda:N/sm=K    a part of that GPU with K of its SMs
+  cuda:N/as=GPU  that GPU, each launch stretched to the time it takes on another one
+The second of a kind is called `emu:a100#1`, and so on. Parts of one card must fit it together, and a card is
+either whole, cut into parts, or stretched; several devices on one card share its memory evenly.
+
+Every two devices are joined in both directions by one kind of link, or, with the link `measured`, by what was
+measured between them. Mixed wiring by name is not handled.
 """
 
+import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import Cluster, Device, DeviceKind, Link, verify
-from tessera.profile.gpus import Gpu, gpu, known_gpus
+from tessera.profile.cards import Card, Cards, cuda_cards, key_of
+from tessera.profile.gpus import gpu, known_gpus
+
+PLACE = "--devices"
+# The name of the link that stands for what was measured.
+MEASURED = "measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,51 +57,153 @@ LINKS: dict[str, LinkPreset] = {
 }
 
 
-def parse_devices(text: str) -> tuple[Device, ...]:
-    """The devices a list such as `emu:a100,emu:l40s` names, in order, with unique names."""
+def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
+    """The devices a list such as `cuda:0,emu:l40s` names, in order, with unique names."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         what = "no device is named" if not any(words) else f"an empty name in '{text}'"
-        raise TesseraError(what, "Name devices like emu:a100,emu:l40s.", "--devices")
+        raise TesseraError(what, "Name devices like emu:a100,emu:l40s.", PLACE)
+    parsed = [_device(word, cards) for word in words]
+    if any(d.kind is DeviceKind.CUDA for d in parsed):
+        parsed = _shared(parsed, cards())
+    return tuple(_numbered(parsed))
+
+
+def _numbered(devices: Sequence[Device]) -> Iterable[Device]:
     seen: Counter[str] = Counter()
-    devices = []
-    for word in words:
-        spec = _emulated(word)
-        base = f"emu:{spec.name}"
-        devices.append(_device(base if not seen[base] else f"{base}#{seen[base]}", spec))
-        seen[base] += 1
-    return tuple(devices)
+    for device in devices:
+        number, name = seen[device.name], device.name
+        seen[name] += 1
+        yield replace(device, name=f"{name}#{number}") if number else device
 
 
-def _emulated(word: str) -> Gpu:
-    kind, colon, name = word.partition(":")
+def _device(word: str, cards: Cards) -> Device:
+    kind, _, rest = word.partition(":")
     if kind not in tuple(DeviceKind):
         raise UnknownName("kind of device", kind, tuple(DeviceKind))
-    if kind != DeviceKind.EMU:
+    makers: dict[str, Callable[[], Device]] = {
+        DeviceKind.EMU: lambda: _emulated(word, rest),
+        DeviceKind.CPU: lambda: _cpu(word),
+        DeviceKind.CUDA: lambda: _cuda(word, rest, cards()),
+    }
+    return makers[kind]()
+
+
+def _emulated(word: str, name: str) -> Device:
+    if not name:
         gpus = ", ".join(sorted(g.name for g in known_gpus()))
-        message = f"'{word}' cannot be priced: only emu:GPU can at present"
-        raise TesseraError(message, f"Use emu: with one of {gpus}.", "--devices")
-    if not colon or not name:
-        gpus = ", ".join(sorted(g.name for g in known_gpus()))
-        raise TesseraError(f"'{word}' names no GPU", f"Use emu: with one of {gpus}.", "--devices")
-    return gpu(name)
-
-
-def _device(name: str, spec: Gpu) -> Device:
-    return Device(name, DeviceKind.EMU, spec.name, spec.memory_bytes, spec.usd_per_hour)
-
-
-def make_cluster(devices: tuple[Device, ...], link: str) -> Cluster:
-    """The devices with every two of them joined both ways by `link`."""
-    if link not in LINKS:
-        raise UnknownName("link", link, LINKS)
-    preset = LINKS[link]
-    links = tuple(
-        Link(a.name, b.name, preset.name, preset.latency_us, preset.gbps)
-        for a in devices
-        for b in devices
-        if a.name != b.name
+        raise TesseraError(f"'{word}' names no GPU", f"Use emu: with one of {gpus}.", PLACE)
+    spec = gpu(name)
+    return Device(
+        f"emu:{spec.name}", DeviceKind.EMU, spec.name, spec.memory_bytes, spec.usd_per_hour, spec.tdp_w
     )
-    cluster = Cluster(devices, links)
+
+
+def _cpu(word: str) -> Device:
+    if word != DeviceKind.CPU:
+        raise TesseraError(f"'{word}' is no device", "Write cpu; this machine has one of it.", PLACE)
+    return Device("cpu", DeviceKind.CPU, "", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
+    number, slash, option = rest.partition("/")
+    if not number.isdecimal():
+        raise TesseraError(f"'{word}' names no GPU", "Write cuda:0, cuda:0/sm=32 or cuda:0/as=l40s.", PLACE)
+    ordinal = int(number)
+    if ordinal >= len(cards):
+        have = f"cuda:0 to cuda:{len(cards) - 1}" if cards else "no CUDA device"
+        remedy = "Use emu:GPU to price a GPU that is not here."
+        raise TesseraError(f"'{word}' is not there: this machine has {have}", remedy, PLACE)
+    card = cards[ordinal]
+    name = f"cuda:{ordinal}"
+    key = key_of(card.name)
+    rent = gpu(key).usd_per_hour if key else None
+    whole = Device(name, DeviceKind.CUDA, key, card.memory_bytes, rent, ordinal=ordinal)
+    if not slash:
+        return whole
+    what, _, value = option.partition("=")
+    if what == "sm":
+        sms = _sms(word, value, card)
+        return replace(whole, name=f"{name}/sm={sms}", num_sms=sms)
+    if what == "as" and value:
+        return _stretched(whole, value)
+    raise TesseraError(f"'{option}' in '{word}' is not understood", "Write /sm=K or /as=GPU.", PLACE)
+
+
+def _sms(word: str, value: str, card: Card) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= card.num_sms:
+        limit = f"Give 1 to {card.num_sms}, which is what the {card.name} has."
+        raise TesseraError(f"'{value}' in '{word}' is no number of SMs", limit, PLACE)
+    return int(value)
+
+
+def _stretched(whole: Device, name: str) -> Device:
+    spec = gpu(name)
+    return replace(
+        whole,
+        name=f"{whole.name}/as={spec.name}",
+        gpu=spec.name,
+        memory_bytes=min(whole.memory_bytes, spec.memory_bytes),
+        usd_per_hour=spec.usd_per_hour,
+        is_stretched=True,
+    )
+
+
+def _shared(devices: list[Device], cards: tuple[Card, ...]) -> list[Device]:
+    """The same devices with their share of each card's memory; refuses what does not fit a card."""
+    for ordinal, card in enumerate(cards):
+        here = [d for d in devices if d.kind is DeviceKind.CUDA and d.ordinal == ordinal]
+        if len(here) > 1:
+            _check_fit(here, card)
+            share = card.memory_bytes // len(here)
+            smaller = [replace(d, memory_bytes=min(d.memory_bytes, share)) for d in here]
+            new = dict(zip(map(id, here), smaller, strict=True))
+            devices = [new.get(id(d), d) for d in devices]
+    return devices
+
+
+def _check_fit(here: Sequence[Device], card: Card) -> None:
+    names, base = " and ".join(d.name for d in here), f"cuda:{here[0].ordinal}"
+    if all(d.is_stretched for d in here):
+        return
+    if not all(d.num_sms for d in here):
+        raise TesseraError(
+            f"{names} are the same card",
+            f"Cut it into parts ({base}/sm=K,{base}/sm=L) or stretch it ({base}/as=GPU,{base}/as=GPU).",
+            PLACE,
+        )
+    total = sum(d.num_sms for d in here)
+    if total > card.num_sms:
+        message = f"{names} need {total} SMs together; the {card.name} has {card.num_sms}"
+        raise TesseraError(message, "Give smaller parts.", PLACE)
+
+
+def make_cluster(devices: tuple[Device, ...], link: str, measured: Iterable[Link] | None = None) -> Cluster:
+    """The devices with every two of them joined both ways by `link`.
+
+    The link `measured` takes what was measured between them: `measured` if given, else the store's.
+    """
+    pairs = [(a, b) for a in devices for b in devices if a.name != b.name]
+    if link == MEASURED:
+        links = _measured_links(pairs, measured)
+    elif link in LINKS:
+        preset = LINKS[link]
+        links = [Link(a.name, b.name, preset.name, preset.latency_us, preset.gbps) for a, b in pairs]
+    else:
+        raise UnknownName("link", link, (*LINKS, MEASURED))
+    cluster = Cluster(devices, tuple(links))
     verify(cluster)
     return cluster
+
+
+def _measured_links(pairs: Iterable[tuple[Device, Device]], measured: Iterable[Link] | None) -> list[Link]:
+    from tessera.profile.measured.links import stored_links
+
+    known = {(x.src, x.dst): x for x in (stored_links() if measured is None else measured)}
+    links = []
+    for a, b in pairs:
+        if (a.name, b.name) not in known:
+            remedy = f"Measure it: tessera profile --links --devices {a.name},{b.name}"
+            raise TesseraError(f"no link from {a.name} to {b.name} was measured", remedy, "--link")
+        links.append(known[a.name, b.name])
+    return links

@@ -1,40 +1,93 @@
 """A trace and devices in, a price list out; nothing is run and nothing is measured.
 
-Each launch is reduced to its work (class, dtype, operations, bytes); equal work is priced once a GPU.
-Launches that make only empty tensors are priced at the floor of their class, since on a GPU they still
-pass through the queue; operators that start no kernel (allocations, views) take no time of the device.
+Each launch is reduced to its work (class, dtype, operations, bytes, shape); equal work is priced once a GPU,
+by the best source present: a public measured table where one is installed and covers the launch, else the
+model fitted to that GPU, else the class model. Launches that make only empty tensors are priced at the floor
+of their class, since on a GPU they still pass through the queue; operators that start no kernel (allocations,
+views) take no time of the device.
 """
 
+from collections.abc import Sequence
+
 from tessera.errors import TesseraError
-from tessera.ir import Cost, Costs, Device, DeviceKind, Source, Trace, verify
+from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Trace, View, verify
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
-from tessera.profile.fitted import family_of, model_of, price
+from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
+from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
+from tessera.profile.walk_model import Walks, apply_walks
 
 FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
 
-def estimate(trace: Trace, devices: tuple[Device, ...]) -> Costs:
-    """What every launch of the trace costs on every device, with source and expected error."""
+def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
+    """What every launch of the trace costs on every device, with source and expected error.
+
+    `tables`: True for the installed ones, if any; False for none; or those of another folder.
+    """
     for device in devices:
         _check(device)
-    known: dict[Work, tuple[Cost, ...]] = {}
-    rows = []
-    for work in works(trace):
-        if work not in known:
-            known[work] = tuple(price(work, d.gpu) for d in devices)
-        rows.append(known[work])
-    costs = Costs(trace.digest, devices, tuple(rows))
+    counted = works(trace)
+    distinct = list(dict.fromkeys(counted))
+    found = _resolved(tables)
+    priced = {name: price_works(distinct, name, found) for name in dict.fromkeys(d.gpu for d in devices)}
+    columns = [dict(zip(distinct, priced[d.gpu], strict=True)) for d in devices]
+    rows = {work: tuple(column[work] for column in columns) for work in distinct}
+    costs = Costs(trace.digest, devices, tuple(rows[work] for work in counted))
     verify(costs)
     return costs
 
 
+def price_works(
+    works: Sequence[Work], gpu_name: str, tables: Tables | None, walks: Walks | None = None
+) -> list[Cost]:
+    """The cost of each on one GPU, from the best source; `walks`: other coefficients than the package's."""
+    found = price_many(works, gpu_name)
+    if tables is not None:
+        measured = tables.price_many(works, gpu_name)
+        found = [table or model for table, model in zip(measured, found, strict=True)]
+    return apply_walks(works, found, gpu_name, walks)
+
+
+def _resolved(tables: Tables | bool) -> Tables | None:
+    if isinstance(tables, Tables):
+        return tables
+    return installed_tables() if tables else None
+
+
 def works(trace: Trace) -> tuple[Work, ...]:
-    """The work of every launch, in order."""
-    return tuple(work_of(trace.kernels[launch.kernel], launch) for launch in trace.launches)
+    """The work of every launch, in order; launches alike in all that counts are counted once."""
+    known: dict[object, Work] = {}
+    counted = []
+    for launch in trace.launches:
+        key = _signature(launch)
+        if key not in known:
+            known[key] = work_of(trace.kernels[launch.kernel], launch)
+        counted.append(known[key])
+    return tuple(counted)
 
 
-def notes(trace: Trace, devices: tuple[Device, ...]) -> tuple[str, ...]:
+def _signature(launch: Launch) -> object:
+    """All that work is counted from, buffers numbered by first use: the same in every layer of a model."""
+    first: dict[int, int] = {}
+    views = tuple(_plain(arg, first) for arg in (*launch.args, *(value for _, value in launch.kwargs)))
+    made = tuple(_plain(v, first) for v in launch.outputs)
+    touched = tuple(
+        (first.setdefault(a.buffer, len(first)), a.region, a.read, a.write, a.atomic) for a in launch.accesses
+    )
+    return launch.kernel, views, made, tuple(key for key, _ in launch.kwargs), touched
+
+
+def _plain(arg: Arg, first: dict[int, int]) -> object:
+    if isinstance(arg, View):
+        return first.setdefault(arg.buffer, len(first)), arg.dtype, arg.shape, arg.stride, arg.offset
+    if isinstance(arg, tuple):
+        return tuple(_plain(x, first) for x in arg)
+    # True and 1 are equal, and mean different things.
+    return type(arg), arg
+
+
+def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> tuple[str, ...]:
     """What a reader of the prices should know: guesses, empty launches, GPUs without measurements."""
     counted = works(trace)
     said = []
@@ -46,24 +99,39 @@ def notes(trace: Trace, devices: tuple[Device, ...]) -> tuple[str, ...]:
         named = ", ".join(f"{i} ({trace.kernel_of(i).name})" for i in empty[:8])
         more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
         said.append(f"zero-size launches, priced at the floor of their class: {named}{more}")
-    for name in dict.fromkeys(d.gpu for d in devices):
-        guessed = _guessed(name, counted)
+    names = tuple(dict.fromkeys(d.gpu for d in devices))
+    distinct, found = list(dict.fromkeys(counted)), _resolved(tables)
+    for name in names:
+        guessed = _guessed(name, distinct, found)
         if guessed:
             said.append(f"{name}: no measurements of {', '.join(guessed)}; the class model is used")
-    return tuple(said)
+    return (*said, *_about_tables(names, distinct, found, asked=tables is not False))
 
 
-def _guessed(name: str, counted: tuple[Work, ...]) -> list[str]:
+def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str]:
     """The classes that this GPU was never measured in, with the error to expect."""
     worst: dict[str, float] = {}
-    for work in dict.fromkeys(counted):
-        if work.op is OpClass.ALLOCATION:
-            continue
-        model = model_of(work, gpu(name))
-        if model.source is Source.CLASS:
+    for work, cost in zip(distinct, price_works(distinct, name, tables), strict=True):
+        if work.op is not OpClass.ALLOCATION and cost.source is Source.CLASS:
             words = f"{work.op}{FAMILY_WORDS[family_of(work.op, work.dtype)]}"
-            worst[words] = max(worst.get(words, 0.0), model.short_error)
+            worst[words] = max(worst.get(words, 0.0), model_of(work, gpu(name)).short_error)
     return [f"{words} (±{error:.0%})" for words, error in sorted(worst.items())]
+
+
+def _about_tables(
+    names: tuple[str, ...], distinct: list[Work], tables: Tables | None, asked: bool
+) -> list[str]:
+    """Tables that are missing, cannot be read, or were passed over."""
+    if tables is None:
+        covered = [name for name in names if name in SYSTEMS]
+        return [f"{', '.join(covered)}: {missing_note()}"] if asked and covered else []
+    if tables.trouble:
+        return [f"public tables cannot be read: {tables.trouble}"]
+    return [
+        f"{file.gpu}: the {file.op} table of {file.name} is not used: {reason}"
+        for name in names
+        for file, reason in tables.passed_over(name, distinct)
+    ]
 
 
 def _check(device: Device) -> None:

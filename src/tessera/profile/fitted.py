@@ -1,22 +1,17 @@
-"""The fitted model: microseconds from operations and bytes, with an error that was measured.
+"""Which parameters price a launch on a GPU, and how far off they are.
 
-    us = t0 + ((F / (P * ec))^p + (B / (W * em))^p)^(1/p)
-
-F operations, B bytes; P and W the peaks of the data sheet; t0 the shortest time of the class, ec and em the
-shares of the peaks that long kernels reach, p how well computing and loading overlap. `fitted.json` holds one
-row for each GPU, class and family of dtypes, made by scripts/fit_costs.py from public measurements, with the
-error on rows that were held out.
+`fitted.json` holds one row for each GPU, class and family of dtypes, made by scripts/fit_costs.py from public
+measurements, with the error on rows that were held out; `model.py` says what the parameters mean.
 
 A GPU without a row of its own takes the class model: the geometric mean of the rows of its nearest relatives
 (same chip, else same architecture, else same kind of memory, else all) on its own data sheet, with the error
 that this rule makes on GPUs that do have a row. A class without any row takes a kindred class's, wider still.
-Not modelled: wave quantisation, L2 hits, clocks that sink under load.
 """
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from functools import cache
 from importlib.resources import files
 from statistics import fmean
@@ -25,6 +20,7 @@ from typing import Any
 from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.gpus import Gpu, gpu
+from tessera.profile.model import Params, Peaks, loads_of, predict
 
 # Kernels at least this long are judged by the error on long kernels.
 LONG_US = 30.0
@@ -32,13 +28,15 @@ LONG_US = 30.0
 # No rows, no relatives: whose model to take, and how much relative error that adds. The additions are
 # assumptions, not measurements.
 KIN: dict[OpClass, tuple[OpClass, float]] = {
+    OpClass.GROUPED: (OpClass.GEMM, 0.20),
     OpClass.COPY: (OpClass.ELEMENTWISE, 0.10),
-    OpClass.REDUCTION: (OpClass.SOFTMAX, 0.25),
+    OpClass.REDUCTION: (OpClass.ELEMENTWISE, 0.25),
     OpClass.GATHER: (OpClass.ELEMENTWISE, 0.30),
     OpClass.SCATTER: (OpClass.ELEMENTWISE, 0.30),
     OpClass.SAMPLING: (OpClass.SOFTMAX, 0.50),
     OpClass.SCAN: (OpClass.SOFTMAX, 0.50),
-    OpClass.CONV: (OpClass.GEMM, 0.50),
+    # On one H200 depthwise and patch convolutions took ten times what this says.
+    OpClass.CONV: (OpClass.GEMM, 0.90),
     OpClass.OTHER: (OpClass.ELEMENTWISE, 0.50),
 }
 # Added when a class was measured in another family of dtypes only.
@@ -56,27 +54,6 @@ FAMILIES = {
 }  # fmt: skip
 # Bound by memory: bytes matter, their dtype does not.
 ANY = "any"
-
-
-@dataclass(frozen=True, slots=True)
-class Params:
-    """The four numbers of the model."""
-
-    t0_us: float
-    ec: float
-    em: float
-    p: float
-
-    def us(self, flops: float, num_bytes: float, tflops: float, gbps: float) -> float:
-        """The time of one kernel on a GPU with these peaks."""
-        compute = flops / (tflops * self.ec * 1e6)
-        memory = num_bytes / (gbps * self.em * 1e3)
-        longer = max(compute, memory)
-        if longer <= 0.0:
-            return self.t0_us
-        # Scaled by the longer of the two, so that no power overflows.
-        joined = (compute / longer) ** self.p + (memory / longer) ** self.p
-        return self.t0_us + longer * float(joined ** (1.0 / self.p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +75,8 @@ class Fit:
     assumed: tuple[str, ...]
     # The public table, and which of its rows.
     data: str
+    # Median difference of the same kernels in other stacks on the same GPU; 0 where nobody timed them.
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +138,7 @@ def _document() -> Any:
 
 def family_of(op: OpClass, dtype: str) -> str:
     """The family of dtypes a launch is priced in."""
-    if op in (OpClass.GEMM, OpClass.PREFILL, OpClass.DECODE, OpClass.CONV):
+    if op in (OpClass.GEMM, OpClass.GROUPED, OpClass.PREFILL, OpClass.DECODE, OpClass.CONV):
         return FAMILIES.get(dtype, "f32")
     return ANY
 
@@ -218,7 +197,17 @@ def _model(rows: list[Fit], source: Source, error: float, long_error: float, why
     assumed = {name for f in rows for name in f.assumed}
     short = error + (ASSUMED_FLOOR_ERROR if "t0_us" in assumed else 0.0)
     memory = ASSUMED_MEMORY_ERROR if "em" in assumed else 0.0
-    return Model(average([f.params for f in rows]), source, short, long_error, why, memory)
+    # What the model makes of its rows and what other software makes of the GPU are independent.
+    spread = fmean(f.spread or usual_spread(f.op) for f in rows)
+    errors = (math.hypot(short, spread), math.hypot(long_error, spread))
+    return Model(average([f.params for f in rows]), source, *errors, why, memory)
+
+
+@cache
+def usual_spread(op: OpClass) -> float:
+    """How far software alone changes a class, where that is known: for GPUs on which one stack was timed."""
+    known = [f.spread for f in fits() if f.op is op and f.spread > 0]
+    return fmean(known) if known else 0.0
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
@@ -236,44 +225,52 @@ def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
 
 
 def average(params: list[Params]) -> Params:
-    """Geometric means: efficiencies and times are ratios."""
+    """Geometric means: efficiencies and times are ratios. What some rows lack comes from the others."""
     if len(params) == 1:
         return params[0]
-
-    def mean(values: Iterable[float]) -> float:
-        return math.exp(fmean(math.log(v) for v in values))
-
-    return Params(
-        mean(x.t0_us for x in params),
-        mean(x.ec for x in params),
-        mean(x.em for x in params),
-        mean(x.p for x in params),
-    )
+    return Params(*(_mean(column) for column in zip(*(astuple(x) for x in params), strict=True)))
 
 
-def coverage(gpu_name: str) -> tuple[tuple[OpClass, str, Model], ...]:
-    """How each class would be priced on one GPU: (class, family of dtypes, model)."""
-    listed = []
-    for op in OpClass:
-        if op is not OpClass.ALLOCATION:
-            names = dict.fromkeys(family_of(op, dtype) for dtype in ("bfloat16", "float32"))
-            listed += [(op, family, model_for(gpu_name, op, family)) for family in names]
-    return tuple(listed)
+def _mean(values: Iterable[float]) -> float:
+    present = [v for v in values if v > 0]
+    return math.exp(fmean(math.log(v) for v in present)) if present else 0.0
 
 
 def price(work: Work, gpu_name: str) -> Cost:
     """The cost of one piece of work on one GPU."""
-    if work.op is OpClass.ALLOCATION:
-        # Starts no kernel, so it takes none of the GPU's time.
-        return Cost(0.0, Source.FITTED, 0.0)
+    return price_many([work], gpu_name)[0]
+
+
+def price_many(works: Sequence[Work], gpu_name: str) -> list[Cost]:
+    """The cost of each on one GPU; work of one class and dtype is priced in one go."""
     spec = gpu(gpu_name)
-    model = model_of(work, spec)
-    tflops = peak_tflops(spec, work.dtype)
-    us = model.params.us(work.flops, work.num_bytes, tflops, spec.memory_gbps)
-    error = model.long_error if us >= LONG_US else model.short_error
-    if work.num_bytes * tflops * model.params.ec * 1e3 > work.flops * spec.memory_gbps * model.params.em:
-        error += model.memory_error
-    return Cost(us, model.source, error)
+    # An allocation starts no kernel, so it takes none of the GPU's time.
+    costs = [Cost(0.0, Source.FITTED, 0.0)] * len(works)
+    alike: dict[tuple[OpClass, str], list[int]] = {}
+    for i, work in enumerate(works):
+        if work.op is not OpClass.ALLOCATION:
+            alike.setdefault((work.op, work.dtype), []).append(i)
+    for places in alike.values():
+        group = [works[i] for i in places]
+        model = model_of(group[0], spec)
+        for i, cost in zip(places, _priced(group, model, spec), strict=True):
+            costs[i] = cost
+    return costs
+
+
+def _priced(works: Sequence[Work], model: Model, spec: Gpu) -> Iterable[Cost]:
+    peaks = peaks_of(spec, works[0].dtype)
+    for work, us in zip(works, predict(model.params, loads_of(works), peaks).tolist(), strict=True):
+        error = model.long_error if us >= LONG_US else model.short_error
+        compute = work.flops / (peaks.tflops * model.params.ec * 1e6)
+        if work.num_bytes / (peaks.gbps * model.params.em * 1e3) > compute:
+            error += model.memory_error
+        yield Cost(us, model.source, error)
+
+
+def peaks_of(spec: Gpu, dtype: str) -> Peaks:
+    """The data sheet's figures for one dtype."""
+    return Peaks(peak_tflops(spec, dtype), spec.memory_gbps, spec.num_sms)
 
 
 def model_of(work: Work, spec: Gpu) -> Model:

@@ -4,9 +4,10 @@ An operator that is not listed is priced by its bytes alone (class "other") and 
 """
 
 _BY_CLASS: dict[str, str] = {
-    "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _grouped_mm _scaled_mm
-        _scaled_grouped_mm _int_mm _addmm_activation _weight_int4pack_mm _weight_int8pack_mm
+    "gemm": """mm addmm bmm baddbmm addbmm linear matmul mv addmv dot vdot _scaled_mm _int_mm
+        _addmm_activation _weight_int4pack_mm _weight_int8pack_mm
         _trilinear bilinear mkldnn_linear _cslt_sparse_mm""",
+    "grouped": "_grouped_mm _scaled_grouped_mm",
     "prefill": """scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention

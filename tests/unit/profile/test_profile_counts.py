@@ -1,9 +1,12 @@
 """Work is counted from a launch's own shapes and accesses."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from profile_factories import TraceMaker, attention_trace, gemm_trace, unary_trace
-from tessera.ir import Kernel, Origin, Trace, View
+from tessera.ir import Access, Kernel, Launch, Origin, Trace, View, region
 from tessera.profile import OpClass, Work, class_of, works
 from tessera.profile.counts import is_zero_size
 
@@ -18,28 +21,42 @@ def test_mm_counts_two_operations_a_product_and_each_matrix_once() -> None:
     """An m x n x k product is 2mnk operations over its three matrices."""
     work = only(gemm_trace(8, 16, 32))
 
-    assert Work(OpClass.GEMM, "bfloat16", 2.0 * 8 * 16 * 32, 2 * (8 * 32 + 32 * 16 + 8 * 16)) == work
+    num_bytes = 2 * (8 * 32 + 32 * 16 + 8 * 16)
+    assert Work(OpClass.GEMM, "bfloat16", 2.0 * 8 * 16 * 32, num_bytes, (1, 8, 16, 32)) == work
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes", "out", "flops"),
+    ("name", "shapes", "out", "counted"),
     [
-        ("aten.addmm.default", [(16,), (8, 32), (32, 16)], (8, 16), 2 * 8 * 16 * 32),
-        ("aten.bmm.default", [(4, 8, 32), (4, 32, 16)], (4, 8, 16), 2 * 4 * 8 * 16 * 32),
-        ("aten.baddbmm.default", [(4, 8, 16), (4, 8, 32), (4, 32, 16)], (4, 8, 16), 2 * 4 * 8 * 16 * 32),
-        ("aten.linear.default", [(2, 8, 32), (16, 32)], (2, 8, 16), 2 * 2 * 8 * 16 * 32),
-        ("aten.matmul.default", [(2, 8, 32), (32, 16)], (2, 8, 16), 2 * 2 * 8 * 16 * 32),
-        ("aten._grouped_mm.default", [(8, 32), (4, 32, 16)], (8, 16), 2 * 8 * 16 * 32),
+        ("aten.addmm.default", [(16,), (8, 32), (32, 16)], (8, 16), (1, 8, 16, 32)),
+        ("aten.bmm.default", [(4, 8, 32), (4, 32, 16)], (4, 8, 16), (4, 8, 16, 32)),
+        ("aten.baddbmm.default", [(4, 8, 16), (4, 8, 32), (4, 32, 16)], (4, 8, 16), (4, 8, 16, 32)),
+        ("aten.addbmm.default", [(8, 16), (4, 8, 32), (4, 32, 16)], (8, 16), (4, 8, 16, 32)),
+        ("aten.linear.default", [(2, 8, 32), (16, 32)], (2, 8, 16), (1, 16, 16, 32)),
+        ("aten.matmul.default", [(2, 8, 32), (32, 16)], (2, 8, 16), (1, 16, 16, 32)),
+        ("aten.mv.default", [(8, 32), (32,)], (8,), (1, 8, 1, 32)),
     ],
 )
 def test_every_gemm_form_is_counted(
-    name: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], flops: int
+    name: str, shapes: list[tuple[int, ...]], out: tuple[int, ...], counted: tuple[int, ...]
 ) -> None:
-    """Each overload of a matrix product counts the same operations for the same product."""
+    """Each overload of a matrix product has the operations and the shape of its product."""
     make = TraceMaker()
     make.launch(name, tuple(make.tensor(s) for s in shapes), make.tensor(out))
+    work = only(make.done())
 
-    assert (OpClass.GEMM, flops) == (only(make.done()).op, only(make.done()).flops)
+    assert (OpClass.GEMM, 2 * math.prod(counted), counted) == (work.op, work.flops, work.shape)
+
+
+def test_experts_are_a_class_of_their_own() -> None:
+    """A grouped GEMM counts every row once, and keeps how many groups there are."""
+    make = TraceMaker()
+    make.launch(
+        "aten._grouped_mm.default", (make.tensor((8, 32)), make.tensor((4, 32, 16))), make.tensor((8, 16))
+    )
+    work = only(make.done())
+
+    assert (OpClass.GROUPED, 2 * 8 * 16 * 32, (4, 8, 16, 32)) == (work.op, work.flops, work.shape)
 
 
 def test_experts_that_no_row_reaches_are_not_read() -> None:
@@ -81,9 +98,9 @@ def test_every_attention_overload_is_known(name: str) -> None:
     q, k, v, out = (make.tensor((2, 4, n, 128)) for n in (1, 64, 64, 1))
     make.launch(name, (q, k, v), out)
 
-    assert Work(OpClass.DECODE, "bfloat16", 4.0 * 2 * 4 * 64 * 128, 2 * 128 * 2 * 4 * 130) == only(
-        make.done()
-    )
+    shape = (2, 1, 64, 4, 4, 128, 0)
+    expected = Work(OpClass.DECODE, "bfloat16", 4.0 * 2 * 4 * 64 * 128, 2 * 128 * 2 * 4 * 130, shape)
+    assert expected == replace(only(make.done()), walk=())
 
 
 def test_embedding_reads_the_rows_it_takes() -> None:
@@ -180,3 +197,26 @@ def test_zero_size_means_every_result_is_empty() -> None:
     empty, full = unary_trace("aten.relu.default", 0), unary_trace("aten.relu.default", 1)
 
     assert (True, False) == (is_zero_size(empty.launches[0]), is_zero_size(full.launches[0]))
+
+
+def inductor_trace(name: str, visited: int) -> Trace:
+    """A fused kernel that puts rows into a cache, whose access must claim all of it."""
+    make = TraceMaker()
+    rows, cache = make.tensor((32, 1024)), make.tensor((32, 8, 2048, 128))
+    whole = region(0, 2 * cache.num_elements, ())
+    part = region(0, 2 * rows.num_elements, ())
+    assert whole is not None
+    assert part is not None
+    accesses = (Access(rows.buffer, part, read=True), Access(cache.buffer, whole, write=True))
+    launch = Launch(0, (rows, cache, visited), (), (), accesses)
+    base = make.done()
+    return Trace(base.step, (Kernel(name, Origin.TRITON),), base.buffers, (launch,), ())
+
+
+def test_a_compiled_kernel_touches_what_it_visits() -> None:
+    """A write of 32,768 bf16 elements into a 134 MB cache moves 128 KB, not 134 MB."""
+    fused = works(inductor_trace("triton_poi_fused_index_put_3", 32768))[0]
+    foreign = works(inductor_trace("my_kernel", 32768))[0]
+
+    assert 2 * 2 * 32768 == fused.num_bytes
+    assert 2 * 32768 + 2 * 32 * 8 * 2048 * 128 == foreign.num_bytes

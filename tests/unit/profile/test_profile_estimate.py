@@ -1,5 +1,6 @@
-"""Prices agree with what is measured in public, and say how sure they are."""
+"""Modelled prices agree with what is measured in public, and say how sure they are; no tables are asked."""
 
+import math
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace, unary_trace
 from tessera.errors import TesseraError
-from tessera.ir import Arg, Device, DeviceKind, Source, Trace, View, verify
+from tessera.ir import Arg, Costs, Device, DeviceKind, Source, Trace, View, verify
 from tessera.profile import Gpu, OpClass, coverage, estimate, known_gpus, notes
 from tessera.profile.counts import Work
 from tessera.profile.fitted import fits, left_out, price
@@ -17,9 +18,14 @@ from tessera.profile.fitted import fits, left_out, price
 PAIR = emulated("a100", "l40s")
 
 
+def modelled(trace: Trace, devices: tuple[Device, ...]) -> Costs:
+    """Prices without tables, whether or not they are installed."""
+    return estimate(trace, devices, tables=False)
+
+
 def times(trace: Trace, *gpus: str) -> list[float]:
     """The first launch on each GPU."""
-    costs = estimate(trace, emulated(*gpus))
+    costs = modelled(trace, emulated(*gpus))
     return [costs.us(0, i) for i in range(len(gpus))]
 
 
@@ -100,11 +106,25 @@ def test_never_faster_than_the_memory_allows() -> None:
 
 
 def test_tiny_kernels_cost_the_floor() -> None:
-    """Below a few kilobytes, size does not matter, and the floor is what tables show."""
+    """Below a few kilobytes, size hardly matters, and the floor is what tables show."""
     small, smaller = (times(gemm_trace(n, n, n), "a100", "l40s") for n in (16, 1))
 
-    assert small == pytest.approx(smaller, rel=0.01)
-    assert 2.0 < small[1] < small[0] < 6.0
+    assert small == pytest.approx(smaller, rel=0.06)
+    assert 1.8 < small[1] < small[0] < 6.0
+
+
+def test_the_last_wave_costs_a_full_one() -> None:
+    """A row more than fills the 108 SMs of an A100 with tiles makes a GEMM far dearer than its operations."""
+    full, spilt = (times(gemm_trace(m, 1152, 16384), "a100")[0] for m in (12 * 256, 12 * 256 + 1))
+
+    assert spilt > 1.1 * full
+
+
+def test_many_short_sequences_cost_decode_attention_more_than_one_long() -> None:
+    """The same KV cache cut into 256 sequences takes longer, as it does in every table."""
+    one, many = (times(attention_trace(n, 8, 1, 32768 // n), "h200")[0] for n in (1, 256))
+
+    assert many > 1.5 * one
 
 
 @pytest.mark.parametrize("gpu_name", ["a100", "l40s", "h20", "mi300x"])
@@ -123,37 +143,40 @@ def test_zero_size_launches_are_priced_at_the_floor_and_named() -> None:
     (us,) = times(trace, "a100")
 
     assert us == pytest.approx(times(unary_trace("aten.relu.default", 1), "a100")[0], rel=1e-3)
-    assert any("zero-size" in line and "0 (aten.relu.default)" in line for line in notes(trace, PAIR))
+    assert any(
+        "zero-size" in line and "0 (aten.relu.default)" in line for line in notes(trace, PAIR, tables=False)
+    )
 
 
 def test_unknown_operators_are_priced_wider_and_named() -> None:
     """An operator nobody listed is not free, has a wide error, and is named."""
     trace = unary_trace("aten.never_heard_of.default", 1 << 20)
-    cost = estimate(trace, PAIR).costs[0][0]
+    cost = modelled(trace, PAIR).costs[0][0]
 
     assert (Source.CLASS, True, True) == (cost.source, cost.us > 4.0, cost.rel_error >= 0.5)
-    assert any("aten.never_heard_of.default" in line for line in notes(trace, PAIR))
+    assert any("aten.never_heard_of.default" in line for line in notes(trace, PAIR, tables=False))
 
 
 def test_a_measured_gpu_is_fitted_and_an_unmeasured_one_is_not() -> None:
     """The source tells a fit from a loan, and the loan's error is larger."""
-    own, lent = estimate(gemm_trace(4096, 4096, 4096), emulated("h200", "h20")).costs[0]
+    own, lent = modelled(gemm_trace(4096, 4096, 4096), emulated("h200", "h20")).costs[0]
 
     assert (Source.FITTED, Source.CLASS) == (own.source, lent.source)
     assert lent.rel_error > own.rel_error
 
 
 def test_errors_are_those_of_the_held_out_rows() -> None:
-    """The expected error of a long GEMM is the one measured on rows the fit did not see."""
+    """The expected error of a long GEMM joins that on rows the fit did not see and that between stacks."""
     fit = next(f for f in fits() if (f.gpu, f.op, f.family) == ("a100", OpClass.GEMM, "f16"))
 
-    assert fit.long_error == estimate(gemm_trace(4096, 4096, 4096), PAIR).costs[0][0].rel_error
+    expected = math.hypot(fit.long_error, fit.spread)
+    assert expected == modelled(gemm_trace(4096, 4096, 4096), PAIR).costs[0][0].rel_error
 
 
 def test_bf16_on_a_gpu_without_bf16_units_is_dear_and_doubtful() -> None:
     """A T4 computes bf16 as fp32: slower than fp16, and marked as a guess."""
-    half = estimate(gemm_trace(2048, 2048, 2048, "float16"), emulated("t4")).costs[0][0]
-    brain = estimate(gemm_trace(2048, 2048, 2048), emulated("t4")).costs[0][0]
+    half = modelled(gemm_trace(2048, 2048, 2048, "float16"), emulated("t4")).costs[0][0]
+    brain = modelled(gemm_trace(2048, 2048, 2048), emulated("t4")).costs[0][0]
 
     assert brain.us > 4 * half.us
     assert (Source.FITTED, Source.CLASS) == (half.source, brain.source)
@@ -189,8 +212,8 @@ def test_coverage_names_every_class_of_a_gpu() -> None:
     """What `tessera gpus` shows: each class with its source and a sentence."""
     listed = coverage("l40s")
 
-    assert {op for op, _, _ in listed} == set(OpClass) - {OpClass.ALLOCATION}
-    assert all(model.why for _, _, model in listed)
+    assert {c.op for c in listed} == set(OpClass) - {OpClass.ALLOCATION}
+    assert all(c.why and 0 < c.rel_error < 2 for c in listed)
 
 
 def test_notes_name_what_a_gpu_was_never_measured_in() -> None:
@@ -204,8 +227,10 @@ def test_notes_name_what_a_gpu_was_never_measured_in() -> None:
         (),
     )
 
-    assert () == notes(trace, PAIR)
-    assert any("a100: no measurements of prefill in fp32" in line for line in notes(single, PAIR))
+    assert () == notes(trace, PAIR, tables=False)
+    assert any(
+        "a100: no measurements of prefill in fp32" in line for line in notes(single, PAIR, tables=False)
+    )
 
 
 def test_pricing_needs_no_torch() -> None:
@@ -220,13 +245,13 @@ def test_only_emulated_devices_are_priced() -> None:
     cpu = Device("cpu", DeviceKind.CPU, "", 1 << 30)
 
     with pytest.raises(TesseraError, match="cpu cannot be priced"):
-        estimate(gemm_trace(1, 1, 1), (cpu,))
+        modelled(gemm_trace(1, 1, 1), (cpu,))
 
 
 def test_costs_belong_to_their_trace() -> None:
     """The price list carries the digest of what it priced, and passes its verifier."""
     trace = gemm_trace(8, 8, 8)
-    costs = estimate(trace, PAIR)
+    costs = modelled(trace, PAIR)
 
     verify(costs)
     assert (trace.digest, PAIR) == (costs.trace_digest, costs.devices)
@@ -241,8 +266,9 @@ def test_thirty_thousand_launches_take_seconds() -> None:
         make.launch("aten.add.Tensor", (x, y), y)
         make.launch("aten._softmax.default", (x, 1, False), y)
     trace = make.done()
-    start = time.perf_counter()
-    costs = estimate(trace, PAIR)
+    assert trace.digest
+    start = time.process_time()
+    costs = modelled(trace, PAIR)
 
     assert 30_000 == len(costs.costs)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 3

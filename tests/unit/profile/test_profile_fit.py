@@ -7,11 +7,12 @@ import numpy.typing as npt
 import pytest
 
 from tessera.profile import OpClass, gpu
-from tessera.profile.fitted import Params, peak_tflops
+from tessera.profile.fitted import peaks_of
+from tessera.profile.model import Loads, Params, predict
 
 REPOSITORY = Path(__file__).parents[3]
 Array = npt.NDArray[np.float64]
-TRUE = Params(t0_us=4.0, ec=0.6, em=0.75, p=2.0)
+TRUE = Params(t0_us=4.0, ec=0.6, em=0.75, p=2.0, tile=0.1, split_us=1.0)
 
 
 @pytest.fixture
@@ -19,16 +20,15 @@ def _repository_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY))
 
 
-def made_up_rows() -> tuple[Array, Array, Array, list[str]]:
+def made_up_rows() -> tuple[Loads, Array, list[str]]:
     """GEMMs of 60 weight shapes, timed by the model itself with 5 % of noise."""
-    spec, rng = gpu("a100"), np.random.default_rng(0)
-    n, k = rng.integers(64, 16384, 60), rng.integers(64, 16384, 60)
-    m = rng.integers(1, 8192, (60, 10))
-    flops = (2.0 * m * (n * k)[:, None]).ravel()
-    num_bytes = 2.0 * (m * (n + k)[:, None] + (n * k)[:, None]).ravel()
-    peaks = (peak_tflops(spec, "bfloat16"), spec.memory_gbps)
-    us = np.array([TRUE.us(f, b, *peaks) for f, b in zip(flops, num_bytes, strict=True)])
-    return flops, num_bytes, us * rng.uniform(0.95, 1.05, us.size), [f"{i // 10}" for i in range(600)]
+    rng = np.random.default_rng(0)
+    n, k = (np.repeat(rng.integers(64, 16384, 60), 10).astype(np.float64) for _ in range(2))
+    m, zeros = rng.integers(1, 8192, 600).astype(np.float64), np.zeros(600)
+    shapes = np.array([np.ones(600), m, n, k])
+    loads = Loads(2 * m * n * k, 2 * (m * k + n * k + m * n), shapes, zeros, zeros)
+    us = predict(TRUE, loads, peaks_of(gpu("a100"), "bfloat16"))
+    return loads, us * rng.uniform(0.95, 1.05, us.size), [f"{i // 10}" for i in range(600)]
 
 
 @pytest.mark.usefixtures("_repository_on_path")
@@ -41,6 +41,7 @@ def test_the_fit_recovers_the_parameters_it_was_fed() -> None:
 
     assert fit.params.ec == pytest.approx(0.6, rel=0.05)
     assert fit.params.em == pytest.approx(0.75, rel=0.1)
+    assert fit.params.tile > 0
     assert 0.015 < fit.mean_error < 0.035
     assert 600 == fit.num_fitted + fit.num_held_out
 

@@ -1,0 +1,27 @@
+"""Measured here: what launches take on the devices of this machine, kept in a store between commands.
+
+measure              a trace on one device, by a timer that `flow` hands in
+combine              measured prices where there are any, the best model where not
+Store, default_store where measurements are kept
+"""
+
+from tessera.profile.measured.combine import combine, needs_measuring
+from tessera.profile.measured.distinct import Distinct, cold_buffers, distinct
+from tessera.profile.measured.measure import (
+    Measured,
+    Missed,
+    Reconciled,
+    Timer,
+    clocks_named,
+    count_distinct,
+    measure,
+    reconcile,
+)
+from tessera.profile.measured.stats import Timing, timing, until
+from tessera.profile.measured.store import Clocks, Machine, Store, default_store
+
+__all__ = [
+    "Clocks", "Distinct", "Machine", "Measured", "Missed", "Reconciled", "Store", "Timer", "Timing",
+    "clocks_named", "cold_buffers", "combine", "count_distinct", "default_store", "distinct", "measure",
+    "needs_measuring", "reconcile", "timing", "until",
+]  # fmt: skip

@@ -1,0 +1,267 @@
+"""Measure: every distinct launch of a trace once on one device, and the whole step beside them.
+
+A `Timer` does the timing; `flow` hands it in, since it runs launches. Launches are visited in program order:
+one that is not in the store yet is timed, then run once so that the next finds its inputs. Each result is
+stored before the next is begun. A launch that cannot be timed is kept with its reason and priced by the next
+source. A device that stops answering ends the measuring of that device, not what was measured before; the
+launch it stopped at counts as one that cannot be timed, so that the next command goes on behind it.
+
+The sum of the launches is compared with the step measured as a whole. Their ratio scales the measured
+launches, so that a plan adds up to what the device really takes; it is part of their error and is shown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import hypot
+from typing import Protocol
+
+from tessera.errors import CannotTime, DeviceLost
+from tessera.ir import Cost, Device, Source, Trace
+from tessera.profile.counts import OpClass, class_of, is_zero_size
+from tessera.profile.measured.distinct import Distinct, distinct
+from tessera.profile.measured.stats import Enough, Timing, timing, until
+from tessera.profile.measured.store import Clocks, Machine, Store
+
+# The ratio of whole to sum is believed within these bounds; beyond, something else is wrong.
+MIN_SCALE, MAX_SCALE = 0.5, 2.0
+# A clock this far below the session's start means that the device throttles or is shared.
+THROTTLED = 0.9
+# How often a launch is timed anew when the clock has sunk.
+RETRIES = 2
+# No number is surer than this: events and clocks are not better.
+LEAST_ERROR = 0.005
+
+Advance = Callable[[str], None]
+
+
+class Timer(Protocol):
+    """Times launches of one trace on one device."""
+
+    # Of the last level of cache that the device's launches share.
+    cache_bytes: int
+    # Words for people on how inputs were made; empty if they are the model's own.
+    remarks: tuple[str, ...]
+
+    def identity(self) -> dict[str, str]:
+        """What names the device: model, SMs, driver, torch."""
+
+    def clock_mhz(self) -> float | None:
+        """The clock under load; None where it cannot be read."""
+
+    def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
+        """Microseconds of one launch, repeatedly; raises CannotTime or DeviceLost."""
+
+    def run(self, launch: int) -> None:
+        """Runs one launch for the sake of those that read its results."""
+
+    def whole(self, enough: Enough) -> list[float]:
+        """Microseconds of the whole step, repeatedly; raises CannotTime or DeviceLost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Launches that could not be timed."""
+
+    launches: tuple[int, ...]
+    kernel: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What measuring one device gave."""
+
+    device: Device
+    machine: Machine
+    # One entry a launch; None where it was not timed.
+    timings: tuple[Timing | None, ...]
+    whole: Timing | None
+    missed: tuple[Missed, ...]
+    num_distinct: int
+    # Of these, how many were timed now and not found in the store.
+    num_timed: int
+    notes: tuple[str, ...]
+
+
+def measure(
+    trace: Trace,
+    device: Device,
+    timer: Timer,
+    open_store: Callable[[Machine], Store],
+    advance: Advance = lambda what: None,
+    enough: Enough | None = None,
+) -> Measured:
+    """Times what the store lacks; raises DeviceLost if the device stops, with all before it stored."""
+    session = _Session(trace, device, timer, open_store, advance, enough or until())
+    return session.measure()
+
+
+def count_distinct(trace: Trace, timer: Timer) -> int:
+    """How many launches of a trace are timed, for a progress bar."""
+    return len(distinct(trace, timer.cache_bytes))
+
+
+class _Session:
+    """One pass over a trace."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        device: Device,
+        timer: Timer,
+        open_store: Callable[[Machine], Store],
+        advance: Advance,
+        enough: Enough,
+    ) -> None:
+        self._trace, self._device, self._timer, self._advance = trace, device, timer, advance
+        self._enough = enough
+        self._machine = Machine(timer.identity(), timer.clock_mhz())
+        self._store = open_store(self._machine)
+        self._groups = distinct(trace, timer.cache_bytes)
+        self._num_timed = 0
+        self._slow: list[str] = []
+
+    def measure(self) -> Measured:
+        """Visits the launches in program order, then the whole step."""
+        whole, why = self._whole()
+        todo = {g.launches[0]: g for g in self._groups if self._is_wanted(g)}
+        last = max(todo, default=-1)
+        for index in range(last + 1):
+            if index in todo:
+                self._time(todo[index])
+            if index < last:
+                self._timer.run(index)
+        timings = self._timings()
+        return Measured(
+            self._device,
+            self._machine,
+            timings,
+            whole,
+            self._missed(),
+            len(self._groups),
+            self._num_timed,
+            (*self._timer.remarks, *why, *self._throttling()),
+        )
+
+    def _is_wanted(self, group: Distinct) -> bool:
+        launch = self._trace.launches[group.launches[0]]
+        starts_none = class_of(self._trace.kernels[launch.kernel]) is OpClass.ALLOCATION
+        known = self._store.launch(group.key) or self._store.failure(group.key)
+        return known is None and not starts_none and not is_zero_size(launch)
+
+    def _time(self, group: Distinct) -> None:
+        index = group.launches[0]
+        kernel = self._trace.kernel_of(index).name
+        self._advance(f"{self._device.name}: {kernel}")
+        try:
+            found, clock = self._steady(index, group)
+        except CannotTime as error:
+            self._store.add_failure(group.key, kernel, error.message)
+            return
+        except DeviceLost as error:
+            # Kept, so that the next command goes on behind it.
+            self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
+            raise
+        self._store.add_launch(group.key, kernel, found, clock)
+        self._num_timed += 1
+
+    def _steady(self, index: int, group: Distinct) -> tuple[Timing, float | None]:
+        """A timing at the session's clock; after some tries, at whatever clock there is, and noted."""
+        for attempt in range(1 + RETRIES):
+            found = timing(self._timer.time(index, group.cold, self._enough))
+            clock = self._timer.clock_mhz()
+            start = self._machine.clock_mhz
+            if clock is None or start is None or clock >= THROTTLED * start:
+                return found, clock
+            if attempt == RETRIES:
+                self._slow.append(f"{index} ({self._trace.kernel_of(index).name}) at {clock:.0f} MHz")
+        return found, clock
+
+    def _whole(self) -> tuple[Timing | None, tuple[str, ...]]:
+        known = self._store.whole(self._trace.digest)
+        if known is not None:
+            return known, ()
+        self._advance(f"{self._device.name}: the whole step")
+        try:
+            found = timing(self._timer.whole(self._enough))
+        except CannotTime as error:
+            return None, (f"{self._device.name}: the whole step was not measured: {error.message}",)
+        self._store.add_whole(self._trace.digest, found)
+        return found, ()
+
+    def _timings(self) -> tuple[Timing | None, ...]:
+        found: list[Timing | None] = [None] * len(self._trace.launches)
+        for group in self._groups:
+            for index in group.launches:
+                found[index] = self._store.launch(group.key)
+        return tuple(found)
+
+    def _missed(self) -> tuple[Missed, ...]:
+        listed = []
+        for group in self._groups:
+            why = self._store.failure(group.key)
+            if why is not None:
+                kernel = self._trace.kernel_of(group.launches[0]).name
+                listed.append(Missed(group.launches, kernel, why))
+        return tuple(listed)
+
+    def _throttling(self) -> tuple[str, ...]:
+        if not self._slow:
+            return ()
+        start = self._machine.clock_mhz or 0.0
+        named = ", ".join(self._slow[:5]) + (
+            f" and {len(self._slow) - 5} more" if len(self._slow) > 5 else ""
+        )
+        return (f"{self._device.name} throttles or is busy: it began at {start:.0f} MHz, and timed {named}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Prices of one device, measured ones scaled so that they add up to the measured whole."""
+
+    costs: tuple[Cost, ...]
+    # Of the launches before scaling.
+    sum_us: float
+    whole_us: float | None
+    # What measured launches were multiplied by.
+    scale: float
+    notes: tuple[str, ...]
+
+
+def reconcile(found: Measured, others: tuple[Cost, ...]) -> Reconciled:
+    """Measured times where there are any, `others` where not."""
+    pairs = tuple(zip(found.timings, others, strict=True))
+    measured_us = sum(t.us for t, _ in pairs if t is not None)
+    other_us = sum(c.us for t, c in pairs if t is None)
+    whole_us = found.whole.us if found.whole else None
+    scale, notes = _scale(found.device, measured_us, other_us, whole_us)
+    gap = abs(scale - 1.0)
+    costs = tuple(
+        c if t is None else Cost(t.us * scale, Source.MEASURED, max(LEAST_ERROR, hypot(t.rel_error, gap)))
+        for t, c in pairs
+    )
+    return Reconciled(costs, measured_us + other_us, whole_us, scale, notes)
+
+
+def _scale(
+    device: Device, measured_us: float, other_us: float, whole_us: float | None
+) -> tuple[float, tuple[str, ...]]:
+    if whole_us is None or measured_us <= 0.0:
+        return 1.0, ()
+    scale = (whole_us - other_us) / measured_us
+    if MIN_SCALE <= scale <= MAX_SCALE:
+        return scale, ()
+    total = measured_us + other_us
+    return 1.0, (
+        f"{device.name}: the launches add up to {total:.0f} us and the whole step takes {whole_us:.0f} us; "
+        "too far apart to scale one to the other",
+    )
+
+
+def clocks_named(name: str) -> Clocks:
+    """The choice of that name; a wrong one answers with the right ones."""
+    from tessera.errors import UnknownName
+
+    if name not in tuple(Clocks):
+        raise UnknownName("choice of clocks", name, tuple(Clocks))
+    return Clocks(name)

@@ -1,0 +1,203 @@
+"""Store: measurements on disk, one JSON document a line, appended as they are made.
+
+A row belongs to a session: one device (its model, SMs, driver and torch version, which together name it) at
+one clock. Rows of another device, driver or torch are never used. Rows of the same device at other clocks are
+refused by default, since times at unlike clocks do not compare: `Clocks` says what to do instead.
+
+A command that was killed leaves at most half a line at the end, which is dropped; any other damage is an
+error with its line. Two commands may append to one store at a time; each sees what was there when it began.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import ArtifactError, TesseraError
+from tessera.profile.measured.stats import Timing
+
+FORMAT = 1
+# Clocks that differ by less than this share count as the same.
+CLOCK_TOLERANCE = 0.04
+
+
+class Clocks(StrEnum):
+    """What to do with rows that were measured at other clocks than today's."""
+
+    SAME = "same"  # refuse, and say what differs
+    ANY = "any"  # use them
+    NOW = "now"  # leave them unused and measure again
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a session measures."""
+
+    # What names the device: model, SMs, driver, torch. Rows of other machines are not used.
+    identity: Mapping[str, str]
+    # Under load, when the session began; None where it cannot be read.
+    clock_mhz: float | None
+
+    @property
+    def key(self) -> str:
+        """Names the device in a store."""
+        text = json.dumps(sorted(self.identity.items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What a store holds of one device and clock."""
+
+    clock_mhz: float | None
+    launches: dict[str, Timing] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    # By digest of the trace.
+    wholes: dict[str, Timing] = field(default_factory=dict)
+
+
+def default_store() -> Path:
+    """Where measurements are kept between commands."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tessera" / "measured.jsonl"
+
+
+class Store:
+    """One session's view of a store: what is known of its device, and a place to add to it."""
+
+    def __init__(self, path: Path, machine: Machine, clocks: Clocks = Clocks.SAME) -> None:
+        self._path, self._machine = path, machine
+        self._rows = _Rows(machine.clock_mhz)
+        for rows in _known(path, machine.key):
+            self._take(rows, clocks)
+        self._session = os.urandom(6).hex()
+        self._announced = False
+
+    def launch(self, key: str) -> Timing | None:
+        """What is known of one launch."""
+        return self._rows.launches.get(key)
+
+    def failure(self, key: str) -> str | None:
+        """Why a launch could not be timed, if that was tried."""
+        return self._rows.failures.get(key)
+
+    def whole(self, digest: str) -> Timing | None:
+        """What is known of one whole step."""
+        return self._rows.wholes.get(digest)
+
+    def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
+        """Keeps one launch's time at once, so that a crash later does not lose it."""
+        self._rows.launches[key] = found
+        self._append({"kind": "launch", "key": key, "kernel": kernel, **_figures(found), "mhz": clock_mhz})
+
+    def add_failure(self, key: str, kernel: str, why: str) -> None:
+        """Keeps why a launch could not be timed."""
+        self._rows.failures[key] = why
+        self._append({"kind": "failed", "key": key, "kernel": kernel, "why": why})
+
+    def add_whole(self, digest: str, found: Timing) -> None:
+        """Keeps the time of one whole step."""
+        self._rows.wholes[digest] = found
+        self._append({"kind": "whole", "trace": digest, **_figures(found)})
+
+    def _take(self, rows: _Rows, clocks: Clocks) -> None:
+        if clocks is not Clocks.ANY and _differ(rows.clock_mhz, self._machine.clock_mhz):
+            if clocks is Clocks.SAME and (rows.launches or rows.wholes):
+                raise TesseraError(
+                    f"this store holds {len(rows.launches)} launches measured at {_mhz(rows.clock_mhz)}; "
+                    f"the device runs at {_mhz(self._machine.clock_mhz)} now",
+                    "Choose --clocks any to use them all the same, --clocks now to measure again, "
+                    "or another --store.",
+                    str(self._path),
+                )
+            return
+        self._rows.launches |= rows.launches
+        self._rows.failures |= rows.failures
+        self._rows.wholes |= rows.wholes
+
+    def _append(self, row: dict[str, Any]) -> None:
+        lines = [{"session": self._session, **row}]
+        if not self._announced:
+            about = {"device": self._machine.key, "identity": dict(self._machine.identity)}
+            head = {"kind": "session", "session": self._session, "format": FORMAT, **about}
+            lines.insert(0, {**head, "clock_mhz": self._machine.clock_mhz})
+            self._announced = True
+        append_lines(self._path, lines)
+
+
+def append_lines(path: Path, documents: list[dict[str, Any]]) -> None:
+    """Adds documents to a store in one write; a half line that a crash left is ended first."""
+    text = "".join(json.dumps(d, allow_nan=False) + "\n" for d in documents)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            if file.tell() and not _ends_line(path):
+                text = "\n" + text
+            file.write(text.encode())
+    except OSError as error:
+        raise TesseraError(f"cannot be written: {error.strerror}", "Choose --store.", str(path)) from error
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The documents of a store; none if there is no file."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            # Cut short by a crash: the last line, or one that a later session has ended.
+            if number == len(lines) or '"kind": "session"' in lines[number]:
+                continue
+            remedy = "Delete that line, or choose another --store."
+            raise ArtifactError("no measurement but something else", remedy, f"{path}:{number}") from None
+        if not isinstance(row, dict) or "kind" not in row:
+            raise ArtifactError("no measurement but something else", "Delete it.", f"{path}:{number}")
+        yield row
+
+
+def _known(path: Path, device: str) -> list[_Rows]:
+    """What a store holds of one device, by session."""
+    sessions: dict[str, _Rows] = {}
+    for row in read_lines(path):
+        if row["kind"] == "session" and row.get("device") == device:
+            sessions[row["session"]] = _Rows(row["clock_mhz"])
+        rows = sessions.get(row.get("session", ""))
+        if rows is None:
+            continue
+        if row["kind"] == "launch":
+            rows.launches[row["key"]] = _timing(row)
+        elif row["kind"] == "failed":
+            rows.failures[row["key"]] = row["why"]
+        elif row["kind"] == "whole":
+            rows.wholes[row["trace"]] = _timing(row)
+    return list(sessions.values())
+
+
+def _figures(found: Timing) -> dict[str, Any]:
+    return {"us": found.us, "half_us": found.half_us, "num": found.num}
+
+
+def _timing(row: Mapping[str, Any]) -> Timing:
+    return Timing(row["us"], row["half_us"], row["num"])
+
+
+def _differ(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return abs(a - b) > CLOCK_TOLERANCE * max(a, b)
+
+
+def _mhz(clock: float | None) -> str:
+    return "an unknown clock" if clock is None else f"{clock:.0f} MHz"

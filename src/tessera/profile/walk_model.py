@@ -1,0 +1,121 @@
+"""What walks cost: index arithmetic, rows, floors and factors, on top of the time of bytes and operations.
+
+    us = (t0 + sqrt((base - t0)^2 + walk^2)) * factors + floors
+
+`base` is what a table or the fitted model says, `walk` the cycles of the launch's terms: some are shared by
+all SMs, some run one after the other. The coefficients of `walks.json` are cycles, fitted by
+scripts/fit_walks.py to launches measured on one GPU, with the error on families of models left out of the
+fit. Other GPUs take the same cycles at their own number of SMs and clock, with a wider error.
+
+The tables' attention kernels are those of serving stacks: FlashAttention 3 and newer from Hopper on,
+FlashAttention 2 before, which is PyTorch's `flash` kernel everywhere. So PyTorch's `flash` is slower than the
+tables on new GPUs and equal to them on old ones; this was measured on Hopper alone.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+
+from tessera.ir import Cost, Source
+from tessera.profile.counts import Work
+from tessera.profile.fitted import model_of
+from tessera.profile.gpus import Gpu, gpu
+from tessera.profile.walks import TERMS, Scope, Walk
+
+# Added on GPUs other than the one that was measured: an assumption.
+OTHER_GPU_ERROR = 0.25
+# Norm in which memory and index arithmetic are joined; 1 would be one after the other.
+OVERLAP = 2.0
+# From these on, serving stacks have faster attention kernels than PyTorch's `flash`.
+NEW_ATTENTION = ("Hopper", "Blackwell")
+
+
+@dataclass(frozen=True, slots=True)
+class Walks:
+    """The fitted coefficients."""
+
+    # Whose launches they were fitted to.
+    gpu: str
+    # Cycles for each amount, or factors; a term that is missing costs nothing.
+    coefficients: Mapping[str, float]
+    # Mean relative error of launches with that term, their family of models left out of the fit; where only
+    # one family has such launches, an assumption.
+    errors: Mapping[str, float]
+
+
+@cache
+def fitted_walks() -> Walks:
+    """Those that come with the package."""
+    text = files("tessera.profile").joinpath("walks.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    terms = document["terms"]
+    return Walks(
+        document["gpu"],
+        {name: row["coefficient"] for name, row in terms.items()},
+        {name: row["rel_error"] for name, row in terms.items()},
+    )
+
+
+def clock_ghz(spec: Gpu) -> float:
+    """The boost clock, from the data sheet's fp32 rate: two operations a lane and cycle."""
+    old = spec.compute_capability.startswith("7.") or spec.compute_capability == "8.0"
+    return spec.fp32_tflops * 1e3 / (2 * (64 if old else 128) * spec.num_sms)
+
+
+def walked(us: float, t0_us: float, walk: Walk, spec: Gpu, walks: Walks) -> float:
+    """The time of a launch whose bytes and operations take `us`."""
+    per_us = clock_ghz(spec) * 1e3
+    cycles = dict.fromkeys(Scope, 0.0)
+    factor = 1.0
+    for term, amount in walk:
+        if term not in walks.coefficients:
+            continue
+        scope = TERMS[term]
+        if scope is Scope.FACTOR:
+            factor *= _factor(term, spec, walks)
+        else:
+            cycles[scope] += walks.coefficients[term] * amount
+    extra = (cycles[Scope.ALL] / spec.num_sms + cycles[Scope.ONE]) / per_us
+    least = min(us, t0_us)
+    return (least + _joined(us - least, extra)) * factor + cycles[Scope.FLOOR] / per_us
+
+
+def _joined(first: float, second: float) -> float:
+    """The time of two things that overlap, but not wholly."""
+    longer, shorter = max(first, second), min(first, second)
+    return longer * (1.0 + (shorter / longer) ** OVERLAP) ** (1.0 / OVERLAP) if shorter > 0 else longer
+
+
+def _factor(term: str, spec: Gpu, walks: Walks) -> float:
+    found = walks.coefficients[term]
+    if term not in ("flash", "efficient", "cudnn") or spec.arch in NEW_ATTENTION:
+        return found
+    return found / walks.coefficients.get("flash", found) if term == "efficient" else 1.0
+
+
+def apply_walks(
+    works: Sequence[Work], costs: Sequence[Cost], gpu_name: str, walks: Walks | None = None
+) -> list[Cost]:
+    """The costs with the walks of their launches added; those without a walk are as they were."""
+    spec, found = gpu(gpu_name), walks or fitted_walks()
+    return [_applied(work, cost, spec, found) for work, cost in zip(works, costs, strict=True)]
+
+
+def _applied(work: Work, cost: Cost, spec: Gpu, walks: Walks) -> Cost:
+    # A table of grouped GEMMs stands for them as it is.
+    walk = tuple(x for x in work.walk if x[0] != "grouped" or cost.source is not Source.TABLE)
+    known = [term for term, _ in walk if term in walks.coefficients]
+    if not known:
+        return cost
+    us = walked(cost.us, model_of(work, spec).params.t0_us, walk, spec, walks)
+    elsewhere = OTHER_GPU_ERROR if spec.name != walks.gpu else 0.0
+    error = math.hypot(max(walks.errors.get(term, 0.0) for term in known), elsewhere)
+    # As far as bytes and operations decide, their error does.
+    share = min(1.0, cost.us / us)
+    rel_error = math.hypot(cost.rel_error * share, error * (1.0 - share)) if share < 1.0 else cost.rel_error
+    scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
+    said = f"{', '.join(known)} as measured on {walks.gpu}{scaled}"
+    return replace(cost, us=us, rel_error=rel_error, detail=f"{cost.detail}; {said}" if cost.detail else said)

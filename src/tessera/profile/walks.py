@@ -1,0 +1,220 @@
+"""Walks: what a launch does beside moving bytes and multiplying, counted from the launch itself.
+
+PyTorch's kernels for broadcast, strided, transposed or mixed operands are bound by the arithmetic of their
+indices, not by memory; reductions by their rows; some operators start several kernels. A walk lists such
+amounts by name (`TERMS`); `walk_model.py` says what each costs.
+
+The rules follow PyTorch's CUDA kernels: an elementwise operator on dense operands of one dtype and one order
+is vectorised and has no walk; else each element pays for its index, once a dimension that is left after
+dimensions which are contiguous in all operands are joined. Not handled: Triton and CUDA kernels, whose code
+says nothing simple here (their walk is empty), operands on the host, and alignment of the first element.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from tessera.ir import Launch, View
+from tessera.profile.dtypes import item_bytes
+from tessera.profile.strides import VECTOR_BYTES, dense, is_dense, joined_dims, starts_at_vectors
+
+Walk = tuple[tuple[str, float], ...]
+
+# A memory transaction.
+SECTOR_BYTES = 32
+# PyTorch reduces a shorter row by one warp, 32 elements at a time; it splits longer ones.
+WARP_ROW = 8192
+# Below this a row is too short to keep its warp busy, and the number of rows decides.
+SHORT_ROW = 512
+
+
+class Scope(Enum):
+    """What the amounts of a term are divided by."""
+
+    ALL = "cycles of all SMs"
+    ONE = "cycles, one after the other"
+    FLOOR = "cycles, added to everything else"
+    FACTOR = "factor of the whole time"
+
+
+# Every term, and what its amount counts.
+TERMS: dict[str, Scope] = {
+    "index": Scope.ALL,  # elements whose index is computed
+    "dim": Scope.ALL,  # the same, times dimensions
+    "cast": Scope.ALL,  # elements that change dtype on the way
+    "sector": Scope.ALL,  # memory transactions of operands that are not read in order
+    "indexing": Scope.FLOOR,  # 1 if any of the above
+    "cat": Scope.ALL,  # elements joined
+    "cat_part": Scope.ALL,  # elements of the largest part: PyTorch gives every part as many blocks
+    "uneven_row": Scope.ALL,  # elements of rows that vector loads do not fit
+    "row": Scope.ALL,  # short rows reduced
+    "warp_row": Scope.ONE,  # elements of one row that one warp reduces
+    "argmax": Scope.ALL,  # elements searched
+    "argmax_floor": Scope.FLOOR,
+    "sort": Scope.ONE,  # elements of a row sorted
+    "sort_floor": Scope.FLOOR,
+    "topk_floor": Scope.FLOOR,
+    "scan": Scope.ALL,  # elements summed up
+    "scan_floor": Scope.FLOOR,
+    "put": Scope.ALL,  # elements moved by lists of indices
+    "put_floor": Scope.FLOOR,
+    "conv": Scope.ALL,  # elements made by a dense convolution
+    "depthwise": Scope.ALL,  # elements made times filter taps
+    "efficient_key": Scope.ONE,  # keys that one block of the memory-efficient kernel reads, few queries
+    "flash": Scope.FACTOR,
+    "efficient": Scope.FACTOR,
+    "cudnn": Scope.FACTOR,
+    "unaligned": Scope.FACTOR,  # GEMM whose rows do not start at vectors
+    "grouped": Scope.FACTOR,
+}
+
+COPIES = frozenset({"copy", "clone", "contiguous", "_to_copy", "to"})
+SAMPLERS = {"argmax": "argmax", "argmin": "argmax", "topk": "topk", "sort": "sort", "argsort": "sort",
+            "msort": "sort", "kthvalue": "sort"}  # fmt: skip
+SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cummin_helper"})
+
+
+def walk_of(op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tuple[View, ...]) -> Walk:
+    """The walk of an ATen operator; `op` is its class, `base` its name without overload."""
+    if not ins or not outs or outs[0].num_elements == 0:
+        return ()
+    terms: dict[str, float] = {}
+    if op == "elementwise" or base in COPIES:
+        _elementwise(terms, base, ins, outs[0])
+    elif base in ("cat", "stack"):
+        terms |= {"cat": outs[0].num_elements, "cat_part": max(v.num_elements for v in ins)}
+    elif op == "norm":
+        _copied(terms, ins[0])
+    elif op == "softmax":
+        _softmax(terms, launch, ins[0])
+    elif op == "reduction":
+        _reduction(terms, launch, ins[0], outs[0])
+    elif base in SAMPLERS:
+        _sampling(terms, SAMPLERS[base], ins[0], outs[0])
+    elif base in SCANS:
+        terms |= {"scan": outs[0].num_elements, "scan_floor": 1.0}
+        _copied(terms, ins[0])
+    elif op in ("scatter", "gather"):
+        _indexed(terms, op, ins, outs[0])
+    elif op == "conv":
+        _convolution(terms, launch, ins, outs[0])
+    elif op == "grouped" or (op == "gemm" and not all(starts_at_vectors(v) for v in ins if len(v.shape) > 1)):
+        terms["grouped" if op == "grouped" else "unaligned"] = 1.0
+    return tuple(sorted(terms.items()))
+
+
+def attention_walk(base: str, num_queries: int, num_keys: int, few: int) -> Walk:
+    """Which library's kernel computes the attention; few queries stream the keys through one block each."""
+    if "efficient" in base:
+        return (("efficient_key", float(num_keys)),) if num_queries <= few else (("efficient", 1.0),)
+    return next((((name, 1.0),) for name in ("cudnn", "flash") if name in base), ())
+
+
+def copies_first(op: str, kernel_name: str, ins: Sequence[View]) -> bool:
+    """True iff the operator copies its input into a new tensor and works on that."""
+    if kernel_name.startswith("aten.masked_fill."):
+        return bool(ins)
+    return op in ("norm", "softmax", "scan", "conv") and bool(ins) and not is_dense(ins[0])
+
+
+# The rules ------------------------------------------------------------------------------------------------
+
+
+def _elementwise(terms: dict[str, float], base: str, ins: tuple[View, ...], out: View) -> None:
+    tensors = tuple(v for v in ins if v.shape)
+    if base == "masked_fill":
+        _add_index(terms, (out, ins[0]), out)
+    _add_index(terms, (out, *tensors), out)
+    if _casts(base, tensors, out) and "index" not in terms:
+        terms |= {"cast": out.num_elements, "indexing": 1.0}
+
+
+def _casts(base: str, ins: Sequence[View], out: View) -> bool:
+    """True iff elements are converted one by one; fp32 to 16 bits has a vectorised kernel of its own."""
+    if base in COPIES:
+        narrows = bool(ins) and ins[-1].dtype == "float32" and out.dtype in ("bfloat16", "float16")
+        return bool(ins) and ins[-1].dtype != out.dtype and not narrows
+    return len({v.dtype for v in ins if v.dtype != "bool"}) > 1
+
+
+def _copied(terms: dict[str, float], view: View) -> None:
+    """The copy that an operator makes of an input that is not dense."""
+    if not is_dense(view):
+        _add_index(terms, (dense(view), view), dense(view))
+
+
+def _softmax(terms: dict[str, float], launch: Launch, view: View) -> None:
+    axis = launch.args[1] if len(launch.args) > 1 else -1
+    length = view.shape[axis] if isinstance(axis, int) and view.shape else 1
+    if length * item_bytes(view.dtype) % VECTOR_BYTES and length > 64:
+        terms["uneven_row"] = view.num_elements
+    _copied(terms, view)
+
+
+def _reduction(terms: dict[str, float], launch: Launch, view: View, out: View) -> None:
+    rows = max(1, out.num_elements)
+    length = view.num_elements // rows
+    if length < 2 or not _reduces_inner(launch, view):
+        return
+    if length < SHORT_ROW:
+        terms["row"] = rows
+    elif length < WARP_ROW:
+        terms["warp_row"] = length
+
+
+def _reduces_inner(launch: Launch, view: View) -> bool:
+    """True iff neighbours in memory are summed up; without a list of dimensions all are."""
+    given = launch.args[1] if len(launch.args) > 1 else dict(launch.kwargs).get("dim")
+    dims = given if isinstance(given, tuple) else (given,)
+    reduced = {d % len(view.shape) for d in dims if type(d) is int and view.shape}
+    inner = {i for i, (n, s) in enumerate(zip(view.shape, view.stride, strict=True)) if s == 1 and n > 1}
+    return not reduced or bool(reduced & inner)
+
+
+def _sampling(terms: dict[str, float], kind: str, view: View, out: View) -> None:
+    terms[f"{kind}_floor"] = 1.0
+    if kind == "argmax":
+        terms["argmax"] = view.num_elements
+    elif kind == "sort":
+        terms["sort"] = view.shape[-1] if view.shape else 1
+
+
+def _indexed(terms: dict[str, float], op: str, ins: tuple[View, ...], out: View) -> None:
+    """Gathers by one list of rows are copies; by several lists, and all scatters, they compute indices."""
+    lists = [v for v in ins[1:] if v.dtype == "int64"]
+    if op == "scatter" and len(ins) > 2:
+        terms |= {"put": ins[-1].num_elements, "put_floor": 1.0}
+    elif op == "gather" and len(lists) > 1:
+        terms |= {"put": out.num_elements, "put_floor": 1.0}
+
+
+def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...], out: View) -> None:
+    groups = launch.args[8] if len(launch.args) > 8 else 1
+    if len(ins) < 2:
+        return
+    _copied(terms, ins[0])
+    if isinstance(groups, int) and groups > 1:
+        taps = ins[1].num_elements // max(1, ins[1].shape[0])
+        terms["depthwise"] = float(out.num_elements * taps)
+        return
+    terms["conv"] = out.num_elements
+    if len(ins) > 2 and len(out.shape) > 2:
+        # The bias is added by a kernel of its own.
+        bias = View(ins[2].buffer, ins[2].dtype, (ins[2].shape[0],) + (1,) * (len(out.shape) - 2),
+                    (1,) + (0,) * (len(out.shape) - 2), 0)  # fmt: skip
+        _add_index(terms, (out, bias), out)
+
+
+def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> None:
+    """Adds what it takes to walk these tensors together, in the order of `out`; nothing if vectorised."""
+    sizes, strides = joined_dims(views, out)
+    if len(sizes) <= 1 and all(column[0] == 1 for column in strides if column):
+        return
+    num = out.num_elements
+    terms["indexing"] = 1.0
+    terms["index"] = terms.get("index", 0.0) + num
+    terms["dim"] = terms.get("dim", 0.0) + num * len(sizes)
+    for view, column in zip(views, strides, strict=True):
+        step = abs(column[0]) if column else 0
+        if step > 1:
+            share = min(SECTOR_BYTES, step * item_bytes(view.dtype)) / SECTOR_BYTES
+            terms["sector"] = terms.get("sector", 0.0) + num * share

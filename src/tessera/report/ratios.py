@@ -1,0 +1,131 @@
+"""The heterogeneity picture: how unlike two devices are, launch by launch.
+
+For each class of kernels, the ratio of every launch's time on the second device to that on the first; and the
+cumulative distribution of these ratios, by launches and by time. Launches that take no time on either device
+are left out. Needs matplotlib (the extra `report`); the picture names the sources of its numbers.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import MissingExtra, TesseraError
+from tessera.ir import Costs, Trace
+
+FORMATS = (".png", ".svg", ".pdf")
+# Ratios nearer to 1 than this are within what one can know.
+EVEN = 1.1
+FIRST, SECOND, MIDDLE = "#2a6f97", "#c8553d", "#8a8a8a"
+
+
+def check_matplotlib() -> None:
+    """Raises unless pictures can be drawn here."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "report")
+
+
+def ratios(costs: Costs, classes: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """Class -> (time on the second device over time on the first, time on the first), by rising ratio."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row, name in zip(costs.costs, classes, strict=True):
+        first, second = row[0].us, row[1].us
+        if first > 0 and second > 0:
+            found.setdefault(name, []).append((second / first, first))
+    return {name: sorted(rows) for name, rows in sorted(found.items(), key=lambda x: min(x[1]))}
+
+
+def sources(costs: Costs) -> str:
+    """Where the prices of each device come from, most frequent first."""
+    words = []
+    for index, device in enumerate(costs.devices):
+        counted = Counter(row[index].source.value for row in costs.costs if row[index].us > 0)
+        parts = ", ".join(f"{name} {n}" for name, n in counted.most_common())
+        words.append(f"{device.name}: {parts}")
+    return "; ".join(words)
+
+
+def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
+    """Writes the picture; `classes` has one word for every launch."""
+    check_matplotlib()
+    if path.suffix.lower() not in FORMATS:
+        raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.", "--plot")
+    found = ratios(costs, classes)
+    if not found:
+        raise TesseraError("no launch takes time on both devices", "Name other devices.", "--plot")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    first, second = (d.name for d in costs.devices)
+    step = trace.step
+    figure.suptitle(
+        f"{step.kind} of {Path(step.model).name}, batch {step.batch}, context {step.context}: "
+        f"{sum(map(len, found.values()))} launches on {first} and {second}"
+    )
+    _bars(left, found, first, second)
+    _distribution(right, found, first, second)
+    figure.text(0.0, -0.03, f"sources of the times: {sources(costs)}", fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise TesseraError(message, "Choose another place.", str(path)) from error
+
+
+def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
+    """One bar a launch, side by side in its class, from the line of equal speed."""
+    place, ticks = 0.0, []
+    for name, rows in found.items():
+        # A class takes one unit of width, however many launches it has.
+        width = 1.0 / len(rows)
+        xs = [place + (i + 0.5) * width for i in range(len(rows))]
+        heights = [ratio - 1.0 for ratio, _ in rows]
+        axes.bar(xs, heights, width, bottom=1.0, color=[_colour(ratio) for ratio, _ in rows])
+        ticks.append((place + 0.5, f"{name}\n{len(rows)}"))
+        place += 1.3
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_yscale("log")
+    _plain_ticks(axes.yaxis)
+    axes.set_xticks([x for x, _ in ticks], [label for _, label in ticks], fontsize=8, rotation=30, ha="right")
+    axes.set_ylabel(f"time on {second} / time on {first}")
+    axes.set_title(f"each launch, by class: above 1, {first} is faster", fontsize=10)
+
+
+def _plain_ticks(axis: Any) -> None:
+    """0.5, 1, 2 and not powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _colour(ratio: float) -> str:
+    if 1 / EVEN <= ratio <= EVEN:
+        return MIDDLE
+    return FIRST if ratio > 1 else SECOND
+
+
+def _distribution(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
+    rows = sorted(row for group in found.values() for row in group)
+    for label, weights in (("launches", [1.0] * len(rows)), (f"time on {first}", [us for _, us in rows])):
+        total, seen = sum(weights), 0.0
+        xs, ys = [rows[0][0]], [0.0]
+        for (ratio, _), weight in zip(rows, weights, strict=True):
+            seen += weight
+            xs.append(ratio)
+            ys.append(seen / total)
+        axes.step(xs, ys, where="post", label=f"share of {label}")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    _plain_ticks(axes.xaxis)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel(f"time on {second} / time on {first}")
+    axes.set_title("cumulative distribution", fontsize=10)
+    axes.legend(fontsize=8, loc="upper left")

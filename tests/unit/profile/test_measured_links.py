@@ -1,0 +1,66 @@
+"""Links: latency and bandwidth from transfers, and the store of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tessera.execute.process_links import time_processes
+from tessera.profile.measured.links import SIZES, fit_link, keep_links, remark, stored_links
+
+
+def transfers(latency_us: float, gbps: float) -> list[tuple[int, float]]:
+    """What a perfect link would take."""
+    return [(n, latency_us + n / (gbps * 1e3)) for n in SIZES]
+
+
+def test_a_perfect_link_is_found_exactly() -> None:
+    """Latency and bandwidth come back."""
+    fit = fit_link("a", "b", "wire", transfers(12.0, 25.0), transfers(12.0, 20.0))
+
+    assert (12.0, 25.0, 20.0) == pytest.approx((fit.latency_us, fit.gbps, fit.both_gbps))
+    assert fit.rel_error < 1e-9
+
+
+def test_short_messages_count_as_much_as_long_ones() -> None:
+    """Ten per cent off on the longest transfer moves the latency little."""
+    times = transfers(12.0, 25.0)
+    times[-1] = (times[-1][0], times[-1][1] * 1.1)
+    fit = fit_link("a", "b", "wire", times, times)
+
+    assert 12.0 == pytest.approx(fit.latency_us, rel=0.02)
+
+
+def test_no_latency_is_below_zero() -> None:
+    """Noise that would make it so is taken as none."""
+    fit = fit_link("a", "b", "wire", [(4096, 0.1), (8192, 10.0), (16384, 20.0)], transfers(1.0, 1.0))
+
+    assert fit.latency_us >= 0.0
+    assert fit.gbps > 0.0
+
+
+def test_a_link_that_both_directions_share_is_remarked() -> None:
+    """Half of the bandwidth when both are busy is worth knowing."""
+    fit = fit_link("a", "b", "wire", transfers(12.0, 25.0), transfers(12.0, 12.0))
+
+    assert "25 GB/s alone, 12 GB/s while the other direction is busy" in remark(fit)
+
+
+def test_the_last_measurement_of_a_link_counts(tmp_path: Path) -> None:
+    """Both stay in the store."""
+    path = tmp_path / "s"
+    keep_links(path, [fit_link("a", "b", "wire", transfers(12.0, 25.0), transfers(12.0, 25.0))])
+    keep_links(path, [fit_link("a", "b", "wire", transfers(8.0, 30.0), transfers(8.0, 30.0))])
+
+    (link,) = stored_links(path)
+    assert ("a", "b", "measured") == (link.src, link.dst, link.name)
+    assert (8.0, 30.0) == pytest.approx((link.latency_us, link.gbps))
+    assert 2 == len(path.read_text().splitlines())
+
+
+def test_two_processes_of_this_machine_are_timed_each_way_and_both() -> None:
+    """Every size has times in all four directions, none of them zero."""
+    found = time_processes((4096, 1 << 20))
+
+    assert {"there", "back", "both there", "both back"} == found.keys()
+    assert all({4096, 1 << 20} == {n for n, _ in times} for times in found.values())
+    assert all(us > 0 for times in found.values() for _, us in times)

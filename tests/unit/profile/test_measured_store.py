@@ -1,0 +1,127 @@
+"""The store: what is kept between commands, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tessera.errors import ArtifactError, TesseraError
+from tessera.profile.measured import Clocks, Machine, Store, Timing
+
+TIMING = Timing(12.5, 0.1, 20)
+
+
+def machine(mhz: float | None = 1500.0, change: dict[str, str] | None = None) -> Machine:
+    """One device of some identity."""
+    return Machine({"device": "Fake GPU", "driver": "1", "torch": "2", **(change or {})}, mhz)
+
+
+def filled(path: Path, mhz: float | None = 1500.0) -> None:
+    """A store with one launch."""
+    Store(path, machine(mhz)).add_launch("k1", "aten.mm.default", TIMING, mhz)
+
+
+def test_what_is_added_is_found_by_the_next_command(tmp_path: Path) -> None:
+    """Times survive the process, to the last digit."""
+    filled(tmp_path / "s")
+
+    assert TIMING == Store(tmp_path / "s", machine()).launch("k1")
+
+
+def test_failures_and_whole_steps_are_kept_too(tmp_path: Path) -> None:
+    """So that they are not tried again."""
+    store = Store(tmp_path / "s", machine())
+    store.add_failure("k2", "aten.nonzero.default", "it waits for the host")
+    store.add_whole("digest", TIMING)
+    again = Store(tmp_path / "s", machine())
+
+    assert ("it waits for the host", TIMING) == (again.failure("k2"), again.whole("digest"))
+
+
+@pytest.mark.parametrize("change", [{"driver": "2"}, {"torch": "3"}, {"device": "Other GPU"}, {"sms": "32"}])
+def test_rows_of_another_machine_are_not_used(tmp_path: Path, change: dict[str, str]) -> None:
+    """Another driver, torch, card or part of a card is another machine."""
+    filled(tmp_path / "s")
+
+    assert Store(tmp_path / "s", machine(change=change)).launch("k1") is None
+
+
+def test_other_clocks_are_refused_with_both_and_the_choices(tmp_path: Path) -> None:
+    """The message says what differs and which options there are."""
+    filled(tmp_path / "s", 1500.0)
+
+    with pytest.raises(
+        TesseraError, match=r"1 launches measured at 1500 MHz; .* 1980 MHz now. Choose --clocks"
+    ):
+        Store(tmp_path / "s", machine(1980.0))
+
+
+def test_other_clocks_can_be_used_by_choice(tmp_path: Path) -> None:
+    """`--clocks any`."""
+    filled(tmp_path / "s", 1500.0)
+
+    assert TIMING == Store(tmp_path / "s", machine(1980.0), Clocks.ANY).launch("k1")
+
+
+def test_other_clocks_can_be_left_unused_by_choice(tmp_path: Path) -> None:
+    """`--clocks now` measures again and keeps both."""
+    filled(tmp_path / "s", 1500.0)
+    store = Store(tmp_path / "s", machine(1980.0), Clocks.NOW)
+
+    assert store.launch("k1") is None
+    store.add_launch("k1", "aten.mm.default", Timing(9.0, 0.1, 9), 1980.0)
+    assert 9.0 == _us(Store(tmp_path / "s", machine(1980.0), Clocks.NOW))
+    assert 12.5 == _us(Store(tmp_path / "s", machine(1500.0), Clocks.NOW))
+
+
+def _us(store: Store) -> float:
+    found = store.launch("k1")
+    assert found is not None
+    return found.us
+
+
+def test_clocks_a_little_apart_are_the_same(tmp_path: Path) -> None:
+    """Two per cent is what a clock drifts by itself."""
+    filled(tmp_path / "s", 1500.0)
+
+    assert TIMING == Store(tmp_path / "s", machine(1530.0)).launch("k1")
+
+
+def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    """All that was whole before it stays, and what comes after it as well."""
+    path = tmp_path / "s"
+    filled(path)
+    with path.open("a") as file:
+        file.write('{"session": "x", "kind": "lau')
+    Store(path, machine()).add_launch("k2", "aten.mm.default", TIMING, None)
+    store = Store(path, machine())
+
+    assert (TIMING, TIMING) == (store.launch("k1"), store.launch("k2"))
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    """With file and line."""
+    path = tmp_path / "s"
+    filled(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "garbage", lines[1]]) + "\n")
+
+    with pytest.raises(ArtifactError, match=r"s:2: no measurement but something else. Delete that line"):
+        Store(path, machine())
+
+
+def test_a_folder_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
+    """With the option that helps."""
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "s", machine())
+
+    with pytest.raises(TesseraError, match=r"cannot be written: .*Choose --store"):
+        store.add_whole("digest", TIMING)
+
+
+def test_rows_say_who_measured_them(tmp_path: Path) -> None:
+    """Device, driver, torch and clock stand before the first row of a session."""
+    filled(tmp_path / "s")
+    head = json.loads((tmp_path / "s").read_text().splitlines()[0])
+
+    assert (1500.0, "1", "2") == (head["clock_mhz"], head["identity"]["driver"], head["identity"]["torch"])
