@@ -1,171 +1,289 @@
-"""How long planning takes and how far from the bound it ends, on made-up layered models.
+"""How good plans are and how long they take: made-up models, and captured ones at full size.
 
-    python benchmarks/bench_planner.py [--sizes 200 1000 5000 20000] [--devices 2] [--json]
+    python benchmarks/bench_planner.py [--parts growth devices quality milp latency captured] [-o FOLDER]
 
-An instance is a decoder: repeated layers with attention state, residuals and a gated MLP, once as a
-prefill and once as a decode step that repeats. Costs come from a seed: two unlike devices, each better
-at some kernels, every layer's cost shaken by a few percent. Nothing here is measured on a GPU.
+growth    planning time over launches, two devices: the linear program alone, and with simulation
+devices   the same over devices, with the gap to the bound
+quality   simulated throughput with four slots, as a share of the bound, beside the coarse policies
+milp      against one placement by HiGHS (60 s), under the same costs: rate and time
+latency   one request alone: distance to a proved lower bound
+captured  quality, for the built-in models recorded at full size without a GPU and priced by `tessera.profile`
 
-`build` is the time to make the arrays, `solve` the whole call (arrays, baselines, linear program,
-checks of the finished plan), both with the traces' digests known, as they are after loading. `gap` is the
-distance of throughput from its bound, `lat. gap` that of one request's time from its lower bound: each
-means something only under its own objective.
+Every figure but the seconds is modelled or simulated. `cpu s` is this process's time, which other work on the
+machine hardly changes; `wall s` is the clock's. A bound is that of busy time: it holds for any slots.
 """
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+from planner_instances import Case, Spec, make_case
 
 from tessera import ir
 from tessera.plan import PlanConfig, solve
 from tessera.plan.latency import Clock, bound_us
+from tessera.plan.milp import best_placement
 from tessera.plan.problem import build
+from tessera.simulate import SteadyRates
 
-# Per launch of a layer: scope, what it reads (offsets back to its producers), relative work, bytes out.
-LAYER: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
-    ("input_layernorm", (1,), 0.1, 1.0),
-    ("self_attn.q_proj", (1,), 1.0, 1.0),
-    ("self_attn.k_proj", (2,), 0.3, 0.25),
-    ("self_attn.v_proj", (3,), 0.3, 0.25),
-    ("self_attn.rotary", (3, 2), 0.1, 1.2),
-    ("self_attn.cache", (1, 2), 0.1, 0.1),
-    ("self_attn", (2, 1), 1.5, 1.0),
-    ("self_attn.o_proj", (1,), 1.0, 1.0),
-    ("residual", (1, 9), 0.1, 1.0),
-    ("post_attention_layernorm", (1,), 0.1, 1.0),
-    ("mlp.gate_proj", (1,), 2.5, 3.5),
-    ("mlp.up_proj", (2,), 2.5, 3.5),
-    ("mlp.act", (2, 1), 0.3, 3.5),
-    ("mlp.down_proj", (1,), 2.5, 1.0),
-    ("residual", (1, 6), 0.1, 1.0),
+FAMILIES = ("dense", "moe", "ssm", "diffusion", "random")
+Figures = dict[str, Any]
+# What is captured: (name, [(step, batch, context, reserve)], runs of each step).
+CAPTURED = (
+    ("llama-3-8b", (("prefill", 2, 512, 128), ("decode", 2, 640, 0)), (1, 32)),
+    ("gpt-oss-20b", (("prefill", 2, 512, 128), ("decode", 2, 640, 0)), (1, 32)),
+    ("mamba-codestral-7b", (("prefill", 2, 256, 128), ("decode", 2, 384, 0)), (1, 32)),
+    ("qwen2.5-vl-7b", (("encode", 1, 256, 0), ("prefill", 2, 512, 128), ("decode", 2, 640, 0)), (1, 1, 32)),
+    ("sd3.5-medium", (("denoise", 2, 1024, 0),), (28,)),
 )
-ATTENTION = 6
-WIDTH_BYTES = {"prefill": 8 << 20, "decode": 256 << 10}
+PAIRS = ("emu:a100,emu:l40s", "emu:h100,emu:h20")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One instance."""
-
-    launches: int
-    devices: int
-    objective: str
-    build_s: float
-    solve_s: float
-    throughput_per_s: float
-    bound_per_s: float
-    gap: float
-    lanes: int
-    best_baseline: str
-    gain: float
-    latency_us: float
-    # How far one request's time is above its lower bound, as a fraction of it.
-    latency_gap: float
+def timed(work: Callable[[], ir.Plan]) -> tuple[ir.Plan, Figures]:
+    """A plan and how long it took."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    plan = work()
+    return plan, {
+        "wall_s": round(time.perf_counter() - wall, 3),
+        "cpu_s": round(time.process_time() - cpu, 3),
+        "launches": plan.unit.num_launches,
+        "devices": len(plan.cluster.devices),
+        "lanes": len(plan.lanes),
+        "gap": float(plan.gap),
+    }
 
 
-def make_graph(num_layers: int, kind: str) -> ir.Graph:
-    """A decoder step of repeated layers."""
-    size = WIDTH_BYTES[kind]
-    num = num_layers * len(LAYER)
-    readers: list[list[int]] = [[] for _ in range(num)]
-    for launch in range(num):
-        for back in LAYER[launch % len(LAYER)][1]:
-            if launch >= back:
-                readers[launch - back].append(launch)
-    sizes = [int(size * LAYER[i % len(LAYER)][3]) for i in range(num)]
-    buffers = [ir.Buffer(f"t{i}", ir.BufferKind.TEMPORARY, n) for i, n in enumerate(sizes)]
-    buffers += [ir.Buffer(f"kv{n}", ir.BufferKind.STATE, 32 << 20) for n in range(num_layers)]
-    accesses = [[ir.Access(i, ir.Region(0, sizes[i]), write=True)] for i in range(num)]
-    for producer, listed in enumerate(readers):
-        for reader in listed:
-            accesses[reader].append(ir.Access(producer, ir.Region(0, sizes[producer]), read=True))
-    groups = tuple((n * len(LAYER) + ATTENTION - 1, n * len(LAYER) + ATTENTION) for n in range(num_layers))
-    for layer, group in enumerate(groups):
-        for launch in group:
-            accesses[launch].append(ir.Access(num + layer, ir.Region(0, 32 << 20), read=True))
-    kernels = tuple(ir.Kernel(f"k{n}", ir.Origin.ATEN) for n in range(len(LAYER)))
-    launches = tuple(ir.Launch(i % len(LAYER), (), (), (), tuple(accesses[i]), _scope(i)) for i in range(num))
-    values = tuple(ir.Value(i, i, tuple(sorted(set(r))), 0, sizes[i]) for i, r in enumerate(readers))
-    trace = ir.Trace(ir.Step("layered", kind, 1, 1024), kernels, tuple(buffers), launches, ())
-    return ir.Graph(trace, (), values, groups)
+def by_busy_time(case: Case, objective: ir.Objective = ir.Objective.THROUGHPUT) -> tuple[ir.Plan, Figures]:
+    """Without simulation."""
+    return timed(lambda: solve(*case, PlanConfig(objective)))
 
 
-def _scope(launch: int) -> str:
-    return f"model.layers.{launch // len(LAYER)}.{LAYER[launch % len(LAYER)][0]}"
+def simulated(case: Case, slots: int) -> tuple[ir.Plan, Figures]:
+    """With it, and what it says."""
+    rates = SteadyRates()
+    config = PlanConfig(ir.Objective.THROUGHPUT, slots)
+    plan, row = timed(lambda: solve(*case, config, rates, rates.glance))
+    reached = {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s}
+    row |= {
+        "slots": slots,
+        "of_bound": plan.simulated_per_s / plan.bound_per_s,
+        "data_parallel": reached.get("data-parallel", 0.0) / plan.bound_per_s,
+        "best_coarse": max(reached.values()) / plan.bound_per_s,
+    }
+    return plan, row
 
 
-def make_case(
-    num_launches: int, num_devices: int, seed: int = 0
-) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...], ir.Cluster]:
-    """About as many launches as asked for, half of them prefill."""
-    rng = np.random.default_rng(seed)
-    num_layers = max(2, num_launches // (2 * len(LAYER)))
-    unit = ir.WorkUnit(tuple(make_graph(num_layers, kind) for kind in WIDTH_BYTES), (1, 64), "layered")
-    devices = tuple(ir.Device(f"emu:{i}", ir.DeviceKind.EMU, f"g{i}", 1 << 45) for i in range(num_devices))
-    links = tuple(ir.Link(a.name, b.name, "pcie4", 10.0, 22.0) for a in devices for b in devices if a != b)
-    cluster = ir.Cluster(devices, links)
-    work = np.array([x[2] for x in LAYER])
-    costs = []
-    for graph, scale in zip(unit.graphs, (300.0, 12.0), strict=True):
-        per_kernel = scale * work[:, None] * rng.uniform(0.5, 1.5, (len(LAYER), num_devices)) + 2.0
-        shaken = np.tile(per_kernel, (num_layers, 1)) * rng.uniform(
-            0.97, 1.03, (len(graph.values), num_devices)
+def growth() -> Iterator[Figures]:
+    """Over launches."""
+    for launches in (200, 1000, 5000, 20000):
+        spec = Spec("dense", launches)
+        case = make_case(spec)
+        yield {"part": "growth", "instance": spec.name, "how": "linear program"} | by_busy_time(case)[1]
+        yield {"part": "growth", "instance": spec.name, "how": "with simulation"} | simulated(case, 4)[1]
+
+
+def devices() -> Iterator[Figures]:
+    """Over devices: some alike, or all of four kinds."""
+    for launches, num, kinds in (
+        (5000, 4, 2),
+        (5000, 4, 4),
+        (5000, 8, 2),
+        (5000, 8, 4),
+        (5000, 16, 2),
+        (2000, 16, 4),
+    ):
+        spec = Spec("dense", launches, num, kinds)
+        yield {"part": "devices", "instance": spec.name} | by_busy_time(make_case(spec))[1]
+    for family in ("moe", "diffusion", "random"):
+        spec = Spec(family, 2000, 4, 4)
+        yield {"part": "devices", "instance": spec.name} | by_busy_time(make_case(spec))[1]
+
+
+def quality() -> Iterator[Figures]:
+    """Four requests in flight on two devices."""
+    for family in FAMILIES:
+        for link, seed in (("pcie4", 0), ("pcie4", 1), ("ib100", 2), ("nvlink", 3)):
+            spec = Spec(family, 300, link=link, seed=seed)
+            yield {"part": "quality", "instance": spec.name} | simulated(make_case(spec), 4)[1]
+
+
+def milp() -> Iterator[Figures]:
+    """One placement by HiGHS."""
+    for family in FAMILIES:
+        for num in (2, 3) if family == "dense" else (2,):
+            spec = Spec(family, 200, num, num)
+            case = make_case(spec)
+            plan, row = by_busy_time(case)
+            start = time.perf_counter()
+            found = best_placement(build(*case))
+            seconds = time.perf_counter() - start
+            rate = 1e6 / float(found[0].busy_us.max()) if found else None
+            yield (
+                {"part": "milp", "instance": spec.name}
+                | row
+                | {
+                    "milp_wall_s": round(seconds, 2),
+                    "milp_of_plan": rate / plan.throughput_per_s if rate else None,
+                    "times_faster": seconds / max(row["wall_s"], 1e-3),
+                }
+            )
+
+
+def latency() -> Iterator[Figures]:
+    """One request alone."""
+    for family in FAMILIES:
+        for seed in (0, 1):
+            spec = Spec(family, 600, seed=seed)
+            case = make_case(spec)
+            plan, row = by_busy_time(case, ir.Objective.LATENCY)
+            problem = build(*case)
+            row["latency_gap"] = plan.latency_us / bound_us(problem, Clock(problem)) - 1.0
+            yield {"part": "latency", "instance": spec.name} | row
+
+
+def captured() -> Iterator[Figures]:
+    """Built-in models at full size."""
+    from tessera.capture import record_step
+    from tessera.flow import make_unit, price
+    from tessera.profile import make_cluster, parse_devices
+
+    for model, steps, counts in CAPTURED:
+        traces = [record_step(ir.Step(model, k, b, c, 0, r), "fake") for k, b, c, r in steps]
+        unit = make_unit(traces, counts)
+        for pair in PAIRS:
+            cluster = make_cluster(parse_devices(pair), "pcie4")
+            case = (unit, price(unit, cluster), cluster)
+            yield {"part": "captured", "instance": f"{model} {pair}"} | simulated(case, 4)[1]
+
+
+PARTS: dict[str, Callable[[], Iterator[Figures]]] = {
+    "growth": growth, "devices": devices, "quality": quality, "milp": milp, "latency": latency,
+    "captured": captured,
+}  # fmt: skip
+
+
+def summary(rows: list[Figures]) -> Figures:
+    """What the issue asks for, in figures."""
+    judged = [r for r in rows if r["part"] in ("quality", "captured")]
+    found: Figures = {}
+    if judged:
+        found["median_of_bound"] = statistics.median(r["of_bound"] for r in judged)
+        found["least_of_bound"] = min(r["of_bound"] for r in judged)
+        found["below_data_parallel"] = sum(bool(r["of_bound"] < r["data_parallel"] - 1e-9) for r in judged)
+        found["below_best_coarse"] = sum(bool(r["of_bound"] < r["best_coarse"] - 1e-9) for r in judged)
+    single = [r["milp_of_plan"] for r in rows if r.get("milp_of_plan")]
+    if single:
+        found["most_milp_of_plan"] = max(single)
+    return found
+
+
+def verdicts(rows: list[Figures]) -> Iterator[str]:
+    """What was aimed at, and whether it was reached."""
+
+    def said(what: str, value: float, limit: float, is_least: bool = False) -> str:
+        is_good = value >= limit if is_least else value <= limit
+        return f"- {'reached' if is_good else 'MISSED'}: {what}: {value:.4g}, aim {limit:g}"
+
+    found = summary(rows)
+    if "median_of_bound" in found:
+        yield said("median share of the bound, 4 slots", found["median_of_bound"], 0.95, True)
+        yield said("instances below data-parallel", found["below_data_parallel"], 0)
+    for size, limit in ((4980, 1.0), (19980, 5.0)):
+        for row in (r for r in rows if r["part"] == "growth" and r["launches"] == size):
+            yield said(f"CPU s, {size} launches, 2 devices, {row['how']}", row["cpu_s"], limit)
+    for row in (r for r in rows if r["part"] == "devices"):
+        yield said(f"CPU s, {row['instance']}", row["cpu_s"], 60.0 if row["devices"] > 8 else 20.0)
+        yield said(f"gap, {row['instance']}", row["gap"], 0.02)
+    if "most_milp_of_plan" in found:
+        yield said("best single placement (HiGHS) over the plan", found["most_milp_of_plan"], 1.0)
+    for row in (r for r in rows if r["part"] == "latency"):
+        yield said(f"latency over its bound, {row['instance']}", row["latency_gap"], 0.05)
+
+
+def table(rows: list[Figures]) -> str:
+    """Markdown, one table a part."""
+    text = []
+    for part in dict.fromkeys(r["part"] for r in rows):
+        listed = [r for r in rows if r["part"] == part]
+        heads = [h for h in dict.fromkeys(k for r in listed for k in r) if h != "part"]
+        text += [f"\n## {part}\n", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        text += ["| " + " | ".join(_cell(r.get(h)) for h in heads) + " |" for r in listed]
+    return "\n".join(text)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+def draw(rows: list[Figures], path: Path) -> None:
+    """Time over launches and over devices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
+    for how in ("linear program", "with simulation"):
+        listed = [r for r in rows if r["part"] == "growth" and r["how"] == how]
+        left.loglog([r["launches"] for r in listed], [r["cpu_s"] for r in listed], "o-", label=how)
+    left.set(xlabel="launches (2 devices)", ylabel="planning, CPU s")
+    left.legend(fontsize=8)
+    for kinds in ("k2", "k4"):
+        listed = [
+            r
+            for r in rows
+            if r["part"] == "devices" and "dense-5000" in r["instance"] and kinds in r["instance"]
+        ]
+        right.semilogy(
+            [r["devices"] for r in listed], [r["cpu_s"] for r in listed], "o-", label=f"{kinds[1]} kinds"
         )
-        rows = tuple(tuple(ir.Cost(x, ir.Source.FITTED, 0.1) for x in row) for row in shaken.tolist())
-        costs.append(ir.Costs(graph.trace.digest, devices, rows))
-    return unit, tuple(costs), cluster
+    right.set(xlabel="devices (5,000 launches)")
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
 
 
-def measure(num_launches: int, num_devices: int, objective: ir.Objective) -> Row:
-    """Plans one instance."""
-    unit, costs, cluster = make_case(num_launches, num_devices)
-    start = time.perf_counter()
-    problem = build(unit, costs, cluster)
-    built = time.perf_counter()
-    plan = solve(unit, costs, cluster, PlanConfig(objective))
-    stop = time.perf_counter()
-    name, rate = max(
-        ((b.name, b.throughput_per_s) for b in plan.baselines if b.throughput_per_s), key=lambda x: x[1]
+def write(rows: list[Figures], folder: Path) -> None:
+    """planner_202611.json, .md and .png."""
+    place = folder / "planner_202611"
+    found = json.dumps(summary(rows))
+    place.with_suffix(".json").write_text(
+        json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n"
     )
-    return Row(
-        unit.num_launches,
-        num_devices,
-        objective.value,
-        round(built - start, 3),
-        round(stop - built, 3),
-        plan.throughput_per_s,
-        plan.bound_per_s,
-        plan.gap,
-        len(plan.lanes),
-        name,
-        plan.throughput_per_s / rate,
-        plan.latency_us,
-        plan.latency_us / bound_us(problem, Clock(problem)) - 1.0,
+    head = (
+        f"# Planner, November 2026\n\n{(__doc__ or '').strip()}\n\nSummary: `{found}`\n\n"
+        + "\n".join(verdicts(rows))
+        + "\n"
     )
+    place.with_suffix(".md").write_text(head + table(rows) + "\n")
+    if {"growth", "devices"} <= {r["part"] for r in rows}:
+        draw(rows, place.with_suffix(".png"))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The table, or JSON."""
+def main() -> None:
+    """Runs the parts asked for, or takes rows that earlier runs printed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[200, 1000, 5000, 20000])
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--objective", choices=[o.value for o in ir.Objective], default="throughput")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    rows = [measure(n, args.devices, ir.Objective(args.objective)) for n in args.sizes]
-    if args.json:
-        print(json.dumps([asdict(r) for r in rows], indent=2))
-        return
-    heads = ("launches", "devices", "build s", "solve s", "gap", "lanes", "lat. gap")
-    print(" ".join(f"{h:>9}" for h in heads), " gain over")
-    for r in rows:
-        cells = (r.launches, r.devices, f"{r.build_s:.3f}", f"{r.solve_s:.3f}", f"{r.gap:.3%}", r.lanes)
-        shown = " ".join(f"{c:>9}" for c in (*cells, f"{r.latency_gap:.2%}"))
-        print(f"{shown}  {r.gain:.3f} x {r.best_baseline}")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--printed", nargs="+", type=Path, help="what earlier runs printed, instead of running"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="folder for planner_202611.md, .json and .png")
+    options = parser.parse_args()
+    rows: list[Figures] = []
+    for path in options.printed or ():
+        lines = [json.loads(x) for x in path.read_text().splitlines() if x.startswith("{")]
+        rows += [x for x in lines if "part" in x]
+    for part in () if options.printed else options.parts:
+        for row in PARTS[part]():
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    print(json.dumps(summary(rows)))
+    if options.output:
+        write(rows, options.output)
 
 
 if __name__ == "__main__":

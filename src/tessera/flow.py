@@ -2,21 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tessera.analyze import build_graph
-from tessera.capture import Workload, build
+from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.interpret import interpret
+from tessera.capture import Workload, build, own
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Cluster, Costs, Graph, Objective, Plan, Trace, WorkUnit, verify
-from tessera.plan import PlanConfig, solve
-from tessera.profile import estimate
-from tessera.simulate import simulate, throughput_per_s
+from tessera.execute import kernel_launch
+from tessera.ir import (
+    BufferKind,
+    Cluster,
+    Costs,
+    Device,
+    DeviceKind,
+    Graph,
+    Objective,
+    Plan,
+    Trace,
+    WorkUnit,
+    verify,
+)
+from tessera.plan import PlanConfig, Wish, solve
+from tessera.profile.measured import Timer, combine, needs_measuring
+from tessera.simulate import SteadyRates
 
 Tensors = Mapping[str, torch.Tensor]
 
-# Enough requests that the middle of a simulated run is steady, few enough to try many candidates.
-SAMPLE_ROUNDS = 5
+# Kernels with PTX: capture has them proved, and they run in the interpreter where there is no GPU.
+own.hand_in(triton_accesses, kernel_launch.run_kernel)
+kernel_launch.hand_in(interpret)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -51,14 +68,12 @@ def check_joined(graphs: Sequence[Graph]) -> None:
 
 
 def price(unit: WorkUnit, cluster: Cluster) -> tuple[Costs, ...]:
-    """Costs of every step from the best source present."""
-    return tuple(estimate(graph.trace, cluster.devices) for graph in unit.graphs)
-
-
-def simulated_throughput(plan: Plan) -> float:
-    """Work units per second with the plan's slots in flight; handed to the planner."""
-    num_requests = max(4, plan.slots) * SAMPLE_ROUNDS
-    return throughput_per_s(simulate(plan, num_requests, is_detailed=False))
+    """Costs of every step from the best source present, for devices that keep a model's time."""
+    for device in cluster.devices:
+        if needs_measuring(device):
+            remedy = "Measure it with `tessera profile TRACE --devices ...`, and plan with --costs."
+            raise TesseraError(f"{device.name} keeps its own time", remedy, "--devices")
+    return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
 
 
 def make_plan(
@@ -68,15 +83,22 @@ def make_plan(
     objective: Objective,
     slots: int,
     policy: str | None = None,
+    wishes: tuple[Wish, ...] = (),
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective=objective, slots=slots, policy=policy)
-    return solve(unit, tuple(costs), cluster, config, simulated_throughput)
+    config = PlanConfig(objective=objective, slots=slots, policy=policy, wishes=wishes)
+    rates = SteadyRates()
+    return solve(unit, tuple(costs), cluster, config, rates, rates.glance)
+
+
+def workload_of(trace: Trace) -> Workload:
+    """The step of a trace, built again from its record, with the generators it draws from."""
+    return build(trace.step).drawing(trace)
 
 
 def workloads_of(unit: WorkUnit) -> list[Workload]:
     """The steps of a unit, built again from their records; steps of one model share its weights."""
-    return [build(graph.trace.step) for graph in unit.graphs]
+    return [workload_of(graph.trace) for graph in unit.graphs]
 
 
 @dataclass(frozen=True)
@@ -118,3 +140,66 @@ def run_undivided(unit: WorkUnit, request: UnitRequest) -> Undivided:
             inputs = request.inputs(step, run, outputs[-1] if outputs else {})
             outputs.append(request.workloads[step].run(inputs, state))
     return Undivided(outputs, state)
+
+
+# Weights and state of a model that is built on the CPU for the sake of its inputs.
+MAX_BUILT_BYTES = 4 << 30
+
+
+def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
+    """What times the launches of a trace on one device; on the model's own tensors where it can be built."""
+
+    def own() -> tuple[Tensors | None, tuple[str, ...]]:
+        return _own_tensors(trace, device)
+
+    if device.kind is DeviceKind.CPU:
+        from tessera.execute.timing import CpuTimer
+
+        return CpuTimer(trace, own)
+    from tessera.execute.cuda_timing import CudaTimer
+
+    return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
+
+
+def _own_tensors(trace: Trace, device: Device) -> tuple[Tensors | None, tuple[str, ...]]:
+    """Weights, inputs and state of the step on a device, by name; None, and why, where there are none."""
+    kinds = (BufferKind.WEIGHT, BufferKind.STATE)
+    size = sum(b.size_bytes for b in trace.buffers if b.kind in kinds)
+    where = "cpu" if device.kind is DeviceKind.CPU else f"cuda:{device.ordinal}"
+    limit = min(device.memory_bytes, MAX_BUILT_BYTES) if where == "cpu" else device.memory_bytes
+    try:
+        if size > limit:
+            raise TesseraError(f"the model has {size / 1e9:.1f} GB")
+        with torch.device(where), torch.no_grad():
+            workload = build(trace.step).drawing(trace)
+        workload.module.to(where)
+        found = {**workload.weights(), **workload.make_inputs(0), **workload.make_state(0)}
+        generators = {b.name for b in trace.buffers if b.is_generator}  # their state is the host's
+        return {name: t if name in generators else t.to(where) for name, t in found.items()}, ()
+    except (TesseraError, torch.OutOfMemoryError) as error:
+        why = str(error).splitlines()[0]
+        return None, (f"{device.name}: tensors were made up, the model's own are not there: {why}",)
+
+
+def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
+    """A stream on each part of a card among the devices, by name; they live as long as the process."""
+    streams: dict[str, Any] = {}
+    for ordinal in sorted({d.ordinal for d in devices if d.num_sms}):
+        from tessera.execute.cuda.partition import cut
+
+        here = [d for d in devices if d.num_sms and d.ordinal == ordinal]
+        parts = cut(ordinal, [d.num_sms for d in here])
+        streams |= {d.name: part.stream() for d, part in zip(here, parts, strict=True)}
+    return streams
+
+
+def time_link(a: Device, b: Device, sizes: Sequence[int]) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    """How bytes travel between two devices of this machine, and what transfers of these sizes take."""
+    if a.kind is DeviceKind.CPU and b.kind is DeviceKind.CPU:
+        from tessera.execute.process_links import VIA, time_processes
+
+        return VIA, time_processes(sizes)
+    from tessera.execute.cuda_links import time_copies, via
+
+    src, dst = (d.ordinal if d.kind is DeviceKind.CUDA else None for d in (a, b))
+    return via(src, dst), time_copies(src, dst, sizes)

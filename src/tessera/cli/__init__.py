@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from tessera import __version__
-from tessera.cli import analyze, capture, demo, doctor, gpus, plan, profile, run, simulate, verify
+from tessera.cli import advise, analyze, capture, demo, doctor, gpus, plan, profile, run, simulate, verify
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command()(analyze.analyze)
 app.command()(verify.verify)
 app.command()(profile.profile)
 app.command()(plan.plan)
+app.command()(advise.advise)
 app.command()(run.run)
 app.command()(simulate.simulate)
 app.command()(demo.demo)

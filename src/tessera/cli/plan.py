@@ -1,26 +1,49 @@
 """tessera plan: traces and costs -> which device runs which launch."""
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
+from tessera.cli import batches
+from tessera.cli.batches import Tried, apart, best, by_batch
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.errors import MismatchError, TesseraError, UnknownName
+from tessera.cli.plan_text import document, reasons, show, show_reasons
+from tessera.errors import MismatchError, PlanInfeasible, TesseraError, UnknownName
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
+
+if TYPE_CHECKING:
+    from tessera.plan import Wish
+
+__all__ = ["document", "plan", "show", "show_reasons"]
+
+LINK_HELP = (
+    "What joins the devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. Repeat for single pairs: "
+    "emu:a100-emu:l40s=nvlink."
+)
+PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=emu:l40s', mm=..., decode=..."
+BATCH_HELP = "The traces are of several batches of the same steps: choose the batch."
 
 
 def plan(
     traces: Annotated[list[Path], typer.Argument(help="The steps of one request, in order.")],
     costs: Annotated[list[Path] | None, typer.Option(help="Costs, one per trace in any order.")] = None,
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
-    link: Annotated[str, typer.Option(help="What joins the devices.")] = "pcie4",
-    objective: Annotated[str, typer.Option(help="throughput or latency.")] = "throughput",
+    link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
+    bus: Annotated[
+        list[str] | None, typer.Option(help="Devices whose links share one wire: emu:l40s,emu:l40s#1.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="throughput, latency, cost or energy.")] = "throughput",
     slots: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
     counts: Annotated[str | None, typer.Option(help="Runs of each step in a request, as 1,32.")] = None,
     policy: Annotated[str | None, typer.Option(help="Force a coarser policy, such as data-parallel.")] = None,
+    pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(help="Launches that must not run there: gemm=emu:l40s.")
+    ] = None,
+    batch_choices: Annotated[bool, typer.Option("--batch-choices", help=BATCH_HELP)] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")
     ] = False,
@@ -35,23 +58,70 @@ def plan(
     started = time.perf_counter()
     goal = _objective(objective)
     loaded = [load(Trace, path) for path in traces]
-    with progress("building graphs", 3) as advance:
-        from tessera.flow import make_plan, make_unit
+    units = by_batch(loaded) if batch_choices else [loaded]
+    wishes = _wishes(pin or [], forbid or [])
 
-        unit = make_unit(loaded, _counts(counts))
-        advance("pricing")
-        cluster, prices = _prices(unit, costs or [], devices, link)
-        advance("planning")
-        made = make_plan(unit, prices, cluster, goal, slots, policy)
+    def prices(unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
+        return _prices(unit, costs or [], devices, link or [], bus or [])
+
+    def make(unit: WorkUnit, cluster: Cluster, priced: tuple[Costs, ...]) -> Plan:
+        from tessera.flow import make_plan
+
+        return make_plan(unit, priced, cluster, goal, slots, policy, wishes)
+
+    with progress("building graphs", 3 * len(units)) as advance:
+        tried = [_try(chosen, _counts(counts), make, prices, advance) for chosen in units]
+    made = _made(tried, goal)
+    alone = apart(tried, slots) if batch_choices and not wishes else ()
     path = output or traces[-1].with_suffix(".plan")
     save(made, path)
     if as_json:
-        print_json(document(made) | {"output": str(path), "seconds": round(time.perf_counter() - started, 3)})
+        seconds = round(time.perf_counter() - started, 3)
+        more = batches.document(tried, alone) if batch_choices else {}
+        more |= {"explain": reasons(made)} if explain else {}
+        print_json(document(made) | more | {"output": str(path), "seconds": seconds})
     else:
         show(made)
+        if batch_choices:
+            batches.show(tried, alone, goal)
         if explain:
             show_reasons(made)
         console().print(f"{path}: written", markup=False)
+
+
+def _try(
+    traces: Sequence[Trace],
+    counts: tuple[int, ...] | None,
+    make: Callable[[WorkUnit, Cluster, tuple[Costs, ...]], Plan],
+    prices: Callable[[WorkUnit], tuple[Cluster, tuple[Costs, ...]]],
+    advance: Callable[[str], None],
+) -> Tried:
+    """One batch; that its plan is infeasible is kept, since another batch may not be."""
+    from tessera.flow import make_unit
+
+    unit = make_unit(traces, counts)
+    advance("pricing")
+    cluster, costs = prices(unit)
+    advance("planning")
+    try:
+        made: Plan | PlanInfeasible = make(unit, cluster, costs)
+    except PlanInfeasible as error:
+        made = error
+    advance("planned")
+    return Tried(traces[0].step.batch, unit, cluster, costs, made)
+
+
+def _made(tried: list[Tried], goal: Objective) -> Plan:
+    """The plan; of several batches the best."""
+    if len(tried) == 1 and isinstance(tried[0].made, PlanInfeasible):
+        raise tried[0].made
+    return best(tried, goal)
+
+
+def _wishes(pins: list[str], forbidden: list[str]) -> "tuple[Wish, ...]":
+    from tessera.plan import parse_wish
+
+    return (*(parse_wish(x, True) for x in pins), *(parse_wish(x, False) for x in forbidden))
 
 
 def _objective(name: str) -> Objective:
@@ -72,11 +142,11 @@ def _counts(text: str | None) -> tuple[int, ...] | None:
 
 
 def _prices(
-    unit: WorkUnit, files: list[Path], devices: str | None, link: str
+    unit: WorkUnit, files: list[Path], devices: str | None, links: list[str], buses: list[str]
 ) -> tuple[Cluster, tuple[Costs, ...]]:
     """Costs from the files given, or made from the best source present."""
     from tessera.flow import price
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
 
     if files and devices:
         raise TesseraError(
@@ -85,7 +155,7 @@ def _prices(
     if not files:
         if devices is None:
             raise TesseraError("neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s.")
-        cluster = make_cluster(parse_devices(devices), link)
+        cluster = wire(parse_devices(devices), links, buses)
         return cluster, price(unit, cluster)
     loaded = {path: load(Costs, path) for path in files}
     by_trace = {c.trace_digest: c for c in loaded.values()}
@@ -98,77 +168,8 @@ def _prices(
     missing = [step.kind for digest, step in steps.items() if digest not in by_trace]
     if missing:
         raise MismatchError(f"no costs for {', '.join(missing)}", "Give --costs once for every trace.")
-    cluster = make_cluster(next(iter(loaded.values())).devices, link)
+    cluster = wire(next(iter(loaded.values())).devices, links, buses)
     for path, found in loaded.items():
         if found.devices != cluster.devices:
             raise MismatchError("these costs are for other devices than the first", place=str(path))
     return cluster, tuple(by_trace[digest] for digest in (g.trace.digest for g in unit.graphs))
-
-
-def document(made: Plan) -> dict[str, Any]:
-    """A plan in figures, all modelled."""
-    total = sum(lane.rate_per_s for lane in made.lanes)
-    names = made.cluster.names
-    return {
-        "objective": made.objective.value,
-        "policy": made.policy,
-        "modelled": True,
-        "devices": list(names),
-        "throughput": made.throughput_per_s,
-        "simulated": made.simulated_per_s,
-        "bound": made.bound_per_s,
-        "gap": made.gap,
-        "latency_us": made.latency_us,
-        "slots": made.slots,
-        "lanes": [
-            {
-                "share": lane.rate_per_s / total,
-                "rate": lane.rate_per_s,
-                "launches": {
-                    name: sum(step.count(i) for step in lane.placement.devices)
-                    for i, name in enumerate(names)
-                },
-            }
-            for lane in made.lanes
-        ],
-        "baselines": {b.name: b.throughput_per_s for b in made.baselines},
-        "baseline_latency_us": {b.name: b.latency_us for b in made.baselines},
-    }
-
-
-def show(made: Plan) -> None:
-    """A plan for people."""
-    from tessera.plan import explain
-    from tessera.report import comparison_table, devices_table, layer_picture
-
-    out = console()
-    step = len(made.unit.graphs) - 1
-    lane = max(range(len(made.lanes)), key=lambda i: made.lanes[i].rate_per_s)
-    out.print(layer_picture(made, lane, step))
-    out.print(devices_table(made))
-    out.print(comparison_table(made))
-    out.print(explain(made).verdict, markup=False)
-
-
-def show_reasons(made: Plan) -> None:
-    """How busy everything is, and for each kernel its price on each device and where it runs."""
-    from tessera.plan import explain
-    from tessera.report import duration
-
-    found = explain(made)
-    busy = Table("device or link", "busy per request", "utilisation", title="Utilisation (modelled)")
-    for use in (*found.devices, *found.links):
-        busy.add_row(use.name, duration(use.busy_us), f"{use.utilisation:.0%}")
-    kernels = Table("kernel", "module", title="Every kernel, per request (modelled): time there, share there")
-    for name in made.cluster.names:
-        kernels.add_column(name, justify="right")
-    for row in found.kernels:
-        cells = [f"{duration(us)}, {share:.0%}" for us, share in zip(row.us, row.share, strict=True)]
-        kernels.add_row(row.kernel.removeprefix("aten."), row.scope, *cells)
-    out = console()
-    out.print(busy)
-    out.print(kernels)
-    out.print(
-        f"{found.num_transfers:.0f} transfers and {found.transfer_bytes / 1e3:.0f} KB a request; "
-        f"no placement serves one request alone in less than {duration(found.latency_bound_us)}"
-    )

@@ -7,5 +7,6 @@ policies that every plan is compared with.
 from tessera.plan.explain import Explanation, explain
 from tessera.plan.policies import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
+from tessera.plan.wishes import Wish, parse_wish
 
-__all__ = ["PLANNERS", "Explanation", "PlanConfig", "Simulate", "explain", "solve"]
+__all__ = ["PLANNERS", "Explanation", "PlanConfig", "Simulate", "Wish", "explain", "parse_wish", "solve"]

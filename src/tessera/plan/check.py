@@ -11,6 +11,7 @@ from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
 
 def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
     """Refuses what cannot be planned, with the place and the remedy."""
+    _check_links(cluster)
     ir.verify(cluster)
     ir.verify(unit)
     if unit.num_launches == 0:
@@ -19,6 +20,23 @@ def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -
         raise MismatchError(f"{len(unit.graphs)} steps but {len(costs)} price lists", "Give one per step.")
     for step, (graph, listed) in enumerate(zip(unit.graphs, costs, strict=True)):
         _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, listed, cluster)
+
+
+def _check_links(cluster: ir.Cluster) -> None:
+    """The rules of links, with the name of the one that breaks them."""
+    for link in cluster.links:
+        if not (math.isfinite(link.gbps) and link.gbps > 0):
+            message = f"the link from {link.src} to {link.dst} carries {link.gbps} GB/s"
+            raise RuleBroken(message, "A link has a positive bandwidth; name one with --link.")
+        if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
+            message = f"the link from {link.src} to {link.dst} has a latency of {link.latency_us} us"
+            raise RuleBroken(message, "A latency is finite and not negative; name a link with --link.")
+    joined = {(link.src, link.dst) for link in cluster.links}
+    for src in cluster.names:
+        for dst in cluster.names:
+            if src != dst and (src, dst) not in joined:
+                message = f"no link leads from {src} to {dst}"
+                raise RuleBroken(message, "Every two devices are joined in both directions.")
 
 
 def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Cluster) -> None:

@@ -3,7 +3,7 @@
 Figures are per average request and follow from the plan's own costs. The error of the plan's costs is
 what their stated errors leave when errors are shared by all launches of a kernel and independent between
 kernels: the root of the summed squares of (share of the work x relative error). A gain below it is not
-called a gain.
+called a gain. Under the cost and energy objectives gains are of work per dollar and per joule.
 """
 
 import re
@@ -13,7 +13,9 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.latency import Clock, bound_us
-from tessera.plan.problem import Column, Mix, Problem, build
+from tessera.plan.problem import Column, Labels, Mix, Problem, build
+from tessera.plan.reasons import Reason, reasons
+from tessera.plan.remarks import remarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,20 @@ class Gain:
     name: str
     throughput: float | None
     latency: float | None
+    # Work per dollar and per joule; None also where prices or power are not known.
+    cost: float | None = None
+    energy: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of one device, in bytes."""
+
+    device: str
+    capacity_bytes: int
+    # Weights of all lanes; state and temporaries of one request in flight, at most.
+    weight_bytes: int
+    slot_bytes: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,10 @@ class Explanation:
     latency_bound_us: float
     is_gain: bool
     verdict: str
+    memory: tuple[Room, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    # What else is worth knowing, in words.
+    remarks: tuple[str, ...] = ()
 
 
 def explain(plan: ir.Plan) -> Explanation:
@@ -92,6 +112,9 @@ def explain(plan: ir.Plan) -> Explanation:
         latency_bound_us=bound_us(problem, Clock(problem)),
         is_gain=is_gain,
         verdict=verdict,
+        memory=_memory(problem, mix),
+        reasons=reasons(problem, mix, _nodes(plan, problem)),
+        remarks=tuple(remarks(plan)),
     )
 
 
@@ -116,6 +139,31 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
     return devices, links
 
 
+def _memory(problem: Problem, mix: Mix) -> tuple[Room, ...]:
+    weights, per_slot = problem.footprint(mix.columns)
+    return tuple(
+        Room(device.name, device.memory_bytes, int(w), int(s))
+        for device, w, s in zip(problem.cluster.devices, weights, per_slot, strict=True)
+    )
+
+
+def _nodes(plan: ir.Plan, problem: Problem) -> dict[tuple[str, str], Labels]:
+    """(kernel, scope) -> its nodes, heaviest first."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for step, graph in enumerate(plan.unit.graphs):
+        nodes = problem.node_of[step].tolist()
+        for index, launch in enumerate(graph.trace.launches):
+            key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
+            found.setdefault(key, set()).add(nodes[index])
+    listed = {key: np.array(sorted(nodes)) for key, nodes in found.items()}
+    return dict(sorted(listed.items(), key=lambda x: -float(problem.load_us[x[1]].max(axis=1).sum())))
+
+
+def _kind_of(scope: str) -> str:
+    """Numbers as "*": "model.layers.*.mlp"."""
+    return re.sub(r"\b\d+\b", "*", scope)
+
+
 def _bytes(problem: Problem, column: Column) -> float:
     value, _, _ = problem.crossings(column.labels)
     return float((problem.values.num_bytes * problem.values.runs)[value].sum())
@@ -130,7 +178,7 @@ def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]
     for step, (graph, count) in enumerate(zip(plan.unit.graphs, plan.unit.counts, strict=True)):
         placed = np.array([c.labels[problem.node_of[step]] for c in mix.columns])
         for index, launch in enumerate(graph.trace.launches):
-            key = (graph.trace.kernel_of(index).name, re.sub(r"\b\d+\b", "*", launch.scope))
+            key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
             runs[key] = runs.get(key, 0) + count
             table = tables.setdefault(key, np.zeros((2, num)))
             table[0] += count * problem.cost_us[step][index]
@@ -143,12 +191,18 @@ def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]
 
 
 def _gain(plan: ir.Plan, baseline: ir.Baseline) -> Gain:
-    rate, latency = baseline.throughput_per_s, baseline.latency_us
+    rate = baseline.throughput_per_s
     return Gain(
         baseline.name,
         plan.simulated_per_s / rate if rate else None,
-        latency / plan.latency_us if latency and plan.latency_us else None,
+        _ratio(baseline.latency_us, plan.latency_us),
+        _ratio(baseline.usd_per_1k_units, plan.usd_per_1k_units),
+        _ratio(baseline.joules_per_unit, plan.joules_per_unit),
     )
+
+
+def _ratio(theirs: float | None, ours: float | None) -> float | None:
+    return theirs / ours if theirs and ours else None
 
 
 def _error(plan: ir.Plan, mix: Mix) -> float:
@@ -168,16 +222,19 @@ def _error(plan: ir.Plan, mix: Mix) -> float:
 
 
 def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: float) -> tuple[bool, str]:
-    by_latency = plan.objective is ir.Objective.LATENCY
-    ratios = [(g.latency if by_latency else g.throughput, g.name) for g in gains]
-    known = [(ratio, name) for ratio, name in ratios if ratio is not None]
+    known = [(ratio, g.name) for g in gains if (ratio := getattr(g, plan.objective.value)) is not None]
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
     if plan.policy in {g.name for g in gains}:
         return False, f"The policy {plan.policy}, as asked for; {where}."
     if not known:
         return True, f"No coarser policy applies; {where}."
     ratio, name = min(known)
-    what = "as fast for one request as" if by_latency else "the throughput of"
+    what = {
+        ir.Objective.THROUGHPUT: "the throughput of",
+        ir.Objective.LATENCY: "as fast for one request as",
+        ir.Objective.COST: "the work per dollar of",
+        ir.Objective.ENERGY: "the work per joule of",
+    }[plan.objective]
     if ratio - 1.0 <= error:
         reason = f"within the costs' own error of {error:.1%}" if error else "and the costs state no error"
         return False, f"No gain: use {name}. The plan has {ratio:.3f}x {what} it, {reason}; {where}."

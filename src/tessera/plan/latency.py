@@ -4,11 +4,13 @@ The clock: devices run their launches in trace order, one at a time; a value arr
 bandwidth after its producer ends; links do not queue. A step's runs follow one another, and state that
 changes its home crosses between them, one latency and all its bytes per link.
 
-`solve` is exact on chains: there the makespan is the sum of costs and transfers, which a minimum cut
-(two devices) or dynamic programming (more) minimises. Elsewhere it is the best of several starts (each
-device alone, cuts that price waiting more or less, a greedy earliest finish, the tracks of the bound)
-improved by local search. The bound: the longest path when every launch may choose its device anew for
-each reader, or the work spread freely over the devices, whichever is more.
+Every step alone is placed by a front of schedules (`latency_front`), which also proves a bound; both are
+exact where the front stays within its width, as on chains and on most models. The steps are then joined, with
+state moving freely, at its price, or hardly at all. `solve` takes the best of these and of other starts
+(each device alone, a greedy earliest finish, cuts where the bound is not met), improved by local search.
+
+The bound is the sum of the steps' own: it leaves out the moving of state and the limits of memory. It holds
+for placements, on the clock above: another order of launches on a device is not considered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +21,16 @@ from itertools import pairwise
 import numpy as np
 
 from tessera import ir
+from tessera.plan.latency_layout import NEVER_US
+from tessera.plan.latency_steps import MET, StepBest, best_of_step, joined
 from tessera.plan.pricing import Pricer, Prices
-from tessera.plan.problem import Column, Labels, Problem, spread_us
+from tessera.plan.problem import Column, Labels, Problem
 
 # Local search stops after this many launches have been timed, so that its work does not depend on the clock.
 SEARCH_LAUNCHES = 400_000
 MIN_TRIALS = 8
+# By how much of its price the moving of state is charged when the steps are joined.
+MOVING_PRICES = (0.0, 1.0, 100.0)
 # How much of a transfer's wait is charged by the cuts that give starts.
 WAIT_SHARES = (1.0, 0.5, 0.2)
 
@@ -59,10 +65,11 @@ class Clock:
         prob = self.problem
         total = self._migration_us(labels)
         for step, count in enumerate(prob.unit.counts):
-            total += count * self._step_us(step, labels)
+            total += count * self.step_us(step, labels)
         return total
 
-    def _step_us(self, step: int, labels: Labels) -> float:
+    def step_us(self, step: int, labels: Labels) -> float:
+        """One run of one step for one request alone."""
         prob = self.problem
         device = labels[prob.node_of[step]].tolist()
         cost = prob.cost_us[step][np.arange(len(device)), device].tolist()
@@ -112,29 +119,41 @@ def _reads(graph: ir.Graph) -> Reads:
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastest:
     """The fastest placement found; `extra` are further starts, `allowed` says what fits."""
     clock = Clock(problem)
-    tracks, bound = _bound(problem, clock)
-    starts = [*_starts(problem, clock), *tracks, *(c.labels for c in extra)]
-    unique = {s.tobytes(): s for s in starts if allowed(s)}
-    timed = sorted(((clock.makespan_us(s), n, s) for n, s in enumerate(unique.values())), key=lambda x: x[:2])
-    if not timed:
-        return Fastest(np.zeros(0, dtype=np.int64), np.inf, bound)
-    best_us, _, best = timed[0]
-    if best_us > bound * (1 + 1e-9):
+    known = [x for x in (*_alone(problem), _greedy(problem, clock)) if problem.is_allowed(x)]
+    known += [c.labels for c in extra if problem.is_allowed(c.labels)]
+    steps = _steps_best(problem, clock, known)
+    bound = _bound_us(problem, steps)
+    prices = MOVING_PRICES if len(steps) > 1 else MOVING_PRICES[:1]
+    known += [x for price in prices if (x := joined(problem, steps, price)) is not None]
+    best, best_us = _fastest(clock, known, allowed)
+    if best_us > bound * (1 + MET):
+        cut, cut_us = _fastest(clock, list(_cuts(problem)), allowed)
+        if cut_us < best_us:
+            best, best_us = cut, cut_us
+    if bound * (1 + MET) < best_us < np.inf:
         best, best_us = _search(problem, clock, best, best_us, allowed)
     return Fastest(best, best_us, min(bound, best_us))
 
 
-def _starts(problem: Problem, clock: Clock) -> Iterator[Labels]:
+def _fastest(clock: Clock, among: Sequence[Labels], allowed: Allowed) -> tuple[Labels, float]:
+    unique = {x.tobytes(): x for x in among if clock.problem.is_allowed(x) and allowed(x)}
+    timed = ((clock.makespan_us(x), n, x) for n, x in enumerate(unique.values()))
+    none = (np.inf, -1, np.zeros(0, dtype=np.int64))
+    us, _, labels = min(timed, key=lambda x: x[:2], default=none)
+    return labels, us
+
+
+def _alone(problem: Problem) -> list[Labels]:
+    return [np.full(problem.num_nodes, d, dtype=np.int64) for d in range(problem.num_devices)]
+
+
+def _cuts(problem: Problem) -> Iterator[Labels]:
     num = problem.num_devices
-    for device in range(num):
-        yield np.full(problem.num_nodes, device, dtype=np.int64)
     pricer = Pricer(problem)
-    alone = [np.full(problem.num_nodes, d, dtype=np.int64) for d in range(num)]
     for share in WAIT_SHARES:
         # The path price charges launches and waits alike; less of it and more device price: cheaper waits.
         prices = Prices(np.full(num, 1.0 - share), np.zeros((num, num)), share)
-        yield pricer.cheapest(prices, alone).labels
-    yield _greedy(problem, clock)
+        yield pricer.cheapest(prices, _alone(problem)).labels
 
 
 def _greedy(problem: Problem, clock: Clock) -> Labels:
@@ -160,61 +179,21 @@ def _greedy(problem: Problem, clock: Clock) -> Labels:
     return labels
 
 
-def _bound(problem: Problem, clock: Clock) -> tuple[list[Labels], float]:
-    """Placements that follow the longest path's wishes, and the lower bound."""
-    labels = np.full(problem.num_nodes, -1, dtype=np.int64)
-    total = 0.0
-    for step, count in enumerate(problem.unit.counts):
-        reach = _reach(problem, step, clock.reads[step])
-        longest = max((min(row) for row in reach), default=0.0)
-        total += count * max(longest, spread_us(problem.cost_us[step]))
-        _follow(problem, step, clock.reads[step], reach, labels)
-    return [labels], total
-
-
 def bound_us(problem: Problem, clock: Clock) -> float:
     """No placement serves one request alone faster than this."""
-    return _bound(problem, clock)[1]
+    alone = [x for x in _alone(problem) if problem.is_allowed(x)]
+    return _bound_us(problem, _steps_best(problem, clock, alone))
 
 
-def _waits(problem: Problem, size: int) -> list[list[float]]:
-    waits = problem.latency_us + size * problem.us_per_byte
-    np.fill_diagonal(waits, 0.0)
-    rows: list[list[float]] = waits.T.tolist()  # [destination][source]
-    return rows
+def _steps_best(problem: Problem, clock: Clock, known: Sequence[Labels]) -> list[StepBest]:
+    return [
+        best_of_step(problem, step, min((clock.step_us(step, x) for x in known), default=NEVER_US))
+        for step in range(len(problem.node_of))
+    ]
 
 
-def _reach(problem: Problem, step: int, reads: Reads) -> list[list[float]]:
-    """[launch][device]: the launch cannot end on the device before this."""
-    waits = {size: _waits(problem, size) for inputs in reads for _, size in inputs}
-    reach: list[list[float]] = []
-    for cost, inputs in zip(problem.cost_us[step].tolist(), reads, strict=True):
-        row = cost
-        if inputs:
-            row = [
-                own
-                + max(
-                    min(a + b for a, b in zip(reach[producer], waits[size][here], strict=True))
-                    for producer, size in inputs
-                )
-                for here, own in enumerate(cost)
-            ]
-        reach.append(row)
-    return reach
-
-
-def _follow(problem: Problem, step: int, reads: Reads, reach: list[list[float]], labels: Labels) -> None:
-    """Backwards through the step: every producer goes where its last reader would have it."""
-    waits = {size: _waits(problem, size) for inputs in reads for _, size in inputs}
-    nodes = problem.node_of[step].tolist()
-    for launch in range(len(reads) - 1, -1, -1):
-        node = nodes[launch]
-        if labels[node] < 0:
-            labels[node] = int(np.argmin(reach[launch]))
-        for producer, size in reads[launch]:
-            if labels[nodes[producer]] < 0:
-                ready = np.add(reach[producer], waits[size][int(labels[node])])
-                labels[nodes[producer]] = int(np.argmin(ready))
+def _bound_us(problem: Problem, steps: list[StepBest]) -> float:
+    return sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
 
 
 def _search(

@@ -10,30 +10,33 @@ prefill-decode             steps up to prefill on one device, decode steps on an
 prefill-decode-fractional  the best mix of all whole-phase assignments
 attention-ffn              attention scopes on one device, the rest on another
 layer-pipeline             contiguous ranges of layers, the same in every step
+single-placement           kernel-level, one placement for all requests, by a mixed-integer program
 throughput, latency        kernel-level, see those modules
+quick                      the coarse policies and one kernel-level optimum, for those who ask often
+cost, energy               throughput on the devices worth having on, see `objectives`
 
 A node that a coarse policy would tear apart (launches that share state, immovable launches) goes where
 most of its work would go; strict prefill-decode does not apply then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 
 import numpy as np
 
+from tessera import ir
 from tessera.plan import scopes, throughput
-from tessera.plan.problem import Column, Floats, Ints, Labels, Mix, Problem
+from tessera.plan.pipeline import orders, pipeline, two_stages
+from tessera.plan.problem import Column, Ints, Labels, Mix, Problem
 from tessera.plan.registry import Registry
 
 # Candidates of one kind that are worth judging.
 KEEP = 2
-# Above this many devices, layer pipelines try only the orders by speed.
-MAX_PERMUTED = 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Task:
     """One planning run: the problem, and what is found once and used by many."""
 
@@ -41,6 +44,8 @@ class Task:
     slots: int
     # Whether a simulation will judge; if not, busy time does, and no other candidate can win.
     is_judged: bool = False
+    # A quick figure of a mix, in requests per second, to search by; set once the judge is there.
+    glance: Callable[[Mix], float] | None = None
 
     @cached_property
     def pool(self) -> throughput.Pool:
@@ -89,11 +94,39 @@ def _throughput() -> Planner:
     return throughput_mixes
 
 
+@PLANNERS.register("single-placement")
+def _single_placement() -> Planner:
+    from tessera.plan.milp import single_placement
+
+    return single_placement
+
+
 @PLANNERS.register("latency")
 def _latency() -> Planner:
     from tessera.plan.candidates import latency_mixes
 
     return latency_mixes
+
+
+@PLANNERS.register("cost")
+def _cost() -> Planner:
+    from tessera.plan.objectives import planner
+
+    return planner(ir.Objective.COST)
+
+
+@PLANNERS.register("energy")
+def _energy() -> Planner:
+    from tessera.plan.objectives import planner
+
+    return planner(ir.Objective.ENERGY)
+
+
+@PLANNERS.register("quick")
+def _quick() -> Planner:
+    from tessera.plan.candidates import quick_mixes
+
+    return quick_mixes
 
 
 PLANNERS.register("single")(lambda: single)
@@ -157,9 +190,14 @@ def layer_pipeline(task: Task) -> tuple[Mix, ...] | None:
     layer, num_layers = found
     ranges: Iterable[Labels | None]
     if prob.num_devices == 2:
-        ranges = _two_stages(task, layer, num_layers)
+        ranges = two_stages(task, layer, num_layers)
     else:
-        ranges = (_pipeline(task, layer, num_layers, order) for order in _orders(prob))
+        # With room for temporaries at their most, which a range of layers may not reach; else without.
+        most = task.slots * prob.most_temporary_bytes
+        spares = dict.fromkeys((most, 0.0) if task.pool.is_tight else (0.0,))
+        ranges = (
+            pipeline(task, layer, num_layers, order, spare) for order in orders(prob) for spare in spares
+        )
     return _best(task, (prob.column(labels) for labels in ranges if labels is not None), KEEP)
 
 
@@ -197,89 +235,3 @@ def _phase_columns(problem: Problem) -> dict[tuple[int, int], Column] | None:
         return None
     pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices)]
     return {(a, b): problem.column(np.where(is_decode, b, a)) for a, b in pairs}
-
-
-def _two_stages(task: Task, layer: Ints, num_layers: int) -> Iterator[Labels]:
-    """For either order of two devices, the split of the least bottleneck that fits, links included."""
-    for first in (0, 1):
-        for cut in np.argsort(split_periods(task.problem, layer, num_layers, first), kind="stable").tolist():
-            labels = np.where(layer < cut + 1, first, 1 - first)
-            if task.pool.fits((task.problem.column(labels),)):
-                yield labels
-                break
-
-
-def split_periods(problem: Problem, layer: Ints, num_layers: int, first: int) -> Floats:
-    """Busiest device or link when layers below 1, 2, ... go to device `first` and the rest to the other."""
-    second = 1 - first
-    load = np.zeros((num_layers, 2))
-    np.add.at(load, layer, problem.load_us)
-    below = np.cumsum(load, axis=0)[:-1]
-    busy = [below[:, first], load[:, second].sum() - below[:, second]]
-    if len(problem.values):
-        starts = np.searchsorted(problem.values.pin_value, np.arange(len(problem.values)))
-        readers = layer[problem.values.pin_node]
-        made = layer[problem.values.producer]
-        lowest, highest = np.minimum.reduceat(readers, starts), np.maximum.reduceat(readers, starts)
-        # A value crosses forward at cuts made < c <= highest, and back at cuts lowest < c <= made.
-        busy.append(_covered(made, highest, problem.wire_us[:, first, second], num_layers))
-        busy.append(_covered(lowest, made, problem.wire_us[:, second, first], num_layers))
-    return np.asarray(np.max(busy, axis=0), dtype=np.float64)
-
-
-def _covered(after: Ints, upto: Ints, weight: Floats, num_layers: int) -> Floats:
-    """For cuts c = 1 .. num_layers - 1: the weight of all intervals with after < c <= upto."""
-    real = upto > after
-    change = np.bincount(after[real] + 1, weights=weight[real], minlength=num_layers + 1)
-    change -= np.bincount(upto[real] + 1, weights=weight[real], minlength=num_layers + 1)
-    return np.asarray(np.cumsum(change)[1:num_layers], dtype=np.float64)
-
-
-def _orders(problem: Problem) -> list[tuple[int, ...]]:
-    devices = range(problem.num_devices)
-    if problem.num_devices <= MAX_PERMUTED:
-        return list(permutations(devices))
-    by_speed = tuple(sorted(devices, key=lambda d: float(problem.load_us[:, d].sum())))
-    return [by_speed, by_speed[::-1]]
-
-
-def _pipeline(task: Task, layer: Ints, num_layers: int, order: tuple[int, ...]) -> Labels | None:
-    """Ranges of layers for devices in a given order: least bottleneck of device time, within memory."""
-    prob = task.problem
-    load = np.zeros((num_layers, prob.num_devices))
-    np.add.at(load, layer, prob.load_us)
-    held = _layer_bytes(task, layer, num_layers)
-    best = np.full(num_layers + 1, np.inf)
-    best[0] = 0.0
-    starts: list[Ints] = []
-    for device in order:
-        stage = _ranges(load[:, device])
-        stage[_ranges(held) > prob.memory_bytes[device]] = np.inf
-        options = np.maximum(best[:, None], stage)  # [first layer, one past the last]
-        starts.append(options.argmin(axis=0))
-        best = options.min(axis=0)
-    if not np.isfinite(best[-1]):
-        return None
-    device_of = np.zeros(num_layers, dtype=np.int64)
-    stop = num_layers
-    for device, start in zip(reversed(order), reversed(starts), strict=True):
-        device_of[int(start[stop]) : stop] = device
-        stop = int(start[stop])
-    return device_of[layer]
-
-
-def _ranges(per_layer: Floats) -> Floats:
-    """[start, stop]: sum over layers start <= x < stop; infinite where stop < start."""
-    sums = np.concatenate([[0.0], np.cumsum(per_layer)])
-    table = sums[None, :] - sums[:, None]
-    table[np.tril_indices(len(sums), -1)] = np.inf
-    return np.asarray(table)
-
-
-def _layer_bytes(task: Task, layer: Ints, num_layers: int) -> Floats:
-    """Bytes that each layer needs resident; what two layers share is counted in both."""
-    total = np.zeros(num_layers)
-    for held, copies in ((task.problem.weights, 1), (task.problem.states, task.slots)):
-        pairs = np.unique(np.stack([held.pin_item, layer[held.pin_node]], axis=1), axis=0)
-        np.add.at(total, pairs[:, 1], copies * held.num_bytes[pairs[:, 0]])
-    return total

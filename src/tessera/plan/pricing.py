@@ -4,10 +4,11 @@ A placement costs, per request,
   sum over nodes      (device price + path price) x load
   sum over transfers  link price x busy time  +  path price x (latency + wire time)
   sum over weights    memory price x bytes, once per device that holds them
-Two devices: an exact minimum cut. More: exact by dynamic programming where the values form a forest
-with one reader each; else swap moves (for every two devices an exact minimum cut decides which of the
-nodes on either should change over, until no pair helps), with the transfer-free minimum as the bound.
-Swaps are used rather than expansions because "paid once per destination" stays exact inside a move.
+Two devices: an exact minimum cut. More: by eliminating nodes, exact where the trace is narrow and a proved
+bound elsewhere (see `elimination`); then, and where weights have a price, swap moves (for every two devices
+an exact minimum cut decides which of the nodes on either should change over, until no pair helps). Swaps are
+used rather than expansions because "paid once per destination" stays exact inside a move. With a price on
+weights the bound is the one without: not tight, and not used.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,13 @@ from functools import cached_property
 import numpy as np
 
 from tessera.plan.cut import Network, network
+from tessera.plan.elimination import Elimination, elimination
 from tessera.plan.forest import Forest, forest
 from tessera.plan.problem import Floats, Ints, Labels, Problem
 
 MAX_SWEEPS = 6
+# A placement this close to the bound is the cheapest, as far as floating point can tell.
+EXACT = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +80,23 @@ class Pricer:
         if prob.num_devices == 1:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
+        if prob.allowed is not None:
+            own = own + _refusals(prob, own, move, prices.memory)
         bill = Bill(own, move, prices.memory)
         if prob.num_devices == 2:
             return self._by_cut(bill)
         if prices.memory is None and self._forest is not None:
             return Priced(*self._forest.solve(own, move))
-        return self._by_swaps(bill, starts)
+        if prices.memory is not None:
+            return self._by_swaps(bill, starts, float(own.min(axis=1).sum()))
+        found, bound = self._elimination.solve(own, move)
+        if bill.cost(prob, found) <= bound * (1 + EXACT):
+            return Priced(found, bound)
+        return self._by_swaps(bill, (found, *starts), bound)
+
+    @cached_property
+    def _elimination(self) -> Elimination:
+        return elimination(self.problem.num_nodes, self.problem.num_devices, self.problem.values)
 
     @cached_property
     def _forest(self) -> Forest | None:
@@ -106,7 +121,7 @@ class Pricer:
         pin_value = np.concatenate([vals.pin_value, held.pin_item + len(vals)])
         return network(prob.num_nodes, producer, pin_value, np.concatenate([vals.pin_node, held.pin_node]))
 
-    def _by_swaps(self, bill: Bill, starts: Sequence[Labels]) -> Priced:
+    def _by_swaps(self, bill: Bill, starts: Sequence[Labels], bound: float) -> Priced:
         prob = self.problem
         cost, best = min(
             ((bill.cost(prob, labels), labels) for labels in (*starts, bill.own.argmin(axis=1))),
@@ -122,7 +137,25 @@ class Pricer:
                     best, cost = tried, tried_cost
             if cost >= before * (1 - 1e-9):
                 break
-        return Priced(best, float(bill.own.min(axis=1).sum()))
+        return Priced(best, bound)
+
+
+def _refusals(problem: Problem, own: Floats, move: Floats, memory: Floats | None) -> Floats:
+    """[node, device]: what makes a device that the wishes refuse dearer than any other for the node.
+
+    More than the node's own costs differ, and than all that its values and weights could cost; so a
+    cheapest placement keeps the wishes, and the bound holds for those that do. No larger than needed,
+    because cuts compute with integers.
+    """
+    assert problem.allowed is not None
+    vals, held = problem.values, problem.weights
+    dearest = move.max(axis=(1, 2)) * (problem.num_devices - 1)
+    charge = 1e-9 + 2 * (own.max(axis=1) - own.min(axis=1))
+    np.add.at(charge, vals.producer, 2 * dearest)
+    np.add.at(charge, vals.pin_node, 2 * dearest[vals.pin_value])
+    if memory is not None:
+        np.add.at(charge, held.pin_node, 2 * held.num_bytes[held.pin_item] * memory.max())
+    return np.where(problem.allowed, 0.0, charge[:, None])
 
 
 def swap(problem: Problem, labels: Labels, bill: Bill, pair: tuple[int, int]) -> Labels:

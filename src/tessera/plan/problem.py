@@ -5,66 +5,46 @@ immovable launches of the unit together. Placing node n on device d keeps d busy
 request (launch costs times the runs of their step). A value is a hyperedge from one node to the others
 that read it; it is paid once per (value, destination device), in every run of its step. State that two
 consecutive steps share is one more value, paid once per request, from its home in the first step to its
-home in the next.
+home in the next. Links on one bus share one row of busy time.
+
+A device holds the weights that its nodes read, once; per slot, the state that lives there and the
+temporaries of the request's hungriest step.
 
 Free of charge: what a step starts with (weights are resident where read, inputs are broadcast, state
-begins where it lives) and what it returns. Not handled: the memory of temporaries, and links that share
-a bus.
+begins where it lives) and what it returns.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from tessera import ir
+from tessera.plan.arrays import (
+    Bools,
+    Floats,
+    Holdings,
+    Ints,
+    Labels,
+    Values,
+    contract,
+    holdings_of,
+    link_rows,
+    values_of,
+    wires,
+)
 from tessera.plan.check import check, check_load
+from tessera.plan.memory import Temporaries, temporaries_of
+from tessera.plan.wishes import Wish, allowed
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-# Node -> device.
-Labels = npt.NDArray[np.int64]
+__all__ = [
+    "MESSAGE_US", "Bools", "Column", "Floats", "Holdings", "Ints", "Labels", "Mix", "Problem", "Values",
+    "build", "spread_us",
+]  # fmt: skip
 
 # What one message costs its link beyond the bytes: setting up a copy engine or a send.
 MESSAGE_US = 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class Values:
-    """Hyperedges in columns; pins list the reading nodes, without repeats and without the producer."""
-
-    producer: Ints
-    num_bytes: Floats
-    # How often one request pays it.
-    runs: Floats
-    # Pin i: value pin_value[i] is read by node pin_node[i]; ascending in pin_value.
-    pin_value: Ints
-    pin_node: Ints
-
-    def __len__(self) -> int:
-        return len(self.producer)
-
-
-@dataclass(frozen=True, eq=False)
-class Holdings:
-    """Named buffers that stay on the devices where their nodes run: weights, or state."""
-
-    num_bytes: Floats
-    pin_item: Ints
-    pin_node: Ints
-
-    def present(self, labels: Labels, num_devices: int) -> npt.NDArray[np.bool_]:
-        """[item, device]: does the device hold the item?"""
-        held = np.zeros((len(self.num_bytes), num_devices), dtype=np.bool_)
-        held[self.pin_item, labels[self.pin_node]] = True
-        return held
-
-    def bytes_on(self, labels: Labels, num_devices: int) -> Floats:
-        """Bytes held by each device."""
-        return np.asarray(self.num_bytes @ self.present(labels, num_devices), dtype=np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +109,11 @@ class Problem:
     us_per_byte: Floats
     latency_us: Floats
     memory_bytes: Floats
+    # One per step.
+    temporaries: tuple[Temporaries, ...] = ()
+    wishes: tuple[Wish, ...] = ()
+    # [node, device]: where the wishes let a node run; None: anywhere.
+    allowed: Bools | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -139,6 +124,11 @@ class Problem:
     def num_devices(self) -> int:
         """Places."""
         return len(self.cluster.devices)
+
+    @cached_property
+    def link_row(self) -> Ints:
+        """[source x devices + destination]: the row of busy time that the link counts in."""
+        return link_rows(self.cluster)
 
     @cached_property
     def wire_us(self) -> Floats:
@@ -162,7 +152,8 @@ class Problem:
         nodes = np.arange(self.num_nodes)
         own = self.load_us[nodes, labels]
         value, src, dst = self.crossings(labels)
-        links = np.bincount(src * num + dst, weights=self.wire_us[value, src, dst], minlength=num * num)
+        rows = self.link_row[src * num + dst]
+        links = np.bincount(rows, weights=self.wire_us[value, src, dst], minlength=num * num)
         busy = np.concatenate([np.bincount(labels, weights=own, minlength=num), links])
         path = float(own.sum() + self.transfer_us[value, src, dst].sum())
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
@@ -191,151 +182,81 @@ class Problem:
     def excess_bytes(self, columns: Iterable[Column], slots: int) -> Floats:
         """Bytes by which each device would overflow if it served all these columns (<= 0: it fits).
 
-        Weights are those of any of the columns; state is that of `slots` requests in flight, all of them
-        on the column that needs the device most.
+        Weights are those of any of the columns; state and temporaries are those of `slots` requests in
+        flight, all of them on the column that needs the device most.
         """
-        listed = list(columns)
-        held = np.zeros((len(self.weights.num_bytes), self.num_devices), dtype=np.bool_)
-        state = np.zeros(self.num_devices)
-        for column in listed:
-            held |= self.weights.present(column.labels, self.num_devices)
-            state = np.maximum(state, self.states.bytes_on(column.labels, self.num_devices))
-        return np.asarray(self.weights.num_bytes @ held + slots * state - self.memory_bytes)
+        fixed, per_slot = self.footprint(columns)
+        return np.asarray(fixed + slots * per_slot - self.memory_bytes)
+
+    def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
+        """(bytes of weights on each device, bytes that one more request in flight may take there)."""
+        num = self.num_devices
+        held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
+        per_slot = np.zeros(num)
+        for column in columns:
+            held |= self.weights.present(column.labels, num)
+            per_slot = np.maximum(per_slot, self._per_slot(column.labels))
+        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), per_slot
+
+    def _per_slot(self, labels: Labels) -> Floats:
+        num = self.num_devices
+        peaks = [step.peak_bytes(labels, num) for step in self.temporaries]
+        return np.asarray(self.states.bytes_on(labels, num) + np.max([np.zeros(num), *peaks], axis=0))
+
+    @cached_property
+    def most_temporary_bytes(self) -> float:
+        """No placement needs more for one request's temporaries on any device."""
+        # A device that runs everything holds every buffer from the first touch of all to the last.
+        whole = np.zeros(self.num_nodes, dtype=np.int64)
+        return max((float(step.peak_bytes(whole, 1)[0]) for step in self.temporaries), default=0.0)
+
+    def slots_that_fit(self, columns: Iterable[Column]) -> int | None:
+        """The most requests in flight that memory allows on these columns; None: any number."""
+        fixed, per_slot = self.footprint(columns)
+        counts = (self.memory_bytes - fixed)[per_slot > 0] // per_slot[per_slot > 0]
+        return max(0, int(counts.min())) if len(counts) else None
+
+    def is_allowed(self, labels: Labels) -> bool:
+        """Does the placement keep the wishes?"""
+        return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
     def fits(self, columns: Iterable[Column], slots: int) -> bool:
-        """Do weights and state fit everywhere?"""
-        return bool((self.excess_bytes(columns, slots) <= 0).all())
+        """Are the wishes kept, and do weights, state and temporaries fit everywhere?"""
+        listed = list(columns)
+        return all(self.is_allowed(c.labels) for c in listed) and bool(
+            (self.excess_bytes(listed, slots) <= 0).all()
+        )
 
 
-def build(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> Problem:
-    """Checks the inputs and turns them into arrays."""
+def build(
+    unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster, wishes: tuple[Wish, ...] = ()
+) -> Problem:
+    """Checks the inputs and turns them into arrays; a wish that matches nothing here is no mistake here."""
     check(unit, costs, cluster)
-    node_of, num_nodes = _contract(unit)
+    node_of, num_nodes = contract(unit)
     cost_us = tuple(np.array([[c.us for c in row] for row in x.costs], dtype=np.float64) for x in costs)
     load = np.zeros((num_nodes, len(cluster.devices)))
     for nodes, us, count in zip(node_of, cost_us, unit.counts, strict=True):
         np.add.at(load, nodes, us * count)
     check_load(load, cluster)
-    us_per_byte, latency = _wires(cluster)
-    memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
-    values = _values(unit, node_of)
-    weights = _holdings(unit, node_of, ir.BufferKind.WEIGHT)
-    states = _holdings(unit, node_of, ir.BufferKind.STATE)
+    us_per_byte, latency = wires(cluster)
     return Problem(
-        unit, costs, cluster, node_of, cost_us, load, values, weights, states, us_per_byte, latency, memory
+        unit=unit,
+        costs=costs,
+        cluster=cluster,
+        node_of=node_of,
+        cost_us=cost_us,
+        load_us=load,
+        values=values_of(unit, node_of),
+        weights=holdings_of(unit, node_of, ir.BufferKind.WEIGHT),
+        states=holdings_of(unit, node_of, ir.BufferKind.STATE),
+        us_per_byte=us_per_byte,
+        latency_us=latency,
+        memory_bytes=np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
+        temporaries=tuple(temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
+        wishes=wishes,
+        allowed=allowed(unit, node_of, num_nodes, wishes, cluster.names),
     )
-
-
-def _contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
-    """Launches -> nodes, numbered in trace order."""
-    starts = np.cumsum([0, *(len(g.trace.launches) for g in unit.graphs)])
-    parent = list(range(int(starts[-1])))
-
-    def find(x: int) -> int:
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    stuck: list[int] = []
-    for start, graph in zip(starts.tolist(), unit.graphs, strict=False):
-        sets = [[start + x for x in group] for group in graph.groups]
-        stuck += [start + i for i, x in enumerate(graph.trace.launches) if x.immovable]
-        for members in sets:
-            _join(parent, find, members)
-    _join(parent, find, stuck)
-    roots = np.array([find(x) for x in range(len(parent))], dtype=np.int64)
-    _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    nodes = rank[inverse]
-    return tuple(nodes[a:b] for a, b in pairwise(starts.tolist())), len(first)
-
-
-def _join(parent: list[int], find: Callable[[int], int], members: list[int]) -> None:
-    for other in members[1:]:
-        a, b = find(members[0]), find(other)
-        parent[max(a, b)] = min(a, b)
-
-
-def _wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:
-    num = len(cluster.devices)
-    us_per_byte, latency = np.zeros((num, num)), np.zeros((num, num))
-    for src in range(num):
-        for dst in range(num):
-            link = cluster.link(src, dst)
-            if link is not None:
-                us_per_byte[src, dst], latency[src, dst] = link.wire_us(1), link.latency_us
-    return us_per_byte, latency
-
-
-def _values(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
-    producer: list[int] = []
-    num_bytes: list[int] = []
-    runs: list[int] = []
-    pin_value: list[int] = []
-    pin_node: list[int] = []
-    for node, size, count, readers in (*_flows(unit, node_of), *_migrations(unit, node_of)):
-        if readers:
-            pin_value += [len(producer)] * len(readers)
-            pin_node += readers
-            producer.append(node)
-            num_bytes.append(size)
-            runs.append(count)
-    return Values(
-        np.array(producer, dtype=np.int64),
-        np.array(num_bytes, dtype=np.float64),
-        np.array(runs, dtype=np.float64),
-        np.array(pin_value, dtype=np.int64),
-        np.array(pin_node, dtype=np.int64),
-    )
-
-
-Flow = tuple[int, int, int, list[int]]
-
-
-def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """Values inside the steps: (producer node, bytes, runs, reading nodes)."""
-    for graph, nodes, count in zip(unit.graphs, node_of, unit.counts, strict=True):
-        node = nodes.tolist()
-        for value in graph.values:
-            if value.producer is not None:
-                home = node[value.producer]
-                readers = sorted({node[r] for r in value.readers} - {home})
-                yield home, value.num_bytes, count, readers
-
-
-def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """State handed from one step to the next that uses it."""
-    last: dict[str, int] = {}
-    for graph, nodes in zip(unit.graphs, node_of, strict=True):
-        sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
-        for name, group in graph.state_groups.items():
-            home = int(nodes[graph.groups[group][0]])
-            before = last.get(name, home)
-            if before != home:
-                yield before, sizes[name], 1, [home]
-            last[name] = home
-
-
-def _holdings(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKind) -> Holdings:
-    """Which nodes need which buffers of one kind; buffers of one name are one buffer."""
-    item_of: dict[str, int] = {}
-    sizes: list[int] = []
-    pins: set[tuple[int, int]] = set()
-    for graph, nodes in zip(unit.graphs, node_of, strict=True):
-        buffers, node = graph.trace.buffers, nodes.tolist()
-        for index, launch in enumerate(graph.trace.launches):
-            for access in launch.accesses:
-                buffer = buffers[access.buffer]
-                if buffer.kind is kind:
-                    item = item_of.setdefault(buffer.name, len(sizes))
-                    if item == len(sizes):
-                        sizes.append(0)
-                    sizes[item] = max(sizes[item], buffer.size_bytes)
-                    pins.add((item, node[index]))
-    listed = np.array(sorted(pins), dtype=np.int64).reshape(-1, 2)
-    return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy())
 
 
 def spread_us(cost_us: Floats) -> float:

@@ -12,6 +12,9 @@ plans that send tiny kernels back and forth are refused when few requests are in
 up all launches and transfers of a request, so it is too strict where one request overlaps with itself:
 `solve` tries several depths and lets a simulation judge.
 
+Devices that are alike (see `kinds`) share their prices in some optimum, so a placement is looked for over
+kinds of device, and its requests are then spread over the cards of each kind.
+
 Memory enters by filtering: a placement that does not fit is not used; when pricing returns one, its
 weights are charged until the cheapest placement fits (a heuristic; the bound ignores memory and stays
 valid). Lanes are chosen greedily by rate so that all of them fit together.
@@ -19,16 +22,20 @@ valid). Lanes are chosen greedily by rate so that all of them fit together.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from scipy.optimize import linprog
 
-from tessera.errors import PlanInfeasible
+from tessera.plan.kinds import Kinds, kinds_of
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Floats, Labels, Mix, Problem, spread_us
+from tessera.plan.shortage import shortage
 
 # Stop when the bound is this close.
 GAP = 1e-4
+# The same for more than two devices, where a round takes longer.
+MANY_GAP = 2e-4
 MAX_ROUNDS = 80
 # Lanes below this share of the requests are dropped.
 MIN_SHARE = 1e-3
@@ -54,6 +61,17 @@ class Pool:
         whole = np.zeros(problem.num_nodes, dtype=np.int64)
         everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
         self.is_tight = not problem.fits(everywhere, slots)
+
+    @cached_property
+    def kinds(self) -> Kinds | None:
+        """The kinds of devices, if some are alike."""
+        return kinds_of(self.problem)
+
+    @cached_property
+    def part(self) -> "Pool":
+        """Placements on one device of each kind."""
+        assert self.kinds is not None, "only where devices are alike"
+        return Pool(self.kinds.part, self.slots)
 
     def add(self, column: Column) -> bool:
         """True if the column is new and fits."""
@@ -105,14 +123,7 @@ def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
     start, _ = pool.price(Prices(np.ones(num), np.ones((num, num)) * 1e-3, 0.0))
     if pool.add(start):
         return
-    excess = prob.excess_bytes((start,), pool.slots)
-    worst = int(excess.argmax())
-    state = pool.slots * prob.states.bytes_on(start.labels, num)[worst]
-    raise PlanInfeasible(
-        f"no placement found fits: {prob.cluster.names[worst]} lacks {int(excess[worst]):,} bytes at best"
-        f" (it has {int(prob.memory_bytes[worst]):,}; state of {pool.slots} requests takes {int(state):,})",
-        "Add a device, or lower the batch, the context or the slots.",
-    )
+    raise shortage(prob, start, pool.slots)
 
 
 def _costs(columns: list[Column], prices: Prices) -> Floats:
@@ -123,30 +134,78 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
 
 def generate(pool: Pool, depth: float | None = None) -> Solved:
     """Column generation over `pool`, which must hold a column and grows; depth None: no depth row."""
-    num = pool.problem.num_devices
-    # With transfers free: a first bound, which pricing improves.
-    bound = 1.0 / spread_us(pool.problem.load_us)
-    for _ in range(MAX_ROUNDS):
-        rates, duals, path_dual = master(pool.columns, depth)
-        total = float(rates.sum())
-        prices = Prices(duals[:num], duals[num:].reshape(num, num), path_dual)
-        column, cheapest = pool.price(prices)
-        if cheapest > 0:
-            bound = min(bound, (float(duals.sum()) + path_dual * (depth or 0.0)) / cheapest)
-        if bound <= total * (1 + GAP) or not pool.add(column):
-            break
+    kinds = pool.kinds
+    if kinds is None:
+        rates, bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
+        columns = pool.columns
     else:
-        rates, _, _ = master(pool.columns, depth)
-    mix = trimmed(pool, pool.columns, rates, depth)
+        part = pool.part
+        for column in pool.columns:
+            part.add(part.problem.column(kinds.kind_of[column.labels]))
+        rates, bound = _generate(part, depth, kinds.limits)
+        columns, rates = _spread_out(pool, part.columns, rates, kinds)
+    mix = trimmed(pool, columns, rates, depth)
     return Solved(mix, max(bound * 1e6, mix.rate_per_s if depth is None else 0.0))
 
 
-def master(columns: list[Column], depth: float | None) -> tuple[Floats, Floats, float]:
+def _spread_out(
+    pool: Pool, columns: list[Column], rates: Floats, kinds: Kinds
+) -> tuple[list[Column], Floats]:
+    """Each placement over kinds becomes one for every way the cards of the kinds are paired."""
+    found: list[Column] = []
+    shared: list[float] = []
+    for column, rate in zip(columns, rates.tolist(), strict=True):
+        if rate > MIN_SHARE * rates.sum():
+            ways = [pool.problem.column(labels) for labels in kinds.spread(column.labels)]
+            for way in ways:
+                pool.add(way)
+            found += ways
+            shared += [rate / len(ways)] * len(ways)
+    return found, np.array(shared)
+
+
+def _generate(pool: Pool, depth: float | None, limits: Floats) -> tuple[Floats, float]:
+    """(rate of every column per microsecond, bound); limits[row] is how much busy time the row has.
+
+    Prices swing wildly from round to round; half way between the last and those of the best bound so far they
+    lead to good columns sooner. Where that finds nothing new, the last prices themselves do.
+    """
+    num = pool.problem.num_devices
+    # With transfers free: a first bound, which pricing improves.
+    bound = float(limits[:num].max()) / spread_us(pool.problem.load_us)
+    center: Floats | None = None
+    gap = GAP if num == 2 else MANY_GAP
+    rates = np.zeros(0)
+    for _ in range(MAX_ROUNDS):
+        rates, duals, path_dual = master(pool.columns, depth, limits)
+        total = float(rates.sum())
+        last = np.append(duals, path_dual)
+        is_new = False
+        for share in (0.0,) if center is None or num == 2 else (0.5, 0.0):
+            tried = last if center is None else share * center + (1 - share) * last
+            on_links = tried[num:-1][pool.problem.link_row].reshape(num, num)
+            column, cheapest = pool.price(Prices(tried[:num], on_links, float(tried[-1])))
+            income = float(tried[:-1] @ limits) + float(tried[-1]) * (depth or 0.0)
+            if cheapest > 0 and income / cheapest < bound:
+                bound, center = income / cheapest, tried
+            is_new = pool.add(column)
+            if is_new or bound <= total * (1 + gap):
+                break
+        if bound <= total * (1 + gap) or not is_new:
+            break
+    else:
+        rates, _, _ = master(pool.columns, depth, limits)
+    return np.append(rates, np.zeros(len(pool.columns) - len(rates))), bound
+
+
+def master(
+    columns: list[Column], depth: float | None, capacity: Floats | None = None
+) -> tuple[Floats, Floats, float]:
     """The linear program over known columns: (rates per us, duals of devices and links, dual of depth)."""
     busy = np.array([c.busy_us for c in columns]).T
     # Rates in units of the fastest column, so that the solver sees numbers near one.
     unit = float(busy.max(axis=0).min())
-    rows, limits = busy / unit, np.ones(len(busy))
+    rows, limits = busy / unit, np.ones(len(busy)) if capacity is None else capacity
     if depth is not None:
         rows = np.vstack([rows, [c.path_us / unit for c in columns]])
         limits = np.append(limits, depth)

@@ -68,21 +68,27 @@ def weight_bytes(plan: Plan) -> tuple[int, ...]:
 
 def best_baseline(plan: Plan) -> Baseline | None:
     """The baseline that is best at what the plan was made for."""
-    if plan.objective is Objective.LATENCY:
-        quick = [b for b in plan.baselines if b.latency_us is not None and b.latency_us > 0]
-        return min(quick, key=lambda b: b.latency_us or 0.0, default=None)
-    many = [b for b in plan.baselines if b.throughput_per_s is not None and b.throughput_per_s > 0]
-    return max(many, key=lambda b: b.throughput_per_s or 0.0, default=None)
+    rated = [(score, b) for b in plan.baselines if (score := _score(plan.objective, b)) is not None]
+    return max(rated, key=lambda x: x[0])[1] if rated else None
 
 
-def gain(plan: Plan, throughput_per_s: float | None, latency_us: float | None) -> float | None:
+def _score(objective: Objective, made: Baseline | Plan) -> float | None:
+    """How good by an objective, more is better; None if it does not apply or is not known."""
+    if objective is Objective.THROUGHPUT:
+        return (made.simulated_per_s if isinstance(made, Plan) else made.throughput_per_s) or None
+    less_is_better = {
+        Objective.LATENCY: made.latency_us,
+        Objective.COST: made.usd_per_1k_units,
+        Objective.ENERGY: made.joules_per_unit,
+    }[objective]
+    return 1.0 / less_is_better if less_is_better else None
+
+
+def gain(plan: Plan, made: Baseline | Plan) -> float | None:
     """How many times as good as the best baseline, by the plan's objective; above 1 is better."""
     best = best_baseline(plan)
-    if best is None:
-        return None
-    if plan.objective is Objective.LATENCY:
-        return best.latency_us / latency_us if best.latency_us and latency_us else None
-    return throughput_per_s / best.throughput_per_s if best.throughput_per_s and throughput_per_s else None
+    own, other = _score(plan.objective, made), _score(plan.objective, best) if best else None
+    return own / other if own and other else None
 
 
 def class_times(plan: Plan) -> dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]]:

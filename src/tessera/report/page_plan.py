@@ -48,11 +48,11 @@ def comparison(plan: Plan) -> str:
 def _bars(plan: Plan) -> Iterator[Bar]:
     how = f"simulated, {plan.slots} in flight"
     own = plan.simulated_per_s
-    factor = gain(plan, own, plan.latency_us)
+    factor = gain(plan, plan)
     yield Bar(f"{plan.policy} (this plan)", how, own, plan.latency_us, "own", factor)
     yield Bar("the same", "by busy time alone", plan.throughput_per_s, None, "own soft")
     for b in sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0)):
-        factor = gain(plan, b.throughput_per_s, b.latency_us)
+        factor = gain(plan, b)
         yield Bar(b.name, how, b.throughput_per_s, b.latency_us, factor=factor)
     yield Bar("upper bound", "of any mix, modelled", plan.bound_per_s, None, "bound")
 

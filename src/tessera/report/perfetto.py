@@ -6,12 +6,15 @@ slices of one thread must nest. A flow arrow follows a transfer of one request f
 on the source before it began, to the first launch that starts on the destination after it. The timeline does
 not say which launch made the value, so the arrow shows the neighbours in time. Where there is no such launch,
 or one took no time, that end of the arrow is left out.
+
+Two timelines may share a file, such as what happened and what was predicted: three processes each.
 """
 
 import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +30,31 @@ Event = dict[str, Any]
 Drawn = tuple[int, Span]
 
 
-def write_perfetto(timeline: Timeline, path: str | Path) -> None:
+def write_perfetto(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
     """Writes the timeline as a JSON trace that ui.perfetto.dev and chrome://tracing open."""
-    write_text(path, _document(timeline))
+    write_text(path, _document(timeline, beside))
 
 
-def _document(timeline: Timeline) -> Iterator[str]:
+def _document(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
     about = json.dumps({"clock": timeline.clock.value, "made_by": "tessera"})
     yield f'{{"displayTimeUnit": "ns", "otherData": {about}, "traceEvents": [\n'
     separator = ""
-    for event in _events(timeline):
+    events = _events(timeline) if beside is None else chain(_events(timeline), _shifted(_events(beside)))
+    for event in events:
         yield separator + json.dumps(event)
         separator = ",\n"
     yield "\n]}\n"
+
+
+def _shifted(events: Iterator[Event]) -> Iterator[Event]:
+    """Events of a second timeline: processes and arrows of their own."""
+    for event in events:
+        moved = {**event, "pid": event["pid"] + len(NAMES)}
+        if moved.get("cat") == "flow":
+            moved["id"] = f"beside {event['id']}"
+        if moved.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": moved["pid"]}
+        yield moved
 
 
 def _events(timeline: Timeline) -> Iterator[Event]:

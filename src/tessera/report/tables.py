@@ -24,6 +24,12 @@ BAR_WIDTH = 16
 # With more devices the table of kernel classes would not fit a terminal.
 MAX_ALONE = 3
 NOT_APPLICABLE = "n/a"
+WORDS = {
+    Objective.THROUGHPUT: "throughput",
+    Objective.LATENCY: "latency",
+    Objective.COST: "work per dollar",
+    Objective.ENERGY: "work per joule",
+}
 
 
 def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
@@ -66,10 +72,9 @@ def comparison_table(plan: Plan) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
     table.add_column("requests/s", justify="right")
-    by = "latency" if plan.objective is Objective.LATENCY else "throughput"
-    table.add_column(f"{by} vs best baseline", justify="right")
+    table.add_column(f"{WORDS[plan.objective]} vs best baseline", justify="right")
     table.add_column("latency", justify="right")
-    own = gain(plan, plan.simulated_per_s, plan.latency_us)
+    own = gain(plan, plan)
     name = Text(f"{plan.policy} (this plan)", style="bold")
     table.add_row(name, rate(plan.simulated_per_s), _ratio(own), duration(plan.latency_us), style="bold")
     table.add_row(Text("  by busy time alone"), rate(plan.throughput_per_s), "", "", end_section=True)
@@ -78,7 +83,7 @@ def comparison_table(plan: Plan) -> Table:
         speed = NOT_APPLICABLE if b.throughput_per_s is None else rate(b.throughput_per_s)
         wait = NOT_APPLICABLE if b.latency_us is None else duration(b.latency_us)
         mark = Text(f"{b.name} (best baseline)" if b == best else b.name)
-        table.add_row(mark, speed, _ratio(gain(plan, b.throughput_per_s, b.latency_us)), wait)
+        table.add_row(mark, speed, _ratio(gain(plan, b)), wait)
     table.add_section()
     table.add_row(Text("upper bound of any mix", style="dim"), rate(plan.bound_per_s), "", "", style="dim")
     return table

@@ -58,7 +58,7 @@ def _run(timeline: Timeline) -> str:
 def _tiles(plan: Plan, timeline: Timeline) -> str:
     total = end_us(timeline)
     reached = len(timeline.requests) / total * 1e6 if total > 0 else 0.0
-    factor = gain(plan, plan.simulated_per_s, plan.latency_us)
+    factor = gain(plan, plan)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     values = [
         ("throughput", rate(plan.throughput_per_s), "requests by busy time, modelled"),

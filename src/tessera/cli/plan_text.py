@@ -1,0 +1,135 @@
+"""A plan for machines and for people: the JSON document, the tables and the sentences of `tessera plan`."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from tessera.cli.output import console
+from tessera.ir import Plan
+
+
+def document(made: Plan) -> dict[str, Any]:
+    """A plan in figures, all modelled."""
+    total = sum(lane.rate_per_s for lane in made.lanes)
+    names = made.cluster.names
+    batch = made.unit.graphs[0].trace.step.batch
+    return {
+        "objective": made.objective.value,
+        "policy": made.policy,
+        "modelled": True,
+        "devices": list(names),
+        "throughput": made.throughput_per_s,
+        "simulated": made.simulated_per_s,
+        "bound": made.bound_per_s,
+        "gap": made.gap,
+        "latency_us": made.latency_us,
+        "slots": made.slots,
+        "max_slots": made.max_slots,
+        "by_slots": {str(slots): rate for slots, rate in made.by_slots},
+        "batch": batch,
+        "rows_per_s": batch * made.simulated_per_s,
+        "lanes": [
+            {
+                "share": lane.rate_per_s / total,
+                "rate": lane.rate_per_s,
+                "launches": {
+                    name: sum(step.count(i) for step in lane.placement.devices)
+                    for i, name in enumerate(names)
+                },
+            }
+            for lane in made.lanes
+        ],
+        "lane_table": list(made.lane_table),
+        "rounding_loss": made.rounding_loss,
+        "used": [names[d] for d in made.used],
+        "usd_per_hour": made.usd_per_hour,
+        "usd_per_1k_units": made.usd_per_1k_units,
+        "joules_per_unit": made.joules_per_unit,
+        "robust": _robust(made),
+        "wishes": list(made.wishes),
+        "baselines": {b.name: b.throughput_per_s for b in made.baselines},
+        "baseline_latency_us": {b.name: b.latency_us for b in made.baselines},
+        "baseline_usd_per_1k_units": {b.name: b.usd_per_1k_units for b in made.baselines},
+        "baseline_joules_per_unit": {b.name: b.joules_per_unit for b in made.baselines},
+    }
+
+
+def _robust(made: Plan) -> dict[str, float] | None:
+    if made.robust is None:
+        return None
+    return {name.removesuffix("_per_s"): value for name, value in asdict(made.robust).items()}
+
+
+def reasons(made: Plan) -> dict[str, Any]:
+    """Why the plan is what it is, for machines."""
+    from tessera.plan import explain
+
+    found = explain(made)
+    return asdict(found) | {"reasons": [asdict(r) | {"sentence": r.sentence} for r in found.reasons]}
+
+
+def show(made: Plan) -> None:
+    """A plan for people."""
+    from tessera.plan import explain
+    from tessera.report import comparison_table, devices_table, layer_picture
+
+    out = console()
+    step = len(made.unit.graphs) - 1
+    lane = max(range(len(made.lanes)), key=lambda i: made.lanes[i].rate_per_s)
+    out.print(layer_picture(made, lane, step))
+    out.print(devices_table(made))
+    out.print(comparison_table(made))
+    out.print(explain(made).verdict, markup=False)
+    for line in _money(made):
+        out.print(line, markup=False)
+
+
+def _money(made: Plan) -> list[str]:
+    lines = []
+    if made.usd_per_1k_units is not None:
+        rent = (
+            f"{made.usd_per_hour:.2f} USD an hour for {', '.join(made.cluster.names[d] for d in made.used)}"
+        )
+        lines.append(f"{rent}; {made.usd_per_1k_units:.3g} USD for 1,000 requests (at the simulated rate).")
+    if made.joules_per_unit is not None:
+        lines.append(
+            f"{made.joules_per_unit:.3g} J for a request (modelled: board power, a fifth when idle)."
+        )
+    return lines
+
+
+def show_reasons(made: Plan) -> None:
+    """How busy and how full everything is, why kernels are where they are, and what else is to be said."""
+    from tessera.plan import explain
+    from tessera.report import duration, size
+
+    found = explain(made)
+    out = console()
+    busy = Table("device or link", "busy per request", "utilisation", title="Utilisation (modelled)")
+    for use in (*found.devices, *found.links):
+        mark = " (bottleneck)" if use.name == found.bottleneck else ""
+        busy.add_row(use.name + mark, duration(use.busy_us), f"{use.utilisation:.0%}")
+    out.print(busy)
+    memory = Table("device", "memory", "weights", "state and temporaries a slot", f"{made.slots} slots")
+    memory.title = "Memory (modelled, at most)"
+    for room in found.memory:
+        total = room.weight_bytes + made.slots * room.slot_bytes
+        cells = (room.capacity_bytes, room.weight_bytes, room.slot_bytes, total)
+        memory.add_row(room.device, *(size(x) for x in cells))
+    out.print(memory)
+    kernels = Table("kernel", "module", title="Every kernel, per request (modelled): time there, share there")
+    for name in made.cluster.names:
+        kernels.add_column(name, justify="right")
+    for row in found.kernels:
+        cells_of = [f"{duration(us)}, {share:.0%}" for us, share in zip(row.us, row.share, strict=True)]
+        kernels.add_row(row.kernel.removeprefix("aten."), row.scope, *cells_of)
+    out.print(kernels)
+    for reason in found.reasons:
+        out.print(reason.sentence, markup=False)
+    for remark in found.remarks:
+        out.print(remark, markup=False)
+    out.print(
+        f"{found.num_transfers:.0f} transfers and {found.transfer_bytes / 1e3:.0f} KB a request; "
+        f"no placement serves one request alone in less than {duration(found.latency_bound_us)}"
+    )

@@ -1,0 +1,236 @@
+"""The judge: compares mixes by one figure an objective, and writes the record of the chosen one.
+
+Under the throughput objective the figure of a mix is
+  without a simulator  its rate by busy time
+  with one             what the simulator says, at most the rate by busy time (more than that is an
+                       artefact of a finite run)
+Cost divides it by the rent of the devices in use, energy makes joules of it; latency is one request alone.
+Every figure is computed once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from tessera import ir
+from tessera.errors import PlanInfeasible
+from tessera.plan import objectives
+from tessera.plan.lanes import lane_table
+from tessera.plan.latency import Clock
+from tessera.plan.policies import Task
+from tessera.plan.problem import Column, Mix
+from tessera.plan.robust import Sampler, robust_of
+
+# Requests per second of a plan with plan.slots in flight.
+Simulate = Callable[[ir.Plan], float]
+
+# Candidates this close to the best are as good, and the simplest of them is taken.
+TIE = 5e-4
+# Where costs state errors: of candidates this close, the one that keeps best when the costs are wrong.
+NEAR = 5e-3
+# Candidates this close to the best are compared under wrong costs, at most so many.
+RIVAL, MAX_RIVALS = 0.05, 16
+# Regrets are told apart in steps of this.
+REGRET_STEP = 2e-3
+# Requests in flight that a plan is simulated with, to show what more of them would give.
+SLOTS_SHOWN = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Compares the mixes of one task."""
+
+    task: Task
+    objective: ir.Objective
+    policy: str
+    simulate: Simulate | None
+    _rates: dict[int, tuple[Mix, float]] = field(default_factory=dict)
+    _spans: dict[bytes, float] = field(default_factory=dict)
+    _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    @cached_property
+    def _clock(self) -> Clock:
+        return Clock(self.task.problem)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self.task.problem)
+
+    def rate_per_s(self, mix: Mix) -> float:
+        """The figure that throughput is judged by."""
+        if self.simulate is None:
+            return mix.rate_per_s
+        known = self._rates.get(id(mix))  # the mix is kept beside its rate, so its id stays its own
+        if known is None:
+            known = (mix, min(mix.rate_per_s, self.simulate(self.plan(mix, simulated=mix.rate_per_s))))
+            self._rates[id(mix)] = known
+        return known[1]
+
+    def _hope_per_s(self, mix: Mix) -> float:
+        """No simulation exceeds it: busy time, and Little's law, as no request is faster than one alone."""
+        if self.simulate is None:
+            return mix.rate_per_s
+        return min(mix.rate_per_s, self.task.slots * 1e6 / self.latency_us(mix))
+
+    def glances(self, glance: Simulate | None) -> Callable[[Mix], float] | None:
+        """What a search may ask often: a rougher figure of a mix, or the real one where there is no such."""
+        if self.simulate is None or glance is None:
+            return None if self.simulate is None else self.rate_per_s
+        return lambda mix: min(mix.rate_per_s, glance(self.plan(mix, simulated=mix.rate_per_s)))
+
+    def latency_us(self, mix: Mix) -> float:
+        """One request alone."""
+        return sum(s * self._span_us(c) for s, c in zip(mix.shares, mix.columns, strict=True))
+
+    def _span_us(self, column: Column) -> float:
+        if column.key not in self._spans:
+            self._spans[column.key] = self._clock.makespan_us(column.labels)
+        return self._spans[column.key]
+
+    def figure(self, mix: Mix, rate_per_s: float) -> float:
+        """What the objective makes of a mix at a rate; more is better."""
+        return objectives.figure(self.task.problem, self.objective, mix, rate_per_s)
+
+    def best(self, mixes: Sequence[Mix]) -> Mix:
+        """The best of some mixes by the objective."""
+        if self.objective is ir.Objective.LATENCY:
+            return min(mixes, key=self.latency_us)
+        return self._scored(mixes)[0][1]
+
+    def simplest(self, mixes: Sequence[Mix], baselines: Sequence[Mix]) -> Mix:
+        """Of the mixes that are near the best and not below any baseline: the one that keeps best when the
+        costs are wrong; of several such, the simplest."""
+        floor = max((self.figure(m, self.rate_per_s(m)) for m in baselines), default=0.0)
+        scored = self._scored([*baselines, *mixes])
+        slack = NEAR if self._sampler.has_errors else TIE
+        floor = max(floor, scored[0][0] * (1 - slack))
+        regrets = dict(zip((id(m) for m in self._rivals(scored)), self._robust(scored), strict=True))
+        near = [(value, m) for value, m in scored if value >= floor and id(m) in regrets]
+
+        def badness(item: tuple[float, Mix]) -> tuple[float, float, int, float, float]:
+            value, mix = item
+            regret = round(regrets[id(mix)].regret / REGRET_STEP)
+            behind = max(0, round((scored[0][0] - value) / scored[0][0] / REGRET_STEP))
+            return regret + behind, regret, len(mix.columns), mix.num_messages, -value
+
+        return min(near, key=badness)[1]
+
+    def robust(self, chosen: Mix, others: Sequence[Mix]) -> ir.Robust | None:
+        """The range of the chosen mix; its regret is against all candidates near it.
+
+        None without errors, and for latency: a makespan is not linear in the costs.
+        """
+        if not self._sampler.has_errors or self.objective is ir.Objective.LATENCY:
+            return None
+        scored = self._scored([chosen, *(m for m in others if m is not chosen)])
+        rivals = self._rivals(scored)
+        if not any(m is chosen for m in rivals):
+            rivals = [*rivals, chosen]
+        found = robust_of(self._sampler, rivals, [self.rate_per_s(m) for m in rivals])
+        return next(r for r, m in zip(found, rivals, strict=True) if m is chosen)
+
+    def _rivals(self, scored: list[tuple[float, Mix]]) -> list[Mix]:
+        return [m for value, m in scored[:MAX_RIVALS] if value >= scored[0][0] * (1 - RIVAL)]
+
+    def _robust(self, scored: list[tuple[float, Mix]]) -> list[ir.Robust]:
+        rivals = self._rivals(scored)
+        return robust_of(self._sampler, rivals, [self.rate_per_s(m) for m in rivals])
+
+    def _scored(self, mixes: Sequence[Mix]) -> list[tuple[float, Mix]]:
+        """Best first; a mix that cannot come near the best so far is not simulated."""
+        found: list[tuple[float, Mix]] = []
+        best = 0.0
+        hopes = [(self.figure(m, self._hope_per_s(m)), n, m) for n, m in enumerate(mixes)]
+        for hope, _, mix in sorted(hopes, key=lambda x: (-x[0], x[1])):
+            if hope >= best * (1 - NEAR):
+                found.append((self.figure(mix, self.rate_per_s(mix)), mix))
+                best = max(best, found[-1][0])
+        return sorted(found, key=lambda x: -x[0])
+
+    def baseline(self, name: str, mix: Mix | None) -> ir.Baseline:
+        """What a coarse policy reaches."""
+        if mix is None:
+            return ir.Baseline(name, None, None)
+        rate = self.rate_per_s(mix)
+        return ir.Baseline(name, rate, self.latency_us(mix), self._usd(mix, rate), self._joules(mix))
+
+    def finished(
+        self,
+        mix: Mix,
+        baselines: tuple[ir.Baseline, ...],
+        others: Sequence[Mix],
+        shown_slots: Sequence[int] = SLOTS_SHOWN,
+    ) -> ir.Plan:
+        """The whole record of the chosen mix."""
+        plan = replace(
+            self.plan(mix, baselines), robust=self.robust(mix, others), joules_per_unit=self._joules(mix)
+        )
+        return replace(plan, by_slots=self._by_slots(plan, shown_slots))
+
+    def _usd(self, mix: Mix, rate_per_s: float) -> float | None:
+        cluster, devices = self.task.problem.cluster, objectives.used(mix)
+        if any(cluster.devices[d].usd_per_hour is None for d in devices):
+            return None
+        return objectives.usd_per_hour(cluster, devices) / 3.6 / rate_per_s
+
+    def _joules(self, mix: Mix) -> float | None:
+        devices = self.task.problem.cluster.devices
+        if any(devices[d].tdp_w is None for d in objectives.used(mix)):
+            return None
+        return objectives.joules(self.task.problem, mix, self.rate_per_s(mix))
+
+    def _by_slots(self, plan: ir.Plan, slots: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """The same lanes with more or fewer requests in flight, as far as memory goes."""
+        if self.simulate is None or not slots:
+            return ()
+        shown = sorted({*slots, plan.slots})
+        fitting = [n for n in shown if plan.max_slots is None or n <= plan.max_slots]
+        return tuple((n, self._at(plan, n)) for n in fitting)
+
+    def _at(self, plan: ir.Plan, slots: int) -> float:
+        if slots == plan.slots or self.simulate is None:
+            return plan.simulated_per_s
+        return min(plan.throughput_per_s, self.simulate(replace(plan, slots=slots)))
+
+    def plan(
+        self, mix: Mix, baselines: tuple[ir.Baseline, ...] = (), simulated: float | None = None
+    ) -> ir.Plan:
+        """The record of a mix, as far as a simulation needs it."""
+        task, rate = self.task, mix.rate_per_s
+        prob = task.problem
+        lanes = tuple(
+            ir.Lane(prob.placement(c.labels), s * rate) for s, c in zip(mix.shares, mix.columns, strict=True)
+        )
+        table, loss = lane_table(mix)
+        return ir.Plan(
+            unit=prob.unit,
+            cluster=prob.cluster,
+            costs=prob.costs,
+            objective=self.objective,
+            policy=self.policy,
+            lanes=lanes,
+            slots=task.slots,
+            throughput_per_s=rate,
+            simulated_per_s=self.rate_per_s(mix) if simulated is None else simulated,
+            bound_per_s=max(self._bound_per_s(mix), rate),
+            latency_us=self.latency_us(mix),
+            baselines=baselines,
+            lane_table=table,
+            rounding_loss=loss,
+            max_slots=prob.slots_that_fit(mix.columns),
+            wishes=tuple(str(wish) for wish in prob.wishes),
+        )
+
+    def _bound_per_s(self, mix: Mix) -> float:
+        """Of any mix on the devices of the task; where the objective rents some of them, on those."""
+        prob = self.task.problem
+        devices = objectives.used(mix)
+        whole = tuple(range(prob.num_devices))
+        if self.objective in (ir.Objective.THROUGHPUT, ir.Objective.LATENCY) or devices == whole:
+            return self.task.free.bound_per_s
+        if devices not in self._bounds:
+            part = objectives.restricted(prob, devices)
+            if part is None:
+                raise PlanInfeasible("the wishes leave a launch nowhere to run")
+            self._bounds[devices] = Task(part, self.task.slots).free.bound_per_s
+        return self._bounds[devices]

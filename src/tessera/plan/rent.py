@@ -1,0 +1,115 @@
+"""Rent: which GPUs can be had together, at what price, and what no placement on them can exceed.
+
+A basket is a choice of GPUs from one provider, since devices that exchange activations must stand together,
+and of one maker, since a kernel runs on all of them. The bound spreads every launch freely over the
+basket, transfers free and memory endless; it discards baskets and recommends none.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import numpy as np
+
+from tessera import ir
+from tessera.plan.arrays import Floats
+from tessera.plan.latency import Clock
+from tessera.plan.problem import build, spread_us
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A GPU that can be rented."""
+
+    gpu: str
+    maker: str
+    # (provider, USD per hour)
+    prices: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Basket:
+    """GPUs rented together."""
+
+    # In the order of the offers, with repeats.
+    gpus: tuple[str, ...]
+    provider: str
+    usd_per_hour: float
+
+    def __str__(self) -> str:
+        counted = Counter(self.gpus)
+        return " + ".join(f"{n} x {gpu}" if n > 1 else gpu for gpu, n in counted.items())
+
+
+def baskets(offers: Sequence[Offer], max_devices: int, provider: str = "") -> list[Basket]:
+    """Every basket of up to so many GPUs at its cheapest provider, cheapest first, fewer GPUs first."""
+    best: dict[tuple[str, ...], Basket] = {}
+    names = dict.fromkeys(p for offer in offers for p, _ in offer.prices if provider in ("", p))
+    for name in names:
+        for basket in _of(offers, max_devices, name):
+            known = best.get(basket.gpus)
+            if known is None or basket.usd_per_hour < known.usd_per_hour:
+                best[basket.gpus] = basket
+    return sorted(best.values(), key=lambda b: (round(b.usd_per_hour, 6), len(b.gpus), b.gpus))
+
+
+def _of(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Basket]:
+    for maker in dict.fromkeys(offer.maker for offer in offers):
+        priced = [
+            (offer.gpu, usd)
+            for offer in offers
+            for name, usd in offer.prices
+            if name == provider and offer.maker == maker
+        ]
+        for num in range(1, max_devices + 1):
+            for chosen in combinations_with_replacement(priced, num):
+                yield Basket(tuple(gpu for gpu, _ in chosen), provider, sum(usd for _, usd in chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """What no placement of a unit on a basket can exceed."""
+
+    column_of: Mapping[str, int]
+    # [launch that differs from the others, GPU]: microseconds of one request.
+    load_us: Floats
+
+    def per_s(self, gpus: Iterable[str]) -> float:
+        """Work units per second."""
+        counted = Counter(gpus)
+        # Several of one kind, spread over freely, are one device so many times as fast.
+        load = self.load_us[:, [self.column_of[g] for g in counted]] / np.array(list(counted.values()))
+        return 1e6 / spread_us(load)
+
+    def hope_per_s(self, gpus: Iterable[str]) -> float:
+        """A looser and quicker limit: the first of the prices that `spread_us` would try, by speed."""
+        counted = Counter(gpus)
+        load = self.load_us[:, [self.column_of[g] for g in counted]] / np.array(list(counted.values()))
+        weights = 1.0 / load.sum(axis=0)
+        return 1e6 * float(weights.sum()) / float((load * weights).min(axis=1).sum())
+
+
+def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
+    """From prices of a unit on one device of each GPU."""
+    rows: Counter[tuple[float, ...]] = Counter()
+    for listed, count in zip(costs, unit.counts, strict=True):
+        for row in listed.costs:
+            rows[tuple(cost.us for cost in row)] += count
+    load = np.array([[us * count for us in row] for row, count in rows.items()])
+    return Limit({d.gpu: n for n, d in enumerate(costs[0].devices)}, load)
+
+
+def phases_us(plan: ir.Plan) -> dict[str, float]:
+    """Kind of step -> one run of it for one request alone, mean over the lanes (modelled)."""
+    problem = build(plan.unit, plan.costs, plan.cluster)
+    clock = Clock(problem)
+    total = sum(lane.rate_per_s for lane in plan.lanes)
+    found: dict[str, float] = {}
+    for lane in plan.lanes:
+        labels = problem.labels(lane.placement)
+        for step, graph in enumerate(plan.unit.graphs):
+            kind = graph.trace.step.kind
+            us = clock.step_us(step, labels)
+            found[kind] = found.get(kind, 0.0) + us * lane.rate_per_s / total
+    return found

@@ -1,0 +1,98 @@
+"""Robust: what candidates give when the costs are wrong as much as they say they may be.
+
+A sample draws one factor per kernel and GPU, log-normal with median one and the costs' own expected
+relative error as its spread: errors are shared by all launches of a kernel, which hurts far more than
+errors that are independent per launch. Busy time is linear in the factors, so re-pricing a mix is one
+product of matrices; nothing is simulated again. A candidate keeps the share of its busy-time rate that
+its simulation gave. Links keep their figures. The draws are seeded: equal inputs, equal samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera import ir
+from tessera.plan.problem import Column, Floats, Ints, Mix, Problem
+
+NUM_SAMPLES = 200
+SEED = 20261115
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """Factors for one problem, and the rates of its mixes under them."""
+
+    problem: Problem
+
+    @cached_property
+    def _launches(self) -> tuple[Ints, Ints, Floats, Floats]:
+        """Of all launches of all steps: (kernel number, node, us per request, relative error), by device."""
+        prob = self.problem
+        number: dict[str, int] = {}
+        kernel = [
+            number.setdefault(g.trace.kernel_of(i).name, len(number))
+            for g in prob.unit.graphs
+            for i in range(len(g.trace.launches))
+        ]
+        us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
+        errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
+        return (
+            np.array(kernel, dtype=np.int64),
+            np.concatenate(prob.node_of),
+            us,
+            np.array(errors, dtype=np.float64),
+        )
+
+    @cached_property
+    def _factors(self) -> Floats:
+        """[sample, device, kernel]."""
+        kernel, _, us, error = self._launches
+        num, devices = int(kernel.max()) + 1, self.problem.cluster.devices
+        gpus = list(dict.fromkeys(d.gpu or d.name for d in devices))
+        draws = np.random.default_rng(SEED).standard_normal((NUM_SAMPLES, len(gpus), num))
+        factors = np.empty((NUM_SAMPLES, len(devices), num))
+        for index, device in enumerate(devices):
+            total = np.bincount(kernel, weights=us[:, index], minlength=num)
+            spread = np.bincount(kernel, weights=us[:, index] * error[:, index], minlength=num)
+            sigma = np.log1p(spread / np.maximum(total, 1e-12))
+            factors[:, index] = np.exp(draws[:, gpus.index(device.gpu or device.name)] * sigma)
+        return factors
+
+    @property
+    def has_errors(self) -> bool:
+        """Do the costs state any error?"""
+        return bool(self._launches[3].any())
+
+    def rates_per_s(self, mix: Mix) -> npt.NDArray[np.float64]:
+        """By busy time, one per sample."""
+        num = self.problem.num_devices
+        table = sum(share * self._by_kernel(c) for share, c in zip(mix.shares, mix.columns, strict=True))
+        busy = np.einsum("sdk,dk->sd", self._factors, table)
+        links = float(mix.busy_us[num:].max(initial=0.0))
+        return np.asarray(1e6 / np.maximum(busy.max(axis=1), links))
+
+    def _by_kernel(self, column: Column) -> Floats:
+        """[device, kernel]: busy time of one request."""
+        kernel, node, us, _ = self._launches
+        num = int(kernel.max()) + 1
+        device = column.labels[node]
+        own = us[np.arange(len(device)), device]
+        size = self.problem.num_devices * num
+        table = np.bincount(device * num + kernel, weights=own, minlength=size)
+        return np.asarray(table.reshape(-1, num), dtype=np.float64)
+
+
+def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:
+    """The range of each candidate; rates[i] is what candidate i gives at the costs as they stand."""
+    sampled = np.array(
+        [sampler.rates_per_s(m) * (rate / m.rate_per_s) for m, rate in zip(mixes, rates, strict=True)]
+    )
+    best = sampled.max(axis=0)
+    found = []
+    for row in sampled:
+        p10, p50, p90 = np.quantile(row, (0.1, 0.5, 0.9)).tolist()
+        found.append(ir.Robust(NUM_SAMPLES, p10, p50, p90, float((1.0 - row / best).mean())))
+    return found

@@ -1,0 +1,175 @@
+"""What `tessera plan` can be asked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.cli import main
+from tessera.ir import Plan, load
+
+COARSE = {
+    "single",
+    "data-parallel",
+    "prefill-decode",
+    "prefill-decode-fractional",
+    "attention-ffn",
+    "layer-pipeline",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefill and decode of a tiny model at two batches."""
+    place = tmp_path_factory.mktemp("plan")
+    for batch in ("1", "2"):
+        sizes = ["--batch", batch, "--device", "fake"]
+        prefill = ["--step", "prefill", "--context", "16", "--reserve", "4", *sizes]
+        decode = ["--step", "decode", "--context", "20", *sizes]
+        for name, words in (("prefill", prefill), ("decode", decode)):
+            with pytest.raises(SystemExit):
+                main(["capture", "tiny-llama", *words, "-o", str(place / f"{name}{batch}.trace")])
+    return place
+
+
+def run(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+def planned(folder: Path, *words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON document of a plan of the tiny model."""
+    traces = [folder / "prefill1.trace", folder / "decode1.trace"]
+    devices = ["--devices", "emu:a100,emu:l40s"] if "--devices" not in words else []
+    code, out, err = run("plan", *traces, *devices, *words, "--json", "-o", folder / "x.plan", capsys=capsys)
+    assert 0 == code, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.mark.parametrize("link", ["pcie4", "pcie5", "nvlink", "ib100", "ib200", "ib400"])
+def test_contract_of_the_document(folder: Path, link: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The promised keys, and a throughput that no baseline exceeds, on every link."""
+    found = planned(folder, "--link", link, "--objective", "throughput", capsys=capsys)
+
+    assert {"throughput", "bound", "gap", "simulated", "slots", "lanes", "seconds", "baselines"} <= set(found)
+    assert COARSE == set(found["baselines"])
+    assert found["bound"] >= found["throughput"] >= found["simulated"]
+    assert all(found["simulated"] >= x for x in found["baselines"].values() if x is not None)
+
+
+def test_document_says_what_else_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots, lane table, range, rent and energy."""
+    found = planned(folder, capsys=capsys)
+
+    assert {"1", "2", "4", "8", "16"} == set(found["by_slots"])
+    assert set(found["lane_table"]) == set(range(len(found["lanes"])))
+    assert 0 <= found["rounding_loss"] < 0.2
+    assert {"num_samples", "p10", "p50", "p90", "regret"} == set(found["robust"])
+    assert found["usd_per_1k_units"] > 0
+    assert found["joules_per_unit"] > 0
+    assert found["max_slots"] > 4
+
+
+def test_pins_and_prohibitions_are_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the plan that is written, not only in its figures."""
+    words = ("--pin", "attention=emu:l40s", "--forbid", "lm_head=emu:l40s")
+    found = planned(folder, *words, capsys=capsys)
+    plan = load(Plan, folder / "x.plan")
+    trace = plan.unit.graphs[1].trace
+    placed = {
+        (x.scope.split(".")[-1], lane.placement.devices[1][n])
+        for lane in plan.lanes
+        for n, x in enumerate(trace.launches)
+    }
+
+    assert ["--pin attention=emu:l40s", "--forbid lm_head=emu:l40s"] == found["wishes"]
+    assert {1} == {d for name, d in placed if name == "self_attn"}
+    assert {0} == {d for name, d in placed if name == "lm_head"}
+
+
+def test_cost_objective_leaves_out_what_does_not_pay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No coarse policy does the same work for less."""
+    devices = ("--devices", "emu:a100,emu:l40s,emu:l4")
+    found = planned(folder, "--objective", "cost", *devices, capsys=capsys)
+    others = [x for x in found["baseline_usd_per_1k_units"].values() if x is not None]
+
+    assert set(found["used"]) <= set(found["devices"])
+    assert found["usd_per_1k_units"] <= min(others) * (1 + 1e-9)
+
+
+def test_explanation_has_reasons_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory, what a move would cost, how far the bound is, what the costs' errors leave."""
+    traces = [folder / "prefill1.trace", folder / "decode1.trace"]
+    words = ("--devices", "emu:a100,emu:l40s", "--explain", "-o", folder / "y.plan")
+    code, out, _ = run("plan", *traces, *words, capsys=capsys)
+    flat = " ".join(out.split())
+
+    assert 0 == code
+    for part in ("(bottleneck)", "Memory (modelled", "it would take", "below the bound", "in 8 of 10"):
+        assert part in flat
+
+
+def test_batch_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two batches the one with more rows a second; both are listed."""
+    traces = [folder / f"{step}{batch}.trace" for batch in (1, 2) for step in ("prefill", "decode")]
+    words = ("--devices", "emu:a100,emu:l40s", "--batch-choices", "--json", "-o", folder / "b.plan")
+    code, out, err = run("plan", *traces, *words, capsys=capsys)
+    assert 0 == code, err
+    found = json.loads(out)
+    by_batch = {line["batch"]: line["rows_per_s"] for line in found["by_batch"]}
+
+    assert {1, 2} == set(by_batch)
+    assert found["rows_per_s"] == max(by_batch.values())
+    assert found["batch"] == max(by_batch, key=lambda b: by_batch[b])
+    assert {"emu:a100", "emu:l40s"} == {x["device"] for x in found["apart"]["devices"]}
+    assert found["apart"]["rows_per_s"] > 0
+
+
+def test_explanation_is_for_machines_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json the same reasons are a part of the document."""
+    found = planned(folder, "--explain", capsys=capsys)["explain"]
+
+    assert found["bottleneck"] in {u["name"] for u in (*found["devices"], *found["links"])}
+    assert all("it would take" in r["sentence"] for r in found["reasons"])
+    assert {"emu:a100", "emu:l40s"} == {room["device"] for room in found["memory"]}
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--pin", "attention"], "'attention' is not PATTERN=DEVICE"),
+    (["--pin", "nothing=emu:a100"], "no launch matches 'nothing'"),
+    (["--pin", "mm=emu:h100"], "unknown device 'emu:h100'"),
+    (["--pin", "mm=emu:a100", "--pin", "mlp=emu:l40s"], "contradicts --pin mm=emu:a100"),
+    (["--link", "emu:a100-emu:h100=nvlink"], "is no pair of the devices"),
+    (["--bus", "emu:a100"], "joins no two devices"),
+    (["--objective", "joy"], "known: cost, energy, latency, throughput"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_mistakes_get_one_line(
+    folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, the place and the remedy."""
+    trace = folder / "decode1.trace"
+    code, _, err = run("plan", trace, "--devices", "emu:a100,emu:l40s", *words, capsys=capsys)
+
+    assert 2 == code
+    assert message in err
+    assert 1 == len(err.strip().splitlines())
+
+
+def test_batches_with_unlike_steps_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every choice must be the same request."""
+    traces = [folder / "prefill1.trace", folder / "decode1.trace", folder / "decode2.trace"]
+    code, _, err = run("plan", *traces, "--devices", "emu:a100", "--batch-choices", capsys=capsys)
+
+    assert 2 == code
+    assert "batch 1 has prefill, decode; batch 2 has decode" in err
