@@ -33,6 +33,7 @@ def doctor(as_json: AsJson = False) -> None:
         "cores": os.cpu_count(),
         "versions": {name: _version(name) for name in CORE},
         "devices": _devices(),
+        "transports": _transports(),
         "extras": {name: _extra(name, modules) for name, modules in EXTRAS.items()},
     }
     print_json(found) if as_json else _show(found)
@@ -49,16 +50,37 @@ def _devices() -> list[dict[str, Any]]:
     """What launches can run on here. Emulated devices need nothing, so they are always there."""
     import torch
 
+    from tessera.execute.cuda import driver
+
     devices: list[dict[str, Any]] = [
         {"name": "emu:GPU", "what": "computes on this CPU, keeps a known GPU's modelled time"}
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        what = (
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB (seen; running on it comes later)"
-        )
+        sms = properties.multi_processor_count
+        what = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {sms} SMs"
         devices.append({"name": f"cuda:{index}", "what": what})
+        cuts = driver.has("cuGreenCtxStreamCreate")
+        part = "some of its SMs" if cuts else "missing: this driver has no green contexts (550 has them)"
+        devices.append({"name": f"cuda:{index}/sm=K", "what": part})
+        other = "computes on the card, keeps a known GPU's modelled time"
+        devices.append({"name": f"cuda:{index}/as=GPU", "what": other})
     return devices
+
+
+def _transports() -> dict[str, Any]:
+    """The ways between devices, and which one a run would take."""
+    from tessera.execute.cuda.probe import choose, transports
+
+    found = transports()
+    chosen = {joins: choose(found, joins) for joins in ("one card", "one machine", "any")}
+    return {
+        "known": [
+            {"name": t.name, "joins": t.joins, "present": t.is_present, "usable": t.is_usable, "why": t.why}
+            for t in found
+        ],
+        "chosen": {joins: t.name if t else None for joins, t in chosen.items()},
+    }
 
 
 def _extra(name: str, modules: tuple[str, ...]) -> dict[str, Any]:
@@ -78,6 +100,10 @@ def _show(found: dict[str, Any]) -> None:
     table.add_section()
     for device in found["devices"]:
         table.add_row(device["name"], device["what"], "")
+    table.add_section()
+    for transport in found["transports"]["known"]:
+        state = "usable" if transport["usable"] else "there" if transport["present"] else "missing"
+        table.add_row(f"between GPUs: {transport['name']}", f"{state}: {transport['why']}", "")
     table.add_section()
     for name, extra in found["extras"].items():
         state = "installed" if extra["installed"] else f"missing: {', '.join(extra['missing'])}"

@@ -1,124 +1,205 @@
-"""tessera run: a plan on real worker processes, compared with the undivided model."""
+"""tessera run: plans on real worker processes, compared with the undivided model."""
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.ran import Ran, compared, is_equal, overlap, per_device
+from tessera.cli.remote import Meeting, serve_rank
+from tessera.cli.run_cuda import check_gpus, is_for_gpus, run_on_gpus
 from tessera.cli.runnable import check_runnable
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import DeviceKind, Plan, Timeline, load
+from tessera.ir import Plan, load
+
+if TYPE_CHECKING:
+    from tessera.execute import Engine
+    from tessera.flow import UnitRequest
+
+__all__ = ["overlap", "per_device", "run"]
+
+# Predicted alongside: enough for a share, few enough to be quick.
+PREDICTED_REQUESTS = 32
 
 
 def run(
-    plan: Annotated[Path, typer.Argument(help="The plan to run.")],
+    plan: Annotated[
+        list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
+    ],
     requests: Annotated[int, typer.Option(help="How many requests to run.")] = 8,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with the undivided run, bit by bit.")
     ] = False,
     devices: Annotated[str | None, typer.Option(help="Devices that must be the plan's own.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace of the run here.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One instruction at a time, waiting for each.")
+    ] = False,
+    transport: Annotated[str, typer.Option(help="How workers pass bytes on: shm or gloo.")] = "shm",
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which a run counts its slowest device as lost.")
+    ] = None,
+    switch_every: Annotated[int, typer.Option(help="Requests between two switches of the policy.")] = 8,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Which device this process is; 0 also runs the requests.")] = 0,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
+    ] = None,
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Take rendezvous and rank from torchrun.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run requests through a plan, one worker process a device."""
-    if requests < 1:
-        raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
-    loaded = load(Plan, plan)
-    _check_devices(loaded, devices, str(plan))
-    for graph in loaded.unit.graphs:
-        check_runnable(graph.trace, str(plan))
+    _check_counts(requests, switch_every)
+    plans, place = [load(Plan, path) for path in plan], str(plan[0])
+    _check_devices(plans[0], devices, place)
     started = time.perf_counter()
-    with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
-        from tessera.execute import Engine
-        from tessera.flow import UnitRequest, run_undivided, workloads_of
-        from tessera.report import write_perfetto
+    if is_for_gpus(plans[0], place):
+        check_gpus(plans[0], place)
+        with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
+            ran, equal = run_on_gpus(plans, requests, verify, switch_every, advance)
+    else:
+        options = {"transport": transport, "is_plain": plain, "timeout_s": timeout}
+        if rendezvous is not None or torchrun:
+            meeting = Meeting.of(rendezvous, rank, secret_file, torchrun)
+            if meeting.rank > 0:
+                serve_rank(plans, meeting, plain)
+                return
+            options["hub"] = meeting.hub(plans)
+        for graph in plans[0].unit.graphs:
+            check_runnable(graph.trace, place)
+        with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
+            ran, equal = _run(plans, requests, verify, switch_every, options, advance)
+    found = _document(plans, ran, equal, started) | _write_trace(plans[0], ran, trace)
+    print_json(found) if as_json else _show(found)
+    _judge(found, place)
 
-        workloads = workloads_of(loaded.unit)
-        work = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(requests)]
-        advance("starting workers")
-        with Engine(loaded, workloads[0].weights()) as engine:
-            ran = engine.run(work, lambda number: advance(f"ran request {number}"))
-            timeline = engine.timeline()
-        equal = True
-        if verify:
-            for request, result in zip(work, ran, strict=True):
-                equal &= _equal(run_undivided(loaded.unit, request), result)
-                advance(f"compared request {request.seed}")
-    if trace is not None:
-        write_perfetto(timeline, trace)
-    found = {
-        "verified": equal if verify else None,
-        "requests": requests,
-        "lost": requests - len(ran),
-        "overlap": overlap(timeline),
-        "per_device": per_device(loaded, timeline),
-        "lanes": [sum(r.lane == i for r in ran) for i in range(len(loaded.lanes))],
-        "trace": str(trace) if trace else None,
+
+def _run(
+    plans: Sequence[Plan],
+    num: int,
+    verify: bool,
+    switch_every: int,
+    options: dict[str, Any],
+    advance: Callable[[str], None],
+) -> tuple[Ran, bool | None]:
+    from tessera.execute import Engine
+    from tessera.flow import UnitRequest, run_undivided, workloads_of
+
+    workloads = workloads_of(plans[0].unit)
+    work = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(num)]
+    advance("starting workers")
+    with Engine(plans, workloads[0].weights(), **options) as engine:
+        ran = _through(engine, work, len(plans), switch_every, advance)
+    if not verify:
+        return ran, None
+    equal = True
+    for request, result in zip(work, ran.results, strict=True):
+        equal &= bool(result.error) or is_equal(run_undivided(plans[0].unit, request), result)
+        advance(f"compared request {request.seed}")
+    return ran, equal
+
+
+def _through(
+    engine: "Engine",
+    work: "Sequence[UnitRequest]",
+    num_policies: int,
+    switch_every: int,
+    advance: Callable[[str], None],
+) -> Ran:
+    done = 0
+
+    def on_done(number: int) -> None:
+        nonlocal done
+        done += 1
+        if done % switch_every == 0:
+            engine.switch(done // switch_every % num_policies)
+        advance(f"ran request {number}")
+
+    results = engine.run(work, on_done, is_strict=False)
+    peaks = tuple(f.peak_bytes for f in engine.footprints)
+    return Ran(results, engine.timeline(), engine.compute_us(), peaks, tuple(str(f) for f in engine.faults))
+
+
+def _document(plans: Sequence[Plan], ran: Ran, equal: bool | None, started: float) -> dict[str, Any]:
+    from tessera.simulate import simulate
+
+    plan = plans[0]
+    predicted = simulate(plan, min(len(ran.results), PREDICTED_REQUESTS), is_detailed=False)
+    rows = compared(plan, ran.timeline, ran.compute_us, predicted)
+    return {
+        "verified": equal,
+        "requests": len(ran.results),
+        "lost": sum(bool(r.error) for r in ran.results),
+        "restarted": sum(bool(r.restarts) for r in ran.results),
+        "overlap": overlap(ran.timeline),
+        "per_device": [r | {"peak_bytes": b} for r, b in zip(rows, ran.peak_bytes, strict=True)],
+        "lanes": [sum(r.lane == i and r.policy == 0 for r in ran.results) for i in range(len(plan.lanes))],
+        "policies": {
+            f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
+            for n, p in enumerate(plans)
+        },
+        "faults": list(ran.faults),
         "seconds": round(time.perf_counter() - started, 3),
     }
-    print_json(found) if as_json else _show(found)
-    if not equal:
+
+
+def _write_trace(plan: Plan, ran: Ran, trace: Path | None) -> dict[str, Any]:
+    if trace is None:
+        return {"trace": None}
+    from tessera.report import write_perfetto
+    from tessera.simulate import simulate
+
+    write_perfetto(ran.timeline, trace, simulate(plan, len(ran.results)))
+    return {"trace": str(trace)}
+
+
+def _judge(found: dict[str, Any], place: str) -> None:
+    if found["verified"] is False:
         raise TesseraError(
-            "the divided run differs from the undivided one", "Please report this plan.", str(plan)
+            "the divided run differs from the undivided one", "Please report this plan.", place
         )
+    if found["lost"]:
+        message = f"{found['lost']} of {found['requests']} requests failed: {found['faults'][-1]}"
+        raise TesseraError(message, place=place)
+
+
+def _check_counts(requests: int, switch_every: int) -> None:
+    if requests < 1:
+        raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
+    if switch_every < 1:
+        raise TesseraError(f"a switch every {switch_every} is none", "Use 1 or more.", "--switch-every")
 
 
 def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
-    made_for = ",".join(plan.cluster.names)
     if devices is not None:
         from tessera.profile import parse_devices
 
         if parse_devices(devices) != plan.cluster.devices:
-            message = f"the plan was made for {made_for}, not for {devices}"
+            message = f"the plan was made for {','.join(plan.cluster.names)}, not for {devices}"
             raise MismatchError(message, f"Plan again with --devices {devices}.", place)
-    foreign = [d.name for d in plan.cluster.devices if d.kind is not DeviceKind.EMU]
-    if foreign:
-        message = f"the plan was made for {made_for}; this machine cannot run {', '.join(foreign)}"
-        raise MismatchError(message, "Plan again for emu: devices.", place)
-
-
-def _equal(reference: Any, result: Any) -> bool:
-    from tessera.execute.replay import same_bits
-
-    outputs = len(reference.outputs) == len(result.outputs) and all(
-        same_bits(one[name], other[name])
-        for one, other in zip(reference.outputs, result.outputs, strict=True)
-        for name in one
-    )
-    return outputs and all(same_bits(t, result.state[name]) for name, t in reference.state.items())
-
-
-def per_device(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
-    """How long each worker computed, by this machine's clock."""
-    busy = timeline.busy_us()
-    whole = timeline.makespan_us or 1.0
-    return [
-        {"device": name, "busy_us": busy.get(name, 0.0), "utilisation": busy.get(name, 0.0) / whole}
-        for name in plan.cluster.names
-    ]
-
-
-def overlap(timeline: Timeline) -> float:
-    """Share of the busy time during which two or more devices computed at once."""
-    edges = sorted(
-        (time_us, change)
-        for span in timeline.spans
-        for time_us, change in ((span.start_us, 1), (span.stop_us, -1))
-    )
-    running, last, some, several = 0, 0.0, 0.0, 0.0
-    for now, change in edges:
-        some += (now - last) * (running >= 1)
-        several += (now - last) * (running >= 2)
-        running, last = running + change, now
-    return several / some if some else 0.0
 
 
 def _show(found: dict[str, Any]) -> None:
     out = console()
     for row in found["per_device"]:
-        out.print(f"{row['device']}: busy {row['utilisation']:.0%} of the run (measured on this machine)")
+        out.print(
+            f"{row['device']}: busy {row['utilisation']:.0%} of the run (measured on this machine); "
+            f"{row['share']:.0%} of all computing, {row['predicted_share']:.0%} predicted (modelled); "
+            f"{row['peak_bytes'] / 1e6:,.1f} MB"
+        )
+    out.print(f"{found['overlap']:.0%} of the transfers' time was hidden behind computing (measured here)")
+    for fault in found["faults"]:
+        out.print(f"fault: {fault}", markup=False)
     words = {True: "every output and state equal bit for bit", False: "DIFFERENT", None: "not compared"}
     out.print(f"{found['requests']} requests, {found['lost']} lost: {words[found['verified']]}")
     if found["trace"]:

@@ -9,22 +9,92 @@ from tessera.cli.output import AsJson, console, print_json
 from tessera.errors import TesseraError
 from tessera.ir import Plan, Timeline, load, save
 
+ArrivalsText = Annotated[
+    str | None,
+    typer.Option(
+        help="Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, "
+        "bursty:RATE[,PEAK,SHARE,SECONDS] or batch:N."
+    ),
+]
+LengthsText = Annotated[
+    str | None,
+    typer.Option(help="Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA."),
+]
+
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="The plan to simulate.")],
-    requests: Annotated[int, typer.Option(help="Requests, all waiting at the start.")] = 100,
+    other: Annotated[
+        Path | None, typer.Argument(help="With --arrivals: a second plan for the same work.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests; without --arrivals, all wait at the start.")
+    ] = None,
+    arrivals: ArrivalsText = None,
+    monitor: Annotated[
+        bool, typer.Option("--monitor", help="Let a monitor choose between two plans.")
+    ] = False,
+    lengths: LengthsText = None,
+    speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(help="Requests that share a slot. [default: the batch]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    noise: Annotated[
+        float, typer.Option(help="Misprice every kernel type on every device by about this.")
+    ] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Vary the time of every run by about this.")] = 0.0,
+    lose: Annotated[list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="Slow a device down: DEVICE@SECONDSxFACTOR.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=.")
+    ] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Turn requests away while so many wait.")] = None,
+    window: Annotated[float | None, typer.Option(help="Seconds that the monitor looks back.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML timeline here.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline here.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run requests through a plan on its modelled costs, with the executor's own schedule."""
+    """Run requests through a plan on its modelled costs, with the executor's own schedule.
+
+    With --arrivals requests come over time, share slots as in serving, and may find another policy in
+    force; without, all wait at the start and a timeline is made.
+    """
+    if requests is not None and requests < 1:
+        raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
+    if arrivals is not None:
+        from tessera.cli.online import Wanted, run_online
+
+        _refuse({"--trace": trace, "--page": page, "--output": output}, "makes no timeline with --arrivals")
+        wanted = Wanted(
+            arrivals, requests, lengths, speed, rows, seed, noise, jitter, max_waiting,
+            tuple(lose or ()), tuple(slow or ()), slo, window,
+        )  # fmt: skip
+        run_online([plan] if other is None else [plan, other], wanted, monitor, as_json)
+        return
+    _refuse(
+        {"a second plan": other, "--monitor": monitor, "--lengths": lengths, "--lose": lose, "--slow": slow,
+         "--slo": slo, "--noise": noise, "--jitter": jitter, "--rows": rows, "--max-waiting": max_waiting,
+         "--window": window},
+        "needs --arrivals",
+    )  # fmt: skip
+    _offline(plan, requests or 100, trace, page, output, as_json)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """An option that would do nothing is a mistake."""
+    for name, value in options.items():
+        if value:
+            raise TesseraError(f"{name} {why}", "Leave it out, or see: tessera simulate --help.")
+
+
+def _offline(
+    plan: Path, requests: int, trace: Path | None, page: Path | None, output: Path | None, as_json: bool
+) -> None:
+    """All requests wait at the start."""
     from tessera import simulate as simulator
     from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
 
-    if requests < 1:
-        raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
     loaded = load(Plan, plan)
     timeline = simulator.simulate(loaded, requests, is_detailed=trace is not None or output is not None)
     if trace is not None:

@@ -1,4 +1,4 @@
-"""Launcher: runs the launches of a trace on local memory by dispatching their operators again.
+"""Launcher: runs the launches of a trace on local memory: operators are dispatched again, PTX is run again.
 
 Arguments are prepared once per launch. What an operator returns must be laid out as it was when the trace
 was recorded, since later launches read it by offset and stride; anything else is an error, not a guess.
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
+from tessera.execute.drawing import drawing, generator_buffer
+from tessera.execute.kernel_launch import Interpret, run_kernel
 from tessera.execute.memory import Memory, tensor_of
 from tessera.ir import Arg, Launch, Origin, Symbol, Trace, View
 
@@ -19,8 +21,9 @@ Make = Callable[[Memory], Any]
 class Launcher:
     """The launches of one trace, ready to run."""
 
-    def __init__(self, trace: Trace, device: torch.device) -> None:
-        self._trace, self._device = trace, device
+    def __init__(self, trace: Trace, device: torch.device, interpret: Interpret | None = None) -> None:
+        """`interpret` runs kernels with PTX on the CPU; else what `kernel_launch` was handed."""
+        self._trace, self._device, self._interpret = trace, device, interpret
         self._ready: dict[int, Callable[[Memory], None]] = {}
 
     def run(self, launch: int, memory: Memory) -> None:
@@ -31,10 +34,13 @@ class Launcher:
 
     def _prepare(self, index: int) -> Callable[[Memory], None]:
         launch = self._trace.launches[index]
+        if self._trace.kernel_of(index).origin is not Origin.ATEN:
+            return self._prepare_kernel(index, launch)
         operator = self._operator(index)
         args = [self._maker(arg) for arg in launch.args]
         kwargs = {name: self._maker(arg) for name, arg in launch.kwargs}
         keep = _results_to_keep(launch)
+        generator = generator_buffer(self._trace, launch)
 
         def call(memory: Memory) -> None:
             result = operator(*(make(memory) for make in args), **{k: m(memory) for k, m in kwargs.items()})
@@ -43,12 +49,28 @@ class Launcher:
                 self._check(index, results[place], view)
                 memory.put(view.buffer, results[place].untyped_storage())
 
+        def draw(memory: Memory) -> None:
+            assert generator is not None
+            with drawing(self._trace.buffers[generator].name, memory.get(generator)):
+                call(memory)
+
+        return call if generator is None else draw
+
+    def _prepare_kernel(self, index: int, launch: Launch) -> Callable[[Memory], None]:
+        kernel, args = self._trace.kernel_of(index), [self._maker(arg) for arg in launch.args]
+        if not kernel.ptx:
+            remedy = "Capture it again."
+            raise WorkerError(f"launch {index} ({kernel.name}) is no operator and has no PTX", remedy)
+        x, y, z = (*launch.grid, 1, 1, 1)[:3]
+        u, v, w = (*launch.block, 1, 1, 1)[:3]
+
+        def call(memory: Memory) -> None:
+            run_kernel(kernel, (x, y, z), (u, v, w), [make(memory) for make in args], self._interpret)
+
         return call
 
     def _operator(self, index: int) -> Any:
         kernel = self._trace.kernel_of(index)
-        if kernel.origin is not Origin.ATEN:
-            raise WorkerError(f"launch {index} ({kernel.name}) is no operator", "Run it on a GPU.")
         namespace, name, overload = kernel.name.split(".")
         try:
             return getattr(getattr(getattr(torch.ops, namespace), name), overload)

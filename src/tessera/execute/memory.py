@@ -1,8 +1,14 @@
-"""Memory: a device's buffers, and tensors as views of them."""
+"""Memory: a device's buffers, and tensors as views of them.
+
+`Memory` is what a launcher runs on. `ArenaMemory` is the static one: every buffer is at its place in the
+arena of a slot, and what an operator returns is copied there, because operators make memory of their own.
+"""
+
+from collections.abc import Mapping
 
 import torch
 
-from tessera.ir import Buffer, View
+from tessera.ir import Buffer, Place, View
 
 Storage = torch.UntypedStorage
 
@@ -48,3 +54,45 @@ class Memory:
     def free(self, buffer: int) -> None:
         """A buffer is needed no more."""
         self._own.pop(buffer, None)
+
+
+class Arena:
+    """The memory of all slots of one device, taken once; parts of it serve as storages."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._bytes = torch.empty(slots * slot_bytes, dtype=torch.uint8).numpy()
+
+    def storage(self, slot: int, place: Place) -> Storage:
+        """A storage over one place of one slot; it keeps the arena alive."""
+        start = slot * self._slot_bytes + place.offset
+        return torch.from_numpy(self._bytes[start : start + place.size_bytes]).untyped_storage()
+
+
+class ArenaMemory(Memory):
+    """What one device holds for one run: buffers at fixed places."""
+
+    def __init__(self, weights: dict[int, Storage], places: Mapping[int, Storage]) -> None:
+        super().__init__(weights)
+        self._places = places
+
+    def get(self, buffer: int) -> Storage:
+        """The place of a buffer; empty buffers have none and need none."""
+        place = self._places.get(buffer)
+        return place if place is not None else super().get(buffer)
+
+    def put(self, buffer: int, storage: Storage) -> None:
+        """Copies what an operator returned to its place."""
+        place = self._places.get(buffer)
+        if place is None:
+            super().put(buffer, storage)
+        elif place.data_ptr() != storage.data_ptr():
+            size = place.nbytes()
+            bytes_of(place, 0, size).copy_(bytes_of(storage, 0, size))
+
+    def has(self, buffer: int) -> bool:
+        """True if the buffer has a place on this device."""
+        return buffer in self._places
+
+    def free(self, buffer: int) -> None:
+        """Its place is used again by whoever the layout gave it to."""

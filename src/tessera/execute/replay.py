@@ -22,7 +22,7 @@ import torch
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, tensor_of
-from tessera.ir import BufferKind, Launch, Trace, Value, View, arg_views
+from tessera.ir import BufferKind, Launch, Trace, Value, arg_views
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -102,7 +102,7 @@ class Replay:
 
     def _issue_on_versions(self, launch: int, uses: Mapping[int, "_Use"], held: dict[int, Storage]) -> None:
         memory = Memory(self._weights)
-        for buffer in dict.fromkeys(view.buffer for view in _views(self._trace.launches[launch])):
+        for buffer in dict.fromkeys(_buffers(self._trace.launches[launch])):
             if buffer not in self._weights:
                 memory.put(buffer, self._version(buffer, uses.get(buffer, _Use()), held))
         with torch.no_grad():
@@ -230,11 +230,12 @@ def _uses(values: Sequence[Value], num_launches: int) -> list[dict[int, _Use]]:
     return uses
 
 
-def _views(launch: Launch) -> Iterable[View]:
-    """Every tensor a launch is given or returns."""
+def _buffers(launch: Launch) -> Iterable[int]:
+    """The buffers of all that a launch is given, returns or draws from."""
     for arg in (*launch.args, *(value for _, value in launch.kwargs)):
-        yield from arg_views(arg)
-    yield from (view for view in launch.outputs if view is not None)
+        yield from (view.buffer for view in arg_views(arg))
+    yield from (view.buffer for view in launch.outputs if view is not None)
+    yield from (access.buffer for access in launch.accesses)
 
 
 def _flat(storage: Storage) -> torch.Tensor:

@@ -1,15 +1,19 @@
 """What runs next: the one scheduling policy, used alike by worker processes and by the simulator.
 
-A device keeps the jobs it was given, oldest first. It takes the oldest whose next instruction is ready and
-runs it until that job must wait for a transfer or ends; then it looks again from the oldest. An older
-request thus never waits for a younger one for longer than one such stretch.
+After every launch a device looks at the jobs that can go on, and takes the one that will be done soonest,
+by the modelled times, with what it can do before it must wait for a transfer or ends; of equal ones the
+oldest. So a short stretch whose result another device waits for is not held up behind a long one: with few
+requests in flight, a decode that crosses between devices would otherwise wait for a whole stretch of a
+prefill at every crossing. A job never waits for a younger one for longer than the younger ones' shorter
+stretches last; requests in flight are few and each ends, so none waits for ever. Jobs without modelled
+times go by age.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.ir import Lane, Recv
+from tessera.ir import Lane, Recv, Run, Wait
 
 
 @dataclass(slots=True)
@@ -19,10 +23,19 @@ class Job:
     slot: int
     # Identifies the run; the same on every device.
     ticket: int
-    # Instructions, or whatever a simulator puts in their place; only receives are looked at here.
+    # Instructions, or whatever a simulator puts in their place; only receives and waits are looked at here.
     instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
+    # From each instruction to the next that may wait, or to the end: modelled microseconds; see `until_wait`.
+    until_wait_us: Sequence[float] = ()
+    # Of that, what is done already; only a simulator stops inside an item of its list.
+    spent_us: float = 0.0
+
+    @property
+    def left_us(self) -> float:
+        """Modelled time until it must wait or ends."""
+        return self.until_wait_us[self.position] - self.spent_us if self.until_wait_us else 0.0
 
     @property
     def is_done(self) -> bool:
@@ -31,16 +44,41 @@ class Job:
 
     @property
     def is_ready(self) -> bool:
-        """True unless the next instruction waits for a transfer that has not arrived."""
-        if self.is_done:
+        """True unless the next instruction waits for a transfer that has not arrived, or not left."""
+        if self.position == len(self.instructions):
             return False
         head = self.instructions[self.position]
-        return not isinstance(head, Recv) or head.transfer in self.arrived
+        return not isinstance(head, (Recv, Wait)) or head.transfer in self.arrived
 
     def issue(self) -> Any:
         """The next instruction, which is issued now."""
         self.position += 1
         return self.instructions[self.position - 1]
+
+    def turn(self) -> Iterator[Any]:
+        """Issues instructions up to the next launch, and what follows it at once; then others may go."""
+        has_run = False
+        while self.is_ready and not (has_run and isinstance(self.instructions[self.position], (Run, Recv))):
+            instruction = self.issue()
+            has_run = has_run or isinstance(instruction, Run)
+            yield instruction
+
+
+def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float]) -> tuple[float, ...]:
+    """For every position of a list: the time until the next receive or wait after it, or until the end.
+
+    Several receives in a row are one place to wait: at each of them, what follows the last counts.
+    """
+    found: list[float] = []
+    total, is_waiting = 0.0, False
+    for instruction in reversed(instructions):
+        if isinstance(instruction, (Recv, Wait)):
+            is_waiting = True
+        else:
+            total = duration_us(instruction) + (0.0 if is_waiting else total)
+            is_waiting = False
+        found.append(total)
+    return tuple(reversed(found))
 
 
 class Queue:
@@ -49,54 +87,92 @@ class Queue:
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}  # ticket -> job, oldest first
         self._early: dict[int, set[int]] = {}  # transfers that came before their job
+        self._awake: dict[int, Job] = {}  # those that may be able to go on; the others wait for a transfer
 
     def add(self, job: Job) -> None:
         """Takes a job; transfers that came before it count as arrived."""
         job.arrived |= self._early.pop(job.ticket, set())
-        self._jobs[job.ticket] = job
+        self._jobs[job.ticket] = self._awake[job.ticket] = job
 
     def deliver(self, ticket: int, transfer: int) -> None:
         """A transfer of a run has arrived."""
         if ticket in self._jobs:
+            self._awake[ticket] = self._jobs[ticket]
             self._jobs[ticket].arrived.add(transfer)
         else:
             self._early.setdefault(ticket, set()).add(transfer)
 
     def pick(self) -> Job | None:
-        """The oldest job that can go on, or None if all wait."""
-        return next((job for job in self._jobs.values() if job.is_ready), None)
+        """Of the jobs that can go on, the one with the least to do until it waits; None if all wait."""
+        # What `is_ready` and `left_us` say, written out: simulations ask this millions of times.
+        best: Job | None = None
+        least = 0.0
+        asleep: list[int] = []
+        for job in self._awake.values():
+            at = job.position
+            head = job.instructions[at] if at < len(job.instructions) else None
+            if head is None or (isinstance(head, (Recv, Wait)) and head.transfer not in job.arrived):
+                asleep.append(job.ticket)
+                continue
+            left = job.until_wait_us[at] - job.spent_us if job.until_wait_us else 0.0
+            if best is None or left < least or (left == least and job.ticket < best.ticket):
+                best, least = job, left
+        for ticket in asleep:
+            del self._awake[ticket]
+        return best
+
+    def __getitem__(self, ticket: int) -> Job:
+        return self._jobs[ticket]
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
 
     def drop(self, ticket: int) -> None:
         """Forgets a finished job."""
         del self._jobs[ticket]
+        self._awake.pop(ticket, None)
 
     def __len__(self) -> int:
         return len(self._jobs)
 
 
-class LaneTable:
-    """Which lane the next request takes: the one furthest behind its share.
+# How many requests a lane may be ahead of its share before the next one takes another lane.
+LEAD = 1.5
 
-    A lane's share of the requests is its rate's share of all rates. A lane that already holds more than its
-    share of the slots (rounded up) is passed over, so that one slow lane cannot swallow every slot.
+
+class LaneTable:
+    """Which lane the next request takes.
+
+    The lane of the request that has just ended, so that the slots stay divided among the lanes as they are
+    and none of the devices runs dry; unless that lane is more than `LEAD` requests ahead of its share, or
+    nothing has ended yet: then the lane that is furthest behind. Shares are those of the plan's table, or of
+    the lanes' rates where there is no table.
     """
 
-    def __init__(self, lanes: Sequence[Lane], slots: int) -> None:
-        total = sum(lane.rate_per_s for lane in lanes)
-        self._share = [lane.rate_per_s / total for lane in lanes]
+    def __init__(self, lanes: Sequence[Lane], slots: int, table: Sequence[int] = ()) -> None:
+        counts = [float(table.count(i)) for i in range(len(lanes))] if table else []
+        rates = counts or [lane.rate_per_s for lane in lanes]
+        self._share = [rate / sum(rates) for rate in rates]
         self._cap = [max(1, -int(-slots * share // 1)) for share in self._share]
         self._started = [0] * len(lanes)
         self._running = [0] * len(lanes)
+        self._ended: list[int] = []
 
     def take(self) -> int:
         """Chooses a lane for one request."""
-        free = [i for i, cap in enumerate(self._cap) if self._running[i] < cap]
-        lanes = free or range(len(self._cap))
-        lane = min(lanes, key=lambda i: ((self._started[i] + 1) / self._share[i], i))
+        lane = self._ended.pop() if self._ended else self._behind()
+        if self._started[lane] + 1 - self._share[lane] * (sum(self._started) + 1) > LEAD:
+            lane = self._behind()
         self._started[lane] += 1
         self._running[lane] += 1
         return lane
 
+    def _behind(self) -> int:
+        """Of the lanes that hold no more than their share of the slots, the one furthest behind."""
+        free = [i for i, cap in enumerate(self._cap) if self._running[i] < cap]
+        return min(free or range(len(self._cap)), key=lambda i: ((self._started[i] + 1) / self._share[i], i))
+
     def give_back(self, lane: int) -> None:
         """A request of this lane has finished."""
         self._running[lane] -= 1
+        self._ended = [lane]

@@ -1,10 +1,16 @@
 """worker: one process, one device.
 
 The loop takes news from its inbox (orders from the engine, arrivals from other workers), asks the queue
-what can go on, and runs it until it must wait. It ends when the engine hangs up, so no worker outlives its
-engine.
+what can go on, and runs it until it must wait. The plain loop beside it does one instruction at a time, in
+the order of the runs, and waits for each: slow, and simple enough to compare with. A worker ends when the
+engine hangs up, so no worker outlives its engine.
+
+All memory but the weights is one arena, taken at the start: a device that has too little says so before the
+first request.
 """
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,43 +20,19 @@ from typing import Any
 import torch
 
 from tessera.errors import TesseraError
+from tessera.execute import messages
 from tessera.execute.inbox import Hangup, Inbox
+from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, tensor_of
+from tessera.execute.memory import Arena, ArenaMemory, Storage, allocate, bytes_of, constant, tensor_of
+from tessera.execute.messages import Begin, Cancel, Done, Failed, PeerLost, Ready
 from tessera.execute.packing import Packed, pack, unpack
-from tessera.execute.schedule import Job, Queue
-from tessera.execute.transport import Wire
-from tessera.ir import BufferKind, Free, Instruction, Program, Recv, Run, Send, Trace
+from tessera.execute.schedule import Job, Queue, until_wait
+from tessera.execute.transport import Arrived, Gone, Left, Parcel, Transport
+from tessera.ir import BufferKind, Instruction, Program, Recv, Run, Send, Trace
 
-
-@dataclass(frozen=True)
-class Begin:
-    """The engine's order: run one program of one lane in one slot."""
-
-    ticket: int
-    slot: int
-    lane: int
-    index: int
-    inputs: dict[str, Packed]
-    # State by name that lives here and that no run of the request has used before.
-    state: dict[str, Packed]
-    # True to hand the state back when the run is done.
-    wants_state: bool
-
-
-class Ready:
-    """The worker's first answer: it has loaded everything and waits for orders."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """The worker's answer."""
-
-    ticket: int
-    outputs: dict[str, Packed]
-    state: dict[str, Packed]
-    # (launch, start, stop) by the machine's monotonic clock, in seconds.
-    spans: list[tuple[int, float, float]]
+ENGINE, PEERS = 0, 1
+GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 
 
 @dataclass
@@ -59,16 +41,21 @@ class Setup:
 
     device: int
     traces: tuple[Trace, ...]
-    # programs[lane][index]
+    # programs[lane][index], the lanes of all plans one after another.
     programs: Sequence[Sequence[Program]]
     # Weight name -> shared tensor; only those that some lane reads on this device.
     weights: dict[str, torch.Tensor]
-    sends: dict[int, Wire]
-    recvs: dict[int, Wire]
-    # From the engine, and to it.
-    orders: Connection
-    answers: Connection
-    num_threads: int
+    slots: int
+    # Bytes of one slot's arena.
+    slot_bytes: int
+    num_threads: int = 1
+    is_plain: bool = False
+    # progress[slot] = (ticket, position): where this worker is, in memory that the engine sees.
+    progress: torch.Tensor | None = None
+    # Runs kernels with PTX on the CPU; see `kernel_launch`.
+    interpret: Interpret | None = field(default_factory=handed_in)
+    # us[step][launch]: modelled time on this device, which decides who goes first; see `schedule`.
+    us: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass
@@ -77,105 +64,166 @@ class _Active:
 
     order: Begin
     program: Program
-    memory: Memory
-    spans: list[tuple[int, float, float]] = field(default_factory=list)
+    memory: ArenaMemory
+    spans: list[list[float]] = field(default_factory=list)
 
 
 class Worker:
-    """The device's state and its loop."""
+    """The device's memory and its loop."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, transport: Transport, orders: Connection, answers: Connection) -> None:
+        self._setup, self._transport, self._answers = setup, transport, answers
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
-        # state[slot][name]: survives from one run of a request to the next.
-        self._state: dict[int, dict[str, Storage]] = {}
-        self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
+        self._cancelled: set[int] = set()
+        # Ticket -> [transfer, start, arrival] of what has come; a run's transfers may come before its order.
+        self._arrivals: dict[int, list[list[float]]] = {}
+        self._launchers = [Launcher(t, torch.device("cpu"), setup.interpret) for t in setup.traces]
         self._weights = [self._bind_weights(t) for t in setup.traces]
-        self._inbox = Inbox([setup.orders, *(wire.pipe for wire in setup.recvs.values())])
+        self._arena = Arena(setup.slots, setup.slot_bytes)
+        # (slot, lane, index) -> the program's places there; made once.
+        self._places: dict[tuple[int, int, int], dict[int, Storage]] = {}
+        # (lane, index) -> the program's times until it waits; made once.
+        self._until: dict[tuple[int, int], Sequence[float]] = {}
+        self._progress = None if setup.progress is None else setup.progress.numpy()
+        # Where the worker is: (slot, ticket, position), for the message of an error.
+        self.at = (-1, -1, -1)
+        self._inbox = Inbox()
+        self._inbox.listen({ENGINE: orders}, messages.decode)
+        transport.start(lambda news: self._inbox.post(PEERS, news))
 
     def loop(self) -> None:
         """Until the engine hangs up."""
-        self._setup.answers.send(Ready())
+        self._tell(Ready(time.monotonic()))
         while True:
-            job = self._queue.pick()
+            job = self._pick()
             news = self._inbox.take(block=job is None)
             if news is not None:
                 if not self._handle(*news):
                     return
             elif job is not None:
-                self._stretch(job)
+                self._go_on(job)
+
+    def _tell(self, message: messages.Message) -> None:
+        self._answers.send_bytes(messages.encode(message))
+
+    def _pick(self) -> Job | None:
+        """What can go on; in the plain loop only the oldest run may."""
+        if not self._setup.is_plain:
+            return self._queue.pick()
+        oldest = next(iter(self._active), None)
+        job = None if oldest is None else self._queue[oldest]
+        return job if job is not None and job.is_ready else None
 
     def _handle(self, source: int, news: Any) -> bool:
         """Takes in one message; False when the engine is gone."""
-        if isinstance(news, Hangup):
-            return source != 0  # a lost peer is the engine's to report
-        if source == 0:
-            self._begin(news)
-        else:
-            self._queue.deliver(*news)
+        match news:
+            case Hangup():
+                return False
+            case Begin():
+                self._begin(news)
+            case Cancel(ticket):
+                self._cancel(ticket)
+            case Arrived(ticket, number, start, stop):
+                if ticket not in self._cancelled:
+                    self._queue.deliver(ticket, number)
+                    self._arrivals.setdefault(ticket, []).append([number, start, stop])
+            case Left(ticket, number):
+                if ticket in self._active:
+                    self._queue.deliver(ticket, number)
+            case Gone(device, message):
+                self._tell(PeerLost(device, message))
+            case _:
+                raise TesseraError(f"a worker was sent {type(news).__name__} by {source}")
         return True
 
-    def _stretch(self, job: Job) -> None:
-        """Runs a job until it must wait or is done."""
+    def _go_on(self, job: Job) -> None:
+        """Runs one launch of a job and what goes with it; in the plain loop, one instruction."""
         active = self._active[job.ticket]
-        while job.is_ready:
-            self._issue(job.issue(), active)
+        for instruction in job.turn():
+            self._note(active.order, job.position - 1)
+            self._issue(instruction, active)
+            if self._setup.is_plain:
+                break
         if job.is_done:
             self._queue.drop(job.ticket)
-            self._setup.answers.send(self._done(self._active.pop(job.ticket)))
+            self._finish(self._active.pop(job.ticket))
+
+    def _note(self, order: Begin, position: int) -> None:
+        self.at = (order.slot, order.ticket, position)
+        if self._progress is not None:
+            self._progress[order.slot] = (order.ticket, position)
 
     def _issue(self, instruction: Instruction, active: _Active) -> None:
         match instruction:
             case Run(launch):
-                start = time.monotonic()
+                start, cpu = time.monotonic(), time.thread_time()
                 self._launchers[active.program.step].run(launch, active.memory)
-                active.spans.append((launch, start, time.monotonic()))
+                spent = time.thread_time() - cpu
+                active.spans.append([launch, start, time.monotonic(), spent])
             case Send(number):
                 transfer = active.program.transfers[number]
                 contents = bytes_of(active.memory.get(transfer.buffer), transfer.start, transfer.stop)
-                wire = self._setup.sends[transfer.dst]
-                wire.send(active.program, active.order.slot, active.order.ticket, number, contents)
+                self._transport.send(self._parcel(active, number), contents)
             case Recv(number):
-                self._receive(number, active)
-            case Free(buffer):
-                active.memory.free(buffer)
+                transfer = active.program.transfers[number]
+                place = bytes_of(active.memory.get(transfer.buffer), transfer.start, transfer.stop)
+                place.copy_(self._transport.fetch(self._parcel(active, number)))
+            case _:  # Free and Signal: the layout has done the work. Wait: its transfer has left.
+                pass
 
-    def _receive(self, number: int, active: _Active) -> None:
-        """Copies a transfer out of the arena, so that the arena's place is free for the next run."""
-        transfer = active.program.transfers[number]
-        buffer = self._trace(active).buffers[transfer.buffer]
-        storage = allocate(buffer.size_bytes)
-        source = self._setup.recvs[transfer.src].place(active.program, active.order.slot, number)
-        bytes_of(storage, transfer.start, transfer.stop).copy_(source)
-        active.memory.put(transfer.buffer, storage)
-        if buffer.kind is BufferKind.STATE:
-            self._state[active.order.slot][buffer.name] = storage
-
-    def _trace(self, active: _Active) -> Trace:
-        return self._setup.traces[active.program.step]
+    def _parcel(self, active: _Active, number: int) -> Parcel:
+        return Parcel(active.program, active.order.slot, active.order.ticket, number)
 
     def _begin(self, order: Begin) -> None:
         program = self._setup.programs[order.lane][order.index]
         trace = self._setup.traces[program.step]
-        memory = Memory(self._weights[program.step])
-        held = self._state.setdefault(order.slot, {})
-        held |= {name: unpack(packed).untyped_storage() for name, packed in order.state.items()}
+        memory = ArenaMemory(self._weights[program.step], self._places_of(order, program))
+        given: dict[str, Packed] = {**order.inputs, **order.state}
         for index, buffer in enumerate(trace.buffers):
-            if buffer.kind is BufferKind.INPUT and buffer.name in order.inputs:
-                memory.put(index, unpack(order.inputs[buffer.name]).untyped_storage())
-            elif buffer.kind is BufferKind.STATE and buffer.name in held:
-                memory.put(index, held[buffer.name])
-            elif buffer.size_bytes == 0:  # nobody sends it, and everybody may name it
+            if buffer.size_bytes == 0:  # nobody sends it, and everybody may name it
                 memory.put(index, allocate(0))
+            elif buffer.name in given and memory.has(index) and buffer.kind in GIVEN:
+                memory.put(index, unpack(given[buffer.name]).untyped_storage())
         self._active[order.ticket] = _Active(order, program, memory)
-        self._queue.add(Job(order.slot, order.ticket, program.instructions[self._setup.device]))
-        if not program.instructions[self._setup.device]:  # holds an output and runs nothing
+        instructions = program.instructions[self._setup.device]
+        until = self._until_wait(order.lane, order.index)
+        job = Job(order.slot, order.ticket, instructions, until_wait_us=until)
+        self._queue.add(job)
+        if job.is_done:  # holds an output or takes state in, and runs nothing
             self._queue.drop(order.ticket)
-            self._setup.answers.send(self._done(self._active.pop(order.ticket)))
+            self._finish(self._active.pop(order.ticket))
 
-    def _done(self, active: _Active) -> Done:
-        trace = self._trace(active)
+    def _until_wait(self, lane: int, index: int) -> Sequence[float]:
+        """By the modelled times of the program's launches; none where they are not known."""
+        if not self._setup.us:
+            return ()
+        if (lane, index) not in self._until:
+            program = self._setup.programs[lane][index]
+            us = self._setup.us[program.step]
+            instructions = program.instructions[self._setup.device]
+            self._until[lane, index] = until_wait(
+                instructions, lambda x: us[x.launch] if isinstance(x, Run) else 0.0
+            )
+        return self._until[lane, index]
+
+    def _places_of(self, order: Begin, program: Program) -> dict[int, Storage]:
+        key = (order.slot, order.lane, order.index)
+        if key not in self._places:
+            here = program.places[self._setup.device]
+            self._places[key] = {p.buffer: self._arena.storage(order.slot, p) for p in here}
+        return self._places[key]
+
+    def _cancel(self, ticket: int) -> None:
+        self._cancelled.add(ticket)
+        self._arrivals.pop(ticket, None)
+        self._transport.forget(ticket)
+        if self._active.pop(ticket, None) is not None:
+            self._queue.drop(ticket)
+
+    def _finish(self, active: _Active) -> None:
+        self._note(active.order, -1)
+        trace = self._setup.traces[active.program.step]
         here = {name for name, device in active.program.outputs if device == self._setup.device}
         outputs = {
             name: pack(tensor_of(active.memory.get(view.buffer), view))
@@ -188,7 +236,8 @@ class Worker:
                 if device == self._setup.device:
                     storage = active.memory.get(buffer)
                     state[trace.buffers[buffer].name] = pack(bytes_of(storage, 0, storage.nbytes()))
-        return Done(active.order.ticket, outputs, state, active.spans)
+        moved = self._arrivals.pop(active.order.ticket, [])
+        self._tell(Done(active.order.ticket, outputs, state, active.spans, moved))
 
     def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
         held = {}
@@ -201,22 +250,40 @@ class Worker:
         return held
 
 
-def main(setup: Setup) -> None:
+def main(setup: Setup, opener: Any, orders: Connection, answers: Connection) -> None:
     """The process's entry; an error goes to the engine, which tells the user."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
+    serve(setup, opener, orders, answers)
+    os._exit(0)  # threads of torch.distributed may still wait for peers that are gone
+
+
+def serve(setup: Setup, opener: Any, orders: Connection, answers: Connection) -> None:
+    """One worker until its engine hangs up."""
     torch.set_num_threads(setup.num_threads)
     torch.set_grad_enabled(False)
+    worker: Worker | None = None
+    transport: Transport | None = None
     try:
-        Worker(setup).loop()
+        transport = opener(orders, answers)
+        worker = Worker(setup, transport, orders, answers)
+        worker.loop()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the engine is gone, or a peer died and the engine is about to say so
+        pass  # the engine is gone
     except TesseraError as error:
-        _tell(setup.answers, error)
+        _tell_failure(answers, worker, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
-        _tell(setup.answers, error)
+        text = f"{type(error).__name__}: {error}"
+        if worker is None and isinstance(error, (RuntimeError, MemoryError)):
+            text = f"could not take {setup.slots * setup.slot_bytes:,} bytes for its slots: {text}"
+        _tell_failure(answers, worker, text, "")
+    finally:
+        if transport is not None:
+            transport.close()
 
 
-def _tell(answers: Connection, error: Any) -> None:
+def _tell_failure(answers: Connection, worker: Worker | None, message: str, remedy: str) -> None:
+    at = worker.at if worker is not None else (-1, -1, -1)
     try:
-        answers.send(error if isinstance(error, TesseraError) else f"{type(error).__name__}: {error}")
+        answers.send_bytes(messages.encode(Failed(message, remedy, *at)))
     except OSError:
         return

@@ -1,7 +1,7 @@
 """The schedule: oldest ready job first, requests shared among lanes by rate."""
 
-from tessera.execute.schedule import Job, LaneTable, Queue
-from tessera.ir import Lane, Placement, Recv, Run
+from tessera.execute.schedule import Job, LaneTable, Queue, until_wait
+from tessera.ir import Lane, Placement, Recv, Run, Send
 
 ANYWHERE = Placement(((0,),))
 
@@ -68,3 +68,41 @@ def test_a_slow_lane_cannot_fill_every_slot() -> None:
     table = make_table([1.0, 1.0], slots=4)
 
     assert [0, 0, 1, 1] == sorted(table.take() for _ in range(4))
+
+
+def test_the_shorter_stretch_goes_first() -> None:
+    """Of two ready jobs, the one that will sooner have to wait is taken, though it is younger."""
+    queue = Queue()
+    queue.add(Job(0, 1, [Run(0), Run(1)], until_wait_us=(200.0, 100.0)))
+    queue.add(Job(1, 2, [Run(0), Recv(0), Run(1)], until_wait_us=(20.0, 900.0, 900.0)))
+
+    job = queue.pick()
+
+    assert job is not None
+    assert 2 == job.ticket
+
+
+def test_a_turn_is_one_launch_with_its_sends() -> None:
+    """After a launch and what it sends, others may go first."""
+    job = Job(0, 1, [Run(0), Send(0), Run(1), Recv(1), Run(2)])
+
+    assert [Run(0), Send(0)] == list(job.turn())
+    assert [Run(1)] == list(job.turn())
+    assert [] == list(job.turn())
+
+
+def test_time_until_a_wait_ends_at_receives() -> None:
+    """Receives in a row are one place to wait; what follows them counts from there."""
+    items = [Run(0), Run(1), Recv(0), Recv(1), Run(2)]
+
+    assert (20.0, 10.0, 10.0, 10.0, 10.0) == until_wait(items, lambda _: 10.0)
+
+
+def test_a_slot_keeps_its_lane_while_shares_allow() -> None:
+    """The lane that has just ended is taken again, until it is too far ahead."""
+    table = make_table([1.0, 1.0], slots=2)
+    first = [table.take(), table.take()]
+    table.give_back(1)
+
+    assert [0, 1] == first
+    assert 1 == table.take()

@@ -1,0 +1,276 @@
+"""The online half of `tessera simulate`: requests over time, one plan, two, or a monitor that chooses."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tessera.adapt import Capability, Factors, MonitorConfig, crossing_per_s
+from tessera.cli.output import console, print_json
+from tessera.errors import ArrivalsError
+from tessera.ir import Cluster, Costs, Objective, Plan, Quantiles, ServingReport, load
+from tessera.simulate.adaptive import Replan
+from tessera.simulate.arrivals import make_arrivals
+from tessera.simulate.metrics import parse_limits
+from tessera.simulate.online import ServeConfig
+from tessera.simulate.study import Setting, adapt, compare
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asked for, as written."""
+
+    arrivals: str
+    requests: int | None = None
+    lengths: str | None = None
+    speed: float = 1.0
+    rows: int | None = None
+    seed: int = 0
+    noise: float = 0.0
+    jitter: float = 0.0
+    max_waiting: int | None = None
+    lose: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    slo: str | None = None
+    window_s: float | None = None
+
+    def setting(self) -> Setting:
+        """Parsed."""
+        for name, value in (("--noise", self.noise), ("--jitter", self.jitter)):
+            if not 0.0 <= value < 1.0:
+                raise ArrivalsError(f"{value:g} is not a relative error", "Use 0.1 for 10 %.", name)
+        for name, count in (("--rows", self.rows), ("--max-waiting", self.max_waiting)):
+            if count is not None and count < 1:
+                raise ArrivalsError(f"{count} requests are none", "Use at least one.", name)
+        if self.window_s is not None and not self.window_s > 0.0:
+            raise ArrivalsError(
+                f"a window of {self.window_s:g} s is none", "Use a time above zero.", "--window"
+            )
+        arrivals = make_arrivals(self.arrivals, self.requests, self.seed, self.lengths, self.speed)
+        losses = tuple(
+            (device, _number(time, word, "--lose")) for word, device, time in _split(self.lose, "--lose")
+        )
+        slow = tuple(_slowdown(word, device, rest) for word, device, rest in _split(self.slow, "--slow"))
+        config = ServeConfig(
+            seed=self.seed, jitter=self.jitter, max_waiting=self.max_waiting, losses=losses, slowdowns=slow
+        )
+        limits = parse_limits(self.slo) if self.slo else ()
+        return Setting(arrivals, config, limits, self.rows, self.noise)
+
+
+def _split(words: Sequence[str], place: str) -> list[tuple[str, str, str]]:
+    found = []
+    for word in words:
+        device, at, rest = word.rpartition("@")
+        if not at or not device:
+            raise ArrivalsError(f"'{word}' has no time", "Write DEVICE@SECONDS, as emu:l40s@30.", place)
+        found.append((word, device, rest))
+    return found
+
+
+def _slowdown(word: str, device: str, rest: str) -> tuple[str, float, float]:
+    time, _, factor = rest.partition("x")
+    found = _number(factor or "nan", word, "--slow")
+    if not found > 0.0:
+        raise ArrivalsError(
+            f"'{word}' has no factor", "Write DEVICE@SECONDSxFACTOR: emu:l40s@30x1.5.", "--slow"
+        )
+    return device, _number(time, word, "--slow"), found
+
+
+def _number(text: str, word: str, place: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArrivalsError(f"'{text}' in '{word}' is not a number", "", place) from None
+
+
+def run_online(paths: Sequence[Path], wanted: Wanted, has_monitor: bool, as_json: bool) -> None:
+    """Simulates and shows."""
+    setting = wanted.setting()
+    plans = [(plan.policy, plan) for plan in (load(Plan, path) for path in paths)]
+    plans = _distinct(plans, paths)
+    known: tuple[Capability, ...] = ()
+    adaptive = None
+    if has_monitor:
+        plans = with_other(plans)
+        replan = replanner([plan for _, plan in plans])
+        adaptive, known = adapt(plans, setting, MonitorConfig(window_s=wanted.window_s), replan)
+    fixed = compare(plans, setting)
+    found = document(fixed, adaptive, known, setting)
+    print_json(found) if as_json else _show(found, fixed, adaptive)
+
+
+def _distinct(plans: list[tuple[str, Plan]], paths: Sequence[Path]) -> list[tuple[str, Plan]]:
+    """Named by policy, or by file where that is not enough."""
+    names = [name for name, _ in plans]
+    if len(set(names)) == len(names):
+        return plans
+    return [(path.stem, plan) for path, (_, plan) in zip(paths, plans, strict=True)]
+
+
+def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+    """Two plans to choose among: where one was given, that of the other objective is made."""
+    if len(plans) > 1:
+        return list(plans)
+    from tessera.flow import make_plan
+
+    name, plan = plans[0]
+    is_latency = plan.objective is Objective.LATENCY
+    other = Objective.THROUGHPUT if is_latency else Objective.LATENCY
+    made = make_plan(plan.unit, plan.costs, plan.cluster, other, plan.slots)
+    return [(name, plan), (other.value, made)]
+
+
+def replanner(plans: Sequence[Plan]) -> Replan:
+    """Plans anew for the same objectives, at corrected costs and on the devices that are left.
+
+    Corrections add up: what is measured is relative to the plan that ran.
+    """
+    total = [Factors({})]
+
+    def replan(factors: Factors, without: frozenset[str]) -> list[tuple[str, Plan]]:
+        from tessera.flow import make_plan
+
+        total[0] = factors.times(total[0])
+        made = []
+        for plan in plans:
+            costs = total[0].apply(plan.unit, plan.costs)
+            cluster, left = without_devices(plan.cluster, costs, without)
+            made.append((plan.policy, make_plan(plan.unit, left, cluster, plan.objective, plan.slots)))
+        return made
+
+    return replan
+
+
+def without_devices(
+    cluster: Cluster, costs: Sequence[Costs], without: frozenset[str]
+) -> tuple[Cluster, tuple[Costs, ...]]:
+    """What is left of devices and price lists."""
+    kept = [index for index, name in enumerate(cluster.names) if name not in without]
+    if not kept:
+        raise ArrivalsError("no device is left")
+    devices = tuple(cluster.devices[d] for d in kept)
+    links = tuple(x for x in cluster.links if x.src not in without and x.dst not in without)
+    prices = tuple(
+        Costs(c.trace_digest, devices, tuple(tuple(row[d] for d in kept) for row in c.costs)) for c in costs
+    )
+    return Cluster(devices, links), prices
+
+
+def document(
+    fixed: Sequence[ServingReport],
+    adaptive: ServingReport | None,
+    known: Sequence[Capability],
+    setting: Setting,
+) -> dict[str, Any]:
+    """A simulation in figures."""
+    found: dict[str, Any] = {
+        "clock": "simulated",
+        "arrivals": setting.arrivals.name,
+        "requests": len(setting.arrivals.times_s),
+        "offered_per_s": _finite(setting.arrivals.rate_per_s),
+        "longest_gap_s": setting.arrivals.longest_gap_s,
+        "seed": setting.config.seed,
+        "policies": {report.policy: figures(report) for report in fixed},
+    }
+    if adaptive is None:
+        return found
+    # A policy that served fewer requests is no measure: those that it failed have no latency.
+    whole = [r for r in fixed if r.num_finished >= adaptive.num_finished]
+    best = min((r.normalised_s.mean for r in whole if r.normalised_s), default=None)
+    own = adaptive.normalised_s.mean if adaptive.normalised_s else None
+    kinds = [d.kind.value for d in adaptive.decisions]
+    return found | {
+        "adaptive": figures(adaptive),
+        "switches": kinds.count("switch"),
+        "decisions": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "ratio_to_better_fixed": own / best if own and best else None,
+        "crossing_per_s": crossing_per_s(tuple(known)),
+        "capacity_per_s": {x.name: x.capacity_per_s for x in known},
+        "reasons": [
+            {"at_s": d.at_s, "kind": d.kind.value, "policy": d.policy, "why": d.why}
+            for d in adaptive.decisions
+        ],
+    }
+
+
+def figures(report: ServingReport) -> dict[str, Any]:
+    """One report as JSON; a time is in seconds."""
+    found = asdict(report) | {"clock": report.clock.value, "utilisation": dict(report.utilisation)}
+    found["offered_per_s"] = _finite(report.offered_per_s)
+    found["capacity_per_s"] = _finite(report.capacity_per_s)
+    del found["decisions"]
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def _show(found: dict[str, Any], fixed: Sequence[ServingReport], adaptive: ServingReport | None) -> None:
+    """For people."""
+    out = console()
+    reports = (*fixed, *((adaptive,) if adaptive else ()))
+    table = Table("", title=f"{found['requests']} requests of {found['arrivals']} (simulated)")
+    for report in reports:
+        table.add_column(report.policy, justify="right")
+    for cells in zip(ROWS, *(_cells(report) for report in reports), strict=True):
+        table.add_row(*cells)
+    out.print(table)
+    notes = dict.fromkeys(f"{r.policy}: {note}" for r in reports for note in r.notes)
+    for note in notes:
+        out.print(note, markup=False)
+    if adaptive is None:
+        return
+    for decision in adaptive.decisions[:SHOWN]:
+        out.print(f"{decision.at_s:9.2f} s  {decision.kind.value}: {decision.why}", markup=False)
+    if len(adaptive.decisions) > SHOWN:
+        out.print(f"... and {len(adaptive.decisions) - SHOWN} decisions more")
+    ratio = found["ratio_to_better_fixed"]
+    if ratio is not None:
+        what = f"{found['switches']} switches; normalised latency {ratio:.3f}x the better fixed policy's"
+        out.print(f"{what} (simulated)")
+
+
+# Decisions that are shown to people.
+SHOWN = 10
+ROWS = (
+    "requests per second",
+    "tokens per second",
+    "first token: p50, p90, p99",
+    "each further token: p50, p90, p99",
+    "latency: p50, p90, p99",
+    "latency over tokens: mean",
+    "requests within the limits",
+    "most waiting; refused, restarted, failed",
+    "busy",
+    "dollars per million tokens",
+    "joules per token",
+)
+
+
+def _cells(report: ServingReport) -> list[str]:
+    from tessera.report import duration, percent
+
+    def shown(times: Quantiles | None) -> str:
+        return ", ".join(duration(t * 1e6) for t in (times.p50, times.p90, times.p99)) if times else "-"
+
+    normalised = report.normalised_s
+    slo, dollars, joules = report.slo_attainment, report.usd_per_million_tokens, report.joules_per_token
+    lost = (report.num_refused, report.num_restarted, report.num_failed)
+    return [
+        f"{report.requests_per_s:.4g}",
+        f"{report.tokens_per_s:.4g}",
+        shown(report.ttft_s),
+        shown(report.tpot_s),
+        shown(report.latency_s),
+        duration(normalised.mean * 1e6) if normalised else "-",
+        percent(slo) if slo is not None else "-",
+        f"{report.max_waiting}; {', '.join(map(str, lost))}",
+        ", ".join(percent(share) for name, share in report.utilisation if " -> " not in name),
+        f"{dollars:.3g}" if dollars is not None else "-",
+        f"{joules:.3g}" if joules is not None else "-",
+    ]

@@ -1,0 +1,141 @@
+"""The CUDA driver by ctypes, as far as torch has no words for it: streams of our own and green contexts.
+
+Torch hands out its streams from a small pool, over and over. Streams that own memory (a library's workspace
+belongs to a stream) must not be the same by accident, so they are made here.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tessera.errors import WorkerError
+
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_RESOURCE_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
+_DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
+# SMs of a group where the driver does not say: right on every architecture, the smallest on Hopper.
+_LEAST_GROUP = 8
+
+
+class _SmResource(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_uint), ("least", ctypes.c_uint), ("alignment", ctypes.c_uint))
+
+
+class _Words(ctypes.Union):
+    _fields_ = (("sm", _SmResource), ("oversize", ctypes.c_ubyte * 48))
+
+
+class SmResource(ctypes.Structure):
+    """CUdevResource: 144 bytes since CUDA 12.4, which arrays of them depend on."""
+
+    _fields_ = (("kind", ctypes.c_uint), ("padding", ctypes.c_ubyte * 92), ("words", _Words))
+
+    @property
+    def num_sms(self) -> int:
+        """SMs in this resource."""
+        return int(self.words.sm.count)
+
+
+@functools.cache
+def driver() -> Any:
+    """The driver's library."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise WorkerError(
+            "this machine has no CUDA driver", "Run on a machine with an NVIDIA GPU."
+        ) from error
+
+
+def ask(name: str, *args: Any) -> None:
+    """Calls a driver function; anything but success is an error that names it."""
+    try:
+        function = getattr(driver(), name)
+    except AttributeError as error:
+        raise WorkerError(
+            f"this CUDA driver has no {name}", "Green contexts need driver 550 or later."
+        ) from error
+    status = function(*args)
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorName(status, ctypes.byref(text))
+        known = text.value.decode() if text.value else f"error {status}"
+        raise WorkerError(f"{name} of the CUDA driver failed: {known}", "See `tessera doctor`.")
+
+
+def has(name: str) -> bool:
+    """True if the driver knows a function; False without a driver."""
+    try:
+        return hasattr(driver(), name)
+    except WorkerError:
+        return False
+
+
+def card(ordinal: int) -> torch.device:
+    """A GPU as torch names it: the one place that names it, so that a test can stand something else in."""
+    return torch.device("cuda", ordinal)
+
+
+def new_stream(ordinal: int, priority: int = 0) -> torch.cuda.Stream:
+    """A stream on a GPU that nobody else is given; it lives as long as the process."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(ordinal):
+        torch.cuda.current_stream().synchronize()  # makes sure that there is a context
+        ask("cuStreamCreateWithPriority", ctypes.byref(handle), NON_BLOCKING, priority)
+    return torch.cuda.ExternalStream(handle.value, device=ordinal)
+
+
+def priorities(ordinal: int) -> tuple[int, int]:
+    """(least, greatest) priority of streams; the smaller number goes first."""
+    least, greatest = ctypes.c_int(), ctypes.c_int()
+    with torch.cuda.device(ordinal):
+        torch.cuda.current_stream().synchronize()
+        ask("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+    return least.value, greatest.value
+
+
+def all_sms(ordinal: int) -> SmResource:
+    """The SMs of a GPU."""
+    resource = SmResource()
+    ask("cuDeviceGetDevResource", _device(ordinal), ctypes.byref(resource), _RESOURCE_SM)
+    return resource
+
+
+def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
+    """(groups of SMs as small as the driver makes them, the SMs that fill no group).
+
+    All in one call: the driver does not split again what came out of a split.
+    """
+    least, num, rest = whole.words.sm.least or _LEAST_GROUP, ctypes.c_uint(0), SmResource()
+    split = "cuDevSmResourceSplitByCount"
+    ask(split, None, ctypes.byref(num), ctypes.byref(whole), None, 0, least)
+    groups = (SmResource * num.value)()
+    ask(split, groups, ctypes.byref(num), ctypes.byref(whole), ctypes.byref(rest), 0, least)
+    return list(groups)[: num.value], rest
+
+
+def green_context(ordinal: int, resources: Sequence[SmResource]) -> ctypes.c_void_p:
+    """A context whose streams run on these SMs only; they must come out of one split."""
+    description, context = ctypes.c_void_p(), ctypes.c_void_p()
+    together = (SmResource * len(resources))(*resources)
+    ask("cuDevResourceGenerateDesc", ctypes.byref(description), together, len(resources))
+    ask("cuGreenCtxCreate", ctypes.byref(context), description, _device(ordinal), _DEFAULT_STREAM)
+    return context
+
+
+def green_stream(ordinal: int, context: ctypes.c_void_p, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of a green context."""
+    handle = ctypes.c_void_p()
+    ask("cuGreenCtxStreamCreate", ctypes.byref(handle), context, NON_BLOCKING, priority)
+    return torch.cuda.ExternalStream(handle.value, device=ordinal)
+
+
+def _device(ordinal: int) -> ctypes.c_int:
+    """The driver's handle of torch's GPU number `ordinal`; both count the visible ones."""
+    torch.cuda.init()
+    device = ctypes.c_int()
+    ask("cuDeviceGet", ctypes.byref(device), ordinal)
+    return device

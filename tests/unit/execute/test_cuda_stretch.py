@@ -1,0 +1,160 @@
+"""Stretching, partitions, spans and measuring for GPUs, as far as no GPU is needed."""
+
+import pytest
+from numpy.testing import assert_allclose
+
+from factories import make_chain, make_plan
+from tessera.errors import DeviceMemoryError, WorkerError
+from tessera.execute import lower
+from tessera.execute.cuda.machine import check_devices
+from tessera.execute.cuda.measure import FLOOR_US, reconcile
+from tessera.execute.cuda.partition import divide
+from tessera.execute.cuda.slot import Needs, check_fits, count_needs, priority
+from tessera.execute.cuda.spans import Since, lateness_us, spans_of
+from tessera.execute.cuda.stretch import TURN_US, choose_scale, link_hold, throttled_links
+from tessera.ir import Cluster, Device, DeviceKind, Link
+
+MIB = 1 << 20
+
+
+def make_device(name: str, stretched: bool = False, kind: DeviceKind = DeviceKind.CUDA) -> Device:
+    """A device on GPU 0."""
+    return Device(name, kind, "a100", 1 << 34, is_stretched=stretched)
+
+
+def test_a_card_that_is_fast_enough_needs_no_scale() -> None:
+    """Targets above what the card takes, busy on every device, leave time as it is."""
+    scale = choose_scale([[50.0, 80.0]] * 3, [10.0] * 3, 2)
+
+    assert 1.0 == scale.factor
+    assert 0 == scale.num_missed
+
+
+def test_the_scale_covers_all_but_one_percent_of_the_time() -> None:
+    """One tiny launch in a thousand does not slow everything down; it is counted instead."""
+    targets = [[100.0]] * 999 + [[0.1]]
+    scale = choose_scale(targets, [200.0] * 1000, 1)
+
+    assert scale.factor == pytest.approx((200.0 + TURN_US) / 100.0)
+    assert 1 == scale.num_missed
+    assert 0.99 <= scale.covered < 1.0
+
+
+def test_launches_that_cost_nothing_do_not_count() -> None:
+    """Allocations have no time to keep."""
+    assert 0 == choose_scale([[0.0, 0.0]], [5.0], 2).num_launches
+
+
+def test_a_message_holds_its_wire_and_arrives_later() -> None:
+    """Wire time occupies the link, latency does not; both are scaled."""
+    hold = link_hold(Link("a", "b", "pcie4", 10.0, 25.0), 25_000, 2.0)
+
+    assert (2000, 20_000) == (hold.hold_ns, hold.extra_ns)
+
+
+def test_only_links_of_stretched_devices_are_throttled() -> None:
+    """Between two real devices a copy takes what it takes."""
+    devices = (make_device("cuda:0/as=a100", True), make_device("cuda:1"), make_device("cuda:2"))
+    links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
+
+    assert {(0, 1), (1, 0), (0, 2), (2, 0)} == set(throttled_links(Cluster(devices, links)))
+
+
+# As on an H200: groups of eight SMs, and twelve that fill no group.
+GROUPS, REST = [8] * 15, 12
+
+
+@pytest.mark.parametrize("sizes", [[100, 32], [32, 100], [64, 32], [16, 32, 84], [132], [12, 120]])
+def test_parts_have_the_sizes_asked_for_and_share_nothing(sizes: list[int]) -> None:
+    """Each device gets its size out of pieces of its own, also where SMs stay unused."""
+    parts = divide(GROUPS, REST, sizes, "cuda:0")
+    pieces = [*GROUPS, REST]
+
+    assert sizes == [sum(pieces[i] for i in part) for part in parts]
+    assert sum(map(len, parts)) == len({i for part in parts for i in part})
+
+
+@pytest.mark.parametrize("sizes", [[30, 64], [64, 64], [20, 28]])
+def test_a_part_that_cannot_be_had_is_refused_with_what_can(sizes: list[int]) -> None:
+    """Another size than asked for would make another device of it."""
+    with pytest.raises(WorkerError, match=r"it offers 15 groups of 8 and 12 more.*multiples of 8"):
+        divide(GROUPS, REST, sizes, "cuda:0")
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    """More SMs than the card has."""
+    with pytest.raises(WorkerError, match="do not fit the 132"):
+        divide(GROUPS, REST, [100, 64], "cuda:0")
+
+
+def test_short_steps_and_early_slots_go_first() -> None:
+    """On a GPU with six priorities, three slots of short steps go before three of long ones."""
+    order = [priority(slot, is_short, 0, -5) for is_short in (True, False) for slot in range(3)]
+
+    assert [-5, -4, -3, -2, -1, 0] == order
+    assert 0 == priority(7, False, 0, -5) == priority(3, True, 0, 0)
+
+
+def test_devices_that_are_not_here_are_named() -> None:
+    """A plan for another machine, and a device that is no GPU."""
+    with pytest.raises(WorkerError, match=r"cuda:0: this machine has no CUDA device"):
+        check_devices([make_device("cuda:0")], 0)
+    with pytest.raises(WorkerError, match=r"emu:a100: .*CUDA devices only"):
+        check_devices([make_device("emu:a100", kind=DeviceKind.EMU)], 1)
+
+
+def test_what_does_not_fit_says_how_many_slots_would() -> None:
+    """Weights of 60 and 20 a slot in 110 leave room for two."""
+    needs = Needs({0: 60 * MIB}, {0: 20 * MIB})
+
+    check_fits(needs, {0: 110 * MIB}, 2)
+    with pytest.raises(DeviceMemoryError, match="Use 2 slots instead of 4"):
+        check_fits(needs, {0: 110 * MIB}, 4)
+
+
+def test_weights_of_two_devices_on_one_card_count_once() -> None:
+    """What a second device on the same card reads is there already; an inbox is not."""
+    trace = make_chain(2)
+    program = lower(make_plan([trace], [[[0, 1]]]))[0][0]
+    needs = count_needs([program], [trace], [0, 0], {})
+
+    assert 0 == needs.weights[0]
+    assert 512 == needs.per_slot[0]
+
+
+def test_times_of_launches_add_up_to_the_whole_step() -> None:
+    """The cost of stamping is taken off each launch, so that the sum is the plain step's."""
+    times = reconcile(130.0, [[13.0] * 5, [103.0] * 5, [23.0] * 5])
+
+    assert_allclose([10.0, 100.0, 20.0], [us for us, _ in times.launches], rtol=1e-3)
+    assert times.stamp_us == pytest.approx(3.0, abs=1e-3)
+
+
+def test_no_launch_is_measured_below_the_floor() -> None:
+    """A launch shorter than its stamps is still a launch."""
+    times = reconcile(100.0, [[1.0] * 5, [103.0] * 5])
+
+    assert min(us for us, _ in times.launches) >= FLOOR_US * 0.9
+
+
+def test_spans_are_exact_though_the_clock_is_large() -> None:
+    """Nanoseconds since 1970 do not fit a float; differences survive."""
+    zero = 1_794_000_000_000_000_000
+    trace = make_chain(2)
+    plan = make_plan([trace], [[[0, 1]]])
+    program = lower(plan)[0][0]
+    rows = [[zero + 32, 0, zero + 5_032, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    spans = spans_of(program, trace, plan.cluster, {0: rows, 1: rows}, 7, 3, Since(zero))
+
+    assert [(0.032, 5.032, 7, 3)] == [(s.start_us, s.stop_us, s.request, s.slot) for s in spans]
+
+
+def test_lateness_is_counted_on_stretched_devices_only() -> None:
+    """A launch that was due after 4 us of GPU time and ended after 5 is 1 us late, over a scale of 2."""
+    trace = make_chain(2)
+    plan = make_plan([trace], [[[0, 1]]])
+    devices = (make_device("a", stretched=True), make_device("b"))
+    rows = [[1000, 5000, 6000, 0], [1000, 5000, 9000, 0], [0, 0, 0, 0]]
+    found = lateness_us(lower(plan)[0][0], Cluster(devices, ()), {0: rows, 1: rows}, Since(0, 2.0))
+
+    assert {"a": (0.5, 2.0)} == found

@@ -1,0 +1,66 @@
+"""The tiny model of every family, scattered over worker processes: the undivided bits in every mode."""
+
+import functools
+import random
+
+import pytest
+
+import families
+from factories import make_cluster, make_plan
+from models import random_placement
+from tessera.cli.ran import is_equal
+from tessera.execute import Engine
+from tessera.flow import Undivided, UnitRequest, make_unit, run_undivided
+from tessera.ir import Plan, WorkUnit
+
+# The steps of one request of each family.
+UNITS = {
+    "tiny-llama": ("prefill", "decode"),
+    "tiny-gpt-oss": ("prefill", "decode"),
+    "tiny-mamba": ("prefill", "decode"),
+    "tiny-qwen2.5-vl": ("prefill", "decode"),
+    "tiny-sd3.5": ("denoise",),
+}
+REQUESTS = 2
+
+
+@functools.cache
+def unit(model: str) -> WorkUnit:
+    """One request's steps; two runs of the last."""
+    kinds = UNITS[model]
+    return make_unit([families.trace(model, kind) for kind in kinds], [1] * (len(kinds) - 1) + [2])
+
+
+@functools.cache
+def requests(model: str) -> tuple[UnitRequest, ...]:
+    """Requests of their own seeds."""
+    workloads = [families.workload(model, kind) for kind in UNITS[model]]
+    return tuple(UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(REQUESTS))
+
+
+@functools.cache
+def references(model: str) -> tuple[Undivided, ...]:
+    """The model's own run."""
+    return tuple(run_undivided(unit(model), request) for request in requests(model))
+
+
+def plan(model: str) -> Plan:
+    """Blocks of launches on alternating devices, cut at random."""
+    rng = random.Random(model)
+    found = unit(model)
+    placements = [random_placement(g, rng, 2) for g in found.graphs]
+    return make_plan([g.trace for g in found.graphs], [placements], found.counts, make_cluster(2))
+
+
+@pytest.mark.parametrize("model", UNITS)
+@pytest.mark.parametrize(
+    ("transport", "is_plain"), [("shm", False), ("gloo", False), ("shm", True)], ids=["shm", "gloo", "plain"]
+)
+def test_a_divided_family_gives_the_undivided_bits(model: str, transport: str, is_plain: bool) -> None:
+    """Overlapped or one instruction at a time, through shared memory or gloo, not a bit changes."""
+    weights = requests(model)[0].workloads[0].weights()
+    engine = Engine(plan(model), weights, transport=transport, is_plain=is_plain, method="forkserver")
+    with engine:
+        results = engine.run(requests(model))
+
+    assert all(is_equal(one, other) for one, other in zip(references(model), results, strict=True))
