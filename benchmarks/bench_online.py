@@ -1,0 +1,222 @@
+"""How fast serving is simulated, how its time grows with requests, and whether it is right.
+
+    python benchmarks/bench_online.py [--requests 100000] [--real] [--out benchmarks/results/online_202611]
+
+An 8B decode workload (llama-3-8b recorded without a GPU, batch 32) on an A100 beside an L40S, answers of 200
+tokens on average. Four parts: growth; queues whose mean wait is known in closed form; a monitor against both
+fixed policies at several loads; and with --real, plans run by worker processes on this machine's CPU against
+the simulation of the same plans at costs measured here. There the gain of one plan over another is compared,
+since other work on the machine slows both. Other rates and latencies are simulated; seconds are of this run.
+"""
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from factories import make_chain, make_plan
+from online_factory import RUN_US, alone_plan, serve
+from tessera.ir import Objective, Plan, Step
+from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.metrics import measured
+from tessera.simulate.study import Setting, adapt, compare, known_of
+
+LENGTHS = "geometric:512,200"
+LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
+BURSTS = (0.4, 0.7)
+
+
+def make_plans(slots: int = 4) -> list[tuple[str, Plan]]:
+    """A latency and a throughput plan of one decode."""
+    from tessera.capture.record import record_step
+    from tessera.flow import make_plan as plan_for
+    from tessera.flow import make_unit, price
+    from tessera.profile import make_cluster, parse_devices
+
+    trace = record_step(Step("llama-3-8b", "decode", 32, 128), "fake")
+    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    unit = make_unit([trace])
+    costs = price(unit, cluster)
+    goals = (Objective.LATENCY, Objective.THROUGHPUT)
+    return [(goal.value, plan_for(unit, costs, cluster, goal, slots)) for goal in goals]
+
+
+def growth(plans: list[tuple[str, Plan]], most: int) -> list[dict[str, Any]]:
+    """More and more requests at 80 % of the capacity, with batching and without."""
+    rows = []
+    for name, plan in plans:
+        capacity = compare([(name, plan)], Setting(make_arrivals("batch:64", lengths=LENGTHS)))[
+            0
+        ].capacity_per_s
+        for num in (n for n in (1000, 3000, 10_000, 30_000, 100_000) if n <= most):
+            setting = Setting(make_arrivals(f"poisson:{0.8 * capacity}", num, 0, LENGTHS))
+            rows.append(_timed_row(f"{name}, 32 rows a slot, 200 tokens", name, plan, setting))
+    name, plan = plans[1]
+    for num in (n for n in (1000, 10_000, 100_000) if n <= most):
+        setting = Setting(make_arrivals(f"poisson:{0.8 * plan.simulated_per_s}", num), rows=1)
+        rows.append(_timed_row(f"{name}, a slot and one run each", name, plan, setting))
+    return rows
+
+
+def _timed_row(what: str, name: str, plan: Plan, setting: Setting) -> dict[str, Any]:
+    wall, own = time.perf_counter(), time.process_time()
+    (report,) = compare([(name, plan)], setting)
+    wall, own = time.perf_counter() - wall, time.process_time() - own
+    return {
+        "what": what,
+        "requests": report.num_requests,
+        "wall_s": wall,
+        "process_s": own,
+        "us_each": 1e6 * own / report.num_requests,
+        "tokens_per_s": report.tokens_per_s,
+    }
+
+
+def queues() -> list[dict[str, Any]]:
+    """Mean waits against theory."""
+    rows = []
+    for rho in (0.3, 0.6, 0.8):
+        served = serve(alone_plan(1), poisson(rho / RUN_US * 1e6, 30_000, seed=5))
+        wait = float(measured(served)["latency"].mean()) * 1e6 - RUN_US
+        rows.append(
+            {"queue": "M/D/1", "load": rho, "simulated_us": wait, "theory_us": RUN_US * rho / 2 / (1 - rho)}
+        )
+    num, mean, load = 2, 20, 0.5
+    plan = make_plan([make_chain(1)], [[[0]], [[1]]], us=1.0, slots=num)
+    served = serve(
+        plan, make_arrivals(f"poisson:{load * num / mean * 1e6}", 20_000, 1, f"geometric:1,{mean}")
+    )
+    offered = load * num
+    full = offered**num / math.factorial(num) / (1 - load)
+    chance = full / (sum(offered**k / math.factorial(k) for k in range(num)) + full)
+    wait = float(measured(served)["ttft"].mean()) * 1e6 - 1.0
+    rows.append(
+        {
+            "queue": "M/M/2",
+            "load": load,
+            "simulated_us": wait,
+            "theory_us": chance * mean / (num * (1 - load)),
+        }
+    )
+    return rows
+
+
+def policies(plans: list[tuple[str, Plan]], num: int = 3000) -> list[dict[str, Any]]:
+    """A monitor against both fixed policies."""
+    known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, LENGTHS)))
+    best = max(x.capacity_per_s for x in known)
+    rows = []
+    loads = [f"poisson:{x * best:.4g}" for x in LOADS] + [f"bursty:{x * best:.4g}" for x in BURSTS]
+    for text in loads:
+        setting = Setting(make_arrivals(text, num, 0, LENGTHS))
+        adaptive, _ = adapt(plans, setting, known=known)
+        fixed = {r.policy: r for r in compare(plans, setting)}
+        means = {name: r.normalised_s.mean for name, r in fixed.items() if r.normalised_s}
+        own = adaptive.normalised_s.mean if adaptive.normalised_s else math.inf
+        switches = sum(d.kind.value == "switch" for d in adaptive.decisions)
+        row = {"arrivals": text, **{f"{n}_ms": 1e3 * v for n, v in means.items()}, "adaptive_ms": 1e3 * own}
+        rows.append(
+            row
+            | {"ratio": own / min(means.values()), "switches": switches, "saturated": adaptive.is_saturated}
+        )
+    return rows
+
+
+def real(num: int = 60, rounds: int = 3) -> dict[str, Any]:
+    """Two plans of a tiny model on two CPU devices: gain of the pipeline over one device, both ways.
+
+    The plans take turns and the best rate of each counts: other work can only slow a run down.
+    """
+    rates: dict[str, dict[str, float]] = {"single": {}, "layer-pipeline": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        _tessera(folder, "capture", "tiny-llama", "--batch", "2", "--context", "64", "-o", "t.trace")
+        _tessera(folder, "profile", "t.trace", "--devices", "cpu,cpu", "-o", "t.costs", "--store", "store")
+        for _ in range(rounds):
+            for name, best in rates.items():
+                for key, rate in _both(folder, name, num).items():
+                    best[key] = max(rate, best.get(key, 0.0))
+    keys = ("measured_per_s", "simulated_per_s")
+    gain = {key: rates["layer-pipeline"][key] / rates["single"][key] for key in keys}
+    return {"rates": rates, "gain": gain, "ratio_of_gains": gain[keys[0]] / gain[keys[1]]}
+
+
+def _both(folder: str, policy: str, num: int) -> dict[str, float]:
+    """Requests per second of one plan, run and simulated."""
+    words = ("--costs", "t.costs", "--slots", "2", "--policy", policy, "-o", "t.plan")
+    _tessera(folder, "plan", "t.trace", *words)
+    ran = _tessera(folder, "run", "t.plan", "--requests", str(num))
+    most = max(ran["per_device"], key=lambda d: d["busy_us"])
+    simulated = _tessera(folder, "simulate", "t.plan", "--requests", str(num))
+    seconds = most["busy_us"] / most["utilisation"] * 1e-6
+    return {"measured_per_s": num / seconds, "simulated_per_s": simulated["throughput"]}
+
+
+def _tessera(folder: str, *words: str) -> Any:
+    command = [sys.executable, "-m", "tessera", *words, "--json"]
+    return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """As Markdown."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Prints tables; with --out writes them and JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    plans = make_plans()
+    found: dict[str, Any] = {"machine": f"{platform.machine()}, {sys.version.split()[0]}", "lengths": LENGTHS}
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        ("growth", lambda: growth(plans, options.requests)),
+        ("queues", queues),
+        ("policies", lambda: policies(plans)),
+        *([("real", real)] if options.real else []),
+    ]
+    for name, work in parts:
+        found[name] = work()
+        print(shown(name, found[name]), flush=True)
+        if options.out is not None:
+            write(options.out, found)
+
+
+def shown(name: str, part: Any) -> str:
+    """One part as Markdown."""
+    text = table(part) if isinstance(part, list) else f"```json\n{json.dumps(part, indent=2)}\n```"
+    return f"## {name}\n\n{text}\n"
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Tables and JSON beside each other."""
+    path.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
+    parts = [shown(name, part) for name, part in found.items() if not isinstance(part, str)]
+    path.with_suffix(".md").write_text("\n".join(["# Serving, simulated\n", HEAD, *parts]))
+
+
+HEAD = """Made by `python benchmarks/bench_online.py --real --out benchmarks/results/online_202611`. Rates and
+latencies are simulated (costs fitted), but for `measured_per_s`. `process_s` is what the process itself used;
+the machine had other work, so `wall_s` is larger than it needs to be.
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Capability: what one policy can do, as figures made from its plan beforehand (modelled or simulated).
+
+Which of two policies serves a load better follows from these alone: below the capacity of both, the one with
+the smaller normalised latency at that load; else the one with more capacity. So the load at which to
+switch is computed, and moves when the plans do.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """One run of one lane: how busy it keeps every device, by kernel, and every bus."""
+
+    # (device, (kernel, planned microseconds)...)
+    devices: tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
+    # (bus, microseconds)
+    buses: tuple[tuple[str, float], ...]
+    rate_per_s: float
+
+
+class Point(NamedTuple):
+    """A policy under one load."""
+
+    rate_per_s: float
+    # Of a request: latency over tokens.
+    normalised_s: float
+    # Waiting or being served, on average.
+    num_requests: float
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A policy in figures."""
+
+    name: str
+    # Requests per second that it can sustain.
+    capacity_per_s: float
+    # At ascending loads below the capacity.
+    curve: tuple["Point", ...]
+    lanes: tuple[LaneLoad, ...] = ()
+
+    def normalised_s(self, rate_per_s: float) -> float:
+        """Seconds per token at a load, between the points of the curve; flat outside them."""
+        return _between([(p.rate_per_s, p.normalised_s) for p in self.curve], rate_per_s)
+
+    def rate_with(self, num_requests: float, window_s: float) -> float:
+        """The load at which so many requests are in the system; what is too many must go in a window."""
+        most = self.curve[-1].num_requests
+        if num_requests > most:
+            return self.capacity_per_s + (num_requests - most) / window_s
+        points = [(0.0, 0.0)]
+        for point in self.curve:  # a curve that was simulated need not ascend everywhere
+            if point.num_requests > points[-1][0]:
+                points.append((point.num_requests, point.rate_per_s))
+        return _between(points, num_requests)
+
+    def badness(self, rate_per_s: float) -> tuple[bool, float]:
+        """Less is better; a policy that can sustain the load is better than one that cannot."""
+        if rate_per_s < self.capacity_per_s:
+            return False, self.normalised_s(rate_per_s)
+        return True, -self.capacity_per_s
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    index = bisect_right(points, (x, float("inf")))
+    if index == 0:
+        return points[0][1]
+    if index == len(points):
+        return points[-1][1]
+    (a, low), (b, high) = points[index - 1], points[index]
+    return low + (high - low) * (x - a) / (b - a)
+
+
+def better(policies: tuple[Capability, ...], rate_per_s: float) -> Capability:
+    """The best policy for a load; of equals the first."""
+    return min(policies, key=lambda policy: policy.badness(rate_per_s))
+
+
+def crossing_per_s(policies: tuple[Capability, ...]) -> float | None:
+    """The smallest load at which another policy than that of an idle system is best, if any."""
+    idle = better(policies, 0.0)
+    points = sorted(
+        {0.0, *(x.rate_per_s for p in policies for x in p.curve), *(p.capacity_per_s for p in policies)}
+    )
+    previous = 0.0
+    for point in points:
+        if better(policies, point) is not idle:
+            return _bisected(policies, idle, previous, point)
+        previous = point
+    return None
+
+
+def _bisected(policies: tuple[Capability, ...], idle: Capability, low: float, high: float) -> float:
+    for _ in range(50):
+        middle = (low + high) / 2
+        if better(policies, middle) is idle:
+            low = middle
+        else:
+            high = middle
+    return high

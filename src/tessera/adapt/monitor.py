@@ -1,0 +1,190 @@
+"""Monitor: observe(now, event) -> actions. Keeps a running system on the right policy; runs nothing itself.
+
+Load. There are two signs of it: arrivals counted over a window, and how many requests are in the system now,
+which by the policy's own figures belongs to some rate. The second is quick when a burst comes, the first is
+steady; the greater of the two is the load. Both are counts, with a standard error of their square root. A
+policy is left only if another one is better at both ends of the interval that this error makes: that is the
+hysteresis. Where the policies cross follows from their capabilities.
+
+Costs. Times of kernels are collected until a window has passed; factors that explain them are fitted. If the
+same lanes in other shares would do `min_gain` more work, they are rebalanced at once; if the costs are off by
+`min_gain`, new plans are asked for, while the old ones run on. One replan at a time. A lost device asks for
+new plans at once.
+
+The first window can only be chosen, not known: by default as long as it takes a hundred requests to come
+at the load where the policies cross, so that the standard error is a tenth.
+"""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tessera.adapt.capability import Capability, better, crossing_per_s
+from tessera.adapt.drift import Factors, corrected, drift
+from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Ticked
+from tessera.adapt.rebalance import rebalanced
+from tessera.ir import Decision, DecisionKind
+
+# Requests that should come within a window where it matters.
+WINDOW_REQUESTS = 100
+# Standard errors to either side of a count. Two were tried: a system near the crossing stayed too long on the
+# worse side. A switch costs one move of state, so it may come often.
+ERRORS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorConfig:
+    """How it watches."""
+
+    # Seconds; None: by the policies.
+    window_s: float | None = None
+    # Of the work done: less is not worth a change of shares or plans.
+    min_gain: float = 0.05
+    # What the plans' costs say of their own error.
+    cost_error: float = 0.1
+    # Windows of measured times before costs are judged.
+    cost_windows: int = 1
+
+
+DEFAULT = MonitorConfig()
+
+
+class Monitor:
+    """Watches one system; time only needs to run forward."""
+
+    def __init__(self, policies: Sequence[Capability], config: MonitorConfig = DEFAULT) -> None:
+        self._config = config
+        self._policies = {policy.name: policy for policy in policies}
+        self._order = tuple(self._policies)
+        self.current = better(tuple(policies), 0.0).name
+        self._times: deque[float] = deque()
+        self._start_s: float | None = None
+        self._seen: dict[str, dict[tuple[tuple[str, float], ...], tuple[float, int]]] = defaultdict(dict)
+        self._costs_since_s = 0.0
+        self._factors = Factors({})
+        self._is_replanning = False
+        self._lost: frozenset[str] = frozenset()
+        # Decisions of each kind so far.
+        self.counts: Counter[DecisionKind] = Counter()
+        self._place()
+
+    def _place(self) -> None:
+        known = tuple(self._policies[name] for name in self._order)
+        self.crossing_per_s = crossing_per_s(known)
+        reference = self.crossing_per_s or max(p.capacity_per_s for p in known)
+        self.window_s = self._config.window_s or WINDOW_REQUESTS / reference
+
+    def observe(self, now_s: float, event: Event) -> tuple[Action, ...]:
+        """What follows from an event; most often nothing."""
+        if self._start_s is None:
+            self._start_s = self._costs_since_s = now_s
+        match event:
+            case Arrived(num_requests):
+                self._times.append(now_s)
+                return self._judge_load(now_s, num_requests)
+            case Ticked(num_requests):
+                return (*self._judge_load(now_s, num_requests), *self._judge_costs(now_s))
+            case Measured():
+                self._note(event)
+                return ()
+            case Lost(device):
+                return self._lose(now_s, device)
+            case Adopted():
+                return self._adopt(now_s, event)
+
+    def load(self, now_s: float, num_requests: int, errors: float = 0.0) -> float:
+        """Requests per second, so many standard errors above what is probable."""
+        while self._times and self._times[0] <= now_s - self.window_s:
+            self._times.popleft()
+        # A system younger than its window has been watched for less, but for one arrival's time at least.
+        age = max(now_s - (self._start_s or 0.0), self.window_s / WINDOW_REQUESTS)
+        came, here = (n + errors * math.sqrt(n) for n in (len(self._times), num_requests))
+        rate = came / min(self.window_s, age)
+        return max(0.0, rate, self._policies[self.current].rate_with(max(0.0, here), self.window_s))
+
+    def _judge_load(self, now_s: float, num_requests: int) -> tuple[Action, ...]:
+        load = self.load(now_s, num_requests)
+        chosen = better(tuple(self._policies[name] for name in self._order), load)
+        if chosen.name == self.current:
+            return ()
+        now = self._policies[self.current]
+        for errors in (-ERRORS, ERRORS):
+            rate = self.load(now_s, num_requests, errors)
+            if not chosen.badness(rate) < now.badness(rate):
+                return ()
+        old, self.current = self.current, chosen.name
+        why = f"{load:.3g} requests a second, {num_requests} here: {chosen.name} {_figure(chosen, load)}, "
+        return (self._action(now_s, DecisionKind.SWITCH, why + f"{old} {_figure(now, load)}"),)
+
+    def _note(self, event: Measured) -> None:
+        seen = self._seen[event.device]
+        us, num = seen.get(event.planned_us, (0.0, 0))
+        seen[event.planned_us] = (us + event.us * event.num_runs, num + event.num_runs)
+
+    def _judge_costs(self, now_s: float) -> tuple[Action, ...]:
+        if self._is_replanning or now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
+            return ()
+        observations = {
+            device: [(dict(planned), us / num) for planned, (us, num) in seen.items()]
+            for device, seen in self._seen.items()
+        }
+        self._seen.clear()
+        self._costs_since_s = now_s
+        if not observations:
+            return ()
+        self._factors = corrected(observations, self._config.cost_error)
+        off = drift(observations, self._factors)
+        lanes = self._policies[self.current].lanes
+        if off < self._config.min_gain:
+            return ()
+        if len(lanes) > 1:
+            rates, gain = rebalanced(lanes, self._factors)
+            if gain >= 1.0 + self._config.min_gain:
+                why = f"costs are off by {off:.0%}; the same lanes in other shares do {gain - 1:.0%} more"
+                return (
+                    self._action(now_s, DecisionKind.REBALANCE, why, rates_per_s=rates),
+                    self._replan(now_s, off),
+                )
+        return (self._replan(now_s, off),)
+
+    def _replan(self, now_s: float, off: float) -> Action:
+        self._is_replanning = True
+        why = f"measured times differ from the plan's by {off:.0%}; planning anew beside the running plan"
+        return self._action(now_s, DecisionKind.REPLAN, why, factors=self._factors, without=self._lost)
+
+    def _lose(self, now_s: float, device: str) -> tuple[Action, ...]:
+        self._lost |= {device}
+        self._is_replanning = True
+        gone = self._action(
+            now_s, DecisionKind.LOSE, f"{device} does not answer; lanes that use it are closed"
+        )
+        why = f"planning for what is left without {', '.join(sorted(self._lost))}"
+        again = self._action(now_s, DecisionKind.REPLAN, why, factors=self._factors, without=self._lost)
+        return gone, again
+
+    def _adopt(self, now_s: float, event: Adopted) -> tuple[Action, ...]:
+        self._policies |= {policy.name: policy for policy in event.capabilities}
+        self._is_replanning = False
+        self._seen.clear()
+        self._costs_since_s = now_s
+        self._factors = Factors({})
+        self._place()
+        return (self._action(now_s, DecisionKind.ADOPT, event.why),)
+
+    def _action(
+        self,
+        now_s: float,
+        kind: DecisionKind,
+        why: str,
+        rates_per_s: tuple[float, ...] = (),
+        factors: Factors | None = None,
+        without: frozenset[str] = frozenset(),
+    ) -> Action:
+        self.counts[kind] += 1
+        return Action(Decision(now_s, kind, self.current, why), rates_per_s, factors, without)
+
+
+def _figure(policy: Capability, rate_per_s: float) -> str:
+    is_full, value = policy.badness(rate_per_s)
+    return f"can do {policy.capacity_per_s:.3g}" if is_full else f"takes {value * 1e3:.3g} ms a token"

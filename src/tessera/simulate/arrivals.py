@@ -1,0 +1,133 @@
+"""Arrivals by a formula, seeded: a batch at the start, a Poisson stream, bursts; and lengths of requests.
+
+    batch:N                     N requests at time zero
+    poisson:RATE                independent, RATE a second on average
+    bursty:RATE[,PEAK[,SHARE[,SECONDS]]]
+                                Poisson whose rate switches between two values (Markov-modulated): PEAK times
+                                RATE during SHARE of the time, in bursts of SECONDS on average
+    FILE                        recorded, see `simulate.recorded`
+
+Lengths: `fixed:P,O` (prompt and answer tokens), `geometric:P,O` and `lognormal:P,O,SIGMA` with those means.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera.errors import ArrivalsError, UnknownName
+from tessera.ir import Arrivals, verify
+from tessera.simulate.recorded import read_arrivals
+
+Floats = npt.NDArray[np.float64]
+
+# Of a bursty stream that does not say: four times the mean rate in a tenth of the time, for ten seconds.
+BURST = (4.0, 0.1, 10.0)
+
+
+def make_arrivals(
+    text: str, num: int | None = None, seed: int = 0, lengths: str | None = None, speed: float = 1.0
+) -> Arrivals:
+    """Arrivals from what a user wrote; `speed` times as fast."""
+    if not speed > 0.0:
+        raise ArrivalsError(f"a speed of {speed:g} is none", "Use a number above zero.", "--speed")
+    kind, colon, rest = text.partition(":")
+    if colon and kind in FORMULAS:
+        found = Arrivals(text, tuple(FORMULAS[kind](_numbers(text, rest), num, seed).tolist()))
+    elif Path(text).is_file():
+        found = read_arrivals(Path(text), num)
+    elif colon and kind.isidentifier() and Path(text).suffix != ".csv":
+        raise UnknownName("kind of arrivals", kind, FORMULAS)
+    else:
+        forms = ", ".join(f"{name}:..." for name in FORMULAS)
+        raise ArrivalsError(f"there is no file '{text}'", f"Give a CSV file or {forms}.", "--arrivals")
+    if lengths is not None:
+        prompts, outputs = make_lengths(lengths, len(found.times_s), seed)
+        found = replace(found, prompts=prompts, outputs=outputs)
+    found = replace(found, times_s=tuple(t / speed for t in found.times_s)) if speed != 1.0 else found
+    verify(found)
+    return found
+
+
+def poisson(rate_per_s: float, num: int, seed: int = 0) -> Arrivals:
+    """A Poisson stream."""
+    return make_arrivals(f"poisson:{rate_per_s!r}", num, seed)
+
+
+def _batch(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
+    del num, seed
+    size = numbers[0]
+    if len(numbers) != 1 or size != int(size):
+        raise ArrivalsError(f"{size:g} is not a number of requests", "Write batch:100.", "--arrivals")
+    return np.zeros(int(size))
+
+
+def _poisson(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
+    if len(numbers) != 1:
+        raise ArrivalsError("a Poisson stream has one rate", "Write poisson:20.", "--arrivals")
+    return np.cumsum(np.random.default_rng([seed, 1]).exponential(1.0 / numbers[0], num or DEFAULT_NUM))
+
+
+def _bursty(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
+    rate, peak, share, seconds = (*numbers, *BURST[len(numbers) - 1 :])[:4]
+    if len(numbers) > 4 or share >= 1.0 or peak * share > 1.0:
+        message = f"bursts of {peak:g} times the mean rate cannot last {share:g} of the time"
+        raise ArrivalsError(message, "PEAK times SHARE is at most 1: bursty:20,4,0.1.", "--arrivals")
+    random = np.random.default_rng([seed, 2])
+    # The rate outside bursts that leaves the mean as it should be.
+    rates = (rate * (1.0 - peak * share) / (1.0 - share), rate * peak)
+    stays = (seconds * (1.0 - share) / share, seconds)
+    times: list[float] = []
+    is_burst, start = bool(random.random() < share), 0.0
+    while len(times) < (num or DEFAULT_NUM):
+        stop = start + random.exponential(stays[is_burst])
+        many = int(random.poisson(rates[is_burst] * (stop - start)))
+        times += np.sort(random.uniform(start, stop, many)).tolist()
+        is_burst, start = not is_burst, stop
+    return np.array(times[: num or DEFAULT_NUM])
+
+
+FORMULAS: dict[str, Callable[[Sequence[float], int | None, int], Floats]] = {
+    "batch": _batch,
+    "poisson": _poisson,
+    "bursty": _bursty,
+}
+# Requests of a stream without an end.
+DEFAULT_NUM = 1000
+
+
+def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(prompt, answer) tokens of every request."""
+    kind, _, rest = text.partition(":")
+    if kind not in ("fixed", "geometric", "lognormal"):
+        raise UnknownName("kind of lengths", kind, ("fixed", "geometric", "lognormal"))
+    numbers = _numbers(text, rest, "--lengths")
+    wanted = 3 if kind == "lognormal" else 2
+    if len(numbers) != wanted or min(numbers[:2]) < 1.0:
+        remedy = "Write fixed:512,128, geometric:512,128 or lognormal:512,128,0.7."
+        raise ArrivalsError(f"'{text}' is not a pair of mean lengths of at least one", remedy, "--lengths")
+    random = np.random.default_rng([seed, 3])
+    drawn = [_drawn(kind, mean, numbers[-1], num, random) for mean in numbers[:2]]
+    prompts, outputs = (tuple(np.maximum(1, np.rint(x)).astype(int).tolist()) for x in drawn)
+    return prompts, outputs
+
+
+def _drawn(kind: str, mean: float, sigma: float, num: int, random: np.random.Generator) -> Floats:
+    if kind == "fixed":
+        return np.full(num, mean)
+    if kind == "geometric":
+        return random.geometric(1.0 / mean, num).astype(np.float64)
+    return random.lognormal(np.log(mean) - sigma * sigma / 2, sigma, num)
+
+
+def _numbers(text: str, rest: str, place: str = "--arrivals") -> list[float]:
+    try:
+        found = [float(word) for word in rest.split(",")]
+    except ValueError:
+        message = f"'{rest}' in '{text}' is not a list of numbers"
+        raise ArrivalsError(message, "Write numbers with commas between.", place) from None
+    if not all(0.0 < x < float("inf") for x in found):
+        raise ArrivalsError(f"the numbers of '{text}' must be above zero and finite", "", place)
+    return found

@@ -1,0 +1,248 @@
+"""What a device goes through in one run of a program: receives, and stretches of launches that end in sends.
+
+`script_of` makes this of a lowered program. `Scripts` makes it straight from a placement, for judging many of
+them: the same lists (a test holds the two against each other), with work that grows with the transfers and
+not with the launches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera.execute.schedule import until_wait
+from tessera.ir import BufferKind, Cluster, Costs, Graph, Link, Placement, Program, Recv, Run, Send, WorkUnit
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One transfer: which bus it occupies for how long, and when it is there after that."""
+
+    number: int
+    src: int
+    dst: int
+    num_bytes: int
+    bus: int
+    wire_us: float
+    latency_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Launches in a row on one device, then transfers that leave at their end.
+
+    Launch i of the stretch's list ends at ends_us[i + 1]; this stretch is [start, stop) of it.
+    """
+
+    ends_us: list[float]
+    start: int
+    stop: int
+    sends: tuple[Wire, ...] = ()
+
+    @property
+    def us(self) -> float:
+        """How long it takes undisturbed."""
+        return self.ends_us[self.stop] - self.ends_us[self.start]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One device's list, and from each place in it the time until it may have to wait."""
+
+    items: tuple[Recv | Stretch, ...]
+    until_wait_us: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One program: what every device does in one run, how often a request runs it, how long it is busy."""
+
+    columns: tuple[Column, ...]
+    count: int
+    busy_us: float
+    # The step whose launches these are.
+    step: int
+
+
+def make_column(items: Sequence[Recv | Stretch]) -> Column:
+    """With its times until it waits."""
+    return Column(tuple(items), until_wait(items, lambda x: x.us))
+
+
+def script_of(program: Program, us: Sequence[Sequence[float]], wires: "Wires") -> Script:
+    """Of a lowered program; us[launch][device]."""
+    sent = [wires.of(n, t.src, t.dst, t.num_bytes) for n, t in enumerate(program.transfers)]
+    columns = []
+    for device, instructions in enumerate(program.instructions):
+        ends = [0.0]
+        here = {x.launch for x in instructions if isinstance(x, Run)}
+        for launch, row in enumerate(us):
+            ends.append(ends[-1] + (row[device] if launch in here else 0.0))
+        events: list[tuple[int, int, int]] = []
+        at = -1
+        runs = [x.launch for x in instructions if isinstance(x, Run)][::-1]
+        for x in instructions:
+            if isinstance(x, Run):
+                at = runs.pop()
+            elif isinstance(x, Send):
+                events.append((at, 1, x.transfer))
+            elif isinstance(x, Recv):
+                events.append((runs[-1] if runs else len(us), 0, x.transfer))
+        columns.append(_column(ends, events, sent))
+    busy = sum(x.us for c in columns for x in c.items if isinstance(x, Stretch))
+    return Script(tuple(columns), program.count, busy, program.step)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links of a cluster by their ends, and the bus that each is on."""
+
+    cluster: Cluster
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], tuple[Link, int]]:
+        place = {name: index for index, name in enumerate(self.cluster.names)}
+        buses: dict[str, int] = {}
+        found = {}
+        for link in self.cluster.links:
+            bus = buses.setdefault(link.group or f"{link.src} -> {link.dst}", len(buses))
+            found[place[link.src], place[link.dst]] = (link, bus)
+        return found
+
+    @property
+    def num_buses(self) -> int:
+        """Things that carry one transfer at a time."""
+        return 1 + max((bus for _, bus in self._links.values()), default=-1)
+
+    def of(self, number: int, src: int, dst: int, num_bytes: int) -> Wire:
+        """A transfer of so many bytes."""
+        link, bus = self._links[src, dst]
+        return Wire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
+
+
+@dataclass(frozen=True)
+class _Flows:
+    """The values of one step that a launch made and others read, in columns."""
+
+    producer: Ints
+    num_bytes: Ints
+    pin_value: Ints
+    pin_reader: Ints
+
+
+@dataclass
+class Scripts:
+    """Makes scripts of placements on one cluster; a step's script is made once a placement."""
+
+    unit: WorkUnit
+    costs: tuple[Costs, ...]
+    cluster: Cluster
+    _known: dict[tuple[int, tuple[int, ...]], Script] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wires = Wires(self.cluster)
+        self._flows = [_flows(g) for g in self.unit.graphs]
+        self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in self.costs]
+        self._homes = [_state_launches(g) for g in self.unit.graphs]
+
+    def of(self, placement: Placement) -> tuple[Script, ...]:
+        """The scripts of a request in running order: steps, and moves of state between them."""
+        found: list[Script] = []
+        last: dict[str, int] = {}
+        for step, place in enumerate(placement.devices):
+            found += self._migration(step, place, last)
+            found.append(self._step(step, place))
+        return tuple(found)
+
+    def _step(self, step: int, place: tuple[int, ...]) -> Script:
+        key = (step, place)
+        if key not in self._known:
+            self._known[key] = self._make(step, np.array(place, dtype=np.int64))
+        return self._known[key]
+
+    def _make(self, step: int, place: Ints) -> Script:
+        flows, num = self._flows[step], len(self.cluster.devices)
+        home, there = place[flows.producer], place[flows.pin_reader]
+        crossing = there != home[flows.pin_value]
+        pairs = flows.pin_value[crossing] * num + there[crossing]
+        # Pins are sorted by value and reader, so the first of a (value, device) is its first reader.
+        unique, first = np.unique(pairs, return_index=True)
+        value, dst, reader = unique // num, unique % num, flows.pin_reader[crossing][first]
+        producer = flows.producer[value]
+        order = np.lexsort((dst, producer))
+        own = self._us[step][np.arange(len(place)), place]
+        events: list[list[tuple[int, int, int]]] = [[] for _ in range(num)]
+        wires: list[Wire] = []
+        rows = zip(*(x[order].tolist() for x in (value, producer, reader, dst)), strict=True)
+        for number, (index, made, read, to) in enumerate(rows):
+            src = int(place[made])
+            wires.append(self.wires.of(number, src, to, int(flows.num_bytes[index])))
+            events[src].append((made, 1, number))
+            events[to].append((read, 0, number))
+        ends = [
+            np.concatenate([[0.0], np.cumsum(np.where(place == d, own, 0.0))]).tolist() for d in range(num)
+        ]
+        columns = tuple(_column(ends[d], sorted(events[d]), wires) for d in range(num))
+        return Script(columns, self.unit.counts[step], float(own.sum()), step)
+
+    def _migration(self, step: int, place: tuple[int, ...], last: dict[str, int]) -> list[Script]:
+        """State that lives elsewhere than this step wants it; `last` is brought up to date."""
+        sends: dict[int, list[Wire]] = {}
+        for name, (launch, size) in self._homes[step].items():
+            home = place[launch]
+            src = last.get(name, home)
+            last[name] = home
+            if src != home:
+                number = sum(len(x) for x in sends.values())
+                sends.setdefault(src, []).append(self.wires.of(number, src, home, size))
+        if not sends:
+            return []
+        columns: list[list[Recv | Stretch]] = [[] for _ in self.cluster.devices]
+        for src, wires in sends.items():
+            columns[src].append(Stretch([0.0], 0, 0, tuple(wires)))
+        for wires in sends.values():
+            for wire in wires:
+                columns[wire.dst].append(Recv(wire.number))
+        return [Script(tuple(make_column(c) for c in columns), 1, 0.0, step)]
+
+
+def _flows(graph: Graph) -> _Flows:
+    made = [v for v in graph.values if v.producer is not None and v.num_bytes and v.readers]
+    pins = [(n, r) for n, v in enumerate(made) for r in v.readers]
+    listed = np.array(pins, dtype=np.int64).reshape(-1, 2)
+    return _Flows(
+        np.array([v.producer for v in made], dtype=np.int64),
+        np.array([v.num_bytes for v in made], dtype=np.int64),
+        listed[:, 0].copy(),
+        listed[:, 1].copy(),
+    )
+
+
+def _state_launches(graph: Graph) -> dict[str, tuple[int, int]]:
+    """State buffer -> (a launch that touches it, its bytes)."""
+    sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is BufferKind.STATE}
+    return {name: (graph.groups[g][0], sizes[name]) for name, g in graph.state_groups.items()}
+
+
+def _column(ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[Wire]) -> Column:
+    """Events are (launch, 1: sent after it or 0: received before it, transfer), in trace order."""
+    items: list[Recv | Stretch] = []
+    done = 0  # launches before this one are in the column
+    for launch, is_send, number in events:
+        at = launch + is_send
+        has_work = ends[at] > ends[done]
+        last = items[-1] if items else None
+        if not is_send:
+            items += [Stretch(ends, done, at), Recv(number)] if has_work else [Recv(number)]
+        elif not has_work and isinstance(last, Stretch):
+            items[-1] = Stretch(ends, last.start, last.stop, (*last.sends, wires[number]))
+        else:
+            items.append(Stretch(ends, done, at, (wires[number],)))
+        done = at
+    if ends[-1] > ends[done]:
+        items.append(Stretch(ends, done, len(ends) - 1))
+    return make_column(items)

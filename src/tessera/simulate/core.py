@@ -1,0 +1,206 @@
+"""The executor's own schedule under a virtual clock: devices, links and requests as events.
+
+Uses the queue and the lane table that the workers use; only time is replaced. A launch takes its modelled
+time on its device, one at a time; after each one the device takes the job that the queue picks. A transfer
+occupies its bus for its wire time, first come first served, and arrives a latency later. Receives cost
+nothing. A stretch of launches is one event unless a job comes that the queue would rather have: then it ends
+at the launch that runs just then, which gives the same times as looking after every launch.
+"""
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tessera.execute.schedule import Job, LaneTable, Queue
+from tessera.ir import Plan, Recv
+from tessera.simulate.columns import Script, Stretch, Wire
+
+# What an event says, where it is not the number of a transfer that arrives.
+END = -1
+# Two times closer than this are one, in microseconds.
+SAME_US = 1e-9
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request in a slot."""
+
+    number: int
+    slot: int
+    lane: int
+    # What it still has to run, last first: (script, factor on its times).
+    left: list[tuple[Script, float]]
+    # Devices that have not finished the current run.
+    waiting: int = 0
+    # One over the request's busy time.
+    per_us: float = 0.0
+
+
+@dataclass(slots=True)
+class Device:
+    """What a device does now: launches [start, stop) of the job's next stretch, since `since_us`."""
+
+    queue: Queue = field(default_factory=Queue)
+    job: Job | None = None
+    start: int = 0
+    stop: int = 0
+    since_us: float = 0.0
+    # Counts the plans made for the end of a stretch; only the last of them counts.
+    epoch: int = 0
+
+
+class Core:
+    """The loop; subclasses say where requests come from and what is written down."""
+
+    def __init__(self, plan: Plan, num_buses: int) -> None:
+        self.table = LaneTable(plan.lanes, plan.slots, plan.lane_table)
+        self.devices = [Device() for _ in plan.cluster.devices]
+        self._bus_free = [0.0] * num_buses
+        self._events: list[tuple[float, int, int, int, int]] = []
+        self._order = 0
+        # Ticket -> the request, what it runs, the factor on its times.
+        self._running: dict[int, tuple[Flight, Script, float]] = {}
+
+    def on_request_end(self, flight: Flight, now: float) -> None:
+        """A request has finished; its slot is free."""
+        raise NotImplementedError
+
+    def on_stretch(
+        self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
+    ) -> None:
+        """A device has been busy with launches [device.start, device.stop) of a stretch."""
+        raise NotImplementedError
+
+    def on_send(self, flight: Flight, wire: Wire, start_us: float, stop_us: float) -> None:
+        """A transfer occupies its bus."""
+
+    def advance(self) -> float | None:
+        """Handles the next event and gives its time; None when nothing is left to happen."""
+        if not self._events:
+            return None
+        now, _, device, ticket, what = heapq.heappop(self._events)
+        if what == END:
+            if ticket == self.devices[device].epoch:
+                self._end(device, now)
+        else:
+            self._arrive(device, ticket, what, now)
+        return now
+
+    def begin(self, flight: Flight, now: float) -> None:
+        """Starts the next run of a request on every device that takes part in it."""
+        script, scale = flight.left.pop()
+        self._order += 1
+        ticket = self._order
+        self._running[ticket] = (flight, script, scale)
+        taking = [d for d, column in enumerate(script.columns) if column.items]
+        flight.waiting = len(taking)
+        for d in taking:
+            column = script.columns[d]
+            job = Job(flight.slot, ticket, column.items, until_wait_us=column.until_wait_us)
+            self.devices[d].queue.add(job)
+            self._consider(d, job, now)
+        if not taking:
+            self._end_run(ticket, now)
+
+    def _arrive(self, device: int, ticket: int, transfer: int, now: float) -> None:
+        state = self.devices[device]
+        state.queue.deliver(ticket, transfer)
+        if state.job is None:
+            self._look(device, now)
+        else:
+            self._consider(device, state.queue[ticket], now)
+
+    def _consider(self, device: int, job: Job, now: float) -> None:
+        """A job may have become ready: an idle device takes it, a busy one if the queue would."""
+        state = self.devices[device]
+        if state.job is None:
+            self._look(device, now)
+        elif job.is_ready and job is not state.job:
+            self._cut(state, device, job, now)
+
+    def _cut(self, state: Device, device: int, job: Job, now: float) -> None:
+        """Ends the stretch at the launch that runs now, if the newcomer has less to do than what is left."""
+        current = state.job
+        assert current is not None, "only a busy device is interrupted"
+        stretch, scale = current.instructions[current.position], self._running[current.ticket][2]
+        ends = stretch.ends_us
+        reached = ends[state.start] + (now - state.since_us - SAME_US) / scale
+        at = bisect_left(ends, reached, state.start, state.stop)
+        left = current.until_wait_us[current.position] - (ends[at] - ends[stretch.start])
+        if at < state.stop and (job.left_us, job.ticket) < (left, current.ticket):
+            state.stop = at
+            self._plan_end(state, device, ends, scale)
+
+    def _plan_end(self, state: Device, device: int, ends: list[float], scale: float) -> None:
+        state.epoch += 1
+        stop_us = state.since_us + (ends[state.stop] - ends[state.start]) * scale
+        self._order += 1
+        heapq.heappush(self._events, (stop_us, self._order, device, state.epoch, END))
+
+    def _look(self, device: int, now: float) -> None:
+        """An idle device takes what the queue picks."""
+        state = self.devices[device]
+        while state.job is None and (job := state.queue.pick()) is not None:
+            items, at, arrived = job.instructions, job.position, job.arrived
+            # Receives whose transfers have arrived; the queue would pick the same job after each of them.
+            while at < len(items) and isinstance(items[at], Recv) and items[at].transfer in arrived:
+                at += 1
+            job.position = at
+            if at == len(items):
+                self._end_job(device, job, now)
+            elif isinstance(item := items[at], Stretch):
+                state.job, state.since_us, state.stop = job, now, item.stop
+                state.start = item.start if not job.spent_us else _after(item, job.spent_us)
+                self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
+
+    def _end(self, device: int, now: float) -> None:
+        """A stretch, or the part of it that was let run, has ended."""
+        state = self.devices[device]
+        job = state.job
+        assert job is not None, "only a busy device ends a stretch"
+        flight, script, scale = self._running[job.ticket]
+        stretch = job.instructions[job.position]
+        self.on_stretch(device, flight, script, stretch, now)
+        state.job = None
+        if state.stop < stretch.stop:
+            job.spent_us = stretch.ends_us[state.stop] - stretch.ends_us[stretch.start]
+        else:
+            job.spent_us = 0.0
+            job.position += 1
+            if stretch.sends:
+                self._send(flight, job.ticket, stretch.sends, scale, now)
+            if job.position == len(job.instructions):
+                self._end_job(device, job, now)
+        self._look(device, now)
+
+    def _send(self, flight: Flight, ticket: int, wires: Sequence[Wire], scale: float, now: float) -> None:
+        for wire in wires:
+            start = max(now, self._bus_free[wire.bus])
+            stop = start + wire.wire_us * scale
+            self._bus_free[wire.bus] = stop
+            self.on_send(flight, wire, start, stop)
+            self._order += 1
+            arrival_us = stop + wire.latency_us * scale
+            heapq.heappush(self._events, (arrival_us, self._order, wire.dst, ticket, wire.number))
+
+    def _end_job(self, device: int, job: Job, now: float) -> None:
+        self.devices[device].queue.drop(job.ticket)
+        flight = self._running[job.ticket][0]
+        flight.waiting -= 1
+        if not flight.waiting:
+            self._end_run(job.ticket, now)
+
+    def _end_run(self, ticket: int, now: float) -> None:
+        flight = self._running.pop(ticket)[0]
+        if flight.left:
+            self.begin(flight, now)
+        else:
+            self.table.give_back(flight.lane)
+            self.on_request_end(flight, now)
+
+
+def _after(stretch: Stretch, spent_us: float) -> int:
+    """The launch of a stretch that follows when so much of it is done."""
+    reached = stretch.ends_us[stretch.start] + spent_us - SAME_US
+    return bisect_left(stretch.ends_us, reached, stretch.start, stretch.stop)

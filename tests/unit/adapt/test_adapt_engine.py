@@ -1,0 +1,53 @@
+"""The monitor beside a real engine: worker processes, the wall clock, and the undivided model's bits."""
+
+import random
+from dataclasses import replace
+
+import models
+from factories import make_cluster, make_plan
+from tessera.adapt import Capability, Hands, Live, Monitor, Point, measured_of
+from tessera.execute import Engine
+from tessera.execute.replay import same_bits
+from tessera.flow import UnitRequest, run_undivided
+from tessera.ir import Plan
+
+NUM = 8
+# Requests per second far below what tiny models do, so that a queue of eight is a crowd.
+QUICK = Capability("quick", 1.0, (Point(0.1, 1.0, 0.1), Point(0.9, 1.0, 0.9)))
+WIDE = Capability("wide", 1e4, (Point(0.1, 2.0, 0.2), Point(9e3, 2.0, 100.0)))
+
+
+def scattered(seed: int) -> Plan:
+    """Launches at random on two devices."""
+    rng = random.Random(seed)
+    graphs = models.unit().graphs
+    placement = [models.random_placement(g, rng, 2) for g in graphs]
+    plan = make_plan([g.trace for g in graphs], [placement], models.unit().counts, make_cluster(2), slots=2)
+    return replace(plan, policy=("quick", "wide")[seed])
+
+
+def crowd(live: Live) -> None:
+    """Three come for each that is done."""
+    for _ in range(3):
+        live.arrived()
+
+
+def test_a_switch_in_flight_changes_no_bit() -> None:
+    """Some begin under one policy, a crowd comes, the rest runs under the other; all bits are right."""
+    workloads = [models.workload("prefill"), models.workload("decode")]
+    requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(NUM)]
+    plans = [scattered(0), scattered(1)]
+    with Engine(plans, workloads[0].weights()) as engine:
+        hands = Hands(lambda name: engine.switch(("quick", "wide").index(name)))
+        with Live(Monitor([QUICK, WIDE]), hands) as live:
+            results = engine.run(requests, lambda number: crowd(live))
+        assert {plans[0].cluster.names[0], plans[0].cluster.names[1]} == {
+            event.device for event in measured_of(plans[1], engine.timeline())
+        }
+
+    assert 1 == len(live.decisions)
+    assert {0, 1} == {result.policy for result in results}
+    for request, result in zip(requests, results, strict=True):
+        reference = run_undivided(models.unit(), request)
+        for one, other in zip(reference.outputs, result.outputs, strict=True):
+            assert all(same_bits(one[name], other[name]) for name in one)

@@ -1,0 +1,190 @@
+"""The monitor: which policy, when to plan anew, and when to leave things as they are."""
+
+import numpy as np
+import pytest
+
+from tessera.adapt import (
+    Action,
+    Adopted,
+    Arrived,
+    Capability,
+    LaneLoad,
+    Lost,
+    Measured,
+    Monitor,
+    MonitorConfig,
+    Point,
+    Ticked,
+    crossing_per_s,
+)
+from tessera.ir import DecisionKind
+
+# Quick alone and soon full; slower alone, and good for twice as much.
+QUICK = Capability("quick", 10.0, (Point(1.0, 1.0, 1.0), Point(5.0, 1.0, 5.0), Point(9.0, 3.0, 27.0)))
+WIDE = Capability("wide", 20.0, (Point(1.0, 2.0, 2.0), Point(9.0, 2.0, 18.0), Point(18.0, 4.0, 72.0)))
+
+
+def arrivals(
+    monitor: Monitor, rate_per_s: float, num: int, seed: int = 0, start_s: float = 0.0
+) -> list[Action]:
+    """Poisson arrivals at a rate, with as many in the system as belong to it."""
+    times = start_s + np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate_per_s, num))
+    found: list[Action] = []
+    for time in times.tolist():
+        policy = {"quick": QUICK, "wide": WIDE}[monitor.current]
+        here = rate_per_s * policy.normalised_s(rate_per_s)
+        found += monitor.observe(time, Arrived(round(here)))
+    return found
+
+
+def kinds(actions: list[Action]) -> list[DecisionKind]:
+    """What was decided."""
+    return [action.decision.kind for action in actions]
+
+
+def test_the_crossing_follows_from_the_policies() -> None:
+    """From 5 to 9 a second the quick policy goes from 1 to 3 s a token; at 7 it is as slow as the other."""
+    assert crossing_per_s((QUICK, WIDE)) == pytest.approx(7.0)
+
+
+def test_without_a_crossing_nothing_switches() -> None:
+    """A policy that is better at every load stays."""
+    better = Capability("better", 30.0, (Point(1.0, 0.5, 0.5), Point(29.0, 0.5, 15.0)))
+    monitor = Monitor([better, WIDE])
+
+    assert monitor.crossing_per_s is None
+    assert all(not monitor.observe(t * 0.01, Arrived(3)) for t in range(500))
+
+
+def test_an_idle_system_starts_with_the_quick_policy() -> None:
+    """Whatever the order in which policies are given."""
+    assert "quick" == Monitor([WIDE, QUICK]).current
+
+
+def test_a_high_load_switches_once_and_a_low_load_back() -> None:
+    """At 15 a second to the wide policy, at 2 back to the quick one: two decisions, counted."""
+    monitor = Monitor([QUICK, WIDE])
+
+    up = arrivals(monitor, 15.0, 400)
+    down = arrivals(monitor, 2.0, 400, 1, start_s=100.0)
+
+    assert [DecisionKind.SWITCH] == kinds(up)
+    assert [DecisionKind.SWITCH] == kinds(down)
+    assert 2 == monitor.counts[DecisionKind.SWITCH]
+    assert "quick" == monitor.current
+
+
+def test_a_reason_is_one_line_with_the_figures() -> None:
+    """What came, what each policy would do with it."""
+    (action,) = arrivals(Monitor([QUICK, WIDE]), 15.0, 300)
+
+    assert "\n" not in action.decision.why
+    assert "wide" in action.decision.why
+    assert "quick can do 10" in action.decision.why
+
+
+def test_a_steady_load_at_the_crossing_does_not_flap() -> None:
+    """Where both are as good, chance alone moves the count; the count's own error keeps the policy."""
+    monitor = Monitor([QUICK, WIDE])
+
+    arrivals(monitor, 7.0, 3000)
+
+    assert monitor.counts[DecisionKind.SWITCH] < 30
+
+
+def test_a_crowd_switches_before_the_window_has_seen_it() -> None:
+    """Forty requests in the system are too many for the quick policy, however few came lately."""
+    monitor = Monitor([QUICK, WIDE])
+    arrivals(monitor, 2.0, 100)
+
+    (action,) = monitor.observe(60.0, Arrived(40))
+
+    assert "wide" == action.decision.policy
+
+
+def test_time_may_start_anywhere() -> None:
+    """The clock of an engine and that of a simulator give the same decisions."""
+    first, second = Monitor([QUICK, WIDE]), Monitor([QUICK, WIDE])
+
+    early = arrivals(first, 15.0, 200)
+    late = arrivals(second, 15.0, 200, start_s=1e6)
+
+    assert [a.decision.at_s + 1e6 for a in early] == pytest.approx([a.decision.at_s for a in late])
+
+
+def test_a_window_can_be_chosen() -> None:
+    """By default a hundred requests at the crossing."""
+    assert Monitor([QUICK, WIDE]).window_s == pytest.approx(100 / 7.0)
+    assert 3.0 == Monitor([QUICK, WIDE], MonitorConfig(window_s=3.0)).window_s
+
+
+def test_right_costs_change_nothing() -> None:
+    """Times that are as planned lead to no decision."""
+    monitor = Monitor([QUICK, WIDE])
+    monitor.observe(0.0, Ticked(0))
+    monitor.observe(1.0, Measured("d0", (("gemm", 10.0),), 10.1))
+
+    assert () == monitor.observe(100.0, Ticked(0))
+
+
+def test_wrong_costs_ask_for_new_plans_once() -> None:
+    """A kernel type that takes half as long again asks for a replan, and for no second one meanwhile."""
+    monitor = Monitor([QUICK, WIDE])
+    monitor.observe(0.0, Ticked(0))
+    for kernel, us in (("gemm", 15.0), ("norm", 10.0)):
+        monitor.observe(1.0, Measured("d0", ((kernel, 10.0),), us))
+
+    (action,) = monitor.observe(100.0, Ticked(0))
+    monitor.observe(101.0, Measured("d0", (("gemm", 10.0),), 15.0))
+
+    assert DecisionKind.REPLAN is action.decision.kind
+    assert action.factors is not None
+    assert action.factors.of("gemm", "d0") == pytest.approx(1.5, rel=0.03)
+    assert () == monitor.observe(200.0, Ticked(0))
+
+
+def test_a_factor_that_all_share_is_no_reason_to_replan() -> None:
+    """A machine that is slower by a third in everything runs the same placements."""
+    monitor = Monitor([QUICK, WIDE])
+    monitor.observe(0.0, Ticked(0))
+    for device in ("d0", "d1"):
+        monitor.observe(1.0, Measured(device, (("gemm", 10.0),), 13.0))
+
+    assert () == monitor.observe(100.0, Ticked(0))
+
+
+def test_a_slow_device_shifts_the_shares_of_its_lanes_at_once() -> None:
+    """Two lanes on two devices, one of which takes twice as long: it gets half of the other's share."""
+    lanes = tuple(LaneLoad(((d, (("gemm", 10.0),)),), (), 1.0) for d in ("d0", "d1"))
+    policy = Capability("mix", 10.0, WIDE.curve, lanes)
+    monitor = Monitor([policy])
+    monitor.observe(0.0, Ticked(0))
+    monitor.observe(1.0, Measured("d0", (("gemm", 10.0),), 10.0))
+    monitor.observe(1.0, Measured("d1", (("gemm", 10.0),), 20.0))
+
+    shift, again = monitor.observe(100.0, Ticked(0))
+
+    assert DecisionKind.REBALANCE is shift.decision.kind
+    assert shift.rates_per_s[0] / shift.rates_per_s[1] == pytest.approx(2.0, rel=0.1)
+    assert DecisionKind.REPLAN is again.decision.kind
+
+
+def test_a_lost_device_is_planned_around() -> None:
+    """The decision to go on without it, and a replan that leaves it out."""
+    gone, again = Monitor([QUICK, WIDE]).observe(5.0, Lost("d1"))
+
+    assert DecisionKind.LOSE is gone.decision.kind
+    assert DecisionKind.REPLAN is again.decision.kind
+    assert frozenset({"d1"}) == again.without
+
+
+def test_new_plans_move_the_crossing() -> None:
+    """Once a quicker wide policy is adopted, the load at which to switch is another."""
+    monitor = Monitor([QUICK, WIDE])
+    wider = Capability("wide", 40.0, (Point(1.0, 1.5, 1.5), Point(36.0, 2.0, 72.0)))
+
+    (action,) = monitor.observe(1.0, Adopted((wider,)))
+
+    assert DecisionKind.ADOPT is action.decision.kind
+    assert monitor.crossing_per_s is not None
+    assert monitor.crossing_per_s < 7.0

@@ -1,0 +1,127 @@
+"""A monitor on a simulated server: never much worse than the better fixed policy, and quick to mend."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from factories import make_chain, make_plan
+from online_factory import RUN_US, alone_plan, both_plans
+from tessera.adapt import Capability, Factors, MonitorConfig
+from tessera.errors import PlanInfeasible
+from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
+from tessera.simulate.arrivals import make_arrivals
+from tessera.simulate.online import ServeConfig
+from tessera.simulate.study import Setting, adapt, compare, known_of
+
+ROWS, TOKENS = 4, 20
+# Requests per second of the plan that has one device.
+ALONE_PER_S = ROWS / (RUN_US * 1e-6) / TOKENS
+
+
+def setting(arrivals: str, num: int = 1500, config: ServeConfig | None = None, noise: float = 0.0) -> Setting:
+    """Geometric answers in slots of four."""
+    made = make_arrivals(arrivals, num, 1, f"geometric:1,{TOKENS}")
+    return Setting(made, config or ServeConfig(seed=1), rows=ROWS, noise=noise)
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[Capability, ...]:
+    """What there is to know of both plans, found once."""
+    return known_of(both_plans(), setting("poisson:1000"))
+
+
+def mean_s(report: ServingReport) -> float:
+    """Normalised latency."""
+    assert report.normalised_s is not None
+    return report.normalised_s.mean
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.7, 0.8, 0.9, 1.1, 1.5, 1.8, 2.5])
+def test_adaptive_is_never_much_worse_than_the_better_fixed_policy(
+    share: float, known: tuple[Capability, ...]
+) -> None:
+    """At any load, 1.05 times the normalised latency of the better plan is the most."""
+    wanted = setting(f"poisson:{share * ALONE_PER_S}")
+    adaptive, _ = adapt(both_plans(), wanted, known=known)
+
+    assert mean_s(adaptive) <= 1.05 * min(mean_s(r) for r in compare(both_plans(), wanted))
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8, 1.2])
+def test_adaptive_keeps_up_with_bursts(share: float, known: tuple[Capability, ...]) -> None:
+    """The same when the load jumps to four times its mean and back, and switches happen."""
+    wanted = setting(f"bursty:{share * ALONE_PER_S},4,0.1,0.05", 4000)
+    adaptive, _ = adapt(both_plans(), wanted, known=known)
+
+    assert mean_s(adaptive) <= 1.05 * min(mean_s(r) for r in compare(both_plans(), wanted))
+    assert any(d.kind is DecisionKind.SWITCH for d in adaptive.decisions)
+
+
+def test_a_batch_is_served_by_the_throughput_policy_at_once(known: tuple[Capability, ...]) -> None:
+    """All requests at time zero: the monitor switches at time zero."""
+    adaptive, _ = adapt(both_plans(), setting("batch:500"), known=known)
+
+    assert (0.0, "throughput") == (adaptive.decisions[0].at_s, adaptive.decisions[0].policy)
+
+
+def test_every_request_gets_its_answer_whatever_is_decided(known: tuple[Capability, ...]) -> None:
+    """Switches lose nothing and begin nothing again."""
+    adaptive, _ = adapt(both_plans(), setting(f"bursty:{ALONE_PER_S},4,0.1,0.05"), known=known)
+
+    assert 1500 == adaptive.num_finished
+    assert 0 == adaptive.num_restarted
+
+
+def on_devices(plan: Plan, device: int) -> Plan:
+    """A plan with everything on one device."""
+    lane = Lane(
+        Placement(tuple(tuple(device for _ in step) for step in plan.lanes[0].placement.devices)), 1.0
+    )
+    return replace(plan, lanes=(lane,), lane_table=())
+
+
+def test_a_lost_device_is_planned_around_and_no_request_is_lost(known: tuple[Capability, ...]) -> None:
+    """The plans use d1; a replan puts all on d0 and the requests are served, some of them anew."""
+    asked: list[frozenset[str]] = []
+
+    def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
+        asked.append(without)
+        return [(name, on_devices(plan, 0)) for name, plan in both_plans()]
+
+    plans = [("latency", on_devices(alone_plan(), 1)), both_plans()[1]]
+    lost = setting("batch:300", config=ServeConfig(losses=(("d1", 0.005),)))
+    adaptive, _ = adapt(plans, lost, replan=replan, known=known)
+
+    assert [frozenset({"d1"})] == asked
+    assert 300 == adaptive.num_finished
+    assert adaptive.num_restarted > 0
+
+
+def test_a_replan_that_fails_leaves_the_old_plans_running(known: tuple[Capability, ...]) -> None:
+    """It is told in the decisions, and requests go on being served."""
+
+    def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
+        raise PlanInfeasible("there is no such placement")
+
+    slow = ServeConfig(slowdowns=(("d1", 0.01, 2.0),))
+    watch = MonitorConfig(window_s=0.05)
+    wanted = setting(f"poisson:{1.3 * ALONE_PER_S}", 5000, slow)
+    adaptive, _ = adapt(both_plans(), wanted, watch, replan, 0.1, known)
+
+    assert 5000 == adaptive.num_finished
+    assert any("no new plans: there is no such placement" in d.why for d in adaptive.decisions)
+
+
+def test_rebalancing_lanes_in_flight_loses_nothing() -> None:
+    """Two lanes in equal shares, one device twice as slow: other shares, with every request served."""
+    plan = replace(make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]], slots=6), policy="mix")
+    wanted = setting("batch:3000", config=ServeConfig(slowdowns=(("d1", 0.0, 2.0),)))
+    watch = MonitorConfig(window_s=0.02)
+
+    adaptive, _ = adapt([("mix", plan)], wanted, watch)
+    (fixed,) = compare([("mix", plan)], wanted)
+
+    assert any(d.kind is DecisionKind.REBALANCE for d in adaptive.decisions)
+    assert 3000 == adaptive.num_finished
+    assert adaptive.requests_per_s > 0.98 * fixed.requests_per_s

@@ -1,0 +1,186 @@
+"""Serving when something changes: another policy, a lost or slow device, wrong costs, too much load."""
+
+from dataclasses import replace
+
+import pytest
+
+from factories import make_chain, make_cluster, make_plan, make_trace
+from online_factory import RUN_US, alone_plan, at_us, both_plans, policy_of, serve, split_plan
+from tessera.errors import ArrivalsError, MismatchError
+from tessera.ir import BufferKind, Plan
+from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.metrics import Limit
+from tessera.simulate.online import ServeConfig, Served, Server
+from tessera.simulate.policy import Policy, Truth, Workshop
+from tessera.simulate.seats import Demand, demand_of
+from tessera.simulate.study import Setting, compare, policies_of
+
+STATE_BYTES = 64_000
+
+
+def home_plan(device: int) -> Plan:
+    """One launch that updates 64 KB of state, on one device."""
+    trace = make_trace([[(0, 0, STATE_BYTES, "rw")]], {0: BufferKind.STATE}, size_bytes=STATE_BYTES)
+    plan = make_plan([trace], [[[device]]])
+    return replace(plan, policy=f"on{device}")
+
+
+def policies(*plans: Plan) -> list[Policy]:
+    """On one machine."""
+    shop = Workshop(Truth(plans[0]))
+    return [Policy(plan.policy, plan, shop) for plan in plans]
+
+
+def served_with_switches(plans: list[Plan], demand: Demand, *seconds: float) -> Served:
+    """Goes over from one plan to the other at given times."""
+    made = policies(*plans)
+    server = Server(made, demand, ServeConfig())
+    for number, second in enumerate(seconds, start=1):
+        server.at(second, lambda number=number: server.switch(made[number % 2].name))  # type: ignore[misc]
+    return server.run()
+
+
+def test_a_switch_moves_state_and_goes_on_where_it_was() -> None:
+    """Five decodes with a switch in the second one take five runs and one transfer of the state."""
+    demand = demand_of(home_plan(0).unit, at_us(0.0, outputs=[5]), 1)
+    served = served_with_switches([home_plan(0), home_plan(1)], demand, 15e-6)
+
+    wire_us = STATE_BYTES / 1e3
+    assert served.ledger.done_us == pytest.approx([5 * 10.0 + wire_us + 1.0])
+    assert served.busy_us[:3] == pytest.approx([20.0, 30.0, wire_us])
+
+
+def test_a_switch_moves_only_the_seats_in_use() -> None:
+    """With one of four seats taken, a quarter of the state crosses (modelled)."""
+    demand = demand_of(home_plan(0).unit, at_us(0.0, outputs=[5]), 4)
+    served = served_with_switches([home_plan(0), home_plan(1)], demand, 15e-6)
+
+    assert served.busy_us[2] == pytest.approx(STATE_BYTES / 1e3 / 4)
+
+
+def test_switching_back_and_forth_drains_nothing() -> None:
+    """Every request gets all its tokens in one go, however often the policy changes."""
+    arrivals = make_arrivals("poisson:20000", 300, 2, "geometric:1,8")
+    demand = demand_of(split_plan().unit, arrivals, 2)
+    times = [n * 1e-3 for n in range(1, 15)]
+    served = served_with_switches([alone_plan(), split_plan()], demand, *times)
+
+    assert all(done >= 0.0 for done in served.ledger.done_us)
+    assert 0 == served.ledger.num_restarted
+
+
+def test_requests_may_keep_the_lane_they_were_admitted_to() -> None:
+    """As in an engine that moves no state: one ends on d0, one that comes after the switch runs on d1."""
+    made = policies(home_plan(0), home_plan(1))
+    demand = demand_of(home_plan(0).unit, at_us(0.0, 20.0, outputs=[5, 2]), 1)
+    server = Server(made, demand, ServeConfig(moves_state=False))
+    server.at(15e-6, lambda: server.switch("on1"))
+    served = server.run()
+
+    assert served.ledger.done_us == pytest.approx([50.0, 40.0])
+    assert served.busy_us[:3] == pytest.approx([50.0, 20.0, 0.0])
+
+
+def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
+    """Of two lanes on two devices one is left; its request is not touched, the other starts anew there."""
+    plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
+    served = serve(plan, at_us(0.0, 0.0), config=ServeConfig(losses=(("d1", 20e-6),)))
+
+    assert 1 == served.ledger.num_restarted
+    assert sorted(served.ledger.done_us) == pytest.approx([RUN_US, 2 * RUN_US])
+
+
+def test_no_request_is_lost_silently_when_no_lane_is_left() -> None:
+    """Without a monitor, requests that no lane can serve are counted as failed, and the report says why."""
+    setting = Setting(poisson(10_000, 50), ServeConfig(losses=(("d1", 1e-3),)), rows=1)
+    (report,) = compare([("throughput", split_plan())], setting)
+
+    assert 50 == report.num_finished + report.num_failed
+    assert report.num_failed > 0
+    assert "never served" in report.notes[0]
+
+
+def test_a_slow_device_takes_longer_from_then_on() -> None:
+    """Four requests in a row of which the last two run at half the speed."""
+    config = ServeConfig(slowdowns=(("d0", 1.5 * RUN_US * 1e-6, 2.0),))
+    served = serve(alone_plan(1), at_us(*[0.0] * 4), config=config)
+
+    assert served.ledger.done_us == pytest.approx([RUN_US, 2 * RUN_US, 4 * RUN_US, 6 * RUN_US])
+
+
+def test_noise_misprices_a_kernel_type_alike_everywhere() -> None:
+    """The factor depends on seed, kernel and device, and on nothing else."""
+    truth = Truth(alone_plan(), 0.2, 3)
+
+    assert truth.factor("gemm", "d0") == Truth(split_plan(), 0.2, 3).factor("gemm", "d0")
+    assert truth.factor("gemm", "d0") != truth.factor("gemm", "d1")
+    assert 1.0 == Truth(alone_plan()).factor("gemm", "d0")
+
+
+def test_a_load_past_saturation_is_called_so() -> None:
+    """Twice what a plan can do ends, with a sentence that says that the queue grew."""
+    setting = Setting(poisson(2 / RUN_US * 1e6, 500), rows=1)
+    (report,) = compare([("latency", alone_plan())], setting)
+
+    assert report.is_saturated
+    assert report.capacity_per_s == pytest.approx(1e6 / RUN_US, rel=0.05)
+    assert "past saturation" in report.notes[0]
+
+
+def test_a_load_below_saturation_is_not() -> None:
+    """Half of what a plan can do raises no alarm."""
+    (report,) = compare([("latency", alone_plan())], Setting(poisson(0.5 / RUN_US * 1e6, 500), rows=1))
+
+    assert not report.is_saturated
+    assert () == report.notes
+
+
+def test_an_impossible_limit_is_refused() -> None:
+    """No request can have its token sooner than alone on an idle system."""
+    setting = Setting(poisson(1000, 10), limits=(Limit("ttft", 1e-6),), rows=1)
+
+    with pytest.raises(
+        ArrivalsError, match=r"ttft of 0.001 ms cannot be met: one request alone takes 0.04 ms"
+    ):
+        compare([("latency", alone_plan())], setting)
+
+
+def test_attainment_counts_requests_within_all_limits() -> None:
+    """Of two at once on one slot, the second has waited a run too long."""
+    setting = Setting(at_us(0.0, 0.0), limits=(Limit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
+    (report,) = compare([("latency", alone_plan(1))], setting)
+
+    assert 0.5 == report.slo_attainment
+
+
+def test_a_plan_for_a_device_that_is_not_there_is_refused() -> None:
+    """A policy's devices are devices of the machine."""
+    three = make_plan([make_chain(4)], [[[0, 1, 2, 2]]], cluster=make_cluster(3))
+
+    with pytest.raises(MismatchError, match="needs d2, which is not there"):
+        Policy("three", three, policy_of(alone_plan()).shop)
+
+
+def test_plans_with_different_costs_are_not_chosen_among() -> None:
+    """A monitor compares like with like."""
+    other = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=make_cluster(latency_us=10.0), us=11.0)
+
+    with pytest.raises(MismatchError, match="different costs"):
+        policies_of([("a", alone_plan()), ("b", other)], Setting(poisson(1.0, 3)))
+
+
+def test_losing_an_unknown_device_is_a_mistake() -> None:
+    """The message lists the devices that there are."""
+    setting = Setting(poisson(1.0, 3), ServeConfig(losses=(("d7", 1.0),)))
+
+    with pytest.raises(ArrivalsError, match=r"no device 'd7'\. Its devices: d0, d1"):
+        compare(both_plans(), setting)
+
+
+def test_comparison_has_one_row_a_plan_on_the_same_requests() -> None:
+    """Rows differ by policy and agree on what was asked."""
+    rows = compare(both_plans(), Setting(make_arrivals("batch:40"), rows=1))
+
+    assert ["latency", "throughput"] == [r.policy for r in rows]
+    assert {40} == {r.num_finished for r in rows}
+    assert rows[1].requests_per_s > 1.3 * rows[0].requests_per_s
