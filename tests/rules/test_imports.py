@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("stage", ["ir", "analyze", "plan", "simulate", "profile", "report"])
+@pytest.mark.parametrize("stage", ["ir", "analyze", "plan", "simulate", "profile", "report", "adapt"])
 def test_stage_never_imports_torch(stage: str) -> None:
     """Planning works on a laptop: importing this stage does not import torch."""
     code = f"import sys, tessera.{stage}; sys.exit('torch' in sys.modules)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import Floats, Labels
+from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.latency_front import bound_us, search
 from tessera.plan.latency_layout import NEVER_US, layout_of
 from tessera.plan.problem import Problem
@@ -31,19 +31,22 @@ class StepBest:
     us: float
     bound_us: float
     width: int
+    # Of the launches; None: no front found a placement faster than those known.
+    devices: Ints | None
 
 
 def best_of_step(problem: Problem, step: int, known_us: float) -> StepBest:
     """By fronts, ever wider until they meet or the limit is reached."""
     layout = layout_of(problem, step)
-    bound = 0.0
-    for width in (widths := _widths(problem, step)):
+    bound, width, devices = 0.0, 0, None
+    for width in _widths(problem, step):
         found = search(layout, width, known_us)
-        known_us = found[1] if found else known_us
+        if found:
+            devices, known_us = found
         bound = max(bound, bound_us(layout, width, known_us))
         if bound >= known_us * (1 - MET):
             break
-    return StepBest(known_us, bound, width if widths else 0)
+    return StepBest(known_us, bound, width, devices)
 
 
 def _widths(problem: Problem, step: int) -> list[int]:
@@ -68,12 +71,15 @@ def joined(problem: Problem, steps: list[StepBest], price: float) -> Labels | No
         taken = at >= 0
         extra[taken] = NEVER_US
         extra[taken, at[taken]] = 0.0
-        found = search(layout_of(problem, step, extra), steps[step].width, NEVER_US)
-        if found is None:
-            return None
-        labels[nodes] = found[0]
+        devices = steps[step].devices
+        if devices is None or extra.any():
+            found = search(layout_of(problem, step, extra), steps[step].width, NEVER_US)
+            if found is None:
+                return None
+            devices = found[0]
+        labels[nodes] = devices
         for name, group in graph.state_groups.items():
-            homes.setdefault(name, int(found[0][graph.groups[group][0]]))
+            homes.setdefault(name, int(devices[graph.groups[group][0]]))
     return labels
 
 

@@ -2,19 +2,22 @@
 
 The same loop as `simulate`, without a timeline. Slots start spread over their requests instead of all at the
 beginning, so the system is full at once and a quarter of a request's time with four slots sees every phase of
-a request once. While every slot repeats a step, a few runs are simulated and the rest is skipped: each slot
-as many runs as it did in the few, times the same number. Work is counted as fractions of a request: a
+a request once. While every slot either repeats a step or is inside a long run, a few runs are simulated and
+the rest is skipped: each slot as many runs as it did in the few, or as much of its long run, times the same
+number. Work is counted as fractions of a request: a
 stretch's share of its request's busy time.
 
 Long programs need less of it: what a few hundred transfers see is close to what thousands do. A quick look
 ends early where it is clearly behind the best look so far; its figure is then rougher still.
 """
 
+import heapq
 from dataclasses import dataclass
 
 from tessera.ir import Plan
 from tessera.simulate.columns import Script, Scripts, Stretch
-from tessera.simulate.core import Core, Flight
+from tessera.simulate.core import END, Core, Flight
+from tessera.simulate.cuts import Cuts
 
 # Requests' worth of work per slot: before the clock counts, and while it does; but at least so many runs.
 WARM_UP, MIN_WARM_UP_RUNS = 0.25, 2
@@ -28,6 +31,8 @@ GIVE_UP = ((0.25, 0.88), (0.5, 0.95))
 MANY_SLOTS = 4
 # Runs of every slot before a repetition is believed to be steady, and runs that stand for the skipped ones.
 SETTLE_RUNS, SAMPLE_RUNS = 1, 2
+# A run of so many launches is long: it may be skipped in part.
+LONG_RUN = 100
 
 
 @dataclass(slots=True)
@@ -36,9 +41,11 @@ class _Mark:
 
     slot: int
     now: float
+    # Work done by then; below zero while the repetition settles.
     done: float
-    # Slot -> runs it had begun.
+    # Slot -> runs it had begun, and busy time of the run that it was in.
     runs: dict[int, int]
+    run_us: dict[int, float]
 
 
 class _Steady(Core):
@@ -58,6 +65,11 @@ class _Steady(Core):
         self._flights: dict[int, Flight] = {}
         self._runs = dict.fromkeys(range(self._slots), 0)
         self._mark: _Mark | None = None
+        # Slot -> the run that it is in: its script, its ticket and its busy time so far.
+        self._script: dict[int, Script] = {}
+        self._ticket: dict[int, int] = {}
+        self._run_us: dict[int, float] = {}
+        self._cuts: dict[int, Cuts] = {}  # by the script's id, which the lanes keep
 
     @property
     def extent(self) -> tuple[float, float]:
@@ -102,45 +114,100 @@ class _Steady(Core):
 
     def begin(self, flight: Flight, now: float) -> None:
         """Starts a run, and looks whether many like it can be skipped."""
+        slot, script = flight.slot, flight.left[-1][0]
+        is_same = self._script.get(slot) is script
+        self._script[slot], self._ticket[slot], self._run_us[slot] = script, self._order + 1, 0.0
         super().begin(flight, now)
-        self._runs[flight.slot] += 1
-        if not self._repeats(flight):
+        self._runs[slot] += 1
+        if not is_same or not self._repeats(flight):
             self._mark = None
         elif self._mark is None:
-            if all(self._repeats(f) for f in self._flights.values()):
-                self._mark = _Mark(flight.slot, now, -1.0, dict(self._runs))
-        elif self._mark.slot == flight.slot:
+            if all(self._repeats(f) or self._is_long(f) for f in self._flights.values()):
+                self._mark = _Mark(slot, now, -1.0, dict(self._runs), {})
+        elif self._mark.slot == slot:
             self._sample(self._mark, now)
 
     def _repeats(self, flight: Flight) -> bool:
         """Are enough runs of one script left to make a sample and skip some?"""
         need = SETTLE_RUNS + 2 * SAMPLE_RUNS
         left = flight.left
-        return len(left) >= need and left[-1][0] is left[-need][0]
+        return len(left) >= need and left[-1][0] is left[-need][0] is self._script[flight.slot]
+
+    def _is_long(self, flight: Flight) -> bool:
+        return len(self._cuts_of(flight.slot).done_us) > LONG_RUN
+
+    def _cuts_of(self, slot: int) -> Cuts:
+        script = self._script[slot]
+        return self._cuts.setdefault(id(script), Cuts(script))
+
+    def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
+        """(work done, slot -> busy time of its run), with what the devices are at."""
+        done, run_us = self._done, dict(self._run_us)
+        for device in self.devices:
+            if device.job is not None:
+                flight = self._running[device.job.ticket][0]
+                done += (now - device.since_us) * flight.per_us
+                run_us[flight.slot] += now - device.since_us
+        return done, run_us
 
     def _sample(self, mark: _Mark, now: float) -> None:
         """Lets the repetition settle, then measures some runs of it, then skips as often as it can."""
-        done = {slot: count - mark.runs[slot] for slot, count in self._runs.items()}
+        repeating = {slot: f for slot, f in self._flights.items() if self._repeats(f)}
+        runs = {slot: self._runs[slot] - mark.runs[slot] for slot in repeating}
+        done, run_us = self._so_far(now)
         if mark.done < 0.0:
-            if min(done.values()) >= SETTLE_RUNS:
-                self._mark = _Mark(mark.slot, now, self._done, dict(self._runs))
+            if min(runs.values()) >= SETTLE_RUNS:
+                self._mark = _Mark(mark.slot, now, done, dict(self._runs), run_us)
             return
-        if min(done.values()) < SAMPLE_RUNS or self._done <= mark.done:
+        if min(runs.values()) < SAMPLE_RUNS or done <= mark.done:
             return
-        times = min(_repeated(f) // done[slot] for slot, f in self._flights.items())
-        times = min(times, int((self._target - self._done) / (self._done - mark.done)))
-        if times > 0:
-            for slot, flight in self._flights.items():
-                del flight.left[len(flight.left) - times * done[slot] :]
-            self._skipped_us += times * (now - mark.now)
-            self._done += times * (self._done - mark.done)
         self._mark = None
+        steps = {slot: run_us[slot] - mark.run_us[slot] for slot in self._flights if slot not in repeating}
+        times = min(_repeated(f) // runs[slot] for slot, f in repeating.items())
+        times = min(times, int((self._target - done) / (done - mark.done)))
+        for slot, step in steps.items():
+            if step > 0.0:
+                # The last part of a run is always simulated.
+                times = min(times, int((self._cuts_of(slot).done_us[-1] - run_us[slot]) / step) - 1)
+        if times <= 0:
+            return
+        for slot, flight in repeating.items():
+            del flight.left[len(flight.left) - times * runs[slot] :]
+        self._skipped_us += times * (now - mark.now)
+        self._done += times * (done - mark.done)
+        for slot, step in steps.items():
+            self._jump(slot, run_us[slot] + times * step, now)
+
+    def _jump(self, slot: int, busy_us: float, now: float) -> None:
+        """Takes up a slot's run where so much of it is done."""
+        cuts, ticket = self._cuts_of(slot), self._ticket[slot]
+        cut = cuts.at(busy_us)
+        flight = self._flights[slot]
+        self._events = [e for e in self._events if e[4] == END or e[3] != ticket]
+        heapq.heapify(self._events)
+        for index, device in enumerate(self.devices):
+            if device.job is not None and device.job.ticket == ticket:
+                self._done += (now - device.since_us) * flight.per_us
+                device.job, device.epoch = None, device.epoch + 1
+            if not any(job.ticket == ticket for job in device.queue):
+                continue
+            device.queue.drop(ticket)
+            job = cuts.job(index, cut, slot, ticket)
+            if job is None:
+                flight.waiting -= 1
+            else:
+                device.queue.add(job)
+        self._run_us[slot] = cuts.done_us[cut]
+        for index in range(len(self.devices)):
+            self._look(index, now)
 
     def on_stretch(
         self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
     ) -> None:
         """Counts the work."""
-        self._done += (stop_us - self.devices[device].since_us) * flight.per_us
+        us = stop_us - self.devices[device].since_us
+        self._done += us * flight.per_us
+        self._run_us[flight.slot] += us
 
     def on_request_end(self, flight: Flight, now: float) -> None:
         """The slot takes the next request."""
