@@ -12,7 +12,7 @@ class Sampler(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor) -> dict[str, torch.Tensor]:

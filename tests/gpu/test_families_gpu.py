@@ -52,6 +52,8 @@ def test_a_gpu_capture_is_the_fake_one(model: str, kind: str) -> None:
 @pytest.mark.parametrize(("model", "kind"), families.STEPS)
 def test_operators_replayed_as_one_graph_have_the_models_bits(model: str, kind: str) -> None:
     """The torch front end's trace, on the GPU it was recorded on."""
+    if model == "tiny-gpt-oss" and not groups_have_float32():
+        pytest.skip("this torch takes float32 grouped products through the host, which no graph can")
     trace, workload = record_step(families.step(model, kind), "cuda:0"), on_gpu(model, kind)
     wanted_state, state = workload.make_state(0), workload.make_state(0)
     with sdpa_kernel(PORTABLE):

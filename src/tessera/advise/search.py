@@ -5,7 +5,8 @@ that has a rent. Baskets of GPUs are looked at from the cheapest: those that can
 free transfers are discarded, the others are planned by the policy `quick` and simulated. The first that
 carries the rate (and keeps the objectives of latency) is the advice, the next the runner-up. To keep the
 search short, a basket is also passed over if it would have to come nearer to its limit, by a twentieth, than
-any basket planned before it; so a cheaper one may be missed that splits far better than those did.
+any basket planned before it; so a cheaper one may be missed that splits far better than those did. The last
+few plans are kept for baskets whose GPUs carry the rate each by itself, so that a runner-up is found.
 
 A work unit is one batch of requests that go together. Its first token comes after the batch has filled
 (batch - 1 arrivals) and been prefilled; both phases are stretched by the time that a full system makes a
@@ -32,6 +33,8 @@ from tessera.simulate import SteadyRates
 MAX_PLANNED = 8
 # Batches of one basket that are planned, and plans after which baskets are passed over by experience.
 MAX_BATCHES, NUM_LEARNED = 2, 3
+# Plans kept for sets that carry the rate without dividing a request.
+NUM_KEPT = 2
 # How much better than any before it a basket is given the chance to be.
 CHANCE = 1.05
 # Sets that are advised: the choice and the runner-up.
@@ -59,6 +62,13 @@ class _Size:
     @cached_property
     def state_bytes(self) -> int:
         return _total(self.unit, BufferKind.STATE)
+
+    def apart_per_s(self, gpus: Sequence[str], market: Market) -> float:
+        """Requests per second of the GPUs that can, each doing whole batches of its own."""
+        slots = -(-market.slots // len(gpus))
+        need = self.weight_bytes + slots * self.state_bytes
+        able = [g for g in gpus if need <= gpu(g).memory_bytes * market.memory_share]
+        return self.batch * sum(self.limit.per_s((g,)) for g in able)
 
     def on(self, cluster: Cluster) -> tuple[Costs, ...]:
         """The prices of the devices of a cluster."""
@@ -92,11 +102,8 @@ def advise(load: Load, market: Market, advance: Advance = lambda what: None) -> 
     found = _search(load, market, sizes, listed, advance)
     if not found.choices:
         raise _shortfall(load, market, sizes, listed, found)
-    caveat = ""
-    if len(found.choices) < NUM_ADVISED and found.num_planned >= MAX_PLANNED:
-        caveat = f"the search ended after {found.num_planned} plans; no runner-up was found by then"
     source = gpu(offers[0].gpu).price_source
-    return Advice(tuple(found.choices), tuple(skipped), len(listed), found.num_planned, source, caveat)
+    return Advice(tuple(found.choices), tuple(skipped), len(listed), found.num_planned, source, found.caveat)
 
 
 def _record(load: Load, batch: int) -> list[Trace]:
@@ -107,6 +114,11 @@ def _record(load: Load, batch: int) -> list[Trace]:
         second = Step(load.model, "decode", batch, load.prompt + load.output)
         return [record_step(first, "fake"), record_step(second, "fake")]
     return [record_step(Step(load.model, kinds[0], batch, load.prompt), "fake")]
+
+
+def _needed(load: Load) -> float:
+    """The rate with its margin."""
+    return load.rate_per_s * (1 + load.margin)
 
 
 def _counts(load: Load, traces: Sequence[Trace]) -> tuple[int, ...]:
@@ -129,6 +141,21 @@ class _Found:
         return len(self.choices) == NUM_ADVISED or self.num_planned >= MAX_PLANNED
 
     @property
+    def may_try(self) -> bool:
+        """Are there plans left for baskets that might not carry the rate?"""
+        return self.num_planned < MAX_PLANNED - NUM_KEPT
+
+    @property
+    def caveat(self) -> str:
+        """Why there may be something cheaper; empty if there is no such reason."""
+        if self.may_try:
+            return ""
+        tried = MAX_PLANNED - NUM_KEPT
+        if len(self.choices) < NUM_ADVISED:
+            return f"the search ended after {self.num_planned} plans; no runner-up was found by then"
+        return f"after {tried} plans only sets were tried whose GPUs carry the rate each by itself"
+
+    @property
     def hope(self) -> float:
         """The share of its limit that a basket may be hoped to reach."""
         has_learned = (
@@ -144,6 +171,8 @@ def _search(load: Load, market: Market, sizes: list[_Size], listed: list[Basket]
         for limit, size in _promising(load, market, sizes, basket, found.hope):
             if found.is_over:
                 return found
+            if not found.may_try and size.apart_per_s(basket.gpus, market) < _needed(load):
+                continue
             advance(f"planning {basket} at batch {size.batch}")
             found.num_planned += 1
             choice = _plan(load, market, size, basket)
@@ -163,7 +192,7 @@ def _promising(
 ) -> list[tuple[float, _Size]]:
     """(limit in requests per second, batch) at which the basket may carry the rate, most promising first."""
     memory = sum(gpu(name).memory_bytes for name in basket.gpus) * market.memory_share
-    needed = load.rate_per_s * (1 + load.margin) / hope
+    needed = _needed(load) / hope
     rated = []
     for size in sizes:
         fits = size.weight_bytes + market.slots * size.state_bytes <= memory
@@ -206,7 +235,7 @@ def _cluster(basket: Basket, market: Market) -> Cluster:
 
 
 def _is_met(load: Load, choice: Choice) -> bool:
-    if choice.capacity_per_s < load.rate_per_s * (1 + load.margin):
+    if choice.capacity_per_s < _needed(load):
         return False
     pairs = ((load.ttft_ms, choice.ttft_ms), (load.tpot_ms, choice.tpot_ms))
     return all(slo is None or got is None or got <= slo for slo, got in pairs)
@@ -217,7 +246,7 @@ def _shortfall(
 ) -> PlanInfeasible:
     """Which constraint, and by how much."""
     near = found.near
-    needed = load.rate_per_s * (1 + load.margin)
+    needed = _needed(load)
     what = f"no set of up to {market.max_devices} of these GPUs carries {needed:.4g} requests/s"
     remedy = "Raise --max-devices, or lower the rate or the margin."
     least = min(size.weight_bytes + market.slots * size.state_bytes for size in sizes)
@@ -230,10 +259,10 @@ def _shortfall(
         times = f"{near.ttft_ms:.4g} ms to the first token and {near.tpot_ms:.4g} ms a token"
         slow = f"{near.basket} does with {times}, at batch {near.batch}"
         return PlanInfeasible(f"{what} within the latency asked for; {slow}", "Loosen it, or add batches.")
-    if near is None and found.is_over:
+    if near is None and not found.may_try:
         what = f"none of {found.num_planned} sets planned, the cheapest first, holds the model in its memory"
         return PlanInfeasible(what, "Name fewer or larger GPUs with --gpus, or smaller --batches.")
-    if near is not None and found.is_over:
+    if near is not None and not found.may_try:
         what = f"none of {found.num_planned} sets planned, the cheapest first, carries {needed:.4g}/s"
         carries = f"{near.basket} carries {near.capacity_per_s:.4g}"
         return PlanInfeasible(f"{what}: {carries}", "Name fewer or larger GPUs with --gpus.")

@@ -9,8 +9,9 @@ exact where the front stays within its width, as on chains and on most models. T
 state moving freely, at its price, or hardly at all. `solve` takes the best of these and of other starts
 (each device alone, a greedy earliest finish, cuts where the bound is not met), improved by local search.
 
-The bound is the sum of the steps' own: it leaves out the moving of state and the limits of memory. It holds
-for placements, on the clock above: another order of launches on a device is not considered.
+The bound is the sum of the steps' own, with what the moving of state adds at least (`latency_moves`); it
+leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a
+device is not considered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.latency_layout import NEVER_US
+from tessera.plan.latency_moves import tolls_of
 from tessera.plan.latency_steps import MET, StepBest, best_of_step, joined
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Labels, Problem
@@ -29,8 +31,10 @@ from tessera.plan.problem import Column, Labels, Problem
 # Local search stops after this many launches have been timed, so that its work does not depend on the clock.
 SEARCH_LAUNCHES = 400_000
 MIN_TRIALS = 8
-# By how much of its price the moving of state is charged when the steps are joined.
-MOVING_PRICES = (0.0, 1.0, 100.0)
+# How steps are joined: by how much of its price the moving of state is charged, and which step comes first.
+JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
+# Ways to divide the moving of state between two steps in the bound.
+TOLL_SHARES = (1.0, 0.5)
 # How much of a transfer's wait is charged by the cuts that give starts.
 WAIT_SHARES = (1.0, 0.5, 0.2)
 
@@ -119,13 +123,8 @@ def _reads(graph: ir.Graph) -> Reads:
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastest:
     """The fastest placement found; `extra` are further starts, `allowed` says what fits."""
     clock = Clock(problem)
-    known = [x for x in (*_alone(problem), _greedy(problem, clock)) if problem.is_allowed(x)]
-    known += [c.labels for c in extra if problem.is_allowed(c.labels)]
-    steps = _steps_best(problem, clock, known)
-    bound = _bound_us(problem, steps)
-    prices = MOVING_PRICES if len(steps) > 1 else MOVING_PRICES[:1]
-    known += [x for price in prices if (x := joined(problem, steps, price)) is not None]
-    best, best_us = _fastest(clock, known, allowed)
+    known = [*_alone(problem), _greedy(problem, clock), *(c.labels for c in extra)]
+    best, best_us, bound = _by_fronts(problem, clock, known, allowed)
     if best_us > bound * (1 + MET):
         cut, cut_us = _fastest(clock, list(_cuts(problem)), allowed)
         if cut_us < best_us:
@@ -133,6 +132,47 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastes
     if bound * (1 + MET) < best_us < np.inf:
         best, best_us = _search(problem, clock, best, best_us, allowed)
     return Fastest(best, best_us, min(bound, best_us))
+
+
+def bound_us(problem: Problem, clock: Clock) -> float:
+    """No placement serves one request alone faster than this."""
+    return _by_fronts(problem, clock, _alone(problem), lambda _: True)[2]
+
+
+def _by_fronts(
+    problem: Problem, clock: Clock, known: list[Labels], allowed: Allowed
+) -> tuple[Labels, float, float]:
+    """The fastest of the known placements and those that fronts find, how fast, and the bound."""
+    kept = [x for x in known if problem.is_allowed(x)]
+    steps = [
+        best_of_step(problem, step, min((clock.step_us(step, x) for x in kept), default=NEVER_US))
+        for step in range(len(problem.node_of))
+    ]
+    bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
+    ways = JOINED if len(steps) > 1 else JOINED[:1]
+    found = [x for price, sign in ways if (x := joined(problem, steps, price, sign)) is not None]
+    best, best_us = _fastest(clock, [*kept, *found], allowed)
+    # Only the moving of state is left to be proved, or more than that: then the work is not worth while.
+    for share in TOLL_SHARES if found and len(steps) > 1 and all(x.is_met for x in steps) else ():
+        if bound * (1 + MET) < best_us < np.inf:
+            bound = max(bound, _tolled_us(problem, clock, steps, (best, found[0]), share))
+    return best, best_us, bound
+
+
+def _tolled_us(
+    problem: Problem, clock: Clock, steps: list[StepBest], plans: tuple[Labels, Labels], share: float
+) -> float:
+    """The bound with the moving of state, see `latency_moves`; by the plan and what it would be without."""
+    plan, wished = plans
+    counts = problem.unit.counts
+    step_us = [clock.step_us(step, plan) for step in range(len(counts))]
+    runs_us = [n * us for n, us in zip(counts, step_us, strict=True)]
+    tolls = tolls_of(problem, plan, wished, runs_us, share)
+    total = -tolls.excess_us
+    for step, (count, us, toll) in enumerate(zip(counts, step_us, tolls.toll_us, strict=True)):
+        paid = float(toll[np.arange(len(toll)), plan[problem.node_of[step]]].sum())
+        total += count * best_of_step(problem, step, us + paid, toll, steps[step].width).bound_us
+    return total
 
 
 def _fastest(clock: Clock, among: Sequence[Labels], allowed: Allowed) -> tuple[Labels, float]:
@@ -177,23 +217,6 @@ def _greedy(problem: Problem, clock: Clock) -> Labels:
             labels[node], free[device] = device, stop
             end.append((stop, device))
     return labels
-
-
-def bound_us(problem: Problem, clock: Clock) -> float:
-    """No placement serves one request alone faster than this."""
-    alone = [x for x in _alone(problem) if problem.is_allowed(x)]
-    return _bound_us(problem, _steps_best(problem, clock, alone))
-
-
-def _steps_best(problem: Problem, clock: Clock, known: Sequence[Labels]) -> list[StepBest]:
-    return [
-        best_of_step(problem, step, min((clock.step_us(step, x) for x in known), default=NEVER_US))
-        for step in range(len(problem.node_of))
-    ]
-
-
-def _bound_us(problem: Problem, steps: list[StepBest]) -> float:
-    return sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
 
 
 def _search(

@@ -7,6 +7,8 @@ row that provably ends no sooner than a known placement. While the front stays n
 A front that grows wider than its limit is narrowed in one of two ways. `search` keeps the most promising
 rows: what remains is a placement, not always the best. `bound_us` merges rows that are alike, each column
 taking its earliest time: the merged row is no later than any of them, so what remains is a lower bound.
+
+Ends include the tolls (`latency_moves`), which are never negative.
 """
 
 from dataclasses import dataclass
@@ -91,12 +93,12 @@ def bound_us(layout: Layout, width: int, known_us: float) -> float:
 
 
 def _first(layout: Layout) -> Floats:
-    return np.zeros((1, 1, len(layout.least_wait_us)))
+    return np.zeros((1, 2, len(layout.least_wait_us)))
 
 
 def _last(layout: Layout, rows: Floats) -> Floats:
-    """When all that the step's end waits for has ended."""
-    return np.asarray(rows[:, list(layout.moves[-1].reads)].max(axis=1).min(axis=1))
+    """When all that the step's end waits for has ended, and the tolls."""
+    return np.asarray(rows[:, list(layout.moves[-1].reads)].max(axis=1).min(axis=1) + rows[:, 1, 0])
 
 
 def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Ints]:
@@ -111,7 +113,8 @@ def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Int
     after[:, 0] = before[:, 0]
     after[np.arange(len(parent)), 0, device] = stop
     waits = stop[:, None, None] + move.makes.transpose(1, 0, 2)[device]
-    for column in range(1, len(move.folds)):
+    after[:, 1] = before[:, 1] + move.toll_us[device][:, None]
+    for column in range(2, len(move.folds)):
         old, new = move.folds[column], move.made[column]
         if old:
             after[:, column] = before[:, old[0]] if len(old) == 1 else before[:, list(old)].max(axis=1)
@@ -127,13 +130,13 @@ def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Int
 
 
 def _ends(layout: Layout, work: Work, launch: int, rows: Floats) -> Floats:
-    """No way to go on from a row ends before this."""
+    """No way to go on from a row ends before this, tolls paid so far included."""
     column, reader = np.array(layout.moves[launch].pairs).T
     paths = (rows[:, column] + layout.tail_us[reader]).min(axis=2).max(axis=1)
     # A device that will not be used again counts only up to a time that the step surely lasts.
     free = np.minimum(rows[:, 0], paths[:, None])
     spread = (free @ work.weights.T + work.rest_us[launch + 1]).max(axis=1)
-    return np.asarray(np.maximum(paths, spread))
+    return np.asarray(np.maximum(paths, spread) + rows[:, 1, 0])
 
 
 def _unbeaten(rows: Floats, ends: Floats, known_us: float) -> Ints:

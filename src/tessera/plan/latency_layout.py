@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.plan.arrays import Floats
+from tessera.plan.arrays import Floats, Ints
 from tessera.plan.problem import Problem
 
 # Later than any real time, on devices where a group's launches may not run.
@@ -24,10 +24,12 @@ NEVER_US = 1e15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """How one launch changes the columns; column 0 holds the times at which devices are free."""
+    """How one launch changes the columns: 0 holds when devices are free, 1 the tolls paid so far."""
 
     # Of one run on each device; NEVER_US where wishes forbid it.
     cost_us: Floats
+    # What running on each device adds to the step's time, whatever runs meanwhile.
+    toll_us: Floats
     # Columns that the launch waits for.
     reads: tuple[int, ...]
     # Each column after the launch: columns before it, of which the latest counts.
@@ -62,16 +64,24 @@ class _Item:
     wait_us: Floats
 
 
-def layout_of(problem: Problem, step: int, surcharge_us: Floats | None = None) -> Layout:
-    """The columns of a step; a surcharge [launch, device] makes some devices dearer for some launches."""
+def layout_of(
+    problem: Problem, step: int, toll_us: Floats | None = None, fixed: Ints | None = None
+) -> Layout:
+    """The columns of a step; with tolls [launch, device], and devices of some launches (-1: free) given."""
     items = _items(problem, step)
-    cost = _costs(problem, step, surcharge_us)
+    cost = _costs(problem, step, fixed)
+    toll = np.zeros_like(cost)
+    if toll_us is not None:
+        toll[:-1] = toll_us
     above = _ancestors(len(cost), items)
-    return Layout(tuple(_moves(cost, items, above)), _tails(cost, items), _closure(problem.latency_us))
+    return Layout(tuple(_moves(cost, toll, items, above)), _tails(cost, items), _closure(problem.latency_us))
 
 
-def _costs(problem: Problem, step: int, surcharge_us: Floats | None) -> Floats:
-    cost = problem.cost_us[step] + (0.0 if surcharge_us is None else surcharge_us)
+def _costs(problem: Problem, step: int, fixed: Ints | None) -> Floats:
+    cost = problem.cost_us[step]
+    if fixed is not None:
+        elsewhere = (fixed[:, None] >= 0) & (fixed[:, None] != np.arange(problem.num_devices))
+        cost = np.where(elsewhere, NEVER_US, cost)
     if problem.allowed is not None:
         cost = np.where(problem.allowed[problem.node_of[step]], cost, NEVER_US)
     return np.concatenate([cost, np.zeros((1, problem.num_devices))])
@@ -110,16 +120,16 @@ def _ancestors(num: int, items: list[list[_Item]]) -> list[int]:
     return above
 
 
-def _moves(cost: Floats, items: list[list[_Item]], above: list[int]) -> Iterator[Move]:
+def _moves(cost: Floats, toll: Floats, items: list[list[_Item]], above: list[int]) -> Iterator[Move]:
     num = len(cost)
     # What all launches from each on, but the end, wait for.
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):
         rest[launch] = rest[launch + 1] & above[launch]
-    columns: list[tuple[int, ...]] = [()]
+    columns: list[tuple[int, ...]] = [(), ()]
     for launch, made in enumerate(items):
         left: dict[tuple[int, ...], list[int]] = {}
-        for index, readers in enumerate(columns[1:], start=1):
+        for index, readers in enumerate(columns[2:], start=2):
             after = readers[1:] if readers[0] == launch else readers
             if after:
                 left.setdefault(after, []).append(index)
@@ -129,20 +139,21 @@ def _moves(cost: Floats, items: list[list[_Item]], above: list[int]) -> Iterator
         keys = [*left, *(k for k in new if k not in left)]
         yield Move(
             cost_us=cost[launch],
-            reads=tuple(i for i, readers in enumerate(columns) if i and readers[0] == launch),
-            folds=((0,), *(tuple(left.get(k, ())) for k in keys)),
+            toll_us=toll[launch],
+            reads=tuple(i for i, readers in enumerate(columns) if i > 1 and readers[0] == launch),
+            folds=((0,), (1,), *(tuple(left.get(k, ())) for k in keys)),
             makes=np.array([item.wait_us for item in made]).reshape(len(made), cost.shape[1], cost.shape[1]),
-            made=((), *(tuple(new.get(k, ())) for k in keys)),
+            made=((), (), *(tuple(new.get(k, ())) for k in keys)),
             raises=tuple(_raised(launch, keys, above, rest[launch + 1])) if launch < num - 1 else (),
-            pairs=tuple((i, r) for i, k in enumerate(keys, start=1) for r in k[:8]),
+            pairs=tuple((i, r) for i, k in enumerate(keys, start=2) for r in k[:8]),
         )
-        columns = [(), *keys]
+        columns = [(), (), *keys]
 
 
 def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: list[int], rest: int) -> Iterator[int]:
     if rest >> launch & 1:
         yield 0
-    for index, readers in enumerate(keys, start=1):
+    for index, readers in enumerate(keys, start=2):
         # The end waits for no transfer.
         if readers[-1] < len(above) - 1 and all(above[r] >> launch & 1 for r in readers):
             yield index

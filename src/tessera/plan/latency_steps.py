@@ -1,9 +1,9 @@
 """Every step of a work unit alone, by fronts, and the steps joined by the state they share.
 
 A front starts narrow and is made wider only while placement and bound do not meet, up to a limit that keeps
-the work in proportion to the launches. Joined, the step that takes longest in all is placed first; the
-others then pay for state that they would have somewhere else. That payment is a guess made one state at a
-time (the clock counts one latency a link, and links at once); the clock judges the result.
+the work in proportion to the launches. Joined, the step that takes longest in all is placed first, or last;
+the others then pay a toll for state that they would have somewhere else. Tolls are paid one state at a time
+(the clock counts one latency a link, and links at once); the clock judges the result.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,19 @@ class StepBest:
     # Of the launches; None: no front found a placement faster than those known.
     devices: Ints | None
 
+    @property
+    def is_met(self) -> bool:
+        """Is the placement proved to be the best?"""
+        return self.bound_us >= self.us * (1 - MET)
 
-def best_of_step(problem: Problem, step: int, known_us: float) -> StepBest:
-    """By fronts, ever wider until they meet or the limit is reached."""
-    layout = layout_of(problem, step)
-    bound, width, devices = 0.0, 0, None
-    for width in _widths(problem, step):
+
+def best_of_step(
+    problem: Problem, step: int, known_us: float, toll_us: Floats | None = None, least: int = 0
+) -> StepBest:
+    """By fronts, ever wider until they meet or the limit is reached; none narrower than `least`."""
+    layout = layout_of(problem, step, toll_us)
+    bound, width, devices = 0.0, least, None
+    for width in (w for w in _widths(problem, step) if w >= least):
         found = search(layout, width, known_us)
         if found:
             devices, known_us = found
@@ -54,26 +61,23 @@ def _widths(problem: Problem, step: int) -> list[int]:
     if not launches:
         return []
     narrow = max(2, NARROW_ROWS // num)
-    most = min(WIDE_ROWS // num, FRONT_ROWS // (launches * num))
+    most = min(WIDE_ROWS, FRONT_ROWS // launches) // num
     return [narrow, *(w for w in (4 * narrow, 16 * narrow) if w < most), *([most] if most > narrow else [])]
 
 
-def joined(problem: Problem, steps: list[StepBest], price: float) -> Labels | None:
-    """The steps' own best, the longest step first; the others pay a share of moving the state."""
+def joined(problem: Problem, steps: list[StepBest], price: float, sign: int = -1) -> Labels | None:
+    """The longest step's own best first (sign -1) or last (1); later ones pay for moving the state."""
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     homes: dict[str, int] = {}
     counts = problem.unit.counts
-    for step in sorted(range(len(steps)), key=lambda s: -counts[s] * steps[s].us):
+    for step in sorted(range(len(steps)), key=lambda s: sign * counts[s] * steps[s].us):
         graph, nodes = problem.unit.graphs[step], problem.node_of[step]
-        extra = _moving_us(problem, step, homes) * price / counts[step]
+        toll = _moving_us(problem, step, homes) * price / counts[step]
         # Nodes of several steps are where the first of them put them.
-        at = labels[nodes]
-        taken = at >= 0
-        extra[taken] = NEVER_US
-        extra[taken, at[taken]] = 0.0
+        fixed = labels[nodes]
         devices = steps[step].devices
-        if devices is None or extra.any():
-            found = search(layout_of(problem, step, extra), steps[step].width, NEVER_US)
+        if devices is None or toll.any() or (fixed >= 0).any():
+            found = search(layout_of(problem, step, toll, fixed), steps[step].width, NEVER_US)
             if found is None:
                 return None
             devices = found[0]

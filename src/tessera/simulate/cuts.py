@@ -25,7 +25,9 @@ class Cuts:
     @cached_property
     def done_us(self) -> list[float]:
         """[launches done]: busy time of the run so far, over all devices."""
-        lists = [next((x.ends_us for x in c.items if isinstance(x, Stretch)), None) for c in self.script.columns]
+        lists = [
+            next((x.ends_us for x in c.items if isinstance(x, Stretch)), None) for c in self.script.columns
+        ]
         return np.sum([x for x in lists if x is not None], axis=0).tolist() if any(lists) else [0.0]
 
     @cached_property

@@ -25,14 +25,15 @@ WINDOW, MIN_WINDOW_RUNS = 1.0, 6
 # Programs of more items than this average out by themselves: less work is looked at, down to one request's
 # and to this share of the warm-up and of the fewest runs.
 LONG_LISTS, LEAST_SHARE = 400, 0.25
-# A quick look ends after this share of its window if it is so far behind the best one.
+# A quick look at a long program ends after this share of its window if it is so far behind the best one.
 GIVE_UP = ((0.25, 0.88), (0.5, 0.95))
 # With more slots than this, the work that is looked at grows no further.
 MANY_SLOTS = 4
-# Runs of every slot before a repetition is believed to be steady, and runs that stand for the skipped ones.
-SETTLE_RUNS, SAMPLE_RUNS = 1, 2
+# Runs of every slot before a repetition is believed to be steady, and runs that stand for the skipped ones:
+# of long programs one is enough.
+SETTLE_RUNS, SAMPLE_RUNS, LONG_SAMPLE_RUNS = 1, 2, 1
 # A run of so many launches is long: it may be skipped in part.
-LONG_RUN = 100
+LONG_RUN = 400
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class _Steady(Core):
         self._done = self._target = self._skipped_us = 0.0
         self._flights: dict[int, Flight] = {}
         self._runs = dict.fromkeys(range(self._slots), 0)
+        self._is_long_list = items > LONG_LISTS
+        self._sample_runs = LONG_SAMPLE_RUNS if self._is_long_list else SAMPLE_RUNS
         self._mark: _Mark | None = None
         # Slot -> the run that it is in: its script, its ticket and its busy time so far.
         self._script: dict[int, Script] = {}
@@ -82,7 +85,7 @@ class _Steady(Core):
             self._admit(slot, 0.0, slot / self._slots)
         since_us, since = self._until(self._warm_up)
         rate = 0.0
-        for share, least in (*GIVE_UP, (1.0, 0.0)) if rival else ((1.0, 0.0),):
+        for share, least in (*GIVE_UP, (1.0, 0.0)) if rival and self._is_long_list else ((1.0, 0.0),):
             until_us, until = self._until(self._warm_up + share * self._window)
             rate = (until - since) / (until_us - since_us) if until_us > since_us else 0.0
             if rate < least * rival:
@@ -129,7 +132,7 @@ class _Steady(Core):
 
     def _repeats(self, flight: Flight) -> bool:
         """Are enough runs of one script left to make a sample and skip some?"""
-        need = SETTLE_RUNS + 2 * SAMPLE_RUNS
+        need = SETTLE_RUNS + 2 * self._sample_runs
         left = flight.left
         return len(left) >= need and left[-1][0] is left[-need][0] is self._script[flight.slot]
 
@@ -159,7 +162,7 @@ class _Steady(Core):
             if min(runs.values()) >= SETTLE_RUNS:
                 self._mark = _Mark(mark.slot, now, done, dict(self._runs), run_us)
             return
-        if min(runs.values()) < SAMPLE_RUNS or done <= mark.done:
+        if min(runs.values()) < self._sample_runs or done <= mark.done:
             return
         self._mark = None
         steps = {slot: run_us[slot] - mark.run_us[slot] for slot in self._flights if slot not in repeating}
