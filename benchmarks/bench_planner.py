@@ -135,14 +135,15 @@ def milp() -> Iterator[Figures]:
 
 def latency() -> Iterator[Figures]:
     """One request alone."""
-    for family in FAMILIES:
-        for seed in (0, 1):
-            spec = Spec(family, 600, seed=seed)
-            case = make_case(spec)
-            plan, row = by_busy_time(case, ir.Objective.LATENCY)
-            problem = build(*case)
-            row["latency_gap"] = plan.latency_us / bound_us(problem, Clock(problem)) - 1.0
-            yield {"part": "latency", "instance": spec.name} | row
+    specs = [Spec(family, 600, seed=seed) for family in FAMILIES for seed in (0, 1)]
+    specs += [Spec(family, 5000) for family in ("dense", "moe", "random")]
+    specs += [Spec(family, 600, 4, 4) for family in ("dense", "moe")]
+    for spec in specs:
+        case = make_case(spec)
+        plan, row = by_busy_time(case, ir.Objective.LATENCY)
+        problem = build(*case)
+        row["latency_gap"] = plan.latency_us / bound_us(problem, Clock(problem)) - 1.0
+        yield {"part": "latency", "instance": spec.name} | row
 
 
 def captured() -> Iterator[Figures]:

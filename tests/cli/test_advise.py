@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tessera.advise import search
 from tessera.cli import main
 from tessera.ir import Plan, load
 
@@ -97,3 +98,16 @@ def test_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "choice" in flat
     assert "RunPod" in flat
     assert "skypilot-catalog" in flat
+
+
+def test_runner_up_is_found_where_divided_requests_disappoint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last plans go to sets whose GPUs carry the rate each by itself, and the advice says so."""
+    monkeypatch.setattr(search, "MAX_PLANNED", search.NUM_KEPT)
+    names = ("--gpus", "l40s,l4", "--max-devices", "2")
+    found = advised("--rate", "50", *names, capsys=capsys)
+
+    assert found["runner_up"]["capacity"] >= 50 * 1.1
+    assert found["planned"] <= search.NUM_KEPT
+    assert "each by itself" in found["caveat"]

@@ -106,7 +106,7 @@ def test_profile_tags_every_number(folder: Path, capsys: pytest.CaptureFixture[s
     )  # fmt: skip
     total = sum(row["costs"]["emu:a100"]["us"] for row in found["launches"])
 
-    assert all({"us", "source", "rel_error"} == row["costs"]["emu:l40s"].keys() for row in found["launches"])
+    assert all({"us", "source", "rel_error"} <= row["costs"]["emu:l40s"].keys() for row in found["launches"])
     assert total == pytest.approx(found["total_us"]["emu:a100"])
 
 

@@ -20,7 +20,7 @@ from tessera.errors import TesseraError
 from tessera.ir import Clock, Objective, Plan, Step, Timeline, save
 
 if TYPE_CHECKING:
-    from tessera.execute import RunResult
+    from tessera.execute import Engine, RunResult
     from tessera.flow import Undivided, UnitRequest
 
 MODEL = "tiny-llama"
@@ -88,6 +88,7 @@ def _run(
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.capture.text import prompt_inputs
+    from tessera.execute import Engine
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
     from tessera.profile import make_cluster, parse_devices
 
@@ -119,22 +120,25 @@ def _run(
     for request in requests:
         reference.append(run_undivided(unit, request))
         advance("generating undivided, for comparison")
-    return [_run_policy(plan, requests, reference, advance) for plan in plans]
+    with Engine(plans, workloads[0].weights()) as engine:
+        return [_run_policy(engine, plans, i, requests, reference, advance) for i in range(len(plans))]
 
 
 def _run_policy(
-    plan: Plan,
+    engine: "Engine",
+    plans: list[Plan],
+    policy: int,
     requests: "list[UnitRequest]",
     reference: "list[Undivided]",
     advance: Callable[[str], None],
 ) -> Policy:
-    from tessera.execute import Engine
     from tessera.execute.replay import same_bits
 
-    with Engine(plan, requests[0].workloads[0].weights()) as engine:
-        what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"
-        results = engine.run(requests, lambda number: advance(what))
-        measured = engine.timeline()
+    plan = plans[policy]
+    engine.switch(policy)
+    what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"
+    results = engine.run(requests, lambda number: advance(what))
+    measured = engine.timeline()
     pairs = list(zip(reference, results, strict=True))
 
     def equal(name: str) -> bool:

@@ -7,6 +7,7 @@ closes, and one that does not is killed. What it cannot do is judge; that is the
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -150,8 +151,9 @@ class LocalHub:
                 name=f"tessera-{self.names[device]}",
                 daemon=True,
             )
-            process.start()
             self._processes.append(process)
+        with ThreadPoolExecutor(len(self._processes)) as pool:  # each start waits for its process to read
+            list(pool.map(lambda process: process.start(), self._processes))
         for pipe in theirs:  # so that a pipe is closed when the worker that holds its end is gone
             pipe.close()
         self._inbox.listen(answers, messages.decode)

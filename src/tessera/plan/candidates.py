@@ -41,8 +41,8 @@ REFINEMENTS = 2
 # A figure this close to the rate by busy time is limited by it.
 CAPPED = 1e-3
 # Quick simulations of one search: the fewest, the most, and in between so many launches over those of a unit.
-LOOKS = (6, 40)
-LOOKED_LAUNCHES = 45_000
+LOOKS = (8, 40)
+LOOKED_LAUNCHES = 60_000
 NUM_SPLICED = 8
 NUM_FINALISTS = 3
 NEAR = 0.02

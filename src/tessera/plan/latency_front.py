@@ -8,7 +8,7 @@ A front that grows wider than its limit is narrowed in one of two ways. `search`
 rows: what remains is a placement, not always the best. `bound_us` merges rows that are alike, each column
 taking its earliest time: the merged row is no later than any of them, so what remains is a lower bound.
 
-Ends include the tolls (`latency_moves`), which are never negative.
+Tolls (`latency_moves`) are part of all times from the launch that pays them on, and never negative.
 """
 
 from dataclasses import dataclass
@@ -93,12 +93,12 @@ def bound_us(layout: Layout, width: int, known_us: float) -> float:
 
 
 def _first(layout: Layout) -> Floats:
-    return np.zeros((1, 2, len(layout.least_wait_us)))
+    return np.zeros((1, 1, len(layout.least_wait_us)))
 
 
 def _last(layout: Layout, rows: Floats) -> Floats:
-    """When all that the step's end waits for has ended, and the tolls."""
-    return np.asarray(rows[:, list(layout.moves[-1].reads)].max(axis=1).min(axis=1) + rows[:, 1, 0])
+    """When all that the step's end waits for has ended."""
+    return np.asarray(rows[:, list(layout.moves[-1].reads)].max(axis=1).min(axis=1))
 
 
 def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Ints]:
@@ -113,8 +113,7 @@ def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Int
     after[:, 0] = before[:, 0]
     after[np.arange(len(parent)), 0, device] = stop
     waits = stop[:, None, None] + move.makes.transpose(1, 0, 2)[device]
-    after[:, 1] = before[:, 1] + move.toll_us[device][:, None]
-    for column in range(2, len(move.folds)):
+    for column in range(1, len(move.folds)):
         old, new = move.folds[column], move.made[column]
         if old:
             after[:, column] = before[:, old[0]] if len(old) == 1 else before[:, list(old)].max(axis=1)
@@ -126,17 +125,19 @@ def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Int
         floor = stop[:, None] + layout.least_wait_us[device]
         raised = list(move.raises)
         after[:, raised] = np.maximum(after[:, raised], floor[:, None])
+    # A clock that is ahead by the toll in every column ends ahead by the toll.
+    after += move.toll_us[device][:, None, None]
     return after, parent, device
 
 
 def _ends(layout: Layout, work: Work, launch: int, rows: Floats) -> Floats:
-    """No way to go on from a row ends before this, tolls paid so far included."""
+    """No way to go on from a row ends before this."""
     column, reader = np.array(layout.moves[launch].pairs).T
     paths = (rows[:, column] + layout.tail_us[reader]).min(axis=2).max(axis=1)
     # A device that will not be used again counts only up to a time that the step surely lasts.
     free = np.minimum(rows[:, 0], paths[:, None])
     spread = (free @ work.weights.T + work.rest_us[launch + 1]).max(axis=1)
-    return np.asarray(np.maximum(paths, spread) + rows[:, 1, 0])
+    return np.asarray(np.maximum(paths, spread))
 
 
 def _unbeaten(rows: Floats, ends: Floats, known_us: float) -> Ints:

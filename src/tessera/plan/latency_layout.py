@@ -24,7 +24,7 @@ NEVER_US = 1e15
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """How one launch changes the columns: 0 holds when devices are free, 1 the tolls paid so far."""
+    """How one launch changes the columns; column 0 holds the times at which devices are free."""
 
     # Of one run on each device; NEVER_US where wishes forbid it.
     cost_us: Floats
@@ -126,10 +126,10 @@ def _moves(cost: Floats, toll: Floats, items: list[list[_Item]], above: list[int
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):
         rest[launch] = rest[launch + 1] & above[launch]
-    columns: list[tuple[int, ...]] = [(), ()]
+    columns: list[tuple[int, ...]] = [()]
     for launch, made in enumerate(items):
         left: dict[tuple[int, ...], list[int]] = {}
-        for index, readers in enumerate(columns[2:], start=2):
+        for index, readers in enumerate(columns[1:], start=1):
             after = readers[1:] if readers[0] == launch else readers
             if after:
                 left.setdefault(after, []).append(index)
@@ -140,20 +140,20 @@ def _moves(cost: Floats, toll: Floats, items: list[list[_Item]], above: list[int
         yield Move(
             cost_us=cost[launch],
             toll_us=toll[launch],
-            reads=tuple(i for i, readers in enumerate(columns) if i > 1 and readers[0] == launch),
-            folds=((0,), (1,), *(tuple(left.get(k, ())) for k in keys)),
+            reads=tuple(i for i, readers in enumerate(columns) if i and readers[0] == launch),
+            folds=((0,), *(tuple(left.get(k, ())) for k in keys)),
             makes=np.array([item.wait_us for item in made]).reshape(len(made), cost.shape[1], cost.shape[1]),
-            made=((), (), *(tuple(new.get(k, ())) for k in keys)),
+            made=((), *(tuple(new.get(k, ())) for k in keys)),
             raises=tuple(_raised(launch, keys, above, rest[launch + 1])) if launch < num - 1 else (),
-            pairs=tuple((i, r) for i, k in enumerate(keys, start=2) for r in k[:8]),
+            pairs=tuple((i, r) for i, k in enumerate(keys, start=1) for r in k[:8]),
         )
-        columns = [(), (), *keys]
+        columns = [(), *keys]
 
 
 def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: list[int], rest: int) -> Iterator[int]:
     if rest >> launch & 1:
         yield 0
-    for index, readers in enumerate(keys, start=2):
+    for index, readers in enumerate(keys, start=1):
         # The end waits for no transfer.
         if readers[-1] < len(above) - 1 and all(above[r] >> launch & 1 for r in readers):
             yield index

@@ -1,8 +1,8 @@
 """Cuts: a run of a script taken up in its middle, as if the launches before some launch were done.
 
 A cut is a number of launches in trace order. Behind it every launch has run and every transfer it sent has
-arrived, so devices can go on from there: what a skip needs that jumps over a part of a long run. Transfers that
-would be under way at that moment count as arrived; that is all that is lost.
+arrived, so devices can go on from there: what a skip needs that jumps over a part of a long run. Transfers
+that would be under way at that moment count as arrived; that is all that is lost.
 """
 
 from bisect import bisect_right
@@ -43,13 +43,12 @@ class Cuts:
     def job(self, device: int, cut: int, slot: int, ticket: int) -> Job | None:
         """What a device still has to do behind the cut; None if nothing."""
         column = self.script.columns[device]
-        for at, item in enumerate(column.items):
-            if isinstance(item, Stretch) and item.stop > cut:
-                break
-        else:
+        left = ((n, x) for n, x in enumerate(column.items) if isinstance(x, Stretch) and x.stop > cut)
+        at, item = next(left, (0, None))
+        if item is None:
             return None
         spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
         while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
-            at -= 1
+            at -= 1  # it may have to wait for what is read next
         arrived = {number for stop, number in self._sent_at if stop <= cut}
         return Job(slot, ticket, column.items, at, arrived, column.until_wait_us, spent)

@@ -22,9 +22,8 @@ from tessera.simulate.cuts import Cuts
 # Requests' worth of work per slot: before the clock counts, and while it does; but at least so many runs.
 WARM_UP, MIN_WARM_UP_RUNS = 0.25, 2
 WINDOW, MIN_WINDOW_RUNS = 1.0, 6
-# Programs of more items than this average out by themselves: less work is looked at, down to one request's
-# and to this share of the warm-up and of the fewest runs.
-LONG_LISTS, LEAST_SHARE = 400, 0.25
+# Programs of more items than this average out by themselves: less work is looked at, down to one request's.
+LONG_LISTS = 400
 # A quick look at a long program ends after this share of its window if it is so far behind the best one.
 GIVE_UP = ((0.25, 0.88), (0.5, 0.95))
 # With more slots than this, the work that is looked at grows no further.
@@ -58,10 +57,8 @@ class _Steady(Core):
         slots = min(self._slots, MANY_SLOTS)
         items = max(sum(len(c.items) for script in lane for c in script.columns) for lane in self._lanes)
         window = min(window, max(1 / slots, LONG_LISTS / max(1, items)))
-        share = min(1.0, max(LEAST_SHARE, LONG_LISTS / max(1, items)))
-        per_run = self._slots * share / num_runs
-        self._warm_up = max(slots * WARM_UP * share, per_run * MIN_WARM_UP_RUNS)
-        self._window = max(slots * WINDOW * window, per_run * MIN_WINDOW_RUNS)
+        self._warm_up = max(slots * WARM_UP, self._slots * MIN_WARM_UP_RUNS / num_runs)
+        self._window = max(slots * WINDOW * window, self._slots * MIN_WINDOW_RUNS / num_runs)
         self._done = self._target = self._skipped_us = 0.0
         self._flights: dict[int, Flight] = {}
         self._runs = dict.fromkeys(range(self._slots), 0)
@@ -255,7 +252,7 @@ class SteadyRates:
             self._best_glance.clear()
         steady = _Steady(plan, self._scripts, window)
         # Rates of lanes matter only where no table says which lane comes next.
-        shares = plan.lane_table or tuple(lane.rate_per_s for lane in plan.lanes)
+        shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
         key = (tuple(lane.placement for lane in plan.lanes), shares, plan.slots, steady.extent)
         rate = self._known.get(key)
         if rate is None:

@@ -194,7 +194,7 @@ def test_attention_kernels_differ_on_new_gpus_only() -> None:
         plain, by_flash = price_works([work, flash], name, None)
         return by_flash.us / plain.us
 
-    assert slower("h200") > 1.3
+    assert slower("h200") > 1.1
     assert 1.0 == pytest.approx(slower("a100"))
 
 

@@ -4,9 +4,10 @@ import pytest
 
 from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
-from tessera.ir import BufferKind, Plan
-from tessera.simulate import SteadyRates, simulate, throughput_per_s
+from tessera.ir import BufferKind, Plan, Recv
+from tessera.simulate import SteadyRates, simulate, steady, throughput_per_s
 from tessera.simulate.columns import Column, Scripts, Stretch, Wires, script_of
+from tessera.simulate.cuts import Cuts
 
 CROSSING = [0, 1, 0, 0, 1, 1]
 
@@ -81,3 +82,50 @@ def test_a_glance_is_near_the_full_rate_on_one_lane() -> None:
     rates = SteadyRates()
 
     assert rates.glance(plan) == pytest.approx(rates(plan), rel=0.05)
+
+
+def long_run_plan() -> Plan:
+    """One long step that crosses between the devices, then one that repeats and crosses too."""
+    first = make_chain(600)
+    second = make_trace([[(7, 0, 64, "w")], [(7, 0, 64, "r"), (8, 0, 64, "w")], [(8, 0, 64, "r")]])
+    place = [(n // 5) % 2 for n in range(600)]
+    return make_plan([first, second], [[place, [0, 1, 0]]], counts=[1, 400], slots=4)
+
+
+def test_skipping_inside_a_long_run_changes_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While some slots repeat and one is in a long run, all of them are skipped ahead alike."""
+    jumps: list[int] = []
+    jump = steady._Steady._jump
+
+    def counted(self: steady._Steady, slot: int, busy_us: float, now: float) -> None:
+        jumps.append(slot)
+        jump(self, slot, busy_us, now)
+
+    monkeypatch.setattr(steady._Steady, "_jump", counted)
+    plan = long_run_plan()
+
+    assert SteadyRates()(plan) == pytest.approx(throughput_per_s(simulate(plan, 12, False)), rel=0.03)
+    assert jumps
+
+
+def test_a_cut_leaves_what_is_not_done() -> None:
+    """Behind a cut a device has its later launches left, and waits for what is not sent yet."""
+    plan = make_plan([make_chain(6)], [[CROSSING]])
+    cuts = Cuts(Scripts(plan.unit, plan.costs, plan.cluster).of(plan.lanes[0].placement)[0])
+
+    for cut in range(6):
+        jobs = [cuts.job(device, cut, 0, 1) for device in (0, 1)]
+        own = [[n for n in range(cut, 6) if CROSSING[n] == device] for device in (0, 1)]
+        assert [bool(x) for x in own] == [job is not None for job in jobs]
+        ready = [job is not None and job.is_ready for job in jobs]
+        assert [device == CROSSING[cut] for device in (0, 1)] == ready
+    assert isinstance(cuts.script.columns[1].items[0], Recv)
+
+
+def test_a_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second question about the same lanes is answered from memory."""
+    rates, plan = SteadyRates(), make_plan([make_chain(6)], [[CROSSING]], slots=4)
+    first = rates(plan)
+    monkeypatch.setattr(steady._Steady, "advance", lambda self: pytest.fail("simulated again"))
+
+    assert first == rates(plan)
