@@ -15,7 +15,7 @@ demo: $(READY) ## capture, plan and run a small model on two unlike devices
 	$(BIN)/tessera demo
 
 test: $(READY) ## run every test that needs no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY) ## lint, types and import contracts
 	$(BIN)/ruff check src tests benchmarks scripts examples corpus
