@@ -24,7 +24,7 @@ check: $(READY) ## lint, types and import contracts
 	$(BIN)/lint-imports
 
 bench: $(READY) ## measure the planner, the simulator and the analyzer on this machine
-	for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+	for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$(basename $$bench .py) || exit 1; done
 
 venv: $(READY) ## make .venv and install everything into it
 

@@ -1,6 +1,6 @@
 """How good plans are and how long they take: made-up models, and captured ones at full size.
 
-    python benchmarks/bench_planner.py [--parts growth devices quality milp latency captured] [-o FOLDER]
+    python -m benchmarks.bench_planner [--parts growth devices quality milp latency captured] [-o FOLDER]
 
 growth    planning time over launches, two devices: the linear program alone, and with simulation
 devices   the same over devices, with the gap to the bound
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from planner_instances import Case, Spec, make_case
+from benchmarks.planner_instances import Case, Spec, make_case
 
 from tessera import ir
 from tessera.plan import PlanConfig, solve

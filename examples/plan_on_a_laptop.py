@@ -9,17 +9,12 @@ measured, and no worker is started.
 
 from tessera.analyze import build_graph
 from tessera.capture import build, record
-from tessera.ir import Objective, Plan, Step, WorkUnit
+from tessera.ir import Objective, Step, WorkUnit
 from tessera.plan import PlanConfig, explain, solve
 from tessera.profile import estimate, make_cluster, parse_devices
-from tessera.simulate import simulate, throughput_per_s
+from tessera.simulate import SteadyRates
 
 PROMPT, NEW_TOKENS = 64, 32
-
-
-def judge(plan: Plan) -> float:
-    """Requests per second of a candidate with its slots in flight, on a virtual clock."""
-    return throughput_per_s(simulate(plan, 24, is_detailed=False))
 
 
 def main() -> None:
@@ -33,7 +28,8 @@ def main() -> None:
 
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), link="pcie4")
     costs = tuple(estimate(graph.trace, cluster.devices) for graph in graphs)
-    plan = solve(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, slots=4), judge)
+    rates = SteadyRates()  # simulated, on a virtual clock; `glance` is a quicker look
+    plan = solve(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, slots=4), rates, rates.glance)
 
     why = explain(plan)
     print(f"{unit.num_launches} launches, {len(plan.lanes)} lanes")

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from tessera.ir.kernel import Access, Kernel
 
-
 # A generator of random numbers is a state buffer whose name is this and its device: "rng:cpu", "rng:cuda:0".
 # A launch that draws reads and writes all of it.
 GENERATOR = "rng:"
