@@ -90,6 +90,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left() -> None:
 INTERRUPTED = """
 import signal, sys, time
 sys.path[:0] = {path!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import test_engine as t
 from tessera.execute import Engine
 
