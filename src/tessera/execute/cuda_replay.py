@@ -52,11 +52,6 @@ class CudaReplay:
             self._graph.replay()
         return self.outputs
 
-    def run_eagerly(self) -> dict[str, torch.Tensor]:
-        """The same launches one by one, without a graph. Slow; this is the definition of correct."""
-        with self._drawing():
-            return self._issue()
-
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Generators start from their buffers; a graph counts on from where the generator is."""

@@ -163,11 +163,7 @@ class LocalHub:
 
     def order(self, device: int, message: Message) -> bool:
         """Sends to a worker; False if it is gone."""
-        try:
-            self._orders[device].send_bytes(messages.encode(message))
-        except OSError:
-            return False
-        return True
+        return messages.post(self._orders[device], message)
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
         """The next message of any worker."""

@@ -8,6 +8,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tessera.errors import TesseraError
@@ -116,6 +117,15 @@ KINDS: dict[str, type] = {
 TENSORS = ("inputs", "state", "outputs")
 
 
+def post(pipe: Connection, message: Message) -> bool:
+    """Sends a message; False if nobody is at the other end."""
+    try:
+        pipe.send_bytes(encode(message))
+    except OSError:
+        return False
+    return True
+
+
 def encode(message: Message) -> bytes:
     """A message as bytes."""
     head: dict[str, Any] = {"kind": type(message).__name__}
@@ -139,12 +149,14 @@ def decode(data: bytes) -> Message:
         (length,) = _LENGTH.unpack_from(data)
         at = _LENGTH.size + length
         head = json.loads(data[_LENGTH.size : at])
+        if not isinstance(head, dict):
+            raise ValueError("its header is no object")
         kind = KINDS[head.pop("kind")]
         for item in fields(kind):
             if item.name in TENSORS:
                 head[item.name], at = _tensors(head[item.name], data, at)
         made: Message = kind(**head)
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TesseraError(f"a message between workers cannot be read: {error}") from error
     return made
 

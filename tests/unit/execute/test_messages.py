@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tessera.errors import TesseraError
@@ -31,6 +31,9 @@ def test_every_field_arrives(message: Message) -> None:
 
 
 @given(st.binary(max_size=64))
+@example(b"\x01\0\0\0" + b"0")
+@example(b"\x02\0\0\0" + b"[]")
+@example((200_000).to_bytes(4, "little") + b"[" * 200_000)
 def test_noise_is_refused(data: bytes) -> None:
     """Bytes that are no message raise an error of the program's own, never anything else."""
     with pytest.raises(TesseraError):

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from tessera.errors import MissingExtra
-from tessera.profile.counts import OpClass
 from tessera.profile.model import Array
 from tessera.profile.tables.files import CARDS, TableFile
 from tessera.profile.tables.kinds import KINDS, Columns, Kind
@@ -99,8 +98,3 @@ def _most_frequent(names: list[str]) -> tuple[str, Any]:
         return "", slice(None)
     ((most, _),) = Counter(names).most_common(1)
     return most, np.array([name == most for name in names])
-
-
-def variants_of(op: OpClass) -> tuple[str, ...]:
-    """What a table of this class holds apart."""
-    return KINDS[op].variants if op in KINDS else ()
