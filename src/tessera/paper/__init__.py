@@ -1,0 +1,1 @@
+"""paper: the published evaluation, made again by commands anyone can run."""

@@ -1,0 +1,108 @@
+"""Ask, Piece, Finish: what a client wants and what comes back; Snapshot: what the service is doing.
+
+An ask is in tokens already; text is made of tokens by `text`, HTTP of both by `app`. An ask is answered by
+pieces and then one finish, always: also when it is cancelled or a device is lost.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tessera.ir import Decision
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. A temperature of 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    # 0: all tokens.
+    top_k: int = 0
+    # None: another one for every request.
+    seed: int | None = None
+    # Alternatives to report for each token; 0: the chosen token's own; None: nothing.
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One generation. Verified by the engine: `prompt` is not empty, and fits with `max_tokens`."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    # Text that ends the answer and is not part of it.
+    stop: tuple[str, ...] = ()
+    # True to go on past the model's own end.
+    ignores_end: bool = False
+    # Whose it is: asks of different clients take turns in the queue.
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer; logprobs only where they were asked for."""
+
+    number: int
+    logprob: float | None = None
+    # (token, logprob), the likeliest first.
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that can no longer change, and the tokens it came from; the text may be empty."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of an answer."""
+
+    reason: Reason
+    prompt_tokens: int
+    output_tokens: int
+    # Of an error: one line, with the remedy.
+    message: str = ""
+
+
+Event = Piece | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """A device as the page and the metrics show it."""
+
+    name: str
+    # Share of the last seconds in which it ran a launch.
+    utilisation: float
+    memory_bytes: int
+    is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the service is doing now. Counters count from the start."""
+
+    model: str
+    policy: str
+    policies: tuple[str, ...]
+    devices: tuple[DeviceView, ...]
+    # (source, destination, share of the last seconds, bytes so far)
+    links: tuple[tuple[str, str, float, int], ...]
+    running: int
+    waiting: int
+    # Rows with a request, of all rows: how much of the key/value budget is in use.
+    rows_used: int
+    rows: int
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    tokens_per_s: float = 0.0
+    # Finished requests by reason.
+    finished: dict[str, int] = field(default_factory=dict)
+    retried: int = 0
+    decisions: tuple[Decision, ...] = ()
