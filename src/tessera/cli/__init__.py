@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from tessera import __version__
-from tessera.cli import advise, analyze, capture, demo, doctor, gpus, plan, profile, run, simulate, verify
+from tessera.cli import advise, analyze, capture, demo, doctor, gpus, plan, profile, report, run, simulate, verify
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command()(plan.plan)
 app.command()(advise.advise)
 app.command()(run.run)
 app.command()(simulate.simulate)
+app.command()(report.report)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.command()(gpus.gpus)

@@ -3,13 +3,14 @@
 Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich and the standard library.
 """
 
+from tessera.report.folder_page import write_report
 from tessera.report.layer import layer_picture
+from tessera.report.page import Shown, write_page
 from tessera.report.perfetto import write_perfetto
 from tessera.report.tables import comparison_table, devices_table, graph_table, where_time_goes
-from tessera.report.timeline_page import write_page
 from tessera.report.units import duration, percent, rate, ratio, size
 
 __all__ = [
-    "comparison_table", "devices_table", "duration", "graph_table", "layer_picture", "percent", "rate",
-    "ratio", "size", "where_time_goes", "write_page", "write_perfetto",
+    "Shown", "comparison_table", "devices_table", "duration", "graph_table", "layer_picture", "percent",
+    "rate", "ratio", "size", "where_time_goes", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -1,16 +1,18 @@
-"""One self-contained HTML page about a plan and a run of it: no network, no script, light and dark.
+"""One self-contained HTML page about plans and runs of them: no network, no script, light and dark.
 
 The page states for every figure whether it was modelled, simulated or measured. All text from records is
 escaped. What is drawn is bounded, so that a page of any run stays below two megabytes: see page_timeline.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from tessera.ir import Objective, Plan, Timeline
+from tessera.report.dependencies import dependencies
 from tessera.report.figures import gain
 from tessera.report.output import write_text
 from tessera.report.page_plan import comparison, devices, lanes, layers
@@ -19,16 +21,40 @@ from tessera.report.tracks import end_us, tracks
 from tessera.report.units import duration, percent, plural, rate, ratio
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A plan, a run of it, and the planner's verdict."""
+
+    plan: Plan
+    timeline: Timeline
+    verdict: str
+
+
 def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
-    """Writes the page; it opens in any browser, without a server. The planner's verdict heads it."""
-    template = files("tessera.report").joinpath("timeline_page.html").read_text(encoding="utf-8")
+    """Writes the page of one plan; it opens in any browser, without a server."""
+    step = plan.unit.graphs[0].trace.step
+    body = plan_part(Shown(plan, timeline, verdict), "1")
+    clock = f"The timeline is {timeline.clock.value}; figures of the plan are modelled."
+    write_shell(path, f"{step.model}, {plan.policy} plan", body, clock)
+
+
+def write_shell(path: str | Path, title: str, body: str, remark: str) -> None:
+    """One self-contained file around a body of HTML."""
+    text = Template(_template("page.html")).substitute(
+        title=escape(title), body=body, footer=escape(f"Written by Tessera. {remark}")
+    )
+    write_text(path, [text])
+
+
+def plan_part(shown: Shown, level: str) -> str:
+    """Everything about one plan, under a heading of a level."""
+    plan, timeline = shown.plan, shown.timeline
     found = tracks(timeline, plan.cluster.names)
-    first = plan.unit.graphs[0].trace.step
-    text = Template(template).substitute(
-        title=escape(f"{first.model}, {plan.policy} plan"),
-        model=escape(first.model),
+    return Template(_template("plan.html")).substitute(
+        level=level,
+        model=escape(plan.unit.graphs[0].trace.step.model),
         subtitle=escape(_subtitle(plan)),
-        verdict=escape(verdict),
+        verdict=escape(shown.verdict),
         tiles=_tiles(plan, timeline),
         comparison=comparison(plan),
         devices=devices(plan, timeline, found),
@@ -38,9 +64,13 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
         closer=closer_look(timeline, found),
         legend=legend(),
         layers=layers(plan),
+        dependencies=dependencies(plan),
         lanes=lanes(plan),
     )
-    write_text(path, [text])
+
+
+def _template(name: str) -> str:
+    return files("tessera.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _subtitle(plan: Plan) -> str:

@@ -1,0 +1,70 @@
+"""tessera report: everything a folder holds on one page."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.errors import ArtifactError, TesseraError
+from tessera.ir import Plan, Timeline, load
+from tessera.ir.files import kind_of
+
+if TYPE_CHECKING:
+    from tessera.report import Shown
+
+# Requests of a simulated run, for a plan that has no timeline beside it.
+SIMULATED_REQUESTS = 64
+PAGE, EVALUATION = "report.html", "paper.json"
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with plans, or of `bench paper`.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page to write.", show_default="DIR/report.html")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained HTML page about what is in a folder.
+
+    For every plan: comparison, timeline, utilisation, placement and dependencies of a layer, lanes. A
+    timeline of the same name is shown where there is one (NAME.plan, NAME.timeline); otherwise a run is
+    simulated. For a folder of `tessera bench paper`: its figures and the map of regimes.
+    """
+    from tessera.report import write_report
+
+    if not folder.is_dir():
+        raise TesseraError("there is no such folder", "Give the folder that holds the plans.", str(folder))
+    plans = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) == "plan")
+    evaluation = folder / EVALUATION
+    if not plans and not evaluation.is_file():
+        remedy = (
+            f"Put one there: `tessera plan ... -o {folder}/NAME.plan`, or `tessera bench paper -o {folder}`."
+        )
+        raise ArtifactError("it holds no plan and no evaluation", remedy, str(folder))
+    page = output or folder / PAGE
+    with progress("reading", len(plans)) as advance:
+        shown = []
+        for path in plans:
+            shown.append((path.stem, _shown(path)))
+            advance(path.name)
+    write_report(folder, shown, evaluation if evaluation.is_file() else None, page)
+    found = {
+        "page": str(page),
+        "plans": [p.name for p in plans],
+        "evaluation": evaluation.is_file(),
+        "bytes": page.stat().st_size,
+    }
+    print_json(found) if as_json else console().print(f"page: {page}", markup=False)
+
+
+def _shown(path: Path) -> "Shown":
+    from tessera.plan import explain
+    from tessera.report import Shown
+    from tessera.simulate import simulate
+
+    plan = load(Plan, path)
+    beside = path.with_suffix(".timeline")
+    is_there = kind_of(beside) == "timeline"
+    timeline = load(Timeline, beside) if is_there else simulate(plan, SIMULATED_REQUESTS)
+    return Shown(plan, timeline, explain(plan).verdict)
