@@ -68,11 +68,11 @@ def _part(found: Mapping[str, Any], name: str, about: Row, folder: Path) -> str:
 def _case(row: Row) -> str:
     """One workload on one pair: every policy as a bar."""
     values = {name: value for name, value in row["policies"].items() if value}
-    top = max(values.values(), default=0.0) or 1.0
-    head = f"<h3>{escape(row['model'])} <small>{escape(row['pair'])}, {escape(row['link'])}; "
-    note = (
-        f"{ratio(row['ratio_to_best_baseline'])} of {escape(row['best_baseline'])}; {escape(row['source'])}"
-    )
+    head = f"<h3>{escape(row['workload'])} <small>{escape(row['pair'])}, {escape(row['link'])}; "
+    if not values or row["ratio_to_best_baseline"] is None:
+        return f"{head}{escape(row['why_none'] or 'no comparison')}</small></h3>"
+    top = max(values.values())
+    note = f"{ratio(row['ratio_to_best_baseline'])} of {row['best_baseline']}; {row['source']}"
     bars = "".join(
         f"<div class='bar {'own' if name == 'throughput' else ''}'><div class='name'>{cut(name)}</div>"
         f"<div class='track'><i style='width:{100 * value / top:.2f}%'></i></div>"
