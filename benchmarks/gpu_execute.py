@@ -284,8 +284,20 @@ def kept_parts(path: Path | None, again: list[str]) -> dict[str, Any]:
     return {
         name: {"from": old["command"], **part}
         for name, part in old.items()
-        if name in PARTS and name not in again
+        if name.split("-")[0] in PARTS and name not in again
     }
+
+
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """One family's pairs of an earlier run with those that were run again; each is kept whole."""
+    kept = {k: v for k, v in old.items() if k.startswith("cuda:") and k not in new and not _is_half(k, old)}
+    again = [k.removesuffix(" rates") for k in new if k.endswith(" rates")]
+    return {**new, **({"from": old.get("from"), "again": again, **kept} if kept else {})}
+
+
+def _is_half(key: str, part: dict[str, Any]) -> bool:
+    """True of an entry of a pair that was priced and not run."""
+    return f"{key.rpartition(' ')[0]} rates" not in part
 
 
 def run_parts(args: argparse.Namespace, command: str) -> None:
@@ -293,13 +305,13 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
     from benchmarks.gpu_execute_table import table
 
     began = time.monotonic()
-    kept = kept_parts(args.keep, args.parts.split(","))
-    whole: dict[str, Any] = {"command": command, "about": about(), **kept}
     jobs = [
         (part, family)
         for part in args.parts.split(",")
         for family in (args.families.split(",") if part == "pairs" else [""])
     ]
+    kept = kept_parts(args.keep, [part for part, _ in jobs])
+    whole: dict[str, Any] = {"command": command, "about": about(), **kept}
     for part, family in jobs:
         left = args.limit - (time.monotonic() - began)
         name = part + (f"-{family}" if family else "")
@@ -318,6 +330,7 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
             ended = "stopped at its time limit"
         found = json.loads(path.read_text()) if path.exists() else {}
         path.unlink(missing_ok=True)
+        found = joined(kept.get(name, {}), found) if part == "pairs" else found
         whole[name] = {**found, "ended": ended}
         (args.out / f"{args.name}.json").write_text(json.dumps(whole, indent=1) + "\n")
         (args.out / f"{args.name}.md").write_text(table(whole))

@@ -48,6 +48,9 @@ def _pairs(name: str, part: dict[str, Any]) -> list[str]:
         "| throughput / best coarse | throughput / its LP | hidden | overrun | equal |",
         f"|{'---|' * (len(POLICIES) + 10)}",
     ]
+    if "from" in part:
+        but = "".join(f", but for `{devices}`" for devices in part.get("again", []))
+        lines[1:1] = ["", f"From an earlier run{but}: `{part['from']}`"]
     for key, rates in part.items():
         devices, _, what = key.rpartition(" ")
         if what != "rates" or "error" in rates:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.online import ServeConfig, Served, Server, Watcher
+from tessera.simulate.online import ServeConfig, Served, Server
 from tessera.simulate.policy import Policy, Truth, Workshop
 from tessera.simulate.seats import demand_of
+from tessera.simulate.watcher import Watcher
 
 # One decode is four launches of 10 us.
 LAUNCHES, LAUNCH_US = 4, 10.0

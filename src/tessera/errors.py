@@ -11,8 +11,12 @@
     ├── CannotTime          one launch that cannot be timed on a device; others can
     ├── DeviceLost          a device that stopped answering while it was measured
     ├── ArrivalsError       requests over time that make no sense, or a log of them with holes
+    ├── LoadError           a server that does not answer a load generator as it should; carries the kind
     ├── PlanInfeasible      no placement satisfies the constraints
     ├── DeviceMemoryError   a plan needs more memory than a device has
+    ├── AskError            a request that the service cannot serve as it stands (HTTP 400)
+    ├── ServiceBusy         too many requests wait already (HTTP 429)
+    ├── ServiceClosing      the service finishes what runs and takes nothing new (HTTP 503)
     └── WorkerError         a worker process failed or vanished
 
 Errors carry plain fields through `super().__init__`, so that they survive pickling between
@@ -103,12 +107,35 @@ class ArrivalsError(TesseraError):
     """Arrivals, lengths or limits that make no sense, or a log of requests with holes."""
 
 
+class LoadError(TesseraError):
+    """A server cannot be asked, or its answer is none: `kind` is a short name to count by."""
+
+    def __init__(self, kind: str, message: str, remedy: str = "", place: str = "") -> None:
+        TesseraError.__init__(self, message, remedy, place)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type["LoadError"], tuple[str, str, str, str]]:
+        return LoadError, (self.kind, self.message, self.remedy, self.place)
+
+
 class PlanInfeasible(TesseraError):
     """No placement satisfies the constraints."""
 
 
 class DeviceMemoryError(TesseraError):
     """A plan needs more memory than a device has; says what to lower."""
+
+
+class AskError(TesseraError):
+    """A request that the service cannot serve as it stands: too long, empty, a wrong token; `place`: its field."""
+
+
+class ServiceBusy(TesseraError):
+    """Too many requests wait already; the same request may be served later."""
+
+
+class ServiceClosing(TesseraError):
+    """The service finishes what runs and takes nothing new."""
 
 
 class WorkerError(TesseraError):

@@ -97,3 +97,43 @@ def test_a_transfer_is_hidden_while_its_destination_computes() -> None:
 def test_without_transfers_nothing_is_left_unhidden() -> None:
     """The figure of a plan that keeps every request on one device."""
     assert 1.0 == overlap(Timeline(Clock.MEASURED, (span("a", 0, 1),), ()))
+
+
+@pytest.fixture(scope="module")
+def cpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two plans for two CPUs: everything on the first, and everything on both by turns."""
+    path = tmp_path_factory.mktemp("cpus")
+    trace, costs = str(path / "x.trace"), str(path / "x.costs")
+    assert 0 == _main(["capture", "tiny-llama", "--batch", "1", "--context", "16", "-o", trace])
+    assert 0 == _main(["profile", trace, "--devices", "cpu,cpu", "-o", costs])
+    plans = [path / f"{policy}.plan" for policy in ("data-parallel", "attention-ffn")]
+    for plan in plans:
+        words = ["plan", trace, "--costs", costs, "--policy", plan.stem, "-o", str(plan)]
+        assert 0 == _main(words)
+    return plans
+
+
+def test_the_fastest_plan_is_picked_and_run(cpus: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Both are tried out, one is said to have won, and every request follows it."""
+    found = answer(capsys, *cpus, "--pick", "--requests", "3", "--verify")
+    picked = found["picked"]
+
+    assert [str(p) for p in cpus] == [t["plan"] for t in picked["trials"]]
+    assert all(t["per_s"] > 0 for t in picked["trials"])
+    assert picked["plan"] == str(cpus[picked["number"]])
+    assert 3 == found["policies"][f"{picked['number']} {picked['policy']}"]
+    assert found["verified"] is True
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("attention-ffn",), "nothing to pick from"), (("attention-ffn", "data-parallel"), "says nothing")],
+)
+def test_picking_where_it_means_nothing_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, ...], said: str
+) -> None:
+    """One plan is no choice, and emulated devices have no speed of their own here."""
+    capsys.readouterr()
+
+    assert 2 == _main(["run", *(str(folder / f"{n}.plan") for n in names), "--pick"])
+    assert said in capsys.readouterr().err

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from tessera.cli import _main
-from tessera.errors import MismatchError, TesseraError
-from tessera.execute.remote import LOOPBACK_SECRET, Call, check_secret, serve_device
 
 TESSERA = [sys.executable, "-m", "tessera"]
 LIMIT_S = 240
@@ -120,39 +118,6 @@ def test_two_network_namespaces_run_one_plan(plan: Path, namespaces: tuple[str, 
 
     assert found["verified"] is True
     assert (4, 0) == (found["requests"], found["lost"])
-
-
-def test_an_address_that_others_can_call_needs_a_secret() -> None:
-    """Loopback is served without one, anything else is not."""
-    assert LOOPBACK_SECRET == check_secret("127.0.0.1", None)
-    with pytest.raises(TesseraError, match="--secret-file"):
-        check_secret("10.1.2.3", None)
-
-
-def test_a_caller_with_another_secret_is_sent_away() -> None:
-    """The handshake fails on both sides before any message is read."""
-    import threading
-    from multiprocessing import AuthenticationError
-    from multiprocessing.connection import Listener
-
-    listener = Listener(("127.0.0.1", 0), authkey=b"the engine's secret")
-    refused: list[type[BaseException]] = []
-
-    def accept() -> None:
-        try:
-            listener.accept()
-        except AuthenticationError as error:
-            refused.append(type(error))
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    call = Call(("127.0.0.1", int(listener.address[1])), b"another secret", "")
-    with pytest.raises(MismatchError, match="another secret"):
-        serve_device(None, 2, call)  # type: ignore[arg-type] # never gets that far
-    thread.join(10)
-    listener.close()
-
-    assert [AuthenticationError] == refused
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import models
 from tessera.capture import Workload, build, record
 from tessera.capture.inductor import on_device
 from tessera.execute.cuda.captured import Captured
-from tessera.execute.cuda.engine import CudaEngine, run_cuda
+from tessera.execute.cuda.engine import CudaEngine
 from tessera.execute.cuda.measure import measure, replay_us, whole_plan
 from tessera.execute.cuda.undivided import Undivided, differing
 from tessera.execute.engine import RunResult
@@ -108,7 +108,8 @@ def test_the_undivided_launches_give_the_models_own_bits() -> None:
 @pytest.mark.parametrize("devices", ["cuda:0", PARTS, STRETCHED])
 def test_scattered_launches_give_the_undivided_bits(devices: str) -> None:
     """On the card, on parts of it and on stretched devices, nothing changes by a bit."""
-    results, _ = run_cuda(scattered(devices), workloads()[0].weights(), [request(i % 4) for i in range(8)])
+    with Captured([scattered(devices)], workloads()[0].weights()) as captured:
+        results = CudaEngine(captured).run([request(i % 4) for i in range(8)])
 
     assert [] == wrong(results)
     assert {0, 1} == {r.lane for r in results}
@@ -188,7 +189,10 @@ def test_one_stretched_device_serves_one_launch_at_a_time() -> None:
 def test_a_profiled_run_has_a_span_for_every_launch_and_transfer() -> None:
     """The timeline of what really happened is complete and in order."""
     plan = scattered(PARTS, lanes=1)
-    results, timeline = run_cuda(plan, workloads()[0].weights(), [request(0)], is_profiled=True)
+    with Captured([plan], workloads()[0].weights(), is_profiled=True) as captured:
+        engine = CudaEngine(captured)
+        results = engine.run([request(0)])
+        timeline = engine.timeline()
 
     launches = sum(len(g.trace.launches) * n for g, n in zip(unit().graphs, unit().counts, strict=True))
     assert [] == wrong(results)

@@ -8,7 +8,7 @@ from several threads.
 
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +19,9 @@ from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured
 from tessera.adapt.monitor import Monitor
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, Plan, Timeline
+
+# Decisions that are kept.
+MAX_DECISIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Live:
         self._background = ThreadPoolExecutor(1, "tessera-replan")
         self._replanning: Future[Sequence[Capability]] | None = None
         self._num_requests = 0
-        self.decisions: list[Decision] = []
+        # The newest ones; the monitor counts them all.
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         hands.switch(monitor.current)
 
     def __enter__(self) -> "Live":
@@ -98,8 +102,10 @@ class Live:
 
     def _tell(self, event: Event) -> None:
         for action in self._monitor.observe(self._clock(), event):
-            self.decisions.append(action.decision)
             kind = action.decision.kind
+            if kind is DecisionKind.REPLAN and self._hands.replan is None:
+                continue  # what nobody carries out is no decision
+            self.decisions.append(action.decision)
             if kind is DecisionKind.SWITCH:
                 self._hands.switch(action.decision.policy)
             elif kind is DecisionKind.REBALANCE:

@@ -28,9 +28,6 @@ from tessera.ir import Decision, DecisionKind
 
 # Requests that should come within a window where it matters.
 WINDOW_REQUESTS = 100
-# Standard errors to either side of a count. Two were tried: a system near the crossing stayed too long on the
-# worse side. A switch costs one move of state, so it may come often.
-ERRORS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,10 @@ class MonitorConfig:
 
     # Seconds; None: by the policies.
     window_s: float | None = None
+    # The threshold: standard errors to either side of a counted load at which another policy must be better.
+    # Two were tried as the default: a system near the crossing stayed too long on the worse side. A switch
+    # costs one move of state, so it may come often.
+    errors: float = 1.0
     # Of the work done: less is not worth a change of shares or plans.
     min_gain: float = 0.05
     # What the plans' costs say of their own error.
@@ -109,7 +110,7 @@ class Monitor:
         if chosen.name == self.current:
             return ()
         now = self._policies[self.current]
-        for errors in (-ERRORS, ERRORS):
+        for errors in (-self._config.errors, self._config.errors):
             rate = self.load(now_s, num_requests, errors)
             if not chosen.badness(rate) < now.badness(rate):
                 return ()

@@ -12,7 +12,23 @@ import typer
 from rich.console import Console
 
 from tessera import __version__
-from tessera.cli import advise, analyze, capture, demo, doctor, gpus, plan, profile, report, run, simulate, verify
+from tessera.cli import (
+    advise,
+    analyze,
+    bench,
+    capture,
+    demo,
+    doctor,
+    gpus,
+    plan,
+    profile,
+    report,
+    run,
+    serve,
+    simulate,
+    verify,
+    worker,
+)
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -31,7 +47,10 @@ app.command()(plan.plan)
 app.command()(advise.advise)
 app.command()(run.run)
 app.command()(simulate.simulate)
+app.command()(serve.serve)
+app.command()(worker.worker)
 app.command()(report.report)
+app.add_typer(bench.app, name="bench")
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 app.command()(gpus.gpus)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tessera.ir import Plan, Timeline
 
 if TYPE_CHECKING:
+    from tessera.cli.picking import Picked
     from tessera.execute import RunResult
     from tessera.flow import Undivided
 
@@ -24,6 +25,8 @@ class Ran:
     compute_us: dict[str, float]
     peak_bytes: tuple[int, ...]
     faults: tuple[str, ...]
+    # Which plan was taken, where plans were tried out first.
+    picked: "Picked | None" = None
 
 
 def is_equal(reference: "Undivided | RunResult", result: "RunResult") -> bool:

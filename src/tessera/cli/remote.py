@@ -1,4 +1,4 @@
-"""tessera run on several machines: one process a device, which meet at an address or under torchrun.
+"""tessera run and serve on several machines: one process a device; they meet at an address or under torchrun.
 
     tessera run PLAN --rendezvous HOST:PORT --rank 0 --secret-file SECRET --requests 32 --verify
     tessera run PLAN --rendezvous HOST:PORT --rank 1 --secret-file SECRET
@@ -6,22 +6,39 @@
     torchrun --nnodes 2 --nproc-per-node 1 ... -m tessera run PLAN --torchrun --secret-file SECRET
 
 Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it.
+`tessera serve` takes the same options; its other ranks, and `tessera worker`, need no plan: rank 0 sends
+what is to run. With --ray, Ray starts the workers of all devices.
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Plan, digest
+from tessera.ir import Cluster, Plan, digest
 
 if TYPE_CHECKING:
+    from tessera.execute.gate import Gate
     from tessera.execute.remote import RemoteHub
     from tessera.execute.worker import Setup
+    from tessera.serve.gathering import Gathering
+
+Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
+Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also answers the requests.")]
+SecretFile = Annotated[
+    Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
+]
+UnderTorchrun = Annotated[bool, typer.Option("--torchrun", help="Take rendezvous and rank from torchrun.")]
+OnRay = Annotated[
+    str | None, typer.Option(help="Let Ray place the workers: local, auto or the address of a Ray cluster.")
+]
 
 # Under torchrun, where rank 0 writes the address that it listens at.
 ADDRESS_KEY = "tessera/address"
@@ -42,7 +59,7 @@ class Meeting:
     @staticmethod
     def of(rendezvous: str | None, rank: int, secret_file: Path | None, torchrun: bool) -> "Meeting":
         """From the command's options, or from torchrun."""
-        from tessera.execute.remote import check_secret
+        from tessera.execute.gate import check_secret
 
         secret = _read_secret(secret_file)
         if torchrun:
@@ -62,29 +79,32 @@ class Meeting:
 
     def hub(self, plans: Sequence[Plan]) -> "Callable[[Sequence[Setup]], RemoteHub]":
         """For rank 0: what makes the engine's way to all workers."""
-        from tessera.execute.remote import Call, RemoteHub
+        from tessera.execute.gate import Call
+        from tessera.execute.remote import RemoteHub, start_here
 
         names = plans[0].cluster.names
-        self._check_world(len(names))
-        try:
-            listener = Listener((self.host, self.port), authkey=self.secret, backlog=len(names))
-        except OSError as error:
-            place = f"{self.host}:{self.port}"
-            raise TesseraError(
-                f"cannot listen: {error.strerror}", "Use this machine's address.", place
-            ) from error
-        address = (self.host, int(listener.address[1]))
+        self.check_world(len(names))
+        gate = self.gate()
+        call = Call(gate.address, self.secret, plans_digest(plans))
+        starters = {0: start_here(call)}
+        return lambda setups: RemoteHub(names, setups, gate, call.digest, starters)
+
+    def gate(self) -> "Gate":
+        """For rank 0: where the others call."""
+        from tessera.execute.gate import Gate
+
+        gate = Gate(self.host, self.port, self.secret, _complain)
         if self.store is not None:
-            self.store.set(ADDRESS_KEY, str(address[1]))
-        call = Call(address, self.secret, plans_digest(plans))
-        return lambda setups: RemoteHub(names, setups, call, listener)
+            self.store.set(ADDRESS_KEY, str(gate.address[1]))
+        return gate
 
     def address(self) -> tuple[str, int]:
         """Where to call; under torchrun known when rank 0 has said so."""
         port = self.port if self.store is None else int(self.store.get(ADDRESS_KEY))
         return self.host, port
 
-    def _check_world(self, num_devices: int) -> None:
+    def check_world(self, num_devices: int) -> None:
+        """Raises MismatchError if torchrun has not started one process a device."""
         if self.world not in (None, num_devices):
             message = f"torchrun started {self.world} processes for {num_devices} devices"
             raise MismatchError(message, "Start one process a device.", "--torchrun")
@@ -92,7 +112,8 @@ class Meeting:
 
 def serve_rank(plans: Sequence[Plan], meeting: Meeting, is_plain: bool) -> None:
     """A rank above 0: its device's worker, until rank 0 hangs up."""
-    from tessera.execute.remote import Call, serve_and_exit
+    from tessera.execute.calling import serve_and_exit
+    from tessera.execute.gate import Call
     from tessera.execute.setups import setups_of
     from tessera.flow import workloads_of
 
@@ -104,6 +125,43 @@ def serve_rank(plans: Sequence[Plan], meeting: Meeting, is_plain: bool) -> None:
     weights = workloads_of(plans[0].unit)[0].weights()
     setup = setups_of(plans, weights, is_plain)[meeting.rank]
     serve_and_exit(setup, len(names), Call(meeting.address(), meeting.secret, plans_digest(plans)))
+
+
+@contextmanager
+def gathered(
+    cluster: Cluster, model: str, meeting: Meeting | None, ray: str | None
+) -> "Iterator[Gathering | None]":
+    """The workers of a service, from now to its end; None: all are processes of this machine."""
+    if meeting is None and ray is None:
+        yield None
+        return
+    from tessera.execute.gate import Call, Gate
+    from tessera.execute.remote import start_here
+    from tessera.serve.gathering import BORN, Gathering
+
+    with ExitStack() as stack:
+        if meeting is not None:
+            if ray is not None:
+                raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
+            meeting.check_world(len(cluster.devices))
+            gate = meeting.gate()
+            here = start_here(Call(gate.address, meeting.secret, BORN))
+            made = Gathering(gate, cluster.names, {cluster.names[0]: here})
+        else:
+            from tessera.serve import ray_cluster
+
+            host = stack.enter_context(ray_cluster.joined(ray or ray_cluster.LOCAL))
+            ray_cluster.check_room(cluster.devices)
+            secret = secrets.token_bytes(32)
+            gate = Gate(host, 0, secret, _complain)
+            starters = ray_cluster.starters(cluster.devices, Call(gate.address, secret), model)
+            made = Gathering(gate, cluster.names, starters)
+        stack.callback(made.close)
+        yield made
+
+
+def _complain(line: str) -> None:
+    typer.echo(f"a caller was sent away: {line}", err=True)
 
 
 def plans_digest(plans: Sequence[Plan]) -> str:

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.picking import Picked, check_pick, picked_text
 from tessera.cli.ran import Ran, compared, is_equal, overlap, per_device
 from tessera.cli.remote import Meeting, serve_rank
 from tessera.cli.run_cuda import check_gpus, is_for_gpus, run_on_gpus
@@ -16,7 +18,7 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Plan, load
 
 if TYPE_CHECKING:
-    from tessera.execute import Engine
+    from tessera.execute import Engine, RunResult
     from tessera.flow import UnitRequest
 
 __all__ = ["overlap", "per_device", "run"]
@@ -46,6 +48,9 @@ def run(
         float | None, typer.Option(help="Seconds after which a run counts its slowest device as lost.")
     ] = None,
     switch_every: Annotated[int, typer.Option(help="Requests between two switches of the policy.")] = 8,
+    pick: Annotated[
+        bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
+    ] = False,
     rendezvous: Annotated[
         str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")
     ] = None,
@@ -62,11 +67,14 @@ def run(
     _check_counts(requests, switch_every)
     plans, place = [load(Plan, path) for path in plan], str(plan[0])
     _check_devices(plans[0], devices, place)
+    if pick:
+        check_pick(plans)
     started = time.perf_counter()
+    total = requests * (2 if verify else 1) + 1 + pick
     if is_for_gpus(plans[0], place):
         check_gpus(plans[0], place)
-        with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
-            ran, equal = run_on_gpus(plans, requests, verify, switch_every, advance)
+        with progress("building the model", total) as advance:
+            ran, equal = run_on_gpus(plans, requests, verify, switch_every, pick, advance)
     else:
         options = {"transport": transport, "is_plain": plain, "timeout_s": timeout}
         if rendezvous is not None or torchrun:
@@ -77,10 +85,12 @@ def run(
             options["hub"] = meeting.hub(plans)
         for graph in plans[0].unit.graphs:
             check_runnable(graph.trace, place)
-        with progress("building the model", requests * (2 if verify else 1) + 1) as advance:
-            ran, equal = _run(plans, requests, verify, switch_every, options, advance)
-    found = _document(plans, ran, equal, started) | _write_trace(plans[0], ran, trace)
-    print_json(found) if as_json else _show(found)
+        with progress("building the model", total) as advance:
+            ran, equal = _run(plans, requests, verify, 0 if pick else switch_every, options, advance)
+    first = ran.picked.number if ran.picked else 0
+    found = _document(plans, first, ran, equal, started) | _write_trace(plans[first], ran, trace)
+    found |= {"picked": ran.picked.document([str(p) for p in plan]) if ran.picked else None}
+    print_json(found) if as_json else _show(found, any(d.is_stretched for d in plans[0].cluster.devices))
     _judge(found, place)
 
 
@@ -92,6 +102,7 @@ def _run(
     options: dict[str, Any],
     advance: Callable[[str], None],
 ) -> tuple[Ran, bool | None]:
+    """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
     from tessera.execute import Engine
     from tessera.flow import UnitRequest, run_undivided, workloads_of
 
@@ -99,7 +110,8 @@ def _run(
     work = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(num)]
     advance("starting workers")
     with Engine(plans, workloads[0].weights(), **options) as engine:
-        ran = _through(engine, work, len(plans), switch_every, advance)
+        picked = None if switch_every else _try_out(engine, plans, work, advance)
+        ran = replace(_through(engine, work, len(plans), switch_every, advance), picked=picked)
     if not verify:
         return ran, None
     equal = True
@@ -107,6 +119,24 @@ def _run(
         equal &= bool(result.error) or is_equal(run_undivided(plans[0].unit, request), result)
         advance(f"compared request {request.seed}")
     return ran, equal
+
+
+def _try_out(
+    engine: "Engine", plans: Sequence[Plan], work: "Sequence[UnitRequest]", advance: Callable[[str], None]
+) -> Picked:
+    """Tries every plan on the requests over and over; the fastest is the policy from then on."""
+    from tessera.execute.pick import EACH, pick, try_all
+
+    advance("trying the plans out")
+
+    def run_under(number: int) -> "list[RunResult]":
+        engine.switch(number)
+        return engine.run([work[i % len(work)] for i in range(EACH * plans[number].slots)])
+
+    trials = try_all(plans, run_under)
+    picked = Picked(trials, pick(trials).plan)
+    engine.switch(picked.number)
+    return picked
 
 
 def _through(
@@ -121,7 +151,7 @@ def _through(
     def on_done(number: int) -> None:
         nonlocal done
         done += 1
-        if done % switch_every == 0:
+        if switch_every and done % switch_every == 0:
             engine.switch(done // switch_every % num_policies)
         advance(f"ran request {number}")
 
@@ -130,10 +160,13 @@ def _through(
     return Ran(results, engine.timeline(), engine.compute_us(), peaks, tuple(str(f) for f in engine.faults))
 
 
-def _document(plans: Sequence[Plan], ran: Ran, equal: bool | None, started: float) -> dict[str, Any]:
+def _document(
+    plans: Sequence[Plan], first: int, ran: Ran, equal: bool | None, started: float
+) -> dict[str, Any]:
+    """`first`: the plan that measured shares are compared with."""
     from tessera.simulate import simulate
 
-    plan = plans[0]
+    plan = plans[first]
     predicted = simulate(plan, min(len(ran.results), PREDICTED_REQUESTS), is_detailed=False)
     rows = compared(plan, ran.timeline, ran.compute_us, predicted)
     return {
@@ -143,7 +176,9 @@ def _document(plans: Sequence[Plan], ran: Ran, equal: bool | None, started: floa
         "restarted": sum(bool(r.restarts) for r in ran.results),
         "overlap": overlap(ran.timeline),
         "per_device": [r | {"peak_bytes": b} for r, b in zip(rows, ran.peak_bytes, strict=True)],
-        "lanes": [sum(r.lane == i and r.policy == 0 for r in ran.results) for i in range(len(plan.lanes))],
+        "lanes": [
+            sum(r.lane == i and r.policy == first for r in ran.results) for i in range(len(plan.lanes))
+        ],
         "policies": {
             f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
             for n, p in enumerate(plans)
@@ -189,8 +224,10 @@ def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
             raise MismatchError(message, f"Plan again with --devices {devices}.", place)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(found: dict[str, Any], is_modelled: bool) -> None:
     out = console()
+    if found["picked"]:
+        out.print(picked_text(found["picked"], is_modelled), markup=False)
     for row in found["per_device"]:
         out.print(
             f"{row['device']}: busy {row['utilisation']:.0%} of the run (measured on this machine); "

@@ -7,6 +7,7 @@ process (only their PTX is at hand), and devices on other machines.
 
 from collections.abc import Callable, Sequence
 
+from tessera.cli.picking import Picked
 from tessera.cli.ran import Ran
 from tessera.errors import MismatchError
 from tessera.ir import DeviceKind, Plan
@@ -34,19 +35,35 @@ def check_gpus(plan: Plan, place: str) -> None:
 
 
 def run_on_gpus(
-    plans: Sequence[Plan], num: int, verify: bool, switch_every: int, advance: Callable[[str], None]
+    plans: Sequence[Plan],
+    num: int,
+    verify: bool,
+    switch_every: int,
+    is_picked: bool,
+    advance: Callable[[str], None],
 ) -> tuple[Ran, bool | None]:
-    """Runs the requests; every `switch_every`-th begins under the next plan."""
+    """Runs the requests; every `switch_every`-th begins under the next plan, or all under the fastest."""
     from tessera.capture.inductor import on_device
-    from tessera.execute.cuda.run import run_plans
+    from tessera.execute.cuda.run import run_plans, try_out
+    from tessera.execute.pick import pick
     from tessera.flow import UnitRequest, workloads_of
 
     first = f"cuda:{plans[0].cluster.devices[0].ordinal}"
     workloads = [on_device(workload, first) for workload in workloads_of(plans[0].unit)]
     weights = {name: tensor.to(first) for name, tensor in workloads[0].weights().items()}
     work = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(num)]
+    picked = None
+    if is_picked:
+        advance("trying the plans out")
+        trials = try_out(plans, weights, work)
+        picked = Picked(trials, pick(trials).plan)
+        plans = [plans[picked.number]]
     advance("capturing graphs")
     ran = run_plans(
         plans, weights, work, switch_every, verify, on_done=lambda number: advance(f"ran request {number}")
     )
-    return Ran(ran.results, ran.timeline, ran.compute_us, ran.peak_bytes, ()), ran.is_equal
+    if picked is not None:
+        for result in ran.results:
+            result.policy = picked.number
+    found = Ran(ran.results, ran.timeline, ran.compute_us, ran.peak_bytes, ran.faults, picked)
+    return found, ran.is_equal

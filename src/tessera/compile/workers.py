@@ -1,12 +1,9 @@
 """Workers: an engine for one graph, started when needed, ended with the graph, at most a few at a time."""
 
-import sys
 import threading
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +11,7 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute import Engine, RunResult
+from tessera.execute.hub import hidden_main
 from tessera.ir import Plan
 
 # Graphs that keep their workers; the one used longest ago gives its up and starts them again when called.
@@ -108,7 +106,7 @@ class Workers:
             self.live.pop(id(self), None)
             if self._engine is None:
                 self._make_room()
-                with _hidden_main():
+                with hidden_main():
                     self._engine = Engine(self.plan, self._weights).__enter__()
                 self._end = weakref.finalize(self, _stop, self._engine, id(self), self.live)
             self.live[id(self)] = weakref.ref(self)
@@ -128,17 +126,6 @@ class Workers:
 def _stop(engine: Engine, key: int, live: "OrderedDict[int, weakref.ref[Workers]]") -> None:
     live.pop(key, None)
     engine.__exit__(None, None, None)
-
-
-@contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Keeps workers from importing the user's script, which runs again if it has no main guard."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def close_all() -> None:

@@ -1,14 +1,27 @@
 """Who holds up a run, and what a device was doing when it was lost: for a message that says where to look."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
-from tessera.execute.flight import Flight
 from tessera.execute.hub import Hub
 from tessera.execute.words import describe
-from tessera.ir import Plan, Recv, Wait
+from tessera.ir import Plan, Program, Recv, Wait
 
 
-def blame(hub: Hub, ticket: int, flight: Flight) -> int:
+class Underway(Protocol):
+    """A run that workers are at."""
+
+    slot: int
+    program: Program | None
+    # Devices that have not answered yet.
+    missing: set[int]
+
+    @property
+    def what(self) -> str:
+        """Whose run it is, in words."""
+
+
+def blame(hub: Hub, ticket: int, flight: Underway) -> int:
     """The device that a late run waits for: from waiting to awaited until one has no excuse."""
     assert flight.program is not None, "a flight with a ticket has a program"
     device = min(flight.missing)
@@ -31,7 +44,7 @@ def blame(hub: Hub, ticket: int, flight: Flight) -> int:
     return device
 
 
-def whereabouts(plan: Plan, hub: Hub, device: int, flights: Mapping[int, Flight]) -> str:
+def whereabouts(plan: Plan, hub: Hub, device: int, flights: Mapping[int, Underway]) -> str:
     """The instruction a device was at, in words."""
     for ticket, flight in flights.items():
         known = hub.progress(device, flight.slot)
@@ -41,6 +54,6 @@ def whereabouts(plan: Plan, hub: Hub, device: int, flights: Mapping[int, Flight]
         graph = plan.unit.graphs[flight.program.step]
         words = describe(graph, flight.program, column[known[1]])
         step = graph.trace.step.kind
-        return f"at instruction {known[1]} of {len(column)}, {words}, {step} of request {flight.number}"
-    mine = sorted(f.number for f in flights.values() if device in f.missing)
-    return f"before its share of request {mine[0]}" if mine else "with no work of its own"
+        return f"at instruction {known[1]} of {len(column)}, {words}, {step} of {flight.what}"
+    mine = sorted(f.what for f in flights.values() if device in f.missing)
+    return f"before its share of {mine[0]}" if mine else "with no work of its own"

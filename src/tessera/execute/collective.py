@@ -9,7 +9,7 @@ Workers find each other through the engine: what torch would keep in its own key
 anybody, goes over each worker's connection to the engine, which is authenticated or a pipe. The bytes
 themselves travel as gloo and NCCL send them: neither encrypted nor authenticated, so use a private network.
 
-`nccl` moves the same bytes through GPU memory. It has not been exercised: NCCL refuses two ranks on one GPU.
+`nccl` moves the same bytes through GPU memory; see `nccl_road`.
 """
 
 import queue
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from tessera.errors import TesseraError, WorkerError
+from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.messages import StoreGet, StoreSet, StoreValue
 from tessera.execute.transport import Arrived, Gone, Left, Parcel, Post
@@ -76,26 +76,61 @@ class Meeting:
     world: int
     # Address of this machine under which the others reach it.
     host: str
-    sends: tuple[int, ...]
-    recvs: tuple[int, ...]
+    # (source, destination) that some program has a transfer between, in order.
+    pairs: tuple[tuple[int, int], ...]
+    # Which of the ranks with this address it is.
+    place: int = 0
+
+    @property
+    def sends(self) -> tuple[int, ...]:
+        """Whom this rank sends to."""
+        return tuple(dst for src, dst in self.pairs if src == self.rank)
+
+    @property
+    def recvs(self) -> tuple[int, ...]:
+        """Whom this rank receives from."""
+        return tuple(src for src, dst in self.pairs if dst == self.rank)
 
     def __call__(self, orders: Connection, answers: Connection) -> "Collective":
         store = EngineStore(orders, answers)
-        return Collective(self, _group(self, store))
+        if self.backend == "gloo":
+            return Collective(self, GlooRoad(gloo_group(store, self.rank, self.world, self.host)))
+        from tessera.execute.nccl_road import open_nccl
+
+        return Collective(self, open_nccl(store, self.rank, self.world, self.place, self.pairs))
 
 
-def _group(meeting: Meeting, store: EngineStore) -> Any:
-    if meeting.backend == "gloo":
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
-        options._timeout = IDLE
-        return dist.ProcessGroupGloo(store, meeting.rank, meeting.world, options)
-    if not torch.cuda.is_available():
-        raise WorkerError(
-            "transport nccl needs a GPU in every worker process; this one has none", "Use --transport gloo."
-        )
-    torch.cuda.set_device(meeting.rank % torch.cuda.device_count())
-    return dist.ProcessGroupNCCL(store, meeting.rank, meeting.world, dist.ProcessGroupNCCL.Options())
+def gloo_group(store: Any, rank: int, world: int, host: str) -> Any:
+    """Ranks that reach one another over the network."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = IDLE
+    return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+class Road(Protocol):
+    """Moves one message between two ranks; called by one thread a peer and direction."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Returns when the tensor's memory may be written again."""
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        """Returns when the tensor holds what the peer sent."""
+
+
+@dataclass(frozen=True)
+class GlooRoad:
+    """From CPU to CPU."""
+
+    group: Any
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Blocks this thread only."""
+        self.group.send([tensor], peer, 0).wait()
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        """Likewise."""
+        self.group.recv([tensor], peer, 0).wait()
 
 
 @dataclass
@@ -103,7 +138,7 @@ class Collective:
     """One worker's end of all its links."""
 
     meeting: Meeting
-    group: Any
+    road: Road
     _post: Post = lambda news: None
     _outgoing: dict[int, "queue.SimpleQueue[tuple[Parcel, torch.Tensor] | None]"] = field(
         default_factory=dict
@@ -156,35 +191,25 @@ class Collective:
         while True:
             item = self._outgoing[peer].get()
             if item is None:
-                self._move(self.group.send, _header(BYE, 0, 0), peer)
+                self.road.send(_header(BYE, 0, 0), peer)
                 return
             parcel, contents = item
-            self._move(self.group.send, _header(parcel.ticket, parcel.number, contents.numel()), peer)
-            self._move(self.group.send, contents, peer)
+            self.road.send(_header(parcel.ticket, parcel.number, contents.numel()), peer)
+            self.road.send(contents, peer)
             self._post(Left(parcel.ticket, parcel.number))
 
     def _receive_all(self, peer: int) -> None:
         while True:
             header = torch.empty(HEADER, dtype=torch.int64)
-            self._move(self.group.recv, header, peer)
+            self.road.recv(header, peer)
             ticket, number, size, start_ns = header.tolist()
             if ticket == BYE:
                 return
             contents = torch.empty(size, dtype=torch.uint8)
-            self._move(self.group.recv, contents, peer)
+            self.road.recv(contents, peer)
             if ticket not in self._forgotten:
                 self._held[ticket, number] = contents
                 self._post(Arrived(ticket, number, start_ns * 1e-9, time.monotonic()))
-
-    def _move(self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
-        """One blocking message; through the GPU with nccl."""
-        if self.meeting.backend == "gloo":
-            operation([tensor], peer, 0).wait()
-            return
-        staged = tensor.cuda()
-        operation([staged], peer, 0).wait()
-        torch.cuda.synchronize()
-        tensor.copy_(staged)
 
 
 def _first_sentence(text: str) -> str:
@@ -200,15 +225,8 @@ def meetings(
     backend: str, num_devices: int, joined: Iterable[tuple[int, int]], hosts: list[str]
 ) -> list[Meeting]:
     """One a worker; `joined` are the (source, destination) that some program has a transfer between."""
-    pairs = sorted(set(joined))
+    pairs = tuple(sorted(set(joined)))
     return [
-        Meeting(
-            backend,
-            rank,
-            num_devices,
-            hosts[rank],
-            tuple(dst for src, dst in pairs if src == rank),
-            tuple(src for src, dst in pairs if dst == rank),
-        )
+        Meeting(backend, rank, num_devices, hosts[rank], pairs, hosts[:rank].count(hosts[rank]))
         for rank in range(num_devices)
     ]

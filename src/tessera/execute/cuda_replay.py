@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from tessera.execute.cuda.launches import Launchable, Launches, constant_storage, given_storage, is_given
+from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.drawing import drawing
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace, arg_views
 
@@ -74,7 +75,8 @@ class CudaReplay:
             self._given[i].copy_(storage)
         del saved
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
+        torch.cuda.synchronize(self._device)
+        with torch.no_grad(), own_workspaces(), torch.cuda.graph(graph):
             self.outputs = self._issue()
         return graph
 

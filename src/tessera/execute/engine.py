@@ -16,26 +16,21 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tessera.errors import TesseraError, WorkerError
-from tessera.execute import worker
 from tessera.execute.blame import blame, whereabouts
+from tessera.execute.crew import MakeHub, make_crew
 from tessera.execute.flight import (
     Flight,
     Request,
-    Routes,
     RunResult,
     Tensors,
     computes,
     make_flight,
     participants,
 )
-from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
-from tessera.execute.hub import Hub, LocalHub
 from tessera.execute.inbox import Hangup
 from tessera.execute.messages import Begin, Cancel, Done, Failed, PeerLost
 from tessera.execute.packing import Packed, pack, pack_all, unpack_all
-from tessera.execute.setups import make_setups
 from tessera.execute.spans import SpanLog
-from tessera.execute.transport import check_name
 from tessera.ir import Plan, Program, Timeline
 
 __all__ = ["Engine", "Request", "RunResult", "Tensors"]
@@ -60,22 +55,14 @@ class Engine:
         is_plain: bool = False,
         timeout_s: float | None = None,
         method: str = "spawn",
-        hub: Callable[[Sequence[worker.Setup]], Hub] | None = None,
+        hub: MakeHub | None = None,
     ) -> None:
-        check_name(transport)
-        self._plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
-        programs = [ready_programs(plan) for plan in self._plans]
-        self.footprints: tuple[Footprint, ...] = footprints(self._plans, programs)
-        check_fits(self._plans, self.footprints)
-        self._routes = Routes(self._plans, programs)
+        given = (plans,) if isinstance(plans, Plan) else tuple(plans)
+        crew = make_crew(given, weights, num_threads, transport, is_plain, method, hub)
+        self._plans, self._routes, self._hub = crew.plans, crew.routes, crew.hub
+        self.footprints = crew.footprints
         self._names = self._plans[0].cluster.names
         self._timeout_s = timeout_s
-        shared = {name: tensor.detach().share_memory_() for name, tensor in weights.items()}
-        setups = make_setups(self._plans, self._routes, self.footprints, shared, num_threads, is_plain)
-        lanes = [route.programs for route in self._routes.all]
-        self._hub: Hub = (
-            hub(setups) if hub is not None else LocalHub(self._names, setups, lanes, transport, method)
-        )
         self._tickets = 0
         self._policy = 0
         self._log = SpanLog(self._plans[0], self._hub.clock_offset_s)
@@ -152,8 +139,8 @@ class Engine:
         match message:
             case Done():
                 self._collect(device, message, on_done)
-            case Hangup():
-                self._lose(device, "the worker process ended before its work was done")
+            case Hangup(reason):
+                self._lose(device, reason or "the worker process ended before its work was done")
             case Failed(text, remedy):
                 self._lose(device, text, remedy)
             case PeerLost(peer, text):

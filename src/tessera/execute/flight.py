@@ -79,6 +79,11 @@ class Flight:
     program: Program | None = None
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"request {self.number}"
+
 
 class Routes:
     """The lanes of all plans, and which of them can still be followed."""
@@ -140,7 +145,7 @@ def make_flight(
     """A request before its first run."""
     found = routes.all[route]
     left = [(i, run) for i, p in enumerate(found.programs) for run in range(p.count)][::-1]
-    result = RunResult(found.lane, found.policy, start_s=time.monotonic() - origin_s)
+    result = RunResult(found.lane, found.policy, start_s=time.monotonic() - origin_s, slot=slot)
     return Flight(number, slot, request, route, result, left, dict(request.state()))
 
 

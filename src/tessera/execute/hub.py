@@ -5,10 +5,14 @@ closes, and one that does not is killed. What it cannot do is judge; that is the
 """
 
 import multiprocessing
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -21,7 +25,7 @@ from tessera.errors import WorkerError
 from tessera.execute import messages, worker
 from tessera.execute.collective import meetings
 from tessera.execute.footprint import Programs, landing_bytes
-from tessera.execute.inbox import Hangup, Inbox
+from tessera.execute.inbox import NOBODY, Hangup, Inbox, Wake
 from tessera.execute.messages import Failed, Message, Ready, StoreGet, StoreSet, StoreValue
 from tessera.execute.transport import SharedMemory, Wire
 
@@ -30,6 +34,28 @@ STOP_TIMEOUT_S = 5.0
 # Workers that have not loaded everything after this long never will.
 START_TIMEOUT_S = 300.0
 LOOPBACK = "127.0.0.1"
+
+
+FORKSERVER = "forkserver"
+# What a worker imports: done once, by the process that workers are forked from.
+PRELOADED = ["tessera.execute.worker"]
+
+
+def warm_up() -> None:
+    """Starts the process that workers are forked from, if there is none; it imports what they need."""
+    multiprocessing.get_context(FORKSERVER).set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class Hub(Protocol):
@@ -43,6 +69,9 @@ class Hub(Protocol):
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
         """The next message of any worker (a Hangup if it is gone); None after the timeout."""
+
+    def wake(self) -> None:
+        """Makes `take` return a Wake of no worker; from any thread."""
 
     def progress(self, device: int, slot: int) -> tuple[int, int] | None:
         """(ticket, position) of a worker in a slot, as far as it can be known from here."""
@@ -94,8 +123,9 @@ class Reception:
                 raise WorkerError(
                     f"could not start: {text}", remedy or "Lower --slots, or free memory.", place
                 )
-            case Hangup():
-                raise WorkerError("the worker ended while it started", "Check this machine's memory.", place)
+            case Hangup(reason):
+                what = reason or "the worker ended while it started"
+                raise WorkerError(what, "Check this machine's memory.", place)
         left = []
         for who, key in self._asking:
             if key in self._values:
@@ -134,8 +164,8 @@ class LocalHub:
     def start(self) -> None:
         """Starts the processes and waits until all are ready."""
         context = multiprocessing.get_context(self.method)
-        if self.method == "forkserver":
-            context.set_forkserver_preload(["tessera.execute.worker"])
+        if self.method == FORKSERVER:
+            warm_up()
         theirs: list[Connection] = []
         answers: dict[int, Connection] = {}
         openers = self._openers(context, theirs)
@@ -168,6 +198,10 @@ class LocalHub:
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
         """The next message of any worker."""
         return self._inbox.take(True, timeout_s)
+
+    def wake(self) -> None:
+        """Makes `take` return."""
+        self._inbox.post(NOBODY, Wake())
 
     def progress(self, device: int, slot: int) -> tuple[int, int] | None:
         """Read from memory that the worker writes, so it is known of a dead worker too."""

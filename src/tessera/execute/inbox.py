@@ -1,18 +1,32 @@
 """Inbox: threads that always read, so that whoever sends to this process can never wait for it forever.
 
 Two processes that each write a large message to the other before reading would both wait. With an inbox
-in every process, a sender waits at most until the other's thread has read.
+in every process, a sender waits at most until the other's thread has read. A source whose message cannot be
+read is not heard any more; the others are.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tessera.errors import TesseraError
 
+# The source of what this process tells itself.
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Hangup:
-    """The message that stands for a closed pipe."""
+    """The message that stands for a closed pipe, or for one on which something unreadable came."""
+
+    reason: str = ""
+
+
+class Wake:
+    """The message that says nothing but that someone wants to be heard."""
 
 
 class Inbox:
@@ -34,6 +48,8 @@ class Inbox:
 
     def take(self, block: bool, timeout_s: float | None = None) -> tuple[int, Any] | None:
         """The next message; None if there is none and one need not wait, or not any longer."""
+        if not block and self._queue.empty():  # the usual case of a worker, without an exception
+            return None
         try:
             return self._queue.get(block, timeout_s)
         except queue.Empty:
@@ -53,3 +69,5 @@ class Inbox:
                     self.post(sources[pipe], decode(pipe.recv_bytes()))
                 except (EOFError, OSError):
                     self.post(sources.pop(pipe), Hangup())
+                except TesseraError as error:
+                    self.post(sources.pop(pipe), Hangup(str(error)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
+from tessera.execute.bound import bind, views_of
 from tessera.execute.drawing import drawing, generator_buffer
 from tessera.execute.kernel_launch import Interpret, run_kernel
 from tessera.execute.memory import Memory, tensor_of
@@ -28,9 +29,33 @@ class Launcher:
 
     def run(self, launch: int, memory: Memory) -> None:
         """Runs one launch; its results become buffers of `memory`."""
+        known = memory.calls.get(launch)
+        if known is not None:
+            known()
+            return
         if launch not in self._ready:
             self._ready[launch] = self._prepare(launch)
         self._ready[launch](memory)
+        self._bind(launch, memory)
+
+    def _bind(self, index: int, memory: Memory) -> None:
+        """Makes the launch's next run on this memory a short one, where its buffers stay where they are."""
+        launch, kernel = self._trace.launches[index], self._trace.kernel_of(index)
+        is_fixed = all(memory.is_fixed(view.buffer) for view in views_of(launch))
+        if (
+            not is_fixed
+            or kernel.origin is not Origin.ATEN
+            or generator_buffer(self._trace, launch) is not None
+        ):
+            return
+        memory.calls[index] = bind(
+            self._operator(index),
+            [self._maker(arg)(memory) for arg in launch.args],
+            {name: self._maker(arg)(memory) for name, arg in launch.kwargs},
+            _results_to_keep(launch),
+            lambda view: tensor_of(memory.get(view.buffer), view),
+            f"launch {index} ({kernel.name})",
+        )
 
     def _prepare(self, index: int) -> Callable[[Memory], None]:
         launch = self._trace.launches[index]

@@ -4,7 +4,7 @@
 arena of a slot, and what an operator returns is copied there, because operators make memory of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -41,11 +41,17 @@ class Memory:
     def __init__(self, weights: dict[int, Storage]) -> None:
         self._weights = weights
         self._own: dict[int, Storage] = {}
+        # Launch -> its call on this memory, where that can stay; see `bound`.
+        self.calls: dict[int, Callable[[], None]] = {}
 
     def get(self, buffer: int) -> Storage:
         """The storage of a buffer that is here; a KeyError here is a bug in lowering."""
         own = self._own.get(buffer)
         return own if own is not None else self._weights[buffer]
+
+    def is_fixed(self, buffer: int) -> bool:
+        """True if the buffer is in the same place whenever it is here."""
+        return False
 
     def put(self, buffer: int, storage: Storage) -> None:
         """A buffer's contents are here now."""
@@ -70,11 +76,15 @@ class Arena:
 
 
 class ArenaMemory(Memory):
-    """What one device holds for one run: buffers at fixed places."""
+    """What one device holds for the runs of one program in one slot: buffers at fixed places."""
 
     def __init__(self, weights: dict[int, Storage], places: Mapping[int, Storage]) -> None:
         super().__init__(weights)
         self._places = places
+
+    def is_fixed(self, buffer: int) -> bool:
+        """True of what has a place and of weights; not of empty buffers."""
+        return buffer in self._places or buffer in self._weights
 
     def get(self, buffer: int) -> Storage:
         """The place of a buffer; empty buffers have none and need none."""

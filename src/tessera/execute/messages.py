@@ -1,17 +1,20 @@
 """Messages between the engine and its workers: plain JSON and bytes, never pickle.
 
 A message is a length, a JSON header and the contents of its tensors one after another. What is read builds
-nothing but these records, so that a worker on another machine can at worst send wrong numbers.
+nothing but these records, and every field is checked first (`message_fields`), so that a worker on another
+machine can at worst send wrong numbers.
 """
 
 import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from tessera.errors import TesseraError
+from tessera.execute import message_fields as must
 from tessera.execute.packing import Packed
 
 _LENGTH = struct.Struct("<I")
@@ -30,6 +33,18 @@ class Begin:
     state: Mapping[str, Packed]
     # True to hand the state back when the run is done.
     wants_state: bool
+    # True to report every launch and transfer, False to report the time of all launches only.
+    wants_spans: bool = True
+    # Names of outputs that nobody asks for, separated by commas.
+    skips: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Engine to worker: all state of a lane that lives here is zeros from now on, in one slot."""
+
+    slot: int
+    lane: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +56,32 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Worker to engine, from another machine: which device it is, and the digest of its plans."""
+    """Worker to engine, first of all from another machine: who it is."""
 
+    # Which device it is, counted from 0; ANY_RANK: whichever needs a worker.
     rank: int
+    # Names the plans it has; empty: it has none and is to be told what to do.
     digest: str
+    # Of Tessera; both must have the same.
+    version: str
+
+
+ANY_RANK = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Engine to a worker that has no plans: its briefing, as bytes; see `briefing`."""
+
+    briefing: Mapping[str, Packed]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Engine to a worker that called in vain: why, and what to do."""
+
+    message: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +102,8 @@ class Done:
     spans: list[list[float]] = field(default_factory=list)
     # (transfer, start by the sender's clock, arrival by this worker's).
     transfers: list[list[float]] = field(default_factory=list)
+    # Of all launches, whether they are reported one by one or not.
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +147,15 @@ class StoreValue:
     value_hex: str
 
 
-Message = Begin | Cancel | Hello | Ready | Done | Failed | PeerLost | StoreSet | StoreGet | StoreValue
-KINDS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (Begin, Cancel, Hello, Ready, Done, Failed, PeerLost, StoreSet, StoreGet, StoreValue)
-}
+Calling = Hello | Welcome | Refused
+Starting = Ready | StoreSet | StoreGet | StoreValue
+Message = Calling | Starting | Begin | Clear | Cancel | Done | Failed | PeerLost
+KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 # Fields that hold tensors, by name.
-TENSORS = ("inputs", "state", "outputs")
+TENSORS = ("inputs", "state", "outputs", "briefing")
+# What the others must be: by name, or else by their type.
+NAMED = {"spans": must.table(4), "transfers": must.table(3), "value_hex": must.hexadecimal}
+TYPED: dict[Any, must.Check] = {int: must.whole, float: must.number, str: must.text, bool: must.truth}
 
 
 def post(pipe: Connection, message: Message) -> bool:
@@ -148,24 +189,38 @@ def decode(data: bytes) -> Message:
     try:
         (length,) = _LENGTH.unpack_from(data)
         at = _LENGTH.size + length
-        head = json.loads(data[_LENGTH.size : at])
+        head = _HEADER.decode(data[_LENGTH.size : at].decode())
         if not isinstance(head, dict):
             raise ValueError("its header is no object")
-        kind = KINDS[head.pop("kind")]
-        for item in fields(kind):
-            if item.name in TENSORS:
-                head[item.name], at = _tensors(head[item.name], data, at)
+        kind = KINDS[must.text(head.pop("kind"))]
+        checks = _checks(kind)
+        for name in head:
+            if checks[name] is None:
+                head[name], at = must.tensors(head[name], data, at)
+            else:
+                head[name] = checks[name](head[name])
+        if at != len(data):
+            raise ValueError("its length is wrong")
         made: Message = kind(**head)
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise TesseraError(f"a message between workers cannot be read: unknown {error}") from error
+    except (struct.error, ValueError, TypeError, RecursionError) as error:
         raise TesseraError(f"a message between workers cannot be read: {error}") from error
     return made
 
 
-def _tensors(rows: list[Any], data: bytes, at: int) -> tuple[dict[str, Packed], int]:
-    found: dict[str, Packed] = {}
-    for name, dtype, shape, size in rows:
-        if size < 0 or at + size > len(data):
-            raise ValueError("truncated")
-        found[name] = (dtype, tuple(shape), data[at : at + size])
-        at += size
-    return found, at
+@cache
+def _checks(kind: type) -> dict[str, Any]:
+    """Field -> what it must be; None for tensors."""
+    hints = get_type_hints(kind)
+    return {
+        item.name: None if item.name in TENSORS else NAMED.get(item.name) or TYPED[hints[item.name]]
+        for item in fields(kind)
+    }
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+_HEADER = json.JSONDecoder(parse_constant=_refuse_constant)

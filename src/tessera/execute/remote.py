@@ -1,134 +1,124 @@
-"""Workers of several machines: the engine listens, each worker calls and says who it is.
+"""Workers of several machines: the engine has a gate, each worker calls there and says who it is.
 
-The call is authenticated both ways by a shared secret (HMAC, as `multiprocessing.connection` does it) before
-a byte of it is looked at; after that only `messages` travel, which are JSON and bytes. Without a secret, only
-the loopback address is served. Every machine loads the plan from its own file and makes its own weights; a
-worker whose plans differ from the engine's is sent away. Transfers go over gloo between the workers.
+The call is authenticated both ways by a shared secret (see `gate`) before anything else of it is looked at;
+after that only `messages` travel, which are JSON and bytes. Without a secret, only the loopback address is
+served. A worker either has the plan files itself, and is sent away if they are not the engine's; or it has
+none and is sent its briefing (see `briefing`). It makes its own weights. Transfers go over gloo between the
+workers.
 
-A worker elsewhere cannot be looked into: of a lost one the request is known that it had, not the instruction.
-Clocks of machines are compared once, when a worker is ready, to the time that one message takes.
+A worker elsewhere cannot be looked into: of a lost one the request is known that it had, not the
+instruction. Clocks of machines are compared once, when a worker is ready, to the time that one message
+takes.
 """
 
-import ipaddress
 import multiprocessing
-import os
-import queue
-import socket
-import threading
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
-from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.errors import WorkerError
 from tessera.execute import messages, worker
-from tessera.execute.collective import meetings
-from tessera.execute.footprint import Programs, landing_bytes
-from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, Reception
-from tessera.execute.inbox import Inbox
-from tessera.execute.messages import Hello, Message
+from tessera.execute.briefing import briefing_of, pack_briefing
+from tessera.execute.calling import serve_and_exit
+from tessera.execute.gate import Call, Caller, Gate, hang_up
+from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, Reception, warm_up
+from tessera.execute.inbox import NOBODY, Inbox, Wake
+from tessera.execute.messages import Message, Welcome
+from tessera.execute.muster import Muster
 
-Address = tuple[str, int]
-# What stands for a secret on the loopback address, where only this machine can call.
-LOOPBACK_SECRET = b"tessera on loopback"
-RETRY_S = 0.2
-
-
-def check_secret(host: str, secret: bytes | None) -> bytes:
-    """The secret to use; refuses to meet without one where others could call."""
-    if secret:
-        return secret
-    try:
-        is_local = ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
-    except OSError as error:
-        raise TesseraError(f"cannot find the host {host}: {error.strerror}", place="--rendezvous") from error
-    if not is_local:
-        raise TesseraError(
-            f"{host} can be called by other machines",
-            "Give all processes the same --secret-file.",
-            "--rendezvous",
-        )
-    return LOOPBACK_SECRET
+# How long the engine looks for a starter's bad news between two callers.
+LOOK_S = 0.5
 
 
-@dataclass(frozen=True)
-class Call:
-    """How a worker reaches its engine."""
+class Started(Protocol):
+    """A worker process that the hub had started, wherever it is."""
 
-    address: Address
-    secret: bytes
-    # Names the plans; both sides must have the same.
-    digest: str
+    def died(self) -> str:
+        """How it ended; empty while it lives."""
 
-
-def opener_of(programs: Programs, device: int, world: int, host: str) -> Any:
-    """Opens the gloo transport of one worker that others reach at `host`."""
-    joined = [
-        (src, dst)
-        for src in range(world)
-        for dst in range(world)
-        if src != dst and landing_bytes(programs, src, dst)
-    ]
-    return meetings("gloo", world, joined, [host] * world)[device]
+    def stop(self, timeout_s: float) -> None:
+        """Returns when it is gone."""
 
 
-def serve_device(setup: worker.Setup, world: int, call: Call) -> None:
-    """Calls the engine and works for it until it hangs up."""
-    pipe = _call(call)
-    with socket.socket(fileno=os.dup(pipe.fileno())) as own:
-        host = str(own.getsockname()[0])
-    pipe.send_bytes(messages.encode(Hello(setup.device, call.digest)))
-    worker.serve(setup, opener_of(setup.programs, setup.device, world, host), pipe, pipe)
+# (rank, setup, number of devices): starts a worker that then calls the gate. One of this machine can be
+# handed its setup; one elsewhere is briefed.
+Starter = Callable[[int, worker.Setup, int], Started]
 
 
-def serve_and_exit(setup: worker.Setup, world: int, call: Call) -> None:
-    """The same, as a process of its own; threads of gloo may still wait for peers that are gone."""
-    serve_device(setup, world, call)
-    os._exit(0)
+@dataclass
+class OwnProcess:
+    """A worker process of this machine."""
+
+    process: BaseProcess
+
+    def died(self) -> str:
+        """By its exit code."""
+        return "" if self.process.is_alive() else f"exit code {self.process.exitcode}"
+
+    def stop(self, timeout_s: float) -> None:
+        """It leaves when the engine hangs up; one that does not is killed."""
+        self.process.join(timeout_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
 
 
-def _call(call: Call) -> Connection:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            return Client(call.address, authkey=call.secret)
-        except AuthenticationError as error:
-            place = f"{call.address[0]}:{call.address[1]}"
-            raise MismatchError("the engine has another secret", "Use one --secret-file.", place) from error
-        except OSError as error:
-            if time.monotonic() > deadline:
-                place = f"{call.address[0]}:{call.address[1]}"
-                raise WorkerError(f"no engine answers: {error}", "Start rank 0 first.", place) from error
-        time.sleep(RETRY_S)
+def _serve_here(setup: worker.Setup, world: int, call: Call, rank: int) -> None:
+    """The process of such a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
+    serve_and_exit(setup, world, call, rank)
+
+
+def start_here(call: Call) -> Starter:
+    """Starts workers as processes of this machine, which are handed their setup."""
+
+    def start(rank: int, setup: worker.Setup, world: int) -> OwnProcess:
+        warm_up()
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_serve_here, args=(setup, world, call, rank), daemon=True)
+        process.start()
+        return OwnProcess(process)
+
+    return start
 
 
 @dataclass
 class RemoteHub:
-    """The engine's side: the worker of device 0 on this machine, the others wherever they call from."""
+    """The engine's side: some workers are started from here, the others call from wherever they are."""
 
     names: Sequence[str]
     setups: Sequence[worker.Setup]
-    call: Call
-    listener: Listener
+    gate: Gate
+    # Of the plans; what a worker that has plans must say.
+    digest: str
+    # Device -> how its worker is started; those without one start by themselves.
+    starters: Mapping[int, Starter]
+    # Device -> the rank under which its worker calls, where that is not the device's own number.
+    ranks: Sequence[int] = ()
+    # True: the gate outlasts this hub, and callers that are not needed now wait for the next.
+    keeps_gate: bool = False
+    start_timeout_s: float = START_TIMEOUT_S
+    # After a start that failed: devices whose worker did not call in time.
+    absent: tuple[str, ...] = ()
     _pipes: dict[int, Connection] = field(default_factory=dict)
-    _own: BaseProcess | None = None
+    _started: dict[int, Started] = field(default_factory=dict)
     _inbox: Inbox = field(default_factory=Inbox)
     _offsets: list[float] = field(default_factory=list)
 
     def start(self) -> None:
         """Waits until all have called and are ready."""
-        context = multiprocessing.get_context("spawn")
-        arguments = (self.setups[0], len(self.names), self.call)
-        self._own = context.Process(target=serve_and_exit, args=arguments, daemon=True)
-        self._own.start()
-        calls: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._accept, args=(calls,), daemon=True).start()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while len(self._pipes) < len(self.names):
-            self._greet(calls, deadline)
+        for device, starter in self.starters.items():
+            self._started[device] = starter(self._ranks()[device], self.setups[device], len(self.names))
+        callers = self._muster()
+        self._pipes = {device: caller.pipe for device, caller in callers.items()}
+        for device, caller in callers.items():
+            if not caller.hello.digest:
+                briefing = briefing_of(self.setups[device], len(self.names))
+                messages.post(caller.pipe, Welcome(pack_briefing(briefing)))
         self._inbox.listen(self._pipes, messages.decode)
         reception = Reception(self.names, self.order)
         reception.run(self._inbox)
@@ -142,74 +132,65 @@ class RemoteHub:
         """The next message of any worker."""
         return self._inbox.take(True, timeout_s)
 
+    def wake(self) -> None:
+        """Makes `take` return."""
+        self._inbox.post(NOBODY, Wake())
+
     def progress(self, device: int, slot: int) -> tuple[int, int] | None:
         """Not known: no memory is shared."""
         return None
 
     def end(self, device: int) -> str:
         """Hangs up; a worker that still lives leaves when it notices."""
-        try:
-            with socket.socket(fileno=os.dup(self._pipes[device].fileno())) as pipe:
-                pipe.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return "its connection is closed"
-        return "its connection was closed"
+        return "its connection was closed" if hang_up(self._pipes[device]) else "its connection is closed"
 
     def clock_offset_s(self, device: int) -> float:
         """As found when the worker was ready."""
         return self._offsets[device]
 
     def stop(self) -> None:
-        """Hangs up on all; the worker of this machine is ended if it does not leave."""
-        self.listener.close()
+        """Hangs up on all; workers that were started from here are ended if they do not leave."""
         for device in list(self._pipes):
             self.end(device)
         self._inbox.join(STOP_TIMEOUT_S)
         for pipe in self._pipes.values():
             pipe.close()
-        if self._own is not None:
-            self._own.join(STOP_TIMEOUT_S)
-            if self._own.is_alive():
-                self._own.kill()
-                self._own.join()
+        for started in self._started.values():
+            started.stop(STOP_TIMEOUT_S)
+        self._pipes, self._started = {}, {}
+        if not self.keeps_gate:
+            self.gate.close()
 
-    def _accept(self, calls: "queue.SimpleQueue[Connection | Exception]") -> None:
-        while True:
-            try:
-                calls.put(self.listener.accept())
-            except (AuthenticationError, EOFError, ConnectionError):
-                continue  # a caller without the secret, or one that hung up: not ours
-            except OSError:
-                return  # the listener was closed
+    def _ranks(self) -> Sequence[int]:
+        return self.ranks or range(len(self.names))
 
-    def _greet(self, calls: "queue.SimpleQueue[Connection | Exception]", deadline: float) -> None:
+    def _muster(self) -> dict[int, Caller]:
+        """A caller for every device; raises WorkerError after the time, or if one died before it called."""
+        started = frozenset(self.starters)
+        muster = Muster(self.gate, self.names, self._ranks(), self.digest, started, self.keeps_gate)
+        deadline = time.monotonic() + self.start_timeout_s
         try:
-            pipe = calls.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            missing = ", ".join(n for d, n in enumerate(self.names) if d not in self._pipes)
-            raise WorkerError(
-                f"nobody called within {START_TIMEOUT_S:.0f} s",
-                "Start one process a device.",
-                f"device {missing}",
-            ) from None
-        assert isinstance(pipe, Connection)
-        try:
-            hello = messages.decode(pipe.recv_bytes())
-        except (EOFError, OSError, TesseraError):
-            pipe.close()
-            return
-        if not isinstance(hello, Hello) or not 0 <= hello.rank < len(self.names):
-            pipe.close()
-            return
-        if hello.digest != self.call.digest:
-            pipe.close()
-            name = self.names[hello.rank]
-            raise MismatchError(
-                "it has other plans", "Copy the same plan files everywhere.", f"device {name}"
-            )
-        if hello.rank in self._pipes:
-            pipe.close()
-            raise MismatchError(
-                f"two processes say they are rank {hello.rank}", "Give each its own --rank.", "--rank"
-            )
-        self._pipes[hello.rank] = pipe
+            while (found := muster.complete()) is None:
+                caller = self.gate.take(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+                if caller is not None:
+                    muster.add(caller)
+                    continue
+                self._check_started(muster.missing())
+                if time.monotonic() >= deadline:
+                    raise self._nobody(muster.missing())
+        finally:
+            muster.disperse()
+        return found
+
+    def _check_started(self, missing: Sequence[int]) -> None:
+        for device in missing:
+            how = self._started[device].died() if device in self._started else ""
+            if how:
+                place = f"device {self.names[device]}"
+                raise WorkerError(f"its worker ended before it called ({how})", place=place)
+
+    def _nobody(self, missing: Sequence[int]) -> WorkerError:
+        self.absent = tuple(self.names[d] for d in missing)
+        last = f"; sent away: {self.gate.complaints[-1]}" if self.gate.complaints else ""
+        what = f"nobody called within {self.start_timeout_s:.0f} s{last}"
+        return WorkerError(what, "Start one process a device.", f"device {', '.join(self.absent)}")

@@ -94,13 +94,15 @@ class Queue:
         job.arrived |= self._early.pop(job.ticket, set())
         self._jobs[job.ticket] = self._awake[job.ticket] = job
 
-    def deliver(self, ticket: int, transfer: int) -> None:
-        """A transfer of a run has arrived."""
-        if ticket in self._jobs:
-            self._awake[ticket] = self._jobs[ticket]
-            self._jobs[ticket].arrived.add(transfer)
-        else:
+    def deliver(self, ticket: int, transfer: int) -> Job | None:
+        """A transfer of a run has arrived; gives the job that it is for, None if that is yet to come."""
+        job = self._jobs.get(ticket)
+        if job is None:
             self._early.setdefault(ticket, set()).add(transfer)
+        else:
+            job.arrived.add(transfer)
+            self._awake[ticket] = job
+        return job
 
     def pick(self) -> Job | None:
         """Of the jobs that can go on, the one with the least to do until it waits; None if all wait."""
@@ -110,15 +112,19 @@ class Queue:
         asleep: list[int] = []
         for job in self._awake.values():
             at = job.position
-            head = job.instructions[at] if at < len(job.instructions) else None
-            if head is None or (isinstance(head, (Recv, Wait)) and head.transfer not in job.arrived):
+            if at == len(job.instructions):
+                asleep.append(job.ticket)
+                continue
+            kind = type(head := job.instructions[at])
+            if (kind is Recv or kind is Wait) and head.transfer not in job.arrived:
                 asleep.append(job.ticket)
                 continue
             left = job.until_wait_us[at] - job.spent_us if job.until_wait_us else 0.0
             if best is None or left < least or (left == least and job.ticket < best.ticket):
                 best, least = job, left
-        for ticket in asleep:
-            del self._awake[ticket]
+        if asleep:
+            for ticket in asleep:
+                del self._awake[ticket]
         return best
 
     def __getitem__(self, ticket: int) -> Job:

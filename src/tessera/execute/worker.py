@@ -24,15 +24,15 @@ from tessera.execute import messages
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Arena, ArenaMemory, Storage, allocate, bytes_of, constant, tensor_of
-from tessera.execute.messages import Begin, Cancel, Done, Failed, PeerLost, Ready
-from tessera.execute.packing import Packed, pack, unpack
-from tessera.execute.schedule import Job, Queue, until_wait
+from tessera.execute.memory import Arena, Storage, bytes_of, constant, tensor_of
+from tessera.execute.messages import Begin, Cancel, Clear, Done, Failed, PeerLost, Ready
+from tessera.execute.packing import pack, unpack
+from tessera.execute.schedule import Job, Queue
+from tessera.execute.stand import Stand, make_stand
 from tessera.execute.transport import Arrived, Gone, Left, Parcel, Transport
 from tessera.ir import BufferKind, Instruction, Program, Recv, Run, Send, Trace
 
 ENGINE, PEERS = 0, 1
-GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 
 
 @dataclass
@@ -63,9 +63,9 @@ class _Active:
     """A run in progress."""
 
     order: Begin
-    program: Program
-    memory: ArenaMemory
+    stand: Stand
     spans: list[list[float]] = field(default_factory=list)
+    busy_s: float = 0.0
 
 
 class Worker:
@@ -81,10 +81,8 @@ class Worker:
         self._launchers = [Launcher(t, torch.device("cpu"), setup.interpret) for t in setup.traces]
         self._weights = [self._bind_weights(t) for t in setup.traces]
         self._arena = Arena(setup.slots, setup.slot_bytes)
-        # (slot, lane, index) -> the program's places there; made once.
-        self._places: dict[tuple[int, int, int], dict[int, Storage]] = {}
-        # (lane, index) -> the program's times until it waits; made once.
-        self._until: dict[tuple[int, int], Sequence[float]] = {}
+        # (slot, lane, index)
+        self._stands: dict[tuple[int, int, int], Stand] = {}
         self._progress = None if setup.progress is None else setup.progress.numpy()
         # Where the worker is: (slot, ticket, position), for the message of an error.
         self.at = (-1, -1, -1)
@@ -124,6 +122,8 @@ class Worker:
                 self._begin(news)
             case Cancel(ticket):
                 self._cancel(ticket)
+            case Clear(slot, lane):
+                self._clear(slot, lane)
             case Arrived(ticket, number, start, stop):
                 if ticket not in self._cancelled:
                     self._queue.deliver(ticket, number)
@@ -157,62 +157,56 @@ class Worker:
     def _issue(self, instruction: Instruction, active: _Active) -> None:
         match instruction:
             case Run(launch):
-                start, cpu = time.monotonic(), time.thread_time()
-                self._launchers[active.program.step].run(launch, active.memory)
-                spent = time.thread_time() - cpu
-                active.spans.append([launch, start, time.monotonic(), spent])
+                self._launch(launch, active)
             case Send(number):
-                transfer = active.program.transfers[number]
-                contents = bytes_of(active.memory.get(transfer.buffer), transfer.start, transfer.stop)
+                transfer = active.stand.program.transfers[number]
+                contents = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
                 self._transport.send(self._parcel(active, number), contents)
             case Recv(number):
-                transfer = active.program.transfers[number]
-                place = bytes_of(active.memory.get(transfer.buffer), transfer.start, transfer.stop)
+                transfer = active.stand.program.transfers[number]
+                place = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
                 place.copy_(self._transport.fetch(self._parcel(active, number)))
             case _:  # Free and Signal: the layout has done the work. Wait: its transfer has left.
                 pass
 
+    def _launch(self, launch: int, active: _Active) -> None:
+        wants_spans = active.order.wants_spans
+        start, cpu = time.monotonic(), time.thread_time() if wants_spans else 0.0
+        self._launchers[active.stand.program.step].run(launch, active.stand.memory)
+        stop = time.monotonic()
+        active.busy_s += stop - start
+        if wants_spans:
+            active.spans.append([launch, start, stop, time.thread_time() - cpu])
+
     def _parcel(self, active: _Active, number: int) -> Parcel:
-        return Parcel(active.program, active.order.slot, active.order.ticket, number)
+        return Parcel(active.stand.program, active.order.slot, active.order.ticket, number)
 
     def _begin(self, order: Begin) -> None:
-        program = self._setup.programs[order.lane][order.index]
-        trace = self._setup.traces[program.step]
-        memory = ArenaMemory(self._weights[program.step], self._places_of(order, program))
-        given: dict[str, Packed] = {**order.inputs, **order.state}
-        for index, buffer in enumerate(trace.buffers):
-            if buffer.size_bytes == 0:  # nobody sends it, and everybody may name it
-                memory.put(index, allocate(0))
-            elif buffer.name in given and memory.has(index) and buffer.kind in GIVEN:
-                memory.put(index, unpack(given[buffer.name]).untyped_storage())
-        self._active[order.ticket] = _Active(order, program, memory)
-        instructions = program.instructions[self._setup.device]
-        until = self._until_wait(order.lane, order.index)
-        job = Job(order.slot, order.ticket, instructions, until_wait_us=until)
+        stand = self._stand(order.slot, order.lane, order.index)
+        for name, packed in (*order.inputs.items(), *order.state.items()):
+            if name in stand.given:
+                stand.memory.put(stand.given[name], unpack(packed).untyped_storage())
+        self._active[order.ticket] = _Active(order, stand)
+        instructions = stand.program.instructions[self._setup.device]
+        job = Job(order.slot, order.ticket, instructions, until_wait_us=stand.until_wait_us)
         self._queue.add(job)
         if job.is_done:  # holds an output or takes state in, and runs nothing
             self._queue.drop(order.ticket)
             self._finish(self._active.pop(order.ticket))
 
-    def _until_wait(self, lane: int, index: int) -> Sequence[float]:
-        """By the modelled times of the program's launches; none where they are not known."""
-        if not self._setup.us:
-            return ()
-        if (lane, index) not in self._until:
+    def _stand(self, slot: int, lane: int, index: int) -> Stand:
+        key = (slot, lane, index)
+        if key not in self._stands:
             program = self._setup.programs[lane][index]
-            us = self._setup.us[program.step]
-            instructions = program.instructions[self._setup.device]
-            self._until[lane, index] = until_wait(
-                instructions, lambda x: us[x.launch] if isinstance(x, Run) else 0.0
-            )
-        return self._until[lane, index]
+            us = self._setup.us[program.step] if self._setup.us else ()
+            trace, weights = self._setup.traces[program.step], self._weights[program.step]
+            self._stands[key] = make_stand(trace, program, self._setup.device, slot, self._arena, weights, us)
+        return self._stands[key]
 
-    def _places_of(self, order: Begin, program: Program) -> dict[int, Storage]:
-        key = (order.slot, order.lane, order.index)
-        if key not in self._places:
-            here = program.places[self._setup.device]
-            self._places[key] = {p.buffer: self._arena.storage(order.slot, p) for p in here}
-        return self._places[key]
+    def _clear(self, slot: int, lane: int) -> None:
+        for index in range(len(self._setup.programs[lane])):
+            for contents in self._stand(slot, lane, index).state.values():
+                contents.zero_()
 
     def _cancel(self, ticket: int) -> None:
         self._cancelled.add(ticket)
@@ -222,22 +216,18 @@ class Worker:
             self._queue.drop(ticket)
 
     def _finish(self, active: _Active) -> None:
-        self._note(active.order, -1)
-        trace = self._setup.traces[active.program.step]
-        here = {name for name, device in active.program.outputs if device == self._setup.device}
+        order, stand = active.order, active.stand
+        self._note(order, -1)
+        skips = order.skips.split(",")
         outputs = {
-            name: pack(tensor_of(active.memory.get(view.buffer), view))
-            for name, view in trace.outputs
-            if name in here
+            name: pack(tensor_of(stand.memory.get(view.buffer), view))
+            for name, view in stand.outputs.items()
+            if name not in skips
         }
-        state = {}
-        if active.order.wants_state:
-            for buffer, device in active.program.homes:
-                if device == self._setup.device:
-                    storage = active.memory.get(buffer)
-                    state[trace.buffers[buffer].name] = pack(bytes_of(storage, 0, storage.nbytes()))
-        moved = self._arrivals.pop(active.order.ticket, [])
-        self._tell(Done(active.order.ticket, outputs, state, active.spans, moved))
+        state = {name: pack(contents) for name, contents in stand.state.items()} if order.wants_state else {}
+        moved = self._arrivals.pop(order.ticket, [])
+        told = moved if order.wants_spans else []
+        self._tell(Done(order.ticket, outputs, state, active.spans, told, active.busy_s))
 
     def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
         held = {}

@@ -90,3 +90,8 @@ class WorkUnit:
     def num_launches(self) -> int:
         """Launches of all steps, each step counted once."""
         return sum(len(g.trace.launches) for g in self.graphs)
+
+    @property
+    def is_served(self) -> bool:
+        """True if a service runs its steps in any order: then state has one home in all of them."""
+        return any(g.trace.step.kind == "insert" for g in self.graphs)

@@ -55,7 +55,7 @@ class Holdings:
 
 
 def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
-    """Launches -> nodes, numbered in trace order."""
+    """Launches -> nodes, numbered in trace order; in a served unit, state ties launches across steps."""
     starts = np.cumsum([0, *(len(g.trace.launches) for g in unit.graphs)])
     parent = list(range(int(starts[-1])))
 
@@ -66,12 +66,16 @@ def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
         return x
 
     stuck: list[int] = []
+    homes: dict[str, list[int]] = {}
     for start, graph in zip(starts.tolist(), unit.graphs, strict=False):
         sets = [[start + x for x in group] for group in graph.groups]
         stuck += [start + i for i, x in enumerate(graph.trace.launches) if x.immovable]
         for members in sets:
             _join(parent, find, members)
-    _join(parent, find, stuck)
+        for name, group in graph.state_groups.items() if unit.is_served else ():
+            homes.setdefault(name, []).append(start + graph.groups[group][0])
+    for members in (stuck, *homes.values()):
+        _join(parent, find, members)
     roots = np.array([find(x) for x in range(len(parent))], dtype=np.int64)
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)

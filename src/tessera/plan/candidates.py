@@ -1,14 +1,16 @@
 """Kernel-level candidates: what the linear program and the latency search propose for judgement.
 
 For throughput: the optimum by busy time; where a simulation judges, also
-  the optima under several depth limits, and each without the lanes that few requests would follow,
+  the optima under several depth limits, without the lanes that few requests would follow,
+  the same with the step that takes most time spread evenly by itself: with few requests in flight, devices
+  that are evenly busy over a whole request still wait for each other inside a step,
+and, where units are small enough to look at many,
+  the single columns with the shortest periods and paths,
   splices: two lanes of an optimum joined, the first layers from one and the rest from the other,
-  steps balanced each for itself: with few requests in flight, devices that are evenly busy over a whole
-  request still wait for each other inside a step,
-  mixes in which one step is divided and the others stay whole,
-  the single columns with the shortest periods and paths.
-Which of them are worth a full simulation is found by quick ones: best hope first, and around the best depth
-more depths.
+  placements that are good in every step by itself, and mixes in which one step is divided and the others stay
+  whole.
+Which of them are worth a full simulation is found by quick ones. How many are tried depends on the size of
+the unit alone, so that the same work gives the same plan.
 """
 
 from collections.abc import Iterator
@@ -20,32 +22,37 @@ import numpy as np
 from tessera import ir
 from tessera.plan import latency, throughput
 from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Floats, Mix, Problem, build
+from tessera.plan.problem import Column, Floats, Mix, Problem, build, spread_us
 
 MixKey = tuple[tuple[bytes, float], ...]
 
-# Depth limits that are tried, as multiples of the number of devices: below one they could not all be busy.
-DEPTHS = (1.02, 1.1, 1.35, 1.5, 1.75, 2.0)
+# Limits that are tried, most promising first: the depth as a multiple of the number of devices (below one they
+# could not all be busy), and how much of the other steps' time the main step may take on a device; None: any.
+TRIED: tuple[tuple[float, float | None], ...] = (
+    (1.1, None), (1.35, 0.2), (1.2, 0.2), (1.35, None), (1.5, 0.2), (1.2, None), (1.35, 0.4), (1.2, 0.0),
+    (1.02, None), (1.5, None), (1.28, 0.2), (1.35, 0.0), (1.2, 0.4), (1.42, 0.2), (1.65, 0.2), (1.12, 0.2),
+    (1.05, 0.2), (1.28, 0.0), (1.28, 0.4), (1.42, 0.0), (1.42, 0.4), (1.28, None), (1.65, None), (2.0, None),
+    (1.5, 0.0), (1.5, 0.4), (1.42, None), (1.05, 0.4), (1.65, 0.0), (1.15, None),
+)  # fmt: skip
+# Of these, the fewest that are tried; otherwise so many launches over those of the unit.
+FEWEST, TRIED_LAUNCHES = 4, 25_000
+# Where the other steps take less than this share of the time, spreading the main one alone changes nothing.
+MIN_OTHER = 0.01
+# Units of more launches than this are not looked at for the other kinds of candidates.
+MANY_LAUNCHES = 4_500
 # Single columns that are tried, by period and by path.
-NUM_SINGLE = 2
+NUM_SINGLE = 6
 # A lane that fewer requests follow is rare: a scheduler seldom uses it, and a short simulation never sees it.
 RARE_SHARE = 1 / 16
-MAX_SPLICES = 32
+# Ways of joining two lanes that are compared, and mixes whose lanes are joined.
+MAX_SPLICES, NUM_SPLICED = 32, 8
 # Placements of each step that are combined, and combinations that are tried.
 NUM_PER_STEP = 4
 NUM_COMBINED = 3
 MAX_COMBINATIONS = 256
-# Rounds of halving the distance between depths, mixes whose lanes are joined, mixes that are simulated in
-# full and how far below the best a quick figure may be for that.
-REFINEMENTS = 2
-# A figure this close to the rate by busy time is limited by it.
-CAPPED = 1e-3
-# Quick simulations of one search: the fewest, the most, and in between so many launches over those of a unit.
-LOOKS = (8, 40)
-LOOKED_LAUNCHES = 60_000
-NUM_SPLICED = 8
-NUM_FINALISTS = 3
-NEAR = 0.02
+# Mixes that are simulated in full: of small units, of large ones; and single lanes besides.
+NUM_FINALISTS = 8, 2
+NUM_FINAL_SINGLE = 1
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
@@ -54,20 +61,40 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     if not task.is_judged or task.problem.num_devices == 1:
         return (best,)
     search = _Search(task)
-    depths = {factor * task.problem.num_devices for factor in DEPTHS} | {float(task.slots)}
-    for depth in sorted(depths):
-        search.at_depth(depth)
-    for _ in range(REFINEMENTS):
-        for depth in search.nearby_depths():
-            search.at_depth(depth)
-    optima = [best, *search.optima()]
-    columns = [c for mix in optima[:NUM_SPLICED] for c in _splices(task, mix)]
-    choices = _step_choices(task)
-    columns += [*_step_by_step(task, choices), *_single_columns(task)]
-    singles = (Mix((c,), (1.0,)) for c in columns)
-    for mix in _distinct([*_one_step_split(task, choices), best, *singles]):
-        search.look(mix)
-    return search.finalists()
+    for limits in _limits(task):
+        search.look(_without_rare_lanes(throughput.generate(task.pool, limits).mix))
+    is_small = task.problem.unit.num_launches <= MANY_LAUNCHES
+    if is_small:
+        columns = [c for mix in search.sorted()[:NUM_SPLICED] for c in _splices(task, mix)]
+        choices = _step_choices(task)
+        columns += [*_step_by_step(task, choices), *_single_columns(task)]
+        singles = (Mix((c,), (1.0,)) for c in columns)
+        for mix in (*_one_step_split(task, choices), best, *singles):
+            search.look(mix)
+    return search.finalists(NUM_FINALISTS[not is_small])
+
+
+def _limits(task: Task) -> list[throughput.Limits]:
+    """As many as the size of the unit allows, each once."""
+    prob = task.problem
+    num = min(len(TRIED), max(FEWEST, TRIED_LAUNCHES // prob.unit.num_launches))
+    step, share = _main_step(prob)
+    found = [
+        throughput.Limits(depth * prob.num_devices)
+        if spare is None or share > 1 - MIN_OTHER
+        else throughput.Limits(depth * prob.num_devices, step, share + spare * (1 - share))
+        for depth, spare in TRIED
+    ]
+    return list(dict.fromkeys(found))[:num]
+
+
+def _main_step(problem: Problem) -> tuple[int, float]:
+    """(the step that takes most of the time, its share of it) if every step were spread evenly."""
+    times = [
+        count * spread_us(us) for us, count in zip(problem.cost_us, problem.unit.counts, strict=True)
+    ]
+    step = int(np.argmax(times))
+    return step, times[step] / sum(times)
 
 
 @dataclass(eq=False)
@@ -75,58 +102,29 @@ class _Search:
     """Mixes with their quick figures; what cannot beat the best so far is not looked at."""
 
     task: Task
-    # (figure, mix), best last.
+    # (figure, mix)
     found: list[tuple[float, Mix]] = field(default_factory=list)
-    by_depth: dict[float, float] = field(default_factory=dict)
+    best: float = 0.0
     _seen: set[MixKey] = field(default_factory=set)
 
-    @property
-    def best(self) -> float:
-        """The best figure so far."""
-        return max((figure for figure, _ in self.found), default=0.0)
-
-    @property
-    def most_looks(self) -> int:
-        """Fewer where each takes long."""
-        few, many = LOOKS
-        return min(many, max(few, LOOKED_LAUNCHES // self.task.problem.unit.num_launches))
-
-    def look(self, mix: Mix) -> float:
-        """The quick figure of a mix; 0 where it could not win or is known."""
-        if _key(mix) in self._seen or mix.rate_per_s < self.best or len(self.found) >= self.most_looks:
-            return 0.0
+    def look(self, mix: Mix) -> None:
+        """Takes a quick look at a mix, unless it could not win or is known."""
+        if _key(mix) in self._seen or mix.rate_per_s < self.best:
+            return
         self._seen.add(_key(mix))
         figure = mix.rate_per_s if self.task.glance is None else self.task.glance(mix)
         self.found.append((figure, mix))
-        return figure
+        self.best = max(self.best, figure)
 
-    def at_depth(self, depth: float) -> None:
-        """Looks at the main lanes of the optimum under a depth limit, and at all of them if that may help."""
-        if depth not in self.by_depth:
-            mix = throughput.generate(self.task.pool, depth).mix
-            main = _without_rare_lanes(mix)
-            figure = self.look(main)
-            # A short simulation never sees the rare lanes; with them only the limit by busy time is higher.
-            if main is mix or figure < main.rate_per_s * (1 - CAPPED):
-                self.by_depth[depth] = figure
-            else:
-                self.by_depth[depth] = max(figure, self.look(mix))
-
-    def nearby_depths(self) -> list[float]:
-        """Half way from the best depth to its neighbours."""
-        known = sorted(self.by_depth)
-        at = known.index(max(known, key=lambda d: self.by_depth[d]))
-        return [(known[at] + known[i]) / 2 for i in (at - 1, at + 1) if 0 <= i < len(known)]
-
-    def optima(self) -> list[Mix]:
+    def sorted(self) -> list[Mix]:
         """Best first."""
         return [mix for _, mix in sorted(self.found, key=lambda x: -x[0])]
 
-    def finalists(self) -> tuple[Mix, ...]:
-        """The few that deserve a full simulation; single lanes among them, which a quick look sees best."""
-        near = sorted((x for x in self.found if x[0] >= self.best * (1 - NEAR)), key=lambda x: -x[0])
-        single = sorted((x for x in self.found if len(x[1].columns) == 1), key=lambda x: -x[0])
-        kept = {id(mix): mix for _, mix in (*near[:NUM_FINALISTS], *single[:NUM_SINGLE])}
+    def finalists(self, num: int) -> tuple[Mix, ...]:
+        """The few that deserve a full simulation; a single lane among them, which a quick look sees best."""
+        listed = self.sorted()
+        single = [mix for mix in listed if len(mix.columns) == 1]
+        kept = {id(mix): mix for mix in (*listed[:num], *single[:NUM_FINAL_SINGLE])}
         return tuple(kept.values())
 
 
@@ -139,7 +137,8 @@ def quick_mixes(task: Task) -> tuple[Mix, ...]:
     if not task.is_judged or task.problem.num_devices == 1:
         return (*coarse, task.free.mix)
     throughput.seed(task.pool, coarse)
-    mix = throughput.generate(task.pool, 1.1 * task.problem.num_devices).mix
+    limits = throughput.Limits(1.1 * task.problem.num_devices)
+    mix = throughput.generate(task.pool, limits).mix
     return (*coarse, _without_rare_lanes(mix))
 
 
@@ -246,10 +245,3 @@ def _step_periods(problem: Problem, column: Column) -> Floats:
 
 def _key(mix: Mix) -> MixKey:
     return tuple(sorted((c.key, round(s, 6)) for c, s in zip(mix.columns, mix.shares, strict=True)))
-
-
-def _distinct(mixes: list[Mix]) -> list[Mix]:
-    seen: dict[MixKey, Mix] = {}
-    for mix in mixes:
-        seen.setdefault(_key(mix), mix)
-    return list(seen.values())

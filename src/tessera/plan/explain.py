@@ -81,7 +81,7 @@ class Explanation:
     transfer_bytes: float
     # Relative error to expect of the plan's figures.
     error: float
-    # No placement serves one request alone faster than this.
+    # No placement serves one request alone faster than this; 0 if it was not asked for.
     latency_bound_us: float
     is_gain: bool
     verdict: str
@@ -91,8 +91,8 @@ class Explanation:
     remarks: tuple[str, ...] = ()
 
 
-def explain(plan: ir.Plan) -> Explanation:
-    """Reads a plan back into words and figures."""
+def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
+    """Reads a plan back into words and figures; briefly: without the bound of the latency, which takes long."""
     problem = build(plan.unit, plan.costs, plan.cluster)
     mix = _mix(problem, plan)
     devices, links = _usages(problem, mix, plan)
@@ -109,7 +109,7 @@ def explain(plan: ir.Plan) -> Explanation:
         num_transfers=mix.num_messages,
         transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
-        latency_bound_us=bound_us(problem, Clock(problem)),
+        latency_bound_us=0.0 if is_brief else bound_us(problem, Clock(problem)),
         is_gain=is_gain,
         verdict=verdict,
         memory=_memory(problem, mix),

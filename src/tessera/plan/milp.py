@@ -19,10 +19,10 @@ from tessera.plan.problem import Column, Floats, Ints, Mix, Problem
 TIME_LIMIT_S = 60.0
 
 
-def single_placement(task: Task) -> tuple[Mix, ...] | None:
+def single_placement(task: Task, time_limit_s: float = TIME_LIMIT_S) -> tuple[Mix, ...] | None:
     """The best single placement, by the program or among those known."""
     known = [m.columns[0] for mixes in task.coarse.values() for m in mixes or () if len(m.columns) == 1]
-    found = best_placement(task.problem)
+    found = best_placement(task.problem, time_limit_s)
     columns = [c for c in (*known, *(() if found is None else (found[0],))) if task.pool.fits((c,))]
     if not columns:
         return None

@@ -158,6 +158,12 @@ class Problem:
         path = float(own.sum() + self.transfer_us[value, src, dst].sum())
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
 
+    def step_us(self, labels: Labels, step: int) -> Floats:
+        """[device]: busy time of one request's runs of one step."""
+        device = labels[self.node_of[step]]
+        own = self.cost_us[step][np.arange(len(device)), device]
+        return np.bincount(device, weights=own, minlength=self.num_devices) * self.unit.counts[step]
+
     def crossings(self, labels: Labels) -> tuple[Ints, Ints, Ints]:
         """(value, source, destination) of every transfer that a placement needs."""
         vals = self.values

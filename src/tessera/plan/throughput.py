@@ -3,6 +3,7 @@
     maximise    sum_p x_p                                    requests per microsecond
     subject to  sum_p x_p busy[p, r] <= 1                    for every device and every link r
                 sum_p x_p path[p]    <= depth                requests in flight (Little's law)
+                sum_p x_p busy[p, s, d] <= share             for every device d and one step s
                 x_p >= 0                                     for every placement p
 
 There are too many placements to list: `Pricer` finds the one that the dual prices y make cheapest. For
@@ -10,7 +11,9 @@ any y >= 0, no mix exceeds (sum of y times right-hand sides) / (cheapest placeme
 these figures is the bound. Without the depth row the optimum is the best that busy time allows; with it,
 plans that send tiny kernels back and forth are refused when few requests are in flight. Path time adds
 up all launches and transfers of a request, so it is too strict where one request overlaps with itself:
-`solve` tries several depths and lets a simulation judge.
+`solve` tries several depths and lets a simulation judge. The last rows are there for the same reason: devices
+that are evenly busy over a whole request wait for each other while most requests are in the same step, so
+mixes are looked for in which that step is spread evenly too.
 
 Devices that are alike (see `kinds`) share their prices in some optimum, so a placement is looked for over
 kinds of device, and its requests are then spread over the cards of each kind.
@@ -50,6 +53,32 @@ class Solved:
     bound_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rows besides busy time; none by default."""
+
+    # Path time of a request, in periods.
+    depth: float | None = None
+    # Work of this step: at most this share of every device's time.
+    step: int | None = None
+    share: float = 1.0
+
+
+FREE = Limits()
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """A solved linear program over known columns."""
+
+    # Of every column, per microsecond.
+    rates: Floats
+    # Prices of devices and links, of path time, and of the step's time on every device.
+    duals: Floats
+    path: float
+    step: Floats
+
+
 class Pool:
     """Placements known so far, each once; all of them fit the devices' memory."""
 
@@ -58,6 +87,7 @@ class Pool:
         self.columns: list[Column] = []
         self.pricer = Pricer(problem)
         self._keys: set[bytes] = set()
+        self._step_us: dict[tuple[int, bytes], Floats] = {}
         whole = np.zeros(problem.num_nodes, dtype=np.int64)
         everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
         self.is_tight = not problem.fits(everywhere, slots)
@@ -80,6 +110,21 @@ class Pool:
         self._keys.add(column.key)
         self.columns.append(column)
         return True
+
+    def step_us(self, columns: Iterable[Column], step: int) -> Floats:
+        """[column, device]: busy time of one request in one step."""
+        listed = list(columns)
+        for column in listed:
+            if (step, column.key) not in self._step_us:
+                self._step_us[step, column.key] = self.problem.step_us(column.labels, step)
+        return np.array([self._step_us[step, column.key] for column in listed])
+
+    def step_share(self, step: int) -> Floats:
+        """[node, device]: how much of the node's work is in one step."""
+        prob = self.problem
+        own = np.zeros_like(prob.load_us)
+        np.add.at(own, prob.node_of[step], prob.cost_us[step] * prob.unit.counts[step])
+        return own / np.maximum(prob.load_us, 1e-300)
 
     def fits(self, columns: Iterable[Column]) -> bool:
         """Do these placements fit together? Checked only where a whole replica does not fit everywhere."""
@@ -132,20 +177,20 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
     return np.asarray(busy @ per_us + prices.path * np.array([c.path_us for c in columns]))
 
 
-def generate(pool: Pool, depth: float | None = None) -> Solved:
-    """Column generation over `pool`, which must hold a column and grows; depth None: no depth row."""
+def generate(pool: Pool, limits: Limits = FREE) -> Solved:
+    """Column generation over `pool`, which must hold a column and grows."""
     kinds = pool.kinds
     if kinds is None:
-        rates, bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
+        rates, bound = _generate(pool, limits, np.ones(len(pool.columns[0].busy_us)))
         columns = pool.columns
     else:
         part = pool.part
         for column in pool.columns:
             part.add(part.problem.column(kinds.kind_of[column.labels]))
-        rates, bound = _generate(part, depth, kinds.limits)
+        rates, bound = _generate(part, limits, kinds.limits)
         columns, rates = _spread_out(pool, part.columns, rates, kinds)
-    mix = trimmed(pool, columns, rates, depth)
-    return Solved(mix, max(bound * 1e6, mix.rate_per_s if depth is None else 0.0))
+    mix = trimmed(pool, columns, rates, limits)
+    return Solved(mix, max(bound * 1e6, mix.rate_per_s if limits == FREE else 0.0))
 
 
 def _spread_out(
@@ -164,28 +209,28 @@ def _spread_out(
     return found, np.array(shared)
 
 
-def _generate(pool: Pool, depth: float | None, limits: Floats) -> tuple[Floats, float]:
-    """(rate of every column per microsecond, bound); limits[row] is how much busy time the row has.
+def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, float]:
+    """(rate of every column per microsecond, bound); capacity[row] is how much busy time the row has.
 
     Prices swing wildly from round to round; half way between the last and those of the best bound so far they
     lead to good columns sooner. Where that finds nothing new, the last prices themselves do.
     """
     num = pool.problem.num_devices
     # With transfers free: a first bound, which pricing improves.
-    bound = float(limits[:num].max()) / spread_us(pool.problem.load_us)
+    bound = float(capacity[:num].max()) / spread_us(pool.problem.load_us)
+    income_of = np.concatenate([capacity, [limits.depth or 0.0], limits.share * capacity[:num]])
     center: Floats | None = None
     gap = GAP if num == 2 else MANY_GAP
     rates = np.zeros(0)
     for _ in range(MAX_ROUNDS):
-        rates, duals, path_dual = master(pool.columns, depth, limits)
-        total = float(rates.sum())
-        last = np.append(duals, path_dual)
+        found = master(pool, pool.columns, limits, capacity)
+        rates, total = found.rates, float(found.rates.sum())
+        last = np.concatenate([found.duals, [found.path], found.step])
         is_new = False
         for share in (0.0,) if center is None or num == 2 else (0.5, 0.0):
             tried = last if center is None else share * center + (1 - share) * last
-            on_links = tried[num:-1][pool.problem.link_row].reshape(num, num)
-            column, cheapest = pool.price(Prices(tried[:num], on_links, float(tried[-1])))
-            income = float(tried[:-1] @ limits) + float(tried[-1]) * (depth or 0.0)
+            column, cheapest = pool.price(_prices(pool, limits, tried))
+            income = float(tried @ income_of)
             if cheapest > 0 and income / cheapest < bound:
                 bound, center = income / cheapest, tried
             is_new = pool.add(column)
@@ -194,39 +239,53 @@ def _generate(pool: Pool, depth: float | None, limits: Floats) -> tuple[Floats, 
         if bound <= total * (1 + gap) or not is_new:
             break
     else:
-        rates, _, _ = master(pool.columns, depth, limits)
+        rates = master(pool, pool.columns, limits, capacity).rates
     return np.append(rates, np.zeros(len(pool.columns) - len(rates))), bound
 
 
+def _prices(pool: Pool, limits: Limits, duals: Floats) -> Prices:
+    """From one dual a row: devices and links, path, the step on every device."""
+    num = pool.problem.num_devices
+    path_at = num + num * num
+    own = None
+    if limits.step is not None:
+        own = duals[path_at + 1 :] * pool.step_share(limits.step)
+    on_links = duals[num:path_at][pool.problem.link_row].reshape(num, num)
+    return Prices(duals[:num], on_links, float(duals[path_at]), own=own)
+
+
 def master(
-    columns: list[Column], depth: float | None, capacity: Floats | None = None
-) -> tuple[Floats, Floats, float]:
-    """The linear program over known columns: (rates per us, duals of devices and links, dual of depth)."""
+    pool: Pool, columns: list[Column], limits: Limits = FREE, capacity: Floats | None = None
+) -> Rates:
+    """The linear program over known columns."""
+    num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T
     # Rates in units of the fastest column, so that the solver sees numbers near one.
     unit = float(busy.max(axis=0).min())
-    rows, limits = busy / unit, np.ones(len(busy)) if capacity is None else capacity
-    if depth is not None:
-        rows = np.vstack([rows, [c.path_us / unit for c in columns]])
-        limits = np.append(limits, depth)
+    most = np.ones(len(busy)) if capacity is None else capacity
+    path = np.zeros(len(columns)) if limits.depth is None else np.array([c.path_us for c in columns])
+    steps = np.zeros((num, len(columns)))
+    if limits.step is not None:
+        steps = pool.step_us(columns, limits.step).T
+    rows = np.vstack([busy, path, steps]) / unit
+    right = np.concatenate([most, [limits.depth or 0.0], limits.share * most[:num]])
     used = rows.any(axis=1)
-    found = linprog(-np.ones(len(columns)), A_ub=rows[used], b_ub=limits[used], method="highs")
+    found = linprog(-np.ones(len(columns)), A_ub=rows[used], b_ub=right[used], method="highs")
     duals = np.zeros(len(rows))
-    duals[used] = np.maximum(0.0, -found.ineqlin.marginals)
-    # duals price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
-    num = len(busy)
-    rates = np.asarray(found.x, dtype=np.float64) / unit
-    return rates, duals[:num] / unit, float(duals[num] / unit) if depth is not None else 0.0
+    # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
+    duals[used] = np.maximum(0.0, -found.ineqlin.marginals) / unit
+    at = len(busy)
+    return Rates(np.asarray(found.x) / unit, duals[:at], float(duals[at]), duals[at + 1 :])
 
 
-def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | None) -> Mix:
+def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) -> Mix:
     """The lanes that matter and fit together, with shares that balance them."""
     order = np.argsort(-rates, kind="stable")
     kept: list[Column] = []
     for index in order[rates[order] > MIN_SHARE * rates.sum()]:
         if pool.fits((*kept, columns[index])):
             kept.append(columns[index])
-    again, _, _ = master(kept, depth)
+    again = master(pool, kept, limits).rates
     live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > MIN_SHARE * again.sum()]
     total = sum(x for _, x in live)
     return Mix(tuple(c for c, _ in live), tuple(x / total for _, x in live))
@@ -237,5 +296,4 @@ def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
     fitting = [c for c in columns if pool.fits((c,))]
     if not fitting:
         return None
-    rates, _, _ = master(fitting, None)
-    return trimmed(pool, fitting, rates, None)
+    return trimmed(pool, fitting, master(pool, fitting).rates, FREE)

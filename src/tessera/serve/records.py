@@ -5,9 +5,12 @@ pieces and then one finish, always: also when it is cancelled or a device is los
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tessera.ir import Decision
+
+if TYPE_CHECKING:
+    import torch
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,6 +29,14 @@ class Sampling:
     logprobs: int | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A picture in a prompt: where its tokens begin, and its patches as the model reads them."""
+
+    start: int
+    patches: "torch.Tensor"
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One generation. Verified by the engine: `prompt` is not empty, and fits with `max_tokens`."""
@@ -37,8 +48,12 @@ class Ask:
     stop: tuple[str, ...] = ()
     # True to go on past the model's own end.
     ignores_end: bool = False
+    # Neither the model's own end nor a stop string ends the answer before it has so many tokens.
+    min_tokens: int = 0
     # Whose it is: asks of different clients take turns in the queue.
     client: str = ""
+    # For a model that sees.
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,4 +120,6 @@ class Snapshot:
     # Finished requests by reason.
     finished: dict[str, int] = field(default_factory=dict)
     retried: int = 0
+    # The newest ones, and how many of each kind there were.
     decisions: tuple[Decision, ...] = ()
+    decided: dict[str, int] = field(default_factory=dict)

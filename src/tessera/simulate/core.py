@@ -7,10 +7,10 @@ nothing. A stretch of launches is one event unless a job comes that the queue wo
 at the launch that runs just then, which gives the same times as looking after every launch.
 """
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from tessera.execute.schedule import Job, LaneTable, Queue
 from tessera.ir import Plan, Recv
@@ -79,7 +79,7 @@ class Core:
         """Handles the next event and gives its time; None when nothing is left to happen."""
         if not self._events:
             return None
-        now, _, device, ticket, what = heapq.heappop(self._events)
+        now, _, device, ticket, what = heappop(self._events)
         if what == END:
             if ticket == self.devices[device].epoch:
                 self._end(device, now)
@@ -105,11 +105,11 @@ class Core:
 
     def _arrive(self, device: int, ticket: int, transfer: int, now: float) -> None:
         state = self.devices[device]
-        state.queue.deliver(ticket, transfer)
+        job = state.queue.deliver(ticket, transfer)
         if state.job is None:
             self._look(device, now)
-        else:
-            self._consider(device, state.queue[ticket], now)
+        elif job is not None and job is not state.job and job.is_ready:
+            self._cut(state, device, job, now)
 
     def _consider(self, device: int, job: Job, now: float) -> None:
         """A job may have become ready: an idle device takes it, a busy one if the queue would."""
@@ -136,20 +136,22 @@ class Core:
         state.epoch += 1
         stop_us = state.since_us + (ends[state.stop] - ends[state.start]) * scale
         self._order += 1
-        heapq.heappush(self._events, (stop_us, self._order, device, state.epoch, END))
+        heappush(self._events, (stop_us, self._order, device, state.epoch, END))
 
     def _look(self, device: int, now: float) -> None:
         """An idle device takes what the queue picks."""
         state = self.devices[device]
-        while state.job is None and (job := state.queue.pick()) is not None:
+        pick = state.queue.pick
+        while state.job is None and (job := pick()) is not None:
             items, at, arrived = job.instructions, job.position, job.arrived
+            num = len(items)
             # Receives whose transfers have arrived; the queue would pick the same job after each of them.
-            while at < len(items) and isinstance(items[at], Recv) and items[at].transfer in arrived:
+            while at < num and type(item := items[at]) is Recv and item.transfer in arrived:
                 at += 1
             job.position = at
-            if at == len(items):
+            if at == num:
                 self._end_job(device, job, now)
-            elif isinstance(item := items[at], Stretch):
+            elif type(item) is Stretch:
                 state.job, state.since_us, state.stop = job, now, item.stop
                 state.start = item.start if not job.spent_us else _after(item, job.spent_us)
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
@@ -172,17 +174,19 @@ class Core:
                 self._send(flight, job.ticket, stretch.sends, scale, now)
             if job.position == len(job.instructions):
                 self._end_job(device, job, now)
-        self._look(device, now)
+        if state.job is None:
+            self._look(device, now)
 
     def _send(self, flight: Flight, ticket: int, wires: Sequence[Wire], scale: float, now: float) -> None:
+        free, events = self._bus_free, self._events
         for wire in wires:
-            start = max(now, self._bus_free[wire.bus])
-            stop = start + wire.wire_us * scale
-            self._bus_free[wire.bus] = stop
+            start = free[wire.bus]
+            if start < now:
+                start = now
+            stop = free[wire.bus] = start + wire.wire_us * scale
             self.on_send(flight, wire, start, stop)
             self._order += 1
-            arrival_us = stop + wire.latency_us * scale
-            heapq.heappush(self._events, (arrival_us, self._order, wire.dst, ticket, wire.number))
+            heappush(events, (stop + wire.latency_us * scale, self._order, wire.dst, ticket, wire.number))
 
     def _end_job(self, device: int, job: Job, now: float) -> None:
         self.devices[device].queue.drop(job.ticket)

@@ -139,6 +139,11 @@ class Machine(Core):
         """Counts busy time."""
         self.busy_us[len(self.devices) + wire.bus] += stop_us - start_us
 
+    def _consider(self, device: int, job: Job, now: float) -> None:
+        """An idle device that is yet to be looked at waits for that: no run may end while another begins."""
+        if self.devices[device].job is not None or device not in self._resume:
+            super()._consider(device, job, now)
+
     def _end_job(self, device: int, job: Job, now: float) -> None:
         self._resume.insert(0, device)
         super()._end_job(device, job, now)

@@ -12,16 +12,17 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 
 from tessera.execute.schedule import LaneTable
 from tessera.ir import Decision
 from tessera.simulate.machine import Machine, Work
+from tessera.simulate.patience import Patience
 from tessera.simulate.policy import Lane, Policy, Workshop
 from tessera.simulate.repeats import Repeats
 from tessera.simulate.seats import Demand, Ledger, Seats, Slot
+from tessera.simulate.watcher import Watcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +41,6 @@ class ServeConfig:
     losses: tuple[tuple[str, float], ...] = ()
     # (device, second, factor)
     slowdowns: tuple[tuple[str, float, float], ...] = ()
-
-
-class Watcher(Protocol):
-    """What a monitor's driver sees and may do; see `simulate.adaptive`."""
-
-    def on_start(self, server: "Server") -> None:
-        """Before the first request."""
-
-    def on_arrival(self, server: "Server") -> None:
-        """One request more is waiting."""
-
-    def on_run(self, server: "Server", slot: Slot) -> None:
-        """A slot has finished a decode."""
-
-    def on_lost(self, server: "Server", device: str) -> None:
-        """A device is gone, and so is what ran on it."""
 
 
 @dataclass
@@ -86,6 +71,7 @@ class Server:
         self._machine = Repeats(Machine(first.shop.truth.plan, first.shop.scripts.wires.num_buses))
         self._slots: dict[int, Slot] = {}
         self._unused: list[int] = []  # numbers of closed slots, smallest first
+        self._patience = Patience()
         self._names = count()
         self._tables: dict[str, tuple[LaneTable, tuple[Lane, ...]] | None] = {}
         self._lost: frozenset[str] = frozenset()
@@ -170,13 +156,20 @@ class Server:
             self._watcher.on_arrival(self)
 
     def open_slots(self) -> None:
-        """Opens slots for waiting requests that have no seat in an open one."""
+        """Opens slots for waiting requests that have no seat in an open one, where that pays."""
         usable = self._table(self.current)
-        limit = self.current.plan.slots
-        while usable and len(self.seats.waiting) > self._free_seats() and len(self._slots) < limit:
+        while usable and len(self._slots) < self.current.plan.slots and self._wants_slot():
             number = heapq.heappop(self._unused) if self._unused else next(self._names)
             self._slots[number] = self._occupy(*usable)
             self._go_on(number)
+
+    def _wants_slot(self) -> bool:
+        without = len(self.seats.waiting) - self._free_seats()
+        if without <= 0:
+            return False
+        taking = [slot for slot in self._slots.values() if self._takes(slot)]
+        seated = sum(len(slot.requests) for slot in taking)
+        return self._patience.opens(self.current, len(taking), seated, without)
 
     def _takes(self, slot: Slot) -> bool:
         return slot.policy is self.current or self._config.moves_state
@@ -206,6 +199,7 @@ class Server:
         if was_decode and self._watcher is not None:
             self._watcher.on_run(self, slot)
         self._go_on(number)
+        self.open_slots()  # fewer are seated now, so those who wait may be enough
 
     def _go_on(self, number: int) -> None:
         """Begins what a slot runs next, or closes it."""

@@ -13,7 +13,7 @@ from tessera.ir import Arrivals, Plan, ServingReport
 from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.capability import capabilities, capacity_per_s, check_limits
 from tessera.simulate.metrics import Limit, report_of
-from tessera.simulate.online import ServeConfig, Server
+from tessera.simulate.online import ServeConfig, Served, Server
 from tessera.simulate.policy import Policy, Truth, Workshop
 from tessera.simulate.seats import Demand, demand_of
 
@@ -99,11 +99,25 @@ def adapt(
 
     New plans take `replan_s` (modelled). What is known beforehand may be given, for several loads.
     """
-    policies = policies_of(plans, setting)
-    demand = setting.demand(plans[0][1])
-    check_limits(policies, demand, setting.limits)
     known = tuple(known) or known_of(plans, setting)
-    served = Server(policies, demand, setting.config, Adaptive(Monitor(known, watch), replan, replan_s)).run()
+    policies = policies_of(plans, setting)
+    served = _watched(policies, setting, Adaptive(Monitor(known, watch), replan, replan_s))
     best = max(x.capacity_per_s for x in known)
     notes = _failures(served.ledger.num_failed)
     return report_of(served, policies, setting.arrivals, best, setting.limits, notes), known
+
+
+def watched(
+    plans: Sequence[tuple[str, Plan]],
+    setting: Setting,
+    known: Sequence[Capability],
+    watch: MonitorConfig = USUAL,
+) -> Served:
+    """What happened to every request with a monitor choosing among plans."""
+    return _watched(policies_of(plans, setting), setting, Adaptive(Monitor(tuple(known), watch)))
+
+
+def _watched(policies: Sequence[Policy], setting: Setting, adaptive: Adaptive) -> Served:
+    demand = setting.demand(policies[0].plan)
+    check_limits(policies, demand, setting.limits)
+    return Server(policies, demand, setting.config, adaptive).run()

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import models
 from factories import make_plan
 from tessera.errors import DeviceMemoryError, MismatchError, WorkerError
 from tessera.execute.cuda.captured import Captured
-from tessera.execute.cuda.engine import CudaEngine, run_cuda
+from tessera.execute.cuda.engine import CudaEngine
 from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.cuda.undivided import Undivided, differing
 from tessera.execute.engine import RunResult
@@ -69,7 +70,8 @@ def wrong(results: Sequence[RunResult]) -> list[list[str]]:
 def test_scattered_launches_give_the_undivided_bits(stretched: bool, sms: int) -> None:
     """Every kind of device on one card: outputs of every run and the final state are equal."""
     plan = make_scattered(1, make_cuda_cluster(2, stretched, sms))
-    results, _ = run_cuda(plan, weights(), [make_request(i) for i in range(4)])
+    with Captured([plan], weights()) as captured:
+        results = CudaEngine(captured).run([make_request(i) for i in range(4)])
 
     assert [] == wrong(results)
     assert {0, 1} == {r.lane for r in results}
@@ -105,7 +107,10 @@ def test_programs_that_do_the_same_share_a_graph() -> None:
 def test_a_profiled_run_has_a_span_for_every_launch_and_transfer() -> None:
     """Nothing that was run is missing from the timeline."""
     plan = make_scattered(2, make_cuda_cluster(), lanes=1)
-    _, timeline = run_cuda(plan, weights(), [make_request(0)], is_profiled=True)
+    with Captured([plan], weights(), is_profiled=True) as captured:
+        engine = CudaEngine(captured)
+        engine.run([make_request(0)])
+        timeline = engine.timeline()
 
     unit = models.unit()
     launches = sum(len(g.trace.launches) * n for g, n in zip(unit.graphs, unit.counts, strict=True))
@@ -156,20 +161,85 @@ def test_a_request_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda_stub.Event, "query", lambda self: False)
     plan = whole_plan(models.unit(), make_cuda_cluster(), 0)
 
-    with Captured([plan], weights()) as captured, pytest.raises(WorkerError, match=r"request 0 \(lane 0\)"):
+    with Captured([plan], weights()) as captured, pytest.raises(WorkerError, match=r"request 0 did not end"):
         CudaEngine(captured, timeout_s=0.05).run([make_request(0)])
 
 
-def test_a_gpu_that_fails_loses_no_request_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the driver names the requests in flight."""
-    plan = replace(whole_plan(models.unit(), make_cuda_cluster(), 0), slots=2)
+class Failing:
+    """Events may be asked so often; then the driver's error."""
 
-    def fail(self: object) -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+    def __init__(self, asked: int) -> None:
+        self.left = asked
 
-    monkeypatch.setattr(cuda_stub.Event, "query", fail)
-    with Captured([plan], weights()) as captured, pytest.raises(WorkerError, match=r"requests 0 \(lane 0\)"):
+    def query(self) -> bool:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        return True
+
+
+def make_two_slots() -> Plan:
+    """Everything on one device, two requests in flight."""
+    return replace(whole_plan(models.unit(), make_cuda_cluster(), 0), slots=2)
+
+
+def test_a_gpu_that_fails_names_the_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's first line, and who was in flight."""
+    failing = Failing(0)
+    monkeypatch.setattr(cuda_stub.Event, "query", failing.query)
+
+    with Captured([make_two_slots()], weights()) as captured, pytest.raises(WorkerError) as raised:
         CudaEngine(captured).run([make_request(0)])
+    assert "illegal memory access was encountered; requests 0 (lane 0)" in str(raised.value)
+
+
+def test_every_request_that_a_failed_gpu_had_is_reported_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two had ended, two were in flight and two waited: the first two are right, the rest say why not."""
+    failing = Failing(2)
+    monkeypatch.setattr(cuda_stub.Event, "query", failing.query)
+    with Captured([make_two_slots()], weights()) as captured:
+        results = CudaEngine(captured).run([make_request(i) for i in range(6)], is_strict=False)
+
+    assert [] == wrong(results[:2])
+    assert all("illegal memory access" in r.error for r in results[2:])
+    assert ["", ""] == [r.error for r in results[:2]]
+    assert all("not run" in r.error for r in results[4:])
+
+
+def test_results_that_went_down_with_the_gpu_are_reported_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had ended and cannot be read any more is no result."""
+
+    def unreadable(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    failing = Failing(1)
+    monkeypatch.setattr(cuda_stub.Event, "query", failing.query)
+    with Captured([make_two_slots()], weights()) as captured:
+        engine = CudaEngine(captured)
+        monkeypatch.setattr(torch.Tensor, "cpu", unreadable)
+        results = engine.run([make_request(i) for i in range(3)], is_strict=False)
+
+    assert all(r.error and not r.outputs for r in results)
+
+
+def test_where_memory_runs_out_requests_in_flight_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third cannot be started; the two before it end well, and it is reported failed."""
+    with Captured([make_two_slots()], weights()) as captured:
+        engine = CudaEngine(captured)
+        submit, left = engine.submit, [2]
+
+        def short(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return submit(*args)
+
+        monkeypatch.setattr(engine, "submit", short)
+        results = engine.run([make_request(i) for i in range(4)], is_strict=False)
+
+    assert [] == wrong(results[:2])
+    assert ["", ""] == [r.error for r in results[:2]]
+    assert all("out of memory" in r.error for r in results[2:])
 
 
 def test_an_input_of_another_shape_is_refused() -> None:

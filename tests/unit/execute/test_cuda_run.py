@@ -8,9 +8,10 @@ import models
 from factories import make_plan
 from tessera.execute.cuda.captured import Captured
 from tessera.execute.cuda.measure import measure
-from tessera.execute.cuda.pick import MARGIN, Trial, pick, rate_per_s, try_plans
-from tessera.execute.cuda.run import run_plans
+from tessera.execute.cuda.pick import try_plans
+from tessera.execute.cuda.run import run_plans, try_out
 from tessera.execute.engine import RunResult
+from tessera.execute.pick import MARGIN, Trial, pick, rate_per_s
 from tessera.flow import UnitRequest
 from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
 
@@ -58,6 +59,29 @@ def test_a_run_is_compared_and_has_a_timeline(stretched: bool) -> None:
     assert all(us > 0.0 for us in ran.compute_us.values())
     assert (7, 7) == ran.peak_bytes
     assert (ran.scale.factor > 1.0) == stretched
+
+
+def test_a_gpu_that_fails_is_told_with_the_results_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compared or stamped on a GPU that is gone; every request has its own error."""
+
+    def fail(self: object) -> bool:
+        raise RuntimeError("CUDA error: device lost")
+
+    monkeypatch.setattr(cuda_stub.Event, "query", fail)
+    ran = run_plans([make_whole(0)], weights(), [make_request(i) for i in range(3)], verify=True)
+
+    assert all("device lost" in r.error for r in ran.results)
+    assert (None, ()) == (ran.is_equal, ran.timeline.spans)
+    assert 1 == len(ran.faults)
+
+
+@pytest.mark.parametrize("stretched", [False, True])
+def test_plans_are_tried_out_with_enough_requests(stretched: bool) -> None:
+    """One request is asked for again and again; each plan gets a rate."""
+    trials = try_out([make_whole(d, stretched) for d in range(2)], weights(), [make_request(0)])
+
+    assert [0, 1] == [t.plan for t in trials]
+    assert all(t.per_s > 0.0 for t in trials)
 
 
 def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

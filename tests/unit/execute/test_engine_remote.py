@@ -4,11 +4,12 @@ import multiprocessing
 import os
 import random
 import signal
-from multiprocessing.connection import Listener
 
 import engine_factory as made
 from tessera.execute import Engine
-from tessera.execute.remote import LOOPBACK_SECRET, Call, RemoteHub, serve_and_exit
+from tessera.execute.calling import serve_and_exit
+from tessera.execute.gate import LOOPBACK_SECRET, Call, Gate
+from tessera.execute.remote import RemoteHub, start_here
 from tessera.execute.setups import setups_of
 
 
@@ -17,8 +18,8 @@ def test_a_lost_machine_costs_no_request() -> None:
     rng = random.Random(0)
     plan = made.plan_of([made.scattered(rng, [0]), made.scattered(rng, [0, 1])], 2)
     weights = made.workloads()[0].weights()
-    listener = Listener(("127.0.0.1", 0), authkey=LOOPBACK_SECRET)
-    call = Call(("127.0.0.1", int(listener.address[1])), LOOPBACK_SECRET, "the same plan")
+    gate = Gate("127.0.0.1", 0, LOOPBACK_SECRET)
+    call = Call(gate.address, LOOPBACK_SECRET, "the same plan")
     context = multiprocessing.get_context("forkserver")
     arguments = (setups_of([plan], weights)[1], 2, call)
     other = context.Process(target=serve_and_exit, args=arguments, daemon=True)
@@ -33,7 +34,9 @@ def test_a_lost_machine_costs_no_request() -> None:
             os.kill(victim, signal.SIGKILL)
 
     names = plan.cluster.names
-    with Engine(plan, weights, hub=lambda setups: RemoteHub(names, setups, call, listener)) as engine:
+    starters = {0: start_here(call)}
+    hub = lambda setups: RemoteHub(names, setups, gate, call.digest, starters)  # noqa: E731
+    with Engine(plan, weights, hub=hub) as engine:
         assert {0, 1} == {r.lane for r in engine.run(made.make_requests(4))}
         results = engine.run(made.make_requests(12), kill_at_five)
         again = engine.run(made.make_requests(3))

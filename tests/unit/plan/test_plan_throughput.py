@@ -8,7 +8,7 @@ import pytest
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
 from tessera.plan.policies import Task
 from tessera.plan.problem import build
-from tessera.plan.throughput import generate, master
+from tessera.plan.throughput import Limits, Pool, generate, master
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -16,7 +16,7 @@ def test_column_generation_reaches_the_optimum_over_all_placements(seed: int) ->
     """With every placement listed, the linear program gives no more than column generation found."""
     problem = build(*random_case(seed, num=5))
     every = [problem.column(np.array(x)) for x in product((0, 1), repeat=problem.num_nodes)]
-    best = 1e6 * float(master(every, None)[0].sum())
+    best = 1e6 * float(master(Pool(problem, 4), every).rates.sum())
 
     found = Task(problem, 4).free
 
@@ -29,7 +29,7 @@ def test_depth_row_is_kept(seed: int) -> None:
     """With a depth limit, rate times path time stays within the requests in flight."""
     task = Task(build(*random_case(seed, num=6)), 4)
     assert task.free.mix.columns
-    rates, _, _ = master(task.pool.columns, 1.5)
+    rates = master(task.pool, task.pool.columns, Limits(depth=1.5)).rates
     path = sum(float(x) * c.path_us for x, c in zip(rates, task.pool.columns, strict=True))
 
     assert path <= 1.5 * (1 + 1e-6)
@@ -39,7 +39,7 @@ def test_depth_limits_cost_throughput() -> None:
     """Less depth never gives a higher rate within the limit, and one request in flight is one at a time."""
     task = Task(build(*layered_case()), 4)
     free = task.free.mix.rate_per_s
-    shallow = generate(task.pool, 1.0)
+    shallow = generate(task.pool, Limits(depth=1.0))
     shortest = min(c.path_us for c in task.pool.columns)
 
     assert shallow.bound_per_s <= free * (1 + 1e-6)
@@ -74,3 +74,21 @@ def test_four_devices_stay_below_their_bound() -> None:
 
     assert replicas is not None
     assert replicas[0].rate_per_s <= task.free.mix.rate_per_s <= task.free.bound_per_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_takes_no_more_than_its_share(seed: int) -> None:
+    """With a limit on one step no device is busier with it, and what all placements could give is bounded."""
+    unit, cluster = make_unit(chain(3), chain(3), counts=[1, 4]), make_cluster()
+    us = np.random.default_rng(seed).uniform(5.0, 60.0, (2, 3, 2)).tolist()
+    task = Task(build(unit, make_costs(unit, cluster, us), cluster), 4)
+    assert task.free.mix.columns
+    limits = Limits(depth=3.0, step=1, share=0.6)
+    bound = generate(task.pool, limits).bound_per_s
+    rates = master(task.pool, task.pool.columns, limits).rates
+    every = [task.problem.column(np.array(x)) for x in product((0, 1), repeat=task.problem.num_nodes)]
+    best = 1e6 * float(master(task.pool, every, limits).rates.sum())
+
+    assert (rates @ task.pool.step_us(task.pool.columns, 1)).max() <= 0.6 * (1 + 1e-6)
+    assert best <= bound * (1 + 1e-9)
+    assert best == pytest.approx(1e6 * float(rates.sum()), rel=2e-3)

@@ -10,23 +10,26 @@ from pathlib import Path
 
 from tessera.capture.models import catalog
 from tessera.capture.models.custom import from_callable
-from tessera.capture.models.hf import CAUSAL_STEPS, STEPS, built_in, from_folder
+from tessera.capture.models.hf import CAUSAL_STEPS, STEPS, another, built_in, from_folder, served_steps
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
+__all__ = ["another", "build", "known_models", "register"]
+
 Builder = Callable[[Step], Workload]
 
-_BUILDERS: dict[str, tuple[Builder, tuple[str, ...]]] = {}
+# Name -> (builder, kinds of step, kinds of step that only serving needs).
+_BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {}
 
 
-def register(name: str, steps: tuple[str, ...]) -> Callable[[Builder], Builder]:
-    """Adds a model; `steps` are the kinds of step it has."""
+def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) -> Callable[[Builder], Builder]:
+    """Adds a model; `steps` are the kinds of step it has, `served` those that only serving needs."""
 
     def add(builder: Builder) -> Builder:
         if name in _BUILDERS:
             raise ValueError(f"model {name!r} is registered twice")
-        _BUILDERS[name] = (builder, steps)
+        _BUILDERS[name] = (builder, steps, served)
         return builder
 
     return add
@@ -34,7 +37,7 @@ def register(name: str, steps: tuple[str, ...]) -> Callable[[Builder], Builder]:
 
 def known_models() -> dict[str, tuple[str, ...]]:
     """Model name -> kinds of step it has."""
-    return {name: steps for name, (_, steps) in sorted(_BUILDERS.items())}
+    return {name: steps for name, (_, steps, _) in sorted(_BUILDERS.items())}
 
 
 def build(step: Step) -> Workload:
@@ -45,9 +48,9 @@ def build(step: Step) -> Workload:
             "Use a batch and a context of at least 1.",
         )
     if step.model in _BUILDERS:
-        builder, steps = _BUILDERS[step.model]
-        if step.kind not in steps:
-            raise UnknownName(f"step of {step.model}", step.kind, steps)
+        builder, steps, served = _BUILDERS[step.model]
+        if step.kind not in (*steps, *served):
+            raise UnknownName(f"step of {step.model}", step.kind, (*steps, *served))
         return builder(step)
     if (Path(step.model) / "config.json").is_file():
         return from_folder(step)
@@ -69,6 +72,8 @@ def _denoiser(name: str, step: Step) -> Workload:
 
 
 for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():
-    register(_name, STEPS.get(_family, CAUSAL_STEPS))(built_in(_family, _sizes, _dtype))
+    register(_name, STEPS.get(_family, CAUSAL_STEPS), served_steps(_family))(
+        built_in(_family, _sizes, _dtype)
+    )
 for _name in catalog.DENOISERS:
     register(_name, ("denoise",))(partial(_denoiser, _name))

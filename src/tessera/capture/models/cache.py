@@ -104,18 +104,19 @@ def masks(
     found = {}
     if FULL in shape.kinds:
         places = torch.arange(shape.capacity, device=positions.device)
-        found[FULL] = _additive(places > now, dtype)
+        found[FULL] = additive(places > now, dtype)
     if SLIDING in shape.kinds:
         if is_prefill:
             ago = now - positions[:, None, None, :]
-            found[SLIDING] = _additive((ago < 0) | (ago >= shape.ring), dtype)
+            found[SLIDING] = additive((ago < 0) | (ago >= shape.ring), dtype)
         else:
             ring = torch.arange(shape.ring, device=positions.device)
-            found[SLIDING] = _additive(now - (now - ring) % shape.ring < 0, dtype)
+            found[SLIDING] = additive(now - (now - ring) % shape.ring < 0, dtype)
     return found
 
 
-def _additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask to be added to scores: minus infinity where barred."""
     width = barred.shape[-1]
     aligned = width + -width % MASK_ALIGNMENT
     mask = torch.zeros((*barred.shape[:-1], aligned), dtype=dtype, device=barred.device)[..., :width]

@@ -30,14 +30,13 @@ def causal_workload(model: Any, step: Step) -> Workload:
 
 def _caller(model: Any, shape: CacheShape) -> Callable[[Tensors, Tensors], dict[str, torch.Tensor]]:
     decoder, head, dtype = model.get_decoder(), model.get_output_embeddings(), model.dtype
-    by_kind = getattr(model.config, "layer_types", None) is not None and SLIDING in shape.kinds
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         positions, last = inputs["positions"], inputs.get("last")
         made = masks(shape, positions, last is not None, dtype)
         hidden = decoder(
             input_ids=inputs["tokens"],
-            attention_mask=made if by_kind else next(iter(made.values())),
+            attention_mask=by_kind(model.config, shape, made),
             position_ids=positions,
             past_key_values=RowCache(shape, state, positions, last),
             use_cache=True,
@@ -45,6 +44,12 @@ def _caller(model: Any, shape: CacheShape) -> Callable[[Tensors, Tensors], dict[
         return choose(head(newest(hidden, last)))
 
     return call
+
+
+def by_kind(config: Any, shape: CacheShape, made: dict[str, torch.Tensor]) -> Any:
+    """Masks as the decoder takes them: one for each kind of layer where it knows kinds, else one for all."""
+    knows_kinds = getattr(config, "layer_types", None) is not None and SLIDING in shape.kinds
+    return made if knows_kinds else next(iter(made.values()))
 
 
 def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:

@@ -19,6 +19,9 @@ from tessera.ir import Step
 
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
+# What a model has besides when it is served; see `serving`.
+SERVED_STEPS = {"mamba2": ("insert",)}
+CAUSAL_SERVED = ("chunk", "insert")
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
@@ -42,11 +45,21 @@ def from_folder(step: Step) -> Workload:
         said = str(error).partition("\n")[0]
         remedy = "Use a configuration of a model type that transformers knows."
         raise CaptureError(f"cannot be read as a model: {said}", remedy, str(folder)) from error
-    steps = STEPS.get(config.model_type, CAUSAL_STEPS)
+    steps = (*STEPS.get(config.model_type, CAUSAL_STEPS), *served_steps(config.model_type))
     if step.kind not in steps:
         raise UnknownName(f"step of {step.model}", step.kind, steps)
     dtype = getattr(config, "dtype", None) or torch.float32
     return _workload(config, step, dtype, _weights_folder(folder))
+
+
+def served_steps(family: str) -> tuple[str, ...]:
+    """The steps that only serving needs, of a model family."""
+    return SERVED_STEPS.get(family, CAUSAL_SERVED)
+
+
+def another(workload: Workload, step: Step) -> Workload:
+    """Another step of a workload's model, over the same weights."""
+    return _maker(workload.module.config, step)(workload.module, step)
 
 
 def _weights_folder(folder: Path) -> Path | None:
@@ -82,13 +95,23 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
+    return _maker(config, step)(_model(config, step.seed, dtype, folder), step)
+
+
+def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
     from tessera.capture.models.causal import causal_workload
     from tessera.capture.models.mamba import mamba_workload
+    from tessera.capture.models.seeing import seeing_chunk, seeing_insert
+    from tessera.capture.models.serving import causal_insert, chunk_workload, mamba_insert
     from tessera.capture.models.vision import vision_workload
 
+    if step.kind == "chunk":
+        return seeing_chunk if config.model_type in STEPS else chunk_workload
+    if step.kind == "insert":
+        inserts = {"mamba2": mamba_insert, "qwen2_5_vl": seeing_insert}
+        return inserts.get(config.model_type, causal_insert)
     makers = {"mamba2": mamba_workload, "qwen2_5_vl": vision_workload}
-    maker = makers.get(config.model_type, causal_workload)
-    return maker(_model(config, step.seed, dtype, folder), step)
+    return makers.get(config.model_type, causal_workload)
 
 
 def _model(config: Any, seed: int, dtype: torch.dtype, folder: Path | None) -> Any:

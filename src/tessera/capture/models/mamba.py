@@ -72,7 +72,7 @@ def mamba_workload(model: Any, step: Step) -> Workload:
         model,
         _caller(model),
         lambda seed: _inputs(step, model.config.vocab_size, model.dtype, seed),
-        lambda seed: _state(step, model.config, model.dtype, seed),
+        lambda seed: row_state(step, model.config, model.dtype, seed),
         lambda first, run, last: {"tokens": last["next_tokens"][:, None].clone()},
     )
 
@@ -104,7 +104,7 @@ def _inputs(step: Step, vocab_size: int, dtype: torch.dtype, seed: int) -> dict[
     return {"tokens": tokens, "mask": (torch.arange(width) >= width - lengths).to(dtype)}
 
 
-def _state(step: Step, config: Any, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+def row_state(step: Step, config: Any, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """Zeros for a prefill, which overwrites them; for a decode on its own, state that looks used."""
     random = torch.Generator().manual_seed(seed)
     channels = int(config.expand * config.hidden_size) + 2 * config.n_groups * config.state_size

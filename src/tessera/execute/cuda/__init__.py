@@ -10,10 +10,12 @@
     machine     a plan's devices opened on this machine's GPUs
     slot        memory and streams of one request in flight
     pace        which launches and copies keep time, and how long each takes
+    workspace   scratch memory of matrix products inside a graph's own pool
     graph       one program captured for one slot
     captured    all graphs of some plans
     engine      requests through those graphs
-    pick        the fastest of several plans, found by running each
+    stepper     single steps of a served model through those graphs
+    pick        plans tried out, for `execute.pick`
     run         plans from start to end: time scale, requests, comparison, timeline
     spans       what turnstiles wrote -> spans of a timeline
     measure     what launches cost on these devices, stamped in their place in the step

@@ -5,6 +5,7 @@ programs that do the same share a graph. Memory is counted before anything is al
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -77,7 +78,8 @@ class Captured:
             machine.close()
         self._graphs, self.slots = {}, []
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # a GPU that has failed gives nothing back, and has said so
+                torch.cuda.empty_cache()
 
     @property
     def names(self) -> str:

@@ -5,29 +5,30 @@ To start a request is to copy its inputs in and launch the graphs of its lane on
 slot's stream; nothing waits for the CPU until the request is done. To switch the policy is to launch another
 plan's graphs for the next request: what is in flight goes on.
 
-A GPU that fails ends the run with one message that names the requests in flight. Memory is counted before
-anything is allocated. Random numbers are not handled.
+A GPU that fails, or a request that does not end in time, ends the run: one message says why, and every
+request that has no result carries it (`RunResult.error`), also those whose results cannot be read any more.
+Where memory runs out, what is in flight is finished first. Memory is counted before anything is allocated.
+Random numbers are not handled.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from tessera.errors import DeviceMemoryError, WorkerError
-from tessera.execute.cuda.captured import Captured, Kernels
+from tessera.errors import DeviceMemoryError, TesseraError, WorkerError
+from tessera.execute.cuda.captured import Captured
 from tessera.execute.cuda.graph import ProgramGraph
 from tessera.execute.cuda.issue import Track
 from tessera.execute.cuda.launches import bytes_of
-from tessera.execute.cuda.requests import computes, fill, first_line
+from tessera.execute.cuda.requests import TimedOut, fill, first_line, rescue
 from tessera.execute.cuda.slot import Slot
 from tessera.execute.cuda.spans import Since, first_start, lateness_us, spans_of
-from tessera.execute.engine import Request, RunResult
+from tessera.execute.flight import Request, RunResult, computes
 from tessera.execute.schedule import LaneTable
-from tessera.ir import Clock, Plan, Program, Span, Timeline
+from tessera.ir import Clock, Program, Span, Timeline
 
 Tensors = Mapping[str, torch.Tensor]
 # How long the CPU looks away between two looks at requests in flight.
@@ -70,6 +71,12 @@ class CudaEngine:
         self._spans: list[Span] = []
         self._clock: Since | None = None
         self._began: Any = None
+        self._tables: list[LaneTable] = []
+        self._pending: list[tuple[int, Request]] = []
+        self._flights: dict[int, Flight] = {}
+        self._results: dict[int, RunResult] = {}
+        # Of the last `run`: why requests failed, the first cause first.
+        self.faults: list[TesseraError] = []
         # Of the last `run`: how long the CPU took to start each request.
         self.submit_s: list[float] = []
         # Of the last `run`, if profiled: see `lateness_us`.
@@ -80,33 +87,70 @@ class CudaEngine:
         requests: Sequence[Request],
         policy: Callable[[int], int] = lambda number: 0,
         on_done: Callable[[int], None] = lambda number: None,
+        *,
+        is_strict: bool = True,
     ) -> list[RunResult]:
-        """Runs all requests, a slot each; `policy(number)` is the plan that a request follows."""
-        tables = [LaneTable(p.lanes, p.slots, p.lane_table) for p in self._captured.plans]
-        pending = list(enumerate(requests))[::-1]
-        flights: dict[int, Flight] = {}
-        results: dict[int, RunResult] = {}
+        """Runs all requests, a slot each; `policy(number)` is the plan that a request follows.
+
+        Where requests fail, raises the first fault; if not strict, their results carry an error each.
+        """
+        self._tables = [LaneTable(p.lanes, p.slots, p.lane_table) for p in self._captured.plans]
+        self._pending = list(enumerate(requests))[::-1]
+        self._flights, self._results = {}, {}
         self._begin()
-        with self._faults(flights):
-            while pending or flights:
-                for slot in range(self._captured.num_slots):
-                    if slot in flights and self._is_done(flights[slot]):
-                        flight = flights.pop(slot)
-                        tables[flight.plan].give_back(flight.result.lane)
-                        results[flight.number] = self._finish(slot, flight)
-                        on_done(flight.number)
-                    if slot not in flights and pending:
-                        number, request = pending.pop()
-                        plan = policy(number)
-                        flights[slot] = self.submit(slot, number, request, plan, tables[plan].take())
-                time.sleep(POLL_S)
-        return [results[number] for number in range(len(requests))]
+        while self._flights or (self._pending and not self.faults):
+            try:
+                self._look(policy, on_done)
+            except torch.OutOfMemoryError as error:  # only for who asked for more: the others go on
+                remedy = "Use fewer slots, or run without keeping results."
+                self.faults.append(DeviceMemoryError(first_line(error), remedy, self._captured.names))
+            except TimedOut as error:
+                self._fail(str(error), "Lower the load or raise the time limit.")
+            except RuntimeError as error:
+                self._fail(f"the GPU failed: {first_line(error)}", "Start again in a new process.")
+                self._rescue()
+        if self.faults and is_strict:
+            raise self.faults[0]
+        return [self._results.get(number) or self._unstarted() for number in range(len(requests))]
+
+    def _look(self, policy: Callable[[int], int], on_done: Callable[[int], None]) -> None:
+        """One look at every slot: ends what is done, starts what waits."""
+        for slot in range(self._captured.num_slots):
+            flight = self._flights.get(slot)
+            if flight is not None and self._is_done(flight):
+                self._results[flight.number] = self._finish(slot, flight)
+                del self._flights[slot]
+                self._tables[flight.plan].give_back(flight.result.lane)
+                on_done(flight.number)
+            if slot not in self._flights and self._pending and not self.faults:
+                number, request = self._pending.pop()
+                plan = policy(number)
+                self._flights[slot] = self.submit(slot, number, request, plan, self._tables[plan].take())
+        time.sleep(POLL_S)
+
+    def _unstarted(self) -> RunResult:
+        return RunResult(-1, error=f"not run, since {self.faults[0]}")
+
+    def _fail(self, what: str, remedy: str) -> None:
+        """Nothing that is in flight will end."""
+        in_flight = ", ".join(f"{f.number} (lane {f.result.lane})" for f in self._flights.values())
+        message = f"{what}; requests {in_flight or 'none'} were in flight"
+        self.faults.append(WorkerError(message, remedy, self._captured.names))
+        for flight in self._flights.values():
+            self._results[flight.number] = replace(flight.result, outputs=[], state={}, error=message)
+        self._flights = {}
+
+    def _rescue(self) -> None:
+        """Of what had ended before, results that can still be read are kept."""
+        for number, result in self._results.items():
+            if not result.error:
+                self._results[number] = rescue(result, self.faults[-1].message)
 
     def submit(self, slot: int, number: int, request: Request, plan: int, lane: int) -> Flight:
         """Starts a request and returns at once; the slot must be free."""
         place = self._captured.slots[slot]
         place.origin.wait_stream(torch.cuda.current_stream(place.origin.device))
-        result = RunResult(lane, slot=slot)
+        result = RunResult(lane, plan, slot=slot)
         flight = Flight(number, request, plan, result, torch.cuda.Event(enable_timing=True))
         flight.submitted_s = time.monotonic()
         with torch.no_grad(), torch.cuda.stream(place.origin):
@@ -194,12 +238,7 @@ class CudaEngine:
         if flight.stop.query():
             return True
         if time.monotonic() - flight.submitted_s > self._timeout_s:
-            raise WorkerError(
-                f"request {flight.number} (lane {flight.result.lane}) did not end within "
-                f"{self._timeout_s:.0f} s",
-                "Lower the load or raise the time limit.",
-                self._captured.names,
-            )
+            raise TimedOut(f"request {flight.number} did not end within {self._timeout_s:g} s")
         return False
 
     def _finish(self, slot: int, flight: Flight) -> RunResult:
@@ -229,37 +268,6 @@ class CudaEngine:
 
     def _begin(self) -> None:
         self._spans, self._clock, self.submit_s, self.late_us = [], None, [], {}
+        self.faults = []
         self._began = torch.cuda.Event(enable_timing=True)
         self._began.record()
-
-    @contextmanager
-    def _faults(self, flights: Mapping[int, Flight]) -> Any:
-        """A GPU's error becomes one message; nothing of the run survives it."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            remedy = "Use fewer slots, or run without keeping results."
-            raise DeviceMemoryError(first_line(error), remedy, self._captured.names) from error
-        except RuntimeError as error:
-            lost = ", ".join(f"{f.number} (lane {f.result.lane})" for f in flights.values())
-            raise WorkerError(
-                f"the GPU failed with requests {lost or 'none'} in flight: {first_line(error)}",
-                "The requests in flight are lost; start the run again in a new process.",
-                self._captured.names,
-            ) from error
-
-
-def run_cuda(
-    plan: Plan,
-    weights: Tensors,
-    requests: Sequence[Request],
-    scale: float = 1.0,
-    is_profiled: bool = False,
-    kernels: Kernels | None = None,
-    on_done: Callable[[int], None] = lambda number: None,
-) -> tuple[list[RunResult], Timeline]:
-    """Requests through one plan, with the records of `Engine.run` and `Engine.timeline`."""
-    with Captured([plan], weights, kernels, scale, is_profiled) as captured:
-        engine = CudaEngine(captured)
-        results = engine.run(requests, on_done=on_done)
-        return results, engine.timeline()

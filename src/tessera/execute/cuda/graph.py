@@ -19,6 +19,7 @@ from tessera.execute.cuda.launches import Launches, Memory
 from tessera.execute.cuda.order import inbox_offsets, is_move_of_state, issue_order
 from tessera.execute.cuda.slot import ALIGN, Resident, Slot, Storage
 from tessera.execute.cuda.turnstile import RECORD_WORDS
+from tessera.execute.cuda.workspace import own_workspaces
 from tessera.ir import Program, Trace
 
 
@@ -67,6 +68,7 @@ class ProgramGraph:
         graph = torch.cuda.CUDAGraph()
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(own_workspaces())
             for ordinal in self._machine.ordinals:
                 if ordinal != origin.device_index:  # the capture gives its own card a pool, not the others
                     pool = self._slot.pools.setdefault(ordinal, torch.cuda.MemPool())

@@ -7,7 +7,12 @@ import torch
 
 from tessera.errors import MismatchError, WorkerError
 from tessera.execute.cuda.launches import bytes_of
-from tessera.ir import Plan, Program, Run
+from tessera.execute.flight import RunResult
+from tessera.ir import Plan, Program
+
+
+class TimedOut(Exception):
+    """A request did not end in time."""
 
 
 def check_same(plans: Sequence[Plan]) -> None:
@@ -37,11 +42,6 @@ def is_short(plan: Plan, step: int) -> bool:
     return 2 * times[step] < max(times)
 
 
-def computes(program: Program) -> bool:
-    """False for a program that only moves state."""
-    return any(isinstance(i, Run) for column in program.instructions for i in column)
-
-
 def fill(storage: torch.UntypedStorage, tensor: torch.Tensor, what: str) -> None:
     """Copies a tensor's memory into a storage of the same size, on the current stream.
 
@@ -66,3 +66,12 @@ def fill(storage: torch.UntypedStorage, tensor: torch.Tensor, what: str) -> None
 def first_line(error: BaseException) -> str:
     """The first line of a message that may be long."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def rescue(result: RunResult, why: str) -> RunResult:
+    """A result brought to the host, since its GPU has failed; without contents where that is too late."""
+    try:
+        outputs = [{name: t.cpu() for name, t in run.items()} for run in result.outputs]
+        return replace(result, outputs=outputs, state={name: t.cpu() for name, t in result.state.items()})
+    except RuntimeError:
+        return replace(result, outputs=[], state={}, error=why)

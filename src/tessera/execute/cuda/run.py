@@ -1,11 +1,12 @@
 """run: plans on this machine's GPUs from start to end: time scale, requests, comparison, timeline.
 
 What `tessera run` shows of a run on GPUs. Requests and weights must be on the GPU of the first device. The
-timeline comes from a second, shorter run in which every launch is stamped; rates are of the first.
+timeline comes from a second, shorter run in which every launch is stamped; rates are of the first. Requests
+that fail have an error in their result; then there is no second run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,11 +14,12 @@ from tessera.execute.cuda import driver
 from tessera.execute.cuda.captured import Captured, Kernels
 from tessera.execute.cuda.engine import CudaEngine
 from tessera.execute.cuda.measure import measure
-from tessera.execute.cuda.pick import rate_per_s
+from tessera.execute.cuda.pick import try_plans
 from tessera.execute.cuda.stretch import Scale, choose_scale
 from tessera.execute.cuda.undivided import Undivided, differing
 from tessera.execute.engine import Request, RunResult
-from tessera.ir import Cluster, Device, DeviceKind, Plan, Timeline
+from tessera.execute.pick import EACH, Trial, rate_per_s
+from tessera.ir import Clock, Cluster, Device, DeviceKind, Plan, Timeline
 
 Tensors = Mapping[str, torch.Tensor]
 # Requests of the stamped run.
@@ -41,6 +43,8 @@ class CudaRun:
     peak_bytes: tuple[int, ...]
     # Request -> what differs from the undivided run; None if nothing was compared.
     wrong: dict[int, list[str]] | None
+    # Why requests failed.
+    faults: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool | None:
@@ -67,16 +71,43 @@ def run_plans(
         return number // switch_every % len(plans)
 
     with Captured(plans, weights, kernels, scale.factor) as captured:
-        results = CudaEngine(captured).run(requests, policy, on_done)
+        engine = CudaEngine(captured)
+        results = engine.run(requests, policy, on_done, is_strict=False)
+    faults = tuple(map(str, engine.faults))
     peaks = tuple(torch.cuda.max_memory_allocated(driver.card(d.ordinal)) for d in cluster.devices)
-    wrong = _compared(plans[0], weights, requests, results, kernels) if verify else None
-    with Captured(plans, weights, kernels, scale.factor, is_profiled=True) as captured:
-        engine = CudaEngine(captured, keeps_results=False)
-        engine.run(requests[:STAMPED], policy)
-        timeline = engine.timeline()
+    wrong = _compared(plans[0], weights, requests, results, kernels) if verify and not faults else None
+    timeline = Timeline(Clock.MEASURED, (), ())
+    if not faults:
+        timeline = _stamped(plans, weights, requests[:STAMPED], policy, kernels, scale)
     busy = timeline.busy_us()
     compute = {d.name: busy.get(d.name, 0.0) for d in cluster.devices}
-    return CudaRun(results, timeline, rate_per_s(results) * scale.factor, scale, compute, peaks, wrong)
+    per_s = rate_per_s([r for r in results if not r.error]) * scale.factor
+    return CudaRun(results, timeline, per_s, scale, compute, peaks, wrong, faults)
+
+
+def try_out(
+    plans: Sequence[Plan], weights: Tensors, requests: Sequence[Request], kernels: Kernels | None = None
+) -> list[Trial]:
+    """What each plan reaches, tried on these requests over and over; modelled where devices are stretched."""
+    scale = scale_of(plans[0], weights, requests[0], kernels).factor
+    with Captured(plans, weights, kernels, scale) as captured:
+        num = EACH * captured.num_slots
+        trials = try_plans(captured, [requests[i % len(requests)] for i in range(num)])
+    return [replace(t, per_s=t.per_s * scale) for t in trials]
+
+
+def _stamped(
+    plans: Sequence[Plan],
+    weights: Tensors,
+    requests: Sequence[Request],
+    policy: Callable[[int], int],
+    kernels: Kernels | None,
+    scale: Scale,
+) -> Timeline:
+    with Captured(plans, weights, kernels, scale.factor, is_profiled=True) as captured:
+        engine = CudaEngine(captured, keeps_results=False)
+        engine.run(requests, policy)
+        return engine.timeline()
 
 
 def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> Scale:

@@ -1,0 +1,267 @@
+"""Serving on one GPU: tokens per second against Hugging Face's static cache, and on two unlike devices.
+
+    python benchmarks/gpu_serve.py --out benchmarks/results --name serve_h200_202611
+
+Parts, each in a process of its own with a time limit, its results written as they come:
+
+attention  one layer's attention of a decode step, written in several ways
+decode     the decode step as Tessera captures it and as torch.compile makes it of the Hugging Face model with
+           a static cache, both as CUDA graphs that feed themselves, in turn; where the time goes
+engine     the service's engine on one device, all rows decoding, in turn with the same Hugging Face loop,
+           which is a process of its own on the same card
+pair       the engine on two stretched devices under a closed load: the plan, and coarser policies
+
+Real widths (llama-3-8b), random weights, bfloat16, greedy. In the Hugging Face loop nobody looks at tokens;
+the engine hands each to its reader. On stretched devices time is modelled: rate = measured rate x scale.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.gpu_execute import Log, about
+
+MODEL = "llama-3-8b"
+PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
+COARSE = ("data-parallel", "single", "prefill-decode", "layer-pipeline")
+
+
+def attention(log: Log, args: argparse.Namespace) -> None:
+    """Ways to write a decode step's attention."""
+    from benchmarks.gpu_serve_steps import attention_ways
+
+    for batch in (args.batch, 8):
+        log.attempt(f"batch {batch}", lambda batch=batch: attention_ways(batch, args.capacity))
+
+
+def decode(log: Log, args: argparse.Namespace) -> None:
+    """Tessera's step and Hugging Face's, in turn."""
+    from benchmarks.gpu_serve_hf import Beside, tokens_per_s
+    from benchmarks.gpu_serve_steps import agreement, kernels_of, model_on_gpu, own_steps
+
+    with Beside({**sizes(args), "model": MODEL, "steps": args.steps, "mode": args.hf}) as theirs:
+        began, batch = time.monotonic(), args.batch
+        workload = model_on_gpu(MODEL, batch, args.capacity, args.layers)
+        start = args.capacity - args.steps - 8
+        own = own_steps(workload, start, args.portable)
+        log.put("model", {**sizes(args), "captured s": _since(began)})
+        log.attempt("same logits", lambda: agreement(workload, start))
+        log.put("hf", theirs.ready())
+        rates: dict[str, list[float]] = {"tessera": [], "hf": []}
+        for _ in range(args.rounds + 1):
+            rates["tessera"].append(tokens_per_s(*own, batch, args.steps))
+            rates["hf"].append(theirs.ask())
+            log.put("tokens per s", compared(rates, args.hf))
+        log.attempt("tessera, kernels", lambda: kernels_of(*own))
+        log.attempt("hf, kernels", lambda: theirs.ask("kernels"))
+
+
+def engine(log: Log, args: argparse.Namespace) -> None:
+    """The service's engine on one device, in turn with Hugging Face's loop."""
+    from benchmarks.gpu_execute import whole_card
+    from benchmarks.gpu_serve_hf import Beside
+    from benchmarks.gpu_serve_load import run_full, stepper_per_s
+    from benchmarks.gpu_serve_steps import named
+
+    from tessera.serve.gpu import OnGpus
+    from tessera.serve.service import Service
+    from tessera.serve.text import ByteText
+
+    rates: dict[str, list[float]] = {"tessera": [], "hf": []}
+    with Beside({**sizes(args), "model": MODEL, "steps": args.steps, "mode": args.hf}) as theirs:
+        prepared = _prepared(log, args, named(MODEL, args.layers), whole_card(), ())
+        log.put("hf", theirs.ready())
+        with OnGpus(prepared) as local:
+            log.attempt("stepper alone", lambda: stepper_per_s(local.stepper, args.steps))
+            with Service(local.stepper, ByteText(), plans=prepared.plans) as service:
+
+                def round_of() -> dict[str, Any]:
+                    vocab = local.stepper.shape.vocab_size
+                    found = run_full(service, args.batch, args.prompt, args.output, vocab)
+                    rates["tessera"].append(found["decoding, tokens per s"])
+                    return found
+
+                for number in range(args.rounds + 1):
+                    log.attempt(f"engine, round {number}", round_of)
+                    rates["hf"].append(theirs.ask())
+                    log.put("tokens per s", compared(rates, args.hf))
+
+
+def pair(log: Log, args: argparse.Namespace) -> None:
+    """The engine on two stretched devices, under every policy in turn."""
+    from benchmarks.gpu_serve_load import run_load
+    from benchmarks.gpu_serve_steps import named
+
+    from tessera.profile import make_cluster, parse_devices
+    from tessera.serve.gpu import OnGpus
+    from tessera.serve.service import Service, ServiceConfig
+    from tessera.serve.text import ByteText
+
+    cluster = make_cluster(parse_devices(args.devices), args.link)
+    prepared = _prepared(log, args, named(MODEL, args.layers), cluster, COARSE)
+    log.put("scale", round(prepared.scale, 3))
+    rates: dict[str, float] = {}
+    with OnGpus(prepared) as local:
+        shape = local.stepper.shape
+        for number, plan in enumerate(prepared.plans):
+
+            def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
+                config = ServiceConfig(policy=policy)
+                with Service(local.stepper, ByteText(), plans=prepared.plans, config=config) as service:
+                    found = run_load(
+                        service,
+                        shape.slots * shape.rows,
+                        args.prompt,
+                        args.output,
+                        args.seconds,
+                        shape.vocab_size,
+                    )
+                rates[policy] = found["tokens per s"] * prepared.scale
+                predicted = plan.throughput_per_s * shape.rows * args.output
+                return {
+                    **found, "modelled tokens per s": round(rates[policy], 1),
+                    "predicted tokens per s": round(predicted, 1),
+                    "measured / predicted": round(rates[policy] / predicted, 4), "lanes": len(plan.lanes),
+                }  # fmt: skip
+
+            log.attempt(f"{number} {plan.policy}", loaded)
+            first = prepared.plans[0].policy
+            gains = {
+                name: round(rates[first] / rate, 4) for name, rate in rates.items() if rate and first in rates
+            }
+            log.put("gain of the plan over", gains)
+
+
+def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
+    from tessera.ir import Objective
+    from tessera.serve.gpu import prepare_on_gpus
+    from tessera.serve.planning import Average
+
+    began, moments = time.monotonic(), list[Any]()
+    prepared = prepare_on_gpus(
+        model,
+        cluster,
+        slots=args.slots,
+        rows=args.batch,
+        capacity=args.capacity,
+        chunk=args.chunk,
+        average=Average(args.prompt, args.output),
+        policies=(Objective.THROUGHPUT,),
+        coarse=coarse,
+        advance=lambda what: moments.append([_since(began), what]),
+    )
+    launches = [len(g.trace.launches) for g in prepared.unit.graphs]
+    totals = [[round(c.total_us(d), 1) for d in range(len(cluster.devices))] for c in prepared.costs]
+    more = {"prepared s": _since(began), "moments": moments, "launches": launches, "steps us": totals}
+    log.put("model", {**sizes(args), **more, "counts": prepared.unit.counts})
+    return prepared
+
+
+def compared(rates: dict[str, list[float]], hf: str) -> dict[str, Any]:
+    """Medians without the first round, and Tessera's against Hugging Face's."""
+    found = {name: round(statistics.median(r[1:] or r), 1) for name, r in rates.items() if r}
+    ratio = round(found["tessera"] / found["hf"], 4) if "hf" in found and "tessera" in found else None
+    return {**found, "tessera / hf": ratio, "hf compiled by": hf, "rounds": rates}
+
+
+def sizes(args: argparse.Namespace) -> dict[str, int]:
+    """What was asked for."""
+    return {"batch": args.batch, "capacity": args.capacity, "layers": args.layers}
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 1)
+
+
+# All --------------------------------------------------------------------------------------------------------
+
+WHAT: dict[str, Callable[[Log, argparse.Namespace], None]] = {
+    "attention": attention,
+    "decode": decode,
+    "engine": engine,
+    "pair": pair,
+}
+
+
+def run_parts(args: argparse.Namespace, command: str) -> None:
+    """Each part in a process of its own; what it found is joined into NAME.json and NAME.md."""
+    from benchmarks.gpu_serve_table import table
+
+    began = time.monotonic()
+    path = args.out / f"{args.name}.json"
+    kept = path if path.exists() or args.keep is None else args.keep
+    whole: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    whole |= {"about": about()}
+    for part in args.parts.split(","):
+        left = args.limit - (time.monotonic() - began)
+        name = f"{part} {args.tag}".strip()
+        result = args.out / f"{args.name}.{name.replace(' ', '_')}.json"
+        print(f"== {name}, {left:.0f} s left", flush=True)
+        call = [sys.executable, __file__, *sys.argv[1:], "--child", part, "--result", str(result)]
+        more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        try:
+            done = subprocess.run(call, timeout=max(5.0, left), env={**os.environ, **more}, check=False)
+            ended = f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = "stopped at its time limit"
+        found = json.loads(result.read_text()) if result.exists() else {}
+        result.unlink(missing_ok=True)
+        whole[name] = {**found, "ended": ended, "command": command}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        path.with_suffix(".md").write_text(table(whole))
+    print(f"wrote {path}", flush=True)
+
+
+def main() -> None:
+    """All parts, or one as a child."""
+    parser = argparse.ArgumentParser(description="Serving on one GPU.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", default="serve")
+    parser.add_argument("--parts", default="decode,engine,pair")
+    parser.add_argument("--tag", default="", help="told apart from other runs of the same part")
+    parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=32, help="rows of a slot")
+    parser.add_argument("--slots", type=int, default=1)
+    parser.add_argument("--capacity", type=int, default=1088, help="positions of a row")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of an average prompt")
+    parser.add_argument("--output", type=int, default=128, help="tokens of an average answer")
+    parser.add_argument("--steps", type=int, default=64, help="of one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of one policy's load that are counted")
+    parser.add_argument("--devices", default=PAIR[0])
+    parser.add_argument("--link", default=PAIR[1])
+    parser.add_argument(
+        "--hf", default="reduce-overhead", help="or: default, own graph; or: max-autotune, own graph"
+    )
+    parser.add_argument("--portable", action="store_true", help="attention that runs on every GPU")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds for all parts")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.child:
+        log = Log(args.result)
+        try:
+            WHAT[args.child](log, args)
+        except Exception:  # noqa: BLE001 - the parent reads what went wrong from the file
+            print(traceback.format_exc(), flush=True)
+            log.put("error", traceback.format_exc()[-4000:])
+    else:
+        words = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]
+        run_parts(args, f"python benchmarks/gpu_serve.py {' '.join(words)}")
+
+
+if __name__ == "__main__":
+    main()

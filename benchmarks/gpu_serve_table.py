@@ -1,0 +1,109 @@
+"""The results of gpu_serve.py for people: NAME.json -> NAME.md.
+
+python benchmarks/gpu_serve_table.py benchmarks/results/serve_h200_202611.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def table(whole: dict[str, Any]) -> str:
+    """All sections."""
+    about = whole["about"]
+    lines = [
+        "# Serving on one GPU",
+        "",
+        f"{about.get('gpu')}, {about.get('sms')} SMs, torch {about.get('torch')}. llama-3-8b, random "
+        "weights, bfloat16, greedy. 'hf' is the Hugging Face model with its static cache and its own "
+        "attention (`sdpa`, which repeats keys and values for every query head) under torch.compile, in a "
+        "loop that feeds tokens back on the GPU; nobody reads them. Both are timed in turn on the same card.",
+    ]
+    sections = {"decode": _against, "engine": _against, "pair": _pair, "attention": _attention}
+    for kind, section in sections.items():
+        parts = {name: part for name, part in whole.items() if name.split(" ")[0] == kind}
+        if parts:
+            lines += ["", *section(kind, parts)]
+    return "\n".join([*lines, "", *_unfinished(whole)]).rstrip() + "\n"
+
+
+TITLES = {
+    "decode": "The decode step: CUDA graphs that feed themselves",
+    "engine": "The service's engine: every token handed to its reader, all rows decoding",
+}
+
+
+def _against(kind: str, parts: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## {TITLES[kind]}",
+        "",
+        "| rows | positions | layers | tessera, tokens/s | hf, tokens/s | hf compiled by | tessera / hf |",
+        f"|{'---|' * 7}",
+    ]
+    for part in parts.values():
+        model, rates = part.get("model", {}), part.get("tokens per s", {})
+        cells = [model.get(key) for key in ("batch", "capacity", "layers")]
+        cells += [rates.get(key, "-") for key in ("tessera", "hf", "hf compiled by", "tessera / hf")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for name, part in parts.items():
+        lines += ["", f"{name}: `{part['command']}`"]
+        for key in ("tessera, kernels", "hf, kernels"):
+            if "us a step" in part.get(key, {}):
+                lines += ["", f"{key} of a step of {part[key]['us a step']} us (us, launches):", ""]
+                lines += [f"- {us} us, {num}: `{what}`" for what, (us, num) in part[key]["kernels"].items()][
+                    :8
+                ]
+        for key, value in part.items():
+            if key.startswith(("engine,", "stepper")) and "error" not in value:
+                lines += ["", f"{key}: `{json.dumps(value)}`"]
+    return lines
+
+
+def _pair(kind: str, parts: dict[str, Any]) -> list[str]:
+    lines = ["## Two unlike devices: the engine under a closed load, all rows in use"]
+    for name, part in parts.items():
+        model, gains = part.get("model", {}), part.get("gain of the plan over", {})
+        lines += [
+            "",
+            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows a slot, steps' us by device "
+            f"{model.get('steps us')}, runs of each {model.get('counts')}, scale {part.get('scale')}. Rates "
+            f"are modelled: measured x scale. `{part['command']}`",
+            "",
+            "| policy | tokens/s (modelled) | predicted by the plan | measured / predicted | plan / policy |",
+            f"|{'---|' * 5}",
+        ]
+        for key, row in part.items():
+            if not isinstance(row, dict) or "modelled tokens per s" not in row:
+                continue
+            policy = key.partition(" ")[2]
+            cells = [policy, row["modelled tokens per s"], row["predicted tokens per s"],
+                     row["measured / predicted"], gains.get(policy, "-")]  # fmt: skip
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _attention(kind: str, parts: dict[str, Any]) -> list[str]:
+    lines = ["## Attention of one layer of a decode step, several ways (us)", ""]
+    for part in parts.values():
+        for key, ways in part.items():
+            if key.startswith("batch"):
+                found = {name: way["us"] for name, way in ways.items() if isinstance(way, dict)}
+                lines.append(f"- {key}: {json.dumps(found)}")
+    return lines
+
+
+def _unfinished(whole: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, part in whole.items():
+        errors = [v for v in part.values() if isinstance(v, dict) and "error" in v]
+        errors += [part] if isinstance(part.get("error"), str) else []
+        lines += [f"- {name}: {e['error'].strip().splitlines()[-1][:300]}" for e in errors]
+        if part.get("ended", "exit code 0") != "exit code 0":
+            lines.append(f"- {name}: {part['ended']}")
+    return ["## Not finished", "", *lines] if lines else []
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    source.with_suffix(".md").write_text(table(json.loads(source.read_text())))

@@ -1,0 +1,209 @@
+"""tessera serve: from a model to an OpenAI-compatible endpoint, in one command."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from tessera.cli.output import console, progress
+from tessera.cli.plan import LINK_HELP
+from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered
+from tessera.cli.worker import work
+from tessera.errors import MissingExtra, TesseraError
+
+if TYPE_CHECKING:
+    from tessera.ir import Cluster
+    from tessera.serve.gathering import Gathering
+    from tessera.serve.limits import Limits
+    from tessera.serve.start import Options, Ready
+
+# The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
+# Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
+SWITCH_S = 5e-4
+KEY_HELP = "A key that clients must send, or @FILE with one a line; repeat for several."
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A built-in model, or a folder with a checkpoint.")],
+    devices: Annotated[str, typer.Option(help="Where it runs: cpu, emu:a100,emu:l40s, ...")] = "cpu",
+    link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
+    rendezvous: Rendezvous = None,
+    rank: Rank = 0,
+    secret_file: SecretFile = None,
+    torchrun: UnderTorchrun = False,
+    ray: OnRay = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.")] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP)] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. [default: its name]")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(help="Batches in flight.", show_default="2")] = None,
+    rows: Annotated[int | None, typer.Option(help="Requests of one batch.", show_default="8")] = None,
+    max_len: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer. [default: the model's, up to 1024]")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt that are read at a time.", show_default="64")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="auto, throughput or latency.")] = "auto",
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 1024,
+    max_requests: Annotated[int, typer.Option(help="Requests at once, waiting ones included.")] = 2048,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
+    drain: Annotated[float, typer.Option(help="Seconds to finish what runs when told to stop.")] = 30.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Say where it listens as one line of JSON.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP as OpenAI does, with plans for its devices.
+
+    Stops on SIGTERM or Ctrl-C: finishes what runs and refuses what comes. A live page is at /.
+    """
+    started_s = time.perf_counter()
+    meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
+    if meeting is not None and meeting.rank > 0:
+        work(meeting, model=model)
+        return
+    _check_extra()
+    _check_counts(
+        {
+            "--slots": slots,
+            "--rows": rows,
+            "--max-len": max_len,
+            "--max-requests": max_requests,
+            "--max-body": max_body,
+            "--max-waiting": max_waiting,
+        },
+        drain,
+    )
+    from tessera.serve.auth import read_keys
+    from tessera.serve.limits import Limits
+    from tessera.serve.start import Options
+
+    options = Options(
+        name=served_model_name or "",
+        slots=slots,
+        rows=rows,
+        max_len=max_len,
+        chunk=chunk,
+        policy=policy,
+        max_waiting=max_waiting,
+        keys=read_keys(api_key or ()),
+        limits=_within_files(Limits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
+    )
+    cluster = _cluster(devices, link or [])
+    with gathered(cluster, model, meeting, ray) as gathering:
+        _serve(model, cluster, options, (host, port), as_json, started_s, gathering)
+
+
+def _serve(
+    model: str,
+    cluster: "Cluster",
+    options: "Options",
+    address: tuple[str, int],
+    as_json: bool,
+    started_s: float,
+    gathering: "Gathering | None" = None,
+) -> None:
+    from tessera.serve.server import Server, bind, is_loopback, url_of
+    from tessera.serve.start import started
+
+    sys.setswitchinterval(SWITCH_S)
+    bound = bind(*address)
+    if not options.keys and not is_loopback(address[0]):
+        _say(
+            f"warning: everyone who reaches {address[0]} can use this server; --api-key lets in who has a key"
+        )
+    with _stoppable(), bound, ExitStack() as stack:
+        with progress(f"serving {model}") as advance:
+            ready = stack.enter_context(
+                started(model, cluster, options, gathering=gathering, advance=advance)
+            )
+
+        async def stop() -> None:
+            await asyncio.to_thread(ready.service.stop, 0.0)
+
+        def announce() -> None:
+            seconds = time.perf_counter() - started_s
+            _announce(ready, cluster.names, url_of(bound), seconds, as_json)
+
+        Server(ready.app, options.limits, stop, _say, announce).run(sockets=[bound])
+
+
+def _announce(ready: "Ready", names: Sequence[str], url: str, seconds: float, as_json: bool) -> None:
+    """One line, when the first request would be answered."""
+    if not as_json:
+        console().print(f"{ready.name} at {url} after {seconds:.1f} s", markup=False, soft_wrap=True)
+        return
+    shape = ready.service.shape
+    document = {
+        "url": url,
+        "model": ready.name,
+        "devices": list(names),
+        "policies": list(ready.service.snapshot().policies),
+        "slots": shape.slots,
+        "rows": shape.rows,
+        "max_len": shape.capacity,
+        "chunk": shape.chunk,
+        "seconds": round(seconds, 3),
+    }
+    typer.echo(json.dumps(document))
+
+
+def _cluster(devices: str, links: list[str]) -> "Cluster":
+    from tessera.profile import parse_devices, wire
+
+    return wire(parse_devices(devices), links)
+
+
+def _within_files(limits: "Limits") -> "Limits":
+    """Fewer connections where the shell allows fewer open files."""
+    from tessera.serve.server import raise_file_limit
+
+    allowed, remark = raise_file_limit(limits.connections)
+    if remark:
+        _say(f"note: {remark}")
+    return replace(limits, connections=allowed)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Until the server handles it itself, SIGTERM ends the command as Ctrl-C does, and workers with it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_extra() -> None:
+    """Before anything slow is done."""
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(module) is None:
+            raise MissingExtra(module, "serve")
+
+
+def _check_counts(counts: Mapping[str, int | None], drain_s: float) -> None:
+    for place, count in counts.items():
+        if count is not None and count < 1:
+            raise TesseraError(f"{count} is too few", "Use 1 or more.", place)
+    if not 0 <= drain_s < float("inf"):
+        raise TesseraError(f"{drain_s:g} seconds are no time to finish", "Use 0 or more.", "--drain")
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)

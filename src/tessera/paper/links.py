@@ -1,0 +1,63 @@
+"""Links: what bandwidth the gain of kernel-level placement needs, and where it ends."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.paper.records import Case, Outcome, Wire
+from tessera.paper.scale import Scale
+
+NAME = "links"
+# A gain below this is none: it is within what a simulation of a finite run can tell.
+NO_GAIN = 1.005
+
+
+def tasks(scale: Scale) -> list[Case]:
+    """The first pair at every bandwidth."""
+    return [
+        Case(workload, scale.pairs[0], Wire.of_gbps(gbps), scale.slots)
+        for workload in scale.linked
+        for gbps in scale.gbps
+    ]
+
+
+def document(scale: Scale, done: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """One row a workload and bandwidth."""
+    rows = []
+    for case in tasks(scale):
+        found: Outcome = done[case]
+        best, parallel = found.best_baseline, found.policies.get("data-parallel")
+        ratio = found.own / parallel if found.own and parallel else None
+        rows.append(
+            {
+                "model": case.workload.model,
+                "workload": case.workload.title,
+                "pair": case.pair,
+                "gbps": case.wire.gbps,
+                "latency_us": case.wire.latency_us,
+                "policies": dict(found.policies),
+                "best_baseline": best[0] if best else None,
+                "ratio_to_best_baseline": found.own / best[1] if found.own and best else None,
+                "ratio_to_data_parallel": ratio,
+                "has_gain": None if ratio is None else ratio > NO_GAIN,
+                "source": found.source,
+            }
+        )
+    return rows
+
+
+def draw(figure: Any, rows: list[dict[str, Any]]) -> None:
+    """Gain over bandwidth."""
+    axes = figure.subplots()
+    for title in dict.fromkeys(r["workload"] for r in rows):
+        here = [r for r in rows if r["workload"] == title]
+        for key, style in (("ratio_to_data_parallel", "-"), ("ratio_to_best_baseline", "--")):
+            points = [(r["gbps"], r[key]) for r in here if r[key]]
+            label = f"{title}: over {'data-parallel' if style == '-' else 'the best baseline'}"
+            if points:
+                axes.plot(*zip(*points, strict=True), style, marker="o", label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("link, GB/s each way")
+    axes.set_ylabel("throughput, times")
+    axes.set_title(f"{rows[0]['pair']}: where the gain ends", fontsize=9)
+    axes.legend(fontsize=7)

@@ -1,0 +1,55 @@
+"""What the two figures about serving share: a latency and a throughput plan, and what each can do.
+
+Both plans are for the same devices and costs, as a monitor needs them. What a process has made it keeps.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tessera.adapt import Capability
+from tessera.flow import price
+from tessera.ir import Objective, Plan
+from tessera.paper.compare import sources_of
+from tessera.paper.library import Library
+from tessera.paper.records import Case, costs_in_words
+from tessera.plan import PlanConfig, solve
+from tessera.simulate import SteadyRates
+from tessera.simulate.arrivals import make_arrivals
+from tessera.simulate.study import Setting, known_of
+
+GOALS = (Objective.LATENCY, Objective.THROUGHPUT)
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """Two plans of one case, and figures of both."""
+
+    plans: tuple[tuple[str, Plan], ...]
+    known: tuple[Capability, ...]
+    lengths: str
+    source: str
+
+    @property
+    def best_per_s(self) -> float:
+        """Requests per second of the policy that can do most."""
+        return max(x.capacity_per_s for x in self.known)
+
+    def setting(self, arrivals: str, num: int, seed: int = 0) -> Setting:
+        """A stream of requests with drawn lengths."""
+        return Setting(make_arrivals(arrivals, num, seed, self.lengths))
+
+
+@lru_cache(maxsize=1)
+def served(library: Library, case: Case) -> Served:
+    """Plans for both objectives; prompts and answers have the workload's lengths on average."""
+    unit, cluster = library.unit(case.workload), case.cluster()
+    costs = price(unit, cluster)
+    plans = []
+    for goal in GOALS:
+        rates = SteadyRates()
+        config = PlanConfig(goal, case.slots, shown_slots=())
+        plans.append((goal.value, solve(unit, costs, cluster, config, rates, rates.glance)))
+    lengths = f"geometric:{case.workload.prompt},{case.workload.output}"
+    known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))
+    words = f"simulated on {costs_in_words(sources_of(costs))} costs"
+    return Served(tuple(plans), known, lengths, words)

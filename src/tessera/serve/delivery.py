@@ -1,0 +1,106 @@
+"""Delivery: from what a step gave to what readers get, and the one end of every request.
+
+In two halves, so that the next step can start between them: `settle` chooses tokens and frees the rows of
+answers that they end, `deliver` makes text of them and wakes the readers.
+"""
+
+import time
+from collections.abc import Sequence
+
+from tessera.adapt import Live
+from tessera.serve.meters import Meters, Observer
+from tessera.serve.outlet import Bell
+from tessera.serve.records import Finish, Reason, Token
+from tessera.serve.rows import Request, Slot
+from tessera.serve.sampling import choose
+from tessera.serve.stepper import StepDone
+
+NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
+
+
+class Delivery:
+    """Used by the engine's thread."""
+
+    def __init__(self, end: Sequence[int], meters: Meters, observer: Observer) -> None:
+        self._end, self._meters, self._observer = frozenset(end), meters, observer
+        self.live: Live | None = None
+        self._due: list[tuple[Request, Token, Reason | None]] = []
+        self._bell = Bell()
+
+    def settle(self, slot: Slot, done: StepDone) -> None:
+        """Chooses tokens, and frees the rows of answers that end by them."""
+        kind, due = slot.end()
+        self._observer.stepped(kind, done.seconds, len(due))
+        if not due:
+            return
+        now = time.monotonic()
+        gaps = []
+        for (_, request), token in zip(due, _chosen(done, due), strict=True):
+            if token is None:
+                self.finish(request, "error", NO_NUMBERS)
+                continue
+            if request.first_s is None:
+                self._note_first(request, now)
+            else:
+                gaps.append(now - request.last_s)
+            request.last_s = now
+            request.add(token)
+            self._meters.output_tokens += 1
+            reason = self._reason(request, token)
+            if reason is not None:
+                slot.leave(request)
+            self._due.append((request, token, reason))
+        if gaps:
+            self._observer.next_tokens(gaps)
+
+    def _note_first(self, request: Request, now: float) -> None:
+        request.first_s = now
+        self._meters.prompt_tokens += len(request.ask.prompt)
+        self._observer.first_token(now - request.arrived_s)
+
+    def _reason(self, request: Request, token: Token) -> Reason | None:
+        if token.number in self._end and not request.ask.ignores_end:
+            return "stop"
+        return "length" if request.num_out >= request.ask.max_tokens else None
+
+    def deliver(self) -> None:
+        """Makes text of the tokens of the last steps and wakes their readers."""
+        due, self._due = self._due, []
+        for request, token, reason in due:
+            if request.is_over:
+                continue
+            request.outlet.put(request.text_of(token), token)
+            if request.watch.is_stopped:
+                self.finish(request, "stop")
+            elif reason is not None:
+                self.finish(request, reason)
+            else:
+                self._bell.ring(request.outlet)
+        self._bell.flush()
+
+    def finish(self, request: Request, reason: Reason, message: str = "") -> None:
+        """The one end of every request."""
+        request.is_over = True
+        if request.slot is not None:
+            request.slot.leave(request)
+        rest = request.rest_of_text()
+        if rest:
+            request.outlet.put(rest, None)
+        finish = Finish(reason, len(request.ask.prompt), request.num_out, message)
+        request.outlet.finish(finish)
+        self._bell.ring(request.outlet)
+        self._meters.finished[reason] += 1
+        self._observer.finished(finish, request.times())
+        if self.live is not None:
+            self.live.finished()
+
+    def flush(self) -> None:
+        """Wakes the readers of requests that were finished."""
+        self._bell.flush()
+
+
+def _chosen(done: StepDone, due: Sequence[tuple[int, Request]]) -> list[Token | None]:
+    greedy = done.outputs["next_tokens"].tolist()
+    picks = [request.pick for _, request in due]
+    logits = None if all(pick.is_plain for pick in picks) else done.outputs["logits"]
+    return choose(logits, greedy, [row for row, _ in due], picks)

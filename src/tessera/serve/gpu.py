@@ -1,0 +1,209 @@
+"""Serving on GPUs of this process: prepare_on_gpus for `planning.prepare`, OnGpus for `Local`.
+
+Chunks and decodes are captured from compiled code, so that they run at its speed; an insert only copies, and
+is captured as it stands. Launches are measured on real cards and parts of one; on stretched devices they are
+priced by the cost model, and the run has a time scale (see `execute.cuda.stretch`): what is measured there is
+modelled time, stretched by that scale.
+
+A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make.
+Not handled: GPUs beside CPUs, real cards beside stretched ones, and a GPU that fails, which ends the service:
+nothing of this process can use it again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+
+from tessera import flow
+from tessera.analyze.accesses import triton_accesses
+from tessera.capture import Workload, build, known_models, record
+from tessera.capture.inductor import on_device, record_inductor
+from tessera.capture.record import PORTABLE
+from tessera.errors import TesseraError, WorkerError
+from tessera.execute.cuda import driver
+from tessera.execute.cuda.captured import Kernels
+from tessera.execute.cuda.measure import measure
+from tessera.execute.cuda.run import scale_of
+from tessera.execute.cuda.stepper import CudaStepper
+from tessera.execute.footprint import footprints, ready_programs
+from tessera.ir import Cluster, Costs, DeviceKind, Objective, Step, Trace, WorkUnit
+from tessera.profile.measured import combine
+from tessera.serve.planning import POLICIES, Average, Prepared, counts_of
+from tessera.serve.stepper import SlotsLost, Stepper, Tensors
+from tessera.serve.steps import ROWS, SLOTS, Served, served
+
+# Random weights of more than this are made on the GPU.
+LARGE_BYTES = 2 << 30
+# A step of a served model that takes longer than this will never end.
+STEP_TIMEOUT_S = 60.0
+PLACE = "--devices"
+
+
+@dataclass(frozen=True)
+class PreparedOnGpus(Prepared):
+    """A model on a GPU with the plans to serve it by, and what runs its launches."""
+
+    kernels: Kernels = field(default_factory=dict)
+    # Measured time = modelled time x scale; 1 where no device is stretched.
+    scale: float = 1.0
+
+    def without(self, lost: Sequence[str]) -> Prepared:
+        """A GPU that failed cannot be used by this process again, nor can the others."""
+        raise WorkerError(f"lost {', '.join(lost)}", "Start the service again in a new process.")
+
+
+@dataclass(frozen=True)
+class Still:
+    """A request for measuring: every run of a step has the same inputs, and whatever state there is."""
+
+    workloads: Sequence[Workload]
+
+    def state(self) -> Tensors:
+        """None of its own."""
+        return {}
+
+    def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
+        """Those of the step's example."""
+        return self.workloads[step].make_inputs(0)
+
+
+def is_for_gpus(cluster: Cluster) -> bool:
+    """True if every device is a GPU's; refuses sets of both kinds."""
+    gpus = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA]
+    if gpus and len(gpus) < len(cluster.devices):
+        raise TesseraError(f"{', '.join(gpus)} cannot serve beside other devices", "Name GPUs only.", PLACE)
+    stretched = [d.name for d in cluster.devices if d.is_stretched]
+    if stretched and len(stretched) < len(cluster.devices):
+        remedy = "Stretch all devices or none."
+        raise TesseraError(f"{', '.join(stretched)} keep other times than the rest", remedy, PLACE)
+    return bool(gpus)
+
+
+def prepare_on_gpus(
+    model: str,
+    cluster: Cluster,
+    *,
+    slots: int = SLOTS,
+    rows: int = ROWS,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    average: Average | None = None,
+    policies: Sequence[Objective] = POLICIES,
+    seed: int = 0,
+    coarse: Sequence[str] = (),
+    is_compiled: bool = True,
+    advance: Callable[[str], None] = lambda what: None,
+) -> PreparedOnGpus:
+    """Plans a service on GPUs. `coarse`: coarser policies to plan for as well, such as data-parallel.
+
+    `is_compiled`: steps that compute are captured from compiled code, else operator by operator.
+    """
+    card = str(driver.card(cluster.devices[0].ordinal))
+    advance(f"building {model}")
+    with _made_on(card, model, seed):
+        plain = served(model, slots=slots, rows=rows, capacity=capacity, chunk=chunk, seed=seed)
+    if "encode" in plain.workloads:
+        raise TesseraError(
+            "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
+        )
+    made = replace(plain, workloads={k: blank(on_device(w, card)) for k, w in plain.workloads.items()})
+    advance("capturing its steps")
+    traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
+    unit = flow.make_unit(traces, counts_of(made, average or Average()))
+    still = Still(tuple(made.workloads.values()))
+    advance("pricing its launches")
+    costs = _prices(unit, cluster, made.weights(), still, kernels)
+    advance("planning")
+    wanted = policies if len(cluster.devices) > 1 else policies[:1]
+    plans = tuple(flow.make_plan(unit, costs, cluster, x, slots) for x in wanted)
+    plans += tuple(flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, slots, name) for name in coarse)
+    scale = scale_of(plans[0], made.weights(), still, kernels).factor
+    found = footprints(plans, [ready_programs(plan) for plan in plans])
+    return PreparedOnGpus(made, cluster, unit, costs, plans, found, kernels, scale)
+
+
+def blank(workload: Workload) -> Workload:
+    """The same step, whose state is zeros where its inputs are: nothing is made on the CPU and moved."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    device = next(iter(workload.make_inputs(0).values())).device
+    with FakeTensorMode():
+        shapes = {name: (tuple(t.shape), t.dtype) for name, t in workload.make_state(0).items()}
+
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(s, dtype=d, device=device) for name, (s, d) in shapes.items()}
+
+    return replace(workload, make_state=state)
+
+
+def _captured(model: Served, is_compiled: bool, portable: bool) -> tuple[list[Trace], Kernels]:
+    """The steps' traces, and the compiled objects of those that were compiled."""
+    traces: list[Trace] = []
+    kernels: dict[int, Mapping[int, Any]] = {}
+    for step, (kind, workload) in enumerate(model.workloads.items()):
+        if kind == "insert" or not is_compiled:
+            with sdpa_kernel(PORTABLE):
+                traces.append(record(workload))
+            continue
+        recording = record_inductor(workload, triton_accesses, portable)
+        traces.append(recording.trace)
+        kernels[step] = recording.relaunch
+    return traces, kernels
+
+
+def _prices(
+    unit: WorkUnit, cluster: Cluster, weights: Tensors, still: Still, kernels: Kernels
+) -> tuple[Costs, ...]:
+    if any(device.is_stretched for device in cluster.devices):
+        return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
+    return measure(unit, cluster, weights, still, kernels)[0]
+
+
+@contextmanager
+def _made_on(card: str, model: str, seed: int) -> Iterator[None]:
+    """While entered, a large built-in model is made on the GPU; the GPU's own random numbers go on after."""
+    if model not in known_models() or _weight_bytes(model) <= LARGE_BYTES:
+        yield
+        return
+    with torch.random.fork_rng(devices=[torch.device(card)]), torch.device(card):
+        torch.cuda.manual_seed(seed)
+        yield
+
+
+def _weight_bytes(model: str) -> int:
+    with torch.device("meta"):
+        module = build(Step(model, "decode", 1, 1)).module
+    return sum(p.numel() * p.itemsize for p in module.parameters())
+
+
+class OnGpus:
+    """The stepper of a service on GPUs; in a `with` statement, which starts it and ends it."""
+
+    def __init__(self, prepared: PreparedOnGpus, timeout_s: float | None = STEP_TIMEOUT_S) -> None:
+        self.prepared, self._stack = prepared, ExitStack()
+        self.stepper = CudaStepper(
+            prepared.plans,
+            prepared.model.weights(),
+            prepared.model.shape,
+            kernels=prepared.kernels,
+            scale=prepared.scale,
+            timeout_s=timeout_s,
+        )
+
+    def __enter__(self) -> "OnGpus":
+        self._stack.enter_context(self.stepper)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def replace(self, lost: SlotsLost) -> Stepper:
+        """There is none: a GPU that failed cannot be used by this process again."""
+        raise WorkerError(lost.message, "Start the service again in a new process.", lost.device)

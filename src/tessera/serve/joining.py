@@ -1,0 +1,116 @@
+"""Joining: worker processes that call the engine, are briefed, work, and call again when it needs them anew.
+
+A session is one process: it calls, makes the weights of its device, and works until the engine hangs up.
+When a device is lost the engine hangs up on all and takes whoever calls next, so a worker that is left, one
+that was killed and one on a new machine are the same to it: they call. `keep_working` sees to it that a
+session follows a session until no engine answers any more.
+
+The engine names the model. Built-in names and folders are built; code that a name would import is refused,
+because the briefing of another machine should choose no code on this one.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+import torch
+
+from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
+from tessera.execute.calling import serve_call
+from tessera.execute.gate import Call
+from tessera.execute.hub import START_TIMEOUT_S, hidden_main
+from tessera.ir import Step
+
+# After a session, how long no engine may answer until the worker leaves.
+AGAIN_S = 5.0
+# What a session imports: done once, by the process that sessions are forked from.
+PRELOADED = ["tessera.execute.calling", "tessera.flow"]
+
+
+@dataclass(frozen=True)
+class ModelHere:
+    """Makes weights of the engine's model on this machine."""
+
+    # A name or folder in place of the engine's; empty: the engine's own.
+    model: str = ""
+
+    def __call__(self, step: Step) -> Mapping[str, torch.Tensor]:
+        import tessera.flow  # noqa: F401 - hands workers what runs kernels with PTX
+        from tessera.capture import build
+
+        model = self.model or step.model
+        if ":" in model and not os.path.isdir(model):
+            raise CaptureError(
+                f"the engine's model {model} is code to import",
+                "Serve a built-in model or a folder, or run a plan with `tessera run`.",
+            )
+        if not self.model and os.path.isabs(model) and not os.path.isdir(model):
+            raise CaptureError(
+                f"there is no folder {model} on this machine", "Copy it here, or name another with --model."
+            )
+        return build(replace(step, model=model)).weights()
+
+
+def keep_working(
+    call: Call,
+    rank: int,
+    model: str = "",
+    patience_s: float = START_TIMEOUT_S,
+    again_s: float = AGAIN_S,
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Session after session until no engine answers; returns how many there were."""
+    sessions = 0
+    while True:
+        found, code = _session(call, rank, model, again_s if sessions else patience_s)
+        if isinstance(found, WorkerError) and sessions:
+            return sessions  # the engine is gone, as it should be in the end
+        if found is not None:
+            raise found
+        sessions += 1
+        how = "the engine hung up" if code == 0 else f"the worker ended with exit code {code}"
+        say(f"{how}; calling again")
+
+
+def _session(call: Call, rank: int, model: str, patience_s: float) -> tuple[TesseraError | None, int]:
+    """One process from call to hang-up: the error it ended with, and its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    mine, theirs = context.Pipe(duplex=False)
+    arguments = (call, rank, model, patience_s, theirs)
+    process = context.Process(target=_session_main, args=arguments, name="tessera-worker", daemon=True)
+    with hidden_main():
+        process.start()
+    theirs.close()
+    try:
+        kind, *words = mine.recv()  # from our own child
+    except EOFError:
+        kind, words = "", []
+    finally:
+        mine.close()
+        process.join(10.0 if kind else None)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    code = process.exitcode or 0
+    process.close()
+    if not kind:
+        return None, code
+    error = WorkerError(*words) if kind == WorkerError.__name__ else MismatchError(*words)
+    return error, code
+
+
+def _session_main(call: Call, rank: int, model: str, patience_s: float, outcome: Connection) -> None:
+    """The process of one session."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it
+    try:
+        serve_call(call, rank, ModelHere(model), patience_s)
+    except TesseraError as error:
+        is_gone = isinstance(error, WorkerError)
+        name = WorkerError.__name__ if is_gone else MismatchError.__name__
+        outcome.send((name, error.message, error.remedy, error.place))
+        outcome.close()
+    os._exit(0)  # threads of gloo may still wait for peers that are gone

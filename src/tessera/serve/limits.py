@@ -1,0 +1,130 @@
+"""Limits: how much one client, and all of them, may take of the server.
+
+    a body       at most so many bytes, which must come within a time
+    requests     at most so many at once; while the server closes, none
+    a client     that goes has its generation cancelled
+
+Connections, and clients that do not read, have limits in `server`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tessera.serve.openai_errors import ApiError
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is allowed; every figure is an option of `tessera serve` or its documented constant."""
+
+    body_bytes: int = 4 * 2**20
+    # A body that has not come whole by then is given up.
+    body_s: float = 30.0
+    # Requests being answered or waiting in the queue.
+    requests: int = 1024
+    # A client that does not read what is sent for so long is cut off.
+    stall_s: float = 60.0
+    # Open connections; of those without a request the oldest makes room for a new one.
+    connections: int = 16384
+    # A connection without a whole request is closed after so long.
+    idle_s: float = 75.0
+    # What runs has so long to finish when the server is told to stop.
+    drain_s: float = 30.0
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; nobody reads an answer."""
+
+
+class Gate:
+    """Counts the requests that are inside, and lets no more in than allowed."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.inside, self.is_closed = most, 0, False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """While one request is answered; refuses by 429 and, when closed, by 503."""
+        if self.is_closed:
+            raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
+        if self.inside >= self.most:
+            message = f"{self.most} requests are being served, the most at once. Try again later."
+            raise ApiError(429, message, code="rate_limit_exceeded")
+        self.inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                self._empty.set()
+
+    async def emptied(self, timeout_s: float) -> bool:
+        """Waits until nobody is inside; False if some still are after the time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+async def read_body(receive: Receive, limits: Limits) -> bytes:
+    """A whole body, or 413 or 408."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise _too_large(limits)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
+
+
+def check_length(headers: dict[bytes, bytes], limits: Limits) -> None:
+    """Refuses a body that says itself that it is too large, before it is sent."""
+    said = headers.get(b"content-length", b"")
+    if said.isdigit() and int(said) > limits.body_bytes:
+        raise _too_large(limits)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"a body of more than {limits.body_bytes:,} bytes", code="request_too_large")
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs work while the client is there; cancels it and raises ClientGone when it goes."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+            # An error on the way out has nobody to be told to; asking for it keeps asyncio quiet.
+            _ = task.cancelled() or task.exception()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

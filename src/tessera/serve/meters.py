@@ -1,0 +1,132 @@
+"""What the engine counts and times: totals since the start, shares of the last seconds, and an observer.
+
+The engine's thread writes; totals may be read by any thread. Times of single requests are handed to an
+`Observer` as they come, and not kept: whoever wants histograms plugs them in there.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from tessera.serve.records import Finish
+from tessera.serve.stepper import StepKind, Use
+
+# Seconds between two looks at what the stepper counts.
+LOOK_S = 0.5
+
+
+class Times(NamedTuple):
+    """A request's times, in seconds; None: it did not get so far."""
+
+    # In the queue until it had a row, for the first time.
+    queued_s: float | None
+    # From arrival to its first token.
+    first_token_s: float | None
+    # From arrival to its end.
+    whole_s: float
+
+
+class Observer(Protocol):
+    """Takes raw observations; called by the engine's thread, so it must be quick."""
+
+    def seated(self, queued_s: float) -> None:
+        """A request has waited so long, and has a row now."""
+
+    def first_token(self, seconds: float) -> None:
+        """Since the request arrived."""
+
+    def next_tokens(self, seconds: Sequence[float]) -> None:
+        """Since the token before, for every token of a step that is not an answer's first."""
+
+    def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
+        """A step ended that did something for so many requests."""
+
+    def finished(self, finish: Finish, times: Times) -> None:
+        """A request has left, for whatever reason."""
+
+
+class NoObserver:
+    """Looks away."""
+
+    def seated(self, queued_s: float) -> None:
+        """Nothing."""
+
+    def first_token(self, seconds: float) -> None:
+        """Nothing."""
+
+    def next_tokens(self, seconds: Sequence[float]) -> None:
+        """Nothing."""
+
+    def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
+        """Nothing."""
+
+    def finished(self, finish: Finish, times: Times) -> None:
+        """Nothing."""
+
+
+class _Look(NamedTuple):
+    at_s: float
+    output_tokens: int
+    busy_s: Mapping[str, float]
+    moved: Mapping[tuple[str, str], int]
+
+
+class Meters:
+    """Counters, and a window of looks at them."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.retried = 0
+        self.finished: Counter[str] = Counter()
+        self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
+
+    def is_due(self) -> bool:
+        """True if the last look is old."""
+        return time.monotonic() - self._looks[-1].at_s >= LOOK_S
+
+    def look(self, use: Use) -> None:
+        """Remembers what there is now, and forgets what is older than the window."""
+        now = time.monotonic()
+        looks = self._looks
+        looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
+        while len(looks) > 2 and looks[1].at_s <= now - self._window_s:
+            looks.popleft()
+
+    def restart(self) -> None:
+        """The stepper's counters begin at nothing again."""
+        self._looks = deque([_Look(time.monotonic(), self.output_tokens, {}, {})])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens over the window."""
+        first, last = self._ends()
+        return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s or 1.0)
+
+    def busy(self) -> dict[str, float]:
+        """Device -> share of the window in which it worked."""
+        first, last = self._ends()
+        span_s = last.at_s - first.at_s or 1.0
+        return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
+
+    def moved(self, bytes_per_s: Mapping[tuple[str, str], float]) -> list[tuple[str, str, float, int]]:
+        """(source, destination, share of the window at the link's modelled speed, bytes so far)."""
+        first, last = self._ends()
+        span_s = last.at_s - first.at_s or 1.0
+        found = []
+        for ends in sorted({*bytes_per_s, *last.moved}):
+            total = last.moved.get(ends, 0)
+            speed = bytes_per_s.get(ends, 0.0)
+            wire_s = (total - first.moved.get(ends, 0)) / speed if speed else 0.0
+            found.append((*ends, _share(wire_s, span_s), total))
+        return found
+
+    def _ends(self) -> tuple[_Look, _Look]:
+        looks = self._looks
+        return looks[0], looks[-1]
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return min(1.0, max(0.0, part_s / whole_s))

@@ -1,0 +1,153 @@
+"""prepare: a model and devices in, plans for serving out: captured, priced, planned and checked, not started.
+
+Only the process that workers are forked from is started, so that it has imported torch when they are wanted.
+
+The work unit of serving is what a slot does for `rows` average requests: rows x ceil(prompt / chunk) chunks,
+rows inserts and as many decodes as an answer has tokens. Without chunks, a prompt is read by decodes too; to
+a model that sees, every request brings a picture. The unit is a served one (`WorkUnit.is_served`), so every
+state has one home in all steps.
+
+There is a plan for every policy wanted, over the same unit and costs; on one device, where nothing is to be
+decided, there is the first one's only. Devices that keep their own time are measured, from the store where
+they were measured before. Devices that compute on this machine's CPU need the model to fit in it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from tessera import flow
+from tessera.capture import record
+from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError
+from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
+from tessera.execute.hub import warm_up
+from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
+from tessera.plan import Explanation, explain
+from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
+from tessera.serve.steps import ROWS, SLOTS, Served, for_cpu, served
+
+# Weights of a model that is computed on this machine's CPU.
+MAX_BYTES = 4 << 30
+POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """An average request, in tokens: what the plans are made for."""
+
+    prompt: int = 128
+    output: int = 64
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model with the plans to serve it by."""
+
+    model: Served
+    cluster: Cluster
+    unit: WorkUnit
+    costs: tuple[Costs, ...]
+    plans: tuple[Plan, ...]
+    footprints: tuple[Footprint, ...]
+
+    @cached_property
+    def explanations(self) -> tuple[Explanation, ...]:
+        """Why each plan is as it is; made when it is first asked for."""
+        return tuple(explain(plan) for plan in self.plans)
+
+    def without(self, lost: Sequence[str]) -> "Prepared":
+        """The same service on the other devices, planned anew."""
+        kept = [i for i, device in enumerate(self.cluster.devices) if device.name not in lost]
+        if not kept:
+            raise PlanInfeasible(f"no device is left without {', '.join(lost)}", "Start the service again.")
+        devices = tuple(self.cluster.devices[i] for i in kept)
+        names = {device.name for device in devices}
+        links = tuple(x for x in self.cluster.links if {x.src, x.dst} <= names)
+        costs = tuple(
+            replace(c, devices=devices, costs=tuple(tuple(row[i] for i in kept) for row in c.costs))
+            for c in self.costs
+        )
+        wanted = tuple(plan.objective for plan in self.plans)
+        return _planned(self.model, Cluster(devices, links), self.unit, costs, wanted)
+
+
+def prepare(
+    model: str,
+    cluster: Cluster,
+    *,
+    slots: int = SLOTS,
+    rows: int = ROWS,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    average: Average | None = None,
+    policies: Sequence[Objective] = POLICIES,
+    seed: int = 0,
+    store: Path | None = None,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Prepared:
+    """Plans a service; `advance` hears what is done next, `store` keeps measurements."""
+    if any(device.kind is DeviceKind.CUDA for device in cluster.devices):
+        raise TesseraError(
+            f"{cluster.names[0]} is a GPU; worker processes compute on the CPU", "", "--devices"
+        )
+    warm_up()  # beside the capture and the planning
+    advance(f"building {model}")
+    made = for_cpu(
+        served(model, slots=slots, rows=rows, capacity=capacity, chunk=chunk, seed=seed, max_bytes=MAX_BYTES)
+    )
+    advance("capturing its steps")
+    traces = [record(workload) for workload in made.workloads.values()]
+    unit = flow.make_unit(traces, counts_of(made, average or Average()))
+    advance("pricing its launches")
+    costs = tuple(_price(trace, cluster, store or default_store(), advance) for trace in traces)
+    advance("planning")
+    return _planned(made, cluster, unit, costs, tuple(policies))
+
+
+def counts_of(model: Served, average: Average) -> tuple[int, ...]:
+    """How often each step runs for `rows` average requests."""
+    shape = model.shape
+    if not shape.chunk:
+        return shape.rows, max(1, average.prompt + average.output - 1)
+    prompt = min(average.prompt, shape.capacity)
+    counts = shape.rows * -(-prompt // shape.chunk), shape.rows, max(1, average.output - 1)
+    return (shape.rows, *counts) if "encode" in model.workloads else counts
+
+
+def _price(trace: Trace, cluster: Cluster, store: Path, advance: Callable[[str], None]) -> Costs:
+    found = {}
+    for device in cluster.devices:
+        if needs_measuring(device):
+            advance(f"measuring {trace.step.kind} on {device.name}")
+            timer = flow.make_timer(trace, device)
+            found[device.name] = measure(
+                trace, device, timer, lambda machine: Store(store, machine, Clocks.ANY), lambda what: None
+            )
+    return combine(trace, cluster.devices, found)[0]
+
+
+def _planned(
+    model: Served,
+    cluster: Cluster,
+    unit: WorkUnit,
+    costs: tuple[Costs, ...],
+    policies: tuple[Objective, ...],
+) -> Prepared:
+    wanted = policies if len(cluster.devices) > 1 else policies[:1]
+    try:
+        plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.slots) for x in wanted)
+        found = footprints(plans, [ready_programs(plan) for plan in plans])
+        check_fits(plans, found)
+    except (PlanInfeasible, DeviceMemoryError) as error:
+        raise type(error)(error.message, _lower(model), error.place) from error
+    return Prepared(model, cluster, unit, costs, plans, found)
+
+
+def _lower(model: Served) -> str:
+    """What to lower, in the words of serving, with what it is now."""
+    shape = model.shape
+    return (
+        f"Lower --slots, --rows or --max-len (now {shape.slots}, {shape.rows} and {shape.capacity}), "
+        "or add a device."
+    )

@@ -1,0 +1,73 @@
+"""FairQueue: who is served next. Clients take turns; what one client asked for first comes first.
+
+Requests that lost their device go ahead of everybody, in the order in which they come back: they have been
+served in part. They do not count against the limit, which is for what comes from outside.
+
+Not thread-safe: the engine holds its lock around every call.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from tessera.errors import ServiceBusy
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Waiting requests by client. An item is in it at most once."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._returned: deque[T] = deque()
+        # In the order of turns: the first client's first item is next.
+        self._by_client: dict[str, deque[T]] = {}
+        self._num = 0
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._returned
+        for items in self._by_client.values():
+            yield from items
+
+    def push(self, client: str, item: T) -> None:
+        """Behind the client's others; refused when too many wait."""
+        if self._num >= self._max_waiting:
+            raise ServiceBusy(f"{self._num} requests wait already", "Ask again later.")
+        self._by_client.setdefault(client, deque()).append(item)
+        self._num += 1
+
+    def give_back(self, item: T) -> None:
+        """Ahead of everything that was never served."""
+        self._returned.append(item)
+
+    def pop(self) -> T | None:
+        """The next one; its client's turn comes again after all others'."""
+        if self._returned:
+            return self._returned.popleft()
+        client = next(iter(self._by_client), None)
+        if client is None:
+            return None
+        items = self._by_client.pop(client)
+        self._num -= 1
+        item = items.popleft()
+        if items:
+            self._by_client[client] = items
+        return item
+
+    def remove(self, client: str, item: T) -> bool:
+        """Takes out one that nobody waits for any more; False if it is not here."""
+        if item in self._returned:
+            self._returned.remove(item)
+            return True
+        items = self._by_client.get(client)
+        if items is None or item not in items:
+            return False
+        items.remove(item)
+        self._num -= 1
+        if not items:
+            del self._by_client[client]
+        return True

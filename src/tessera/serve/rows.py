@@ -1,0 +1,227 @@
+"""Request and Slot: where every request stands, and which step a slot runs next.
+
+A request is a sequence of tokens, its prompt and what was chosen so far, of which the model has read a part.
+When it has read all, the next token is due. So a prompt in chunks, a prompt read by decodes, an answer, and
+an answer that starts anew on another device are all the same thing.
+
+A slot alternates: after a chunk comes a decode if any row waits for one, so a long prompt never stops the
+answers beside it. A row without a request reads token 0 at position 0, in state that the next insert
+overwrites.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+
+import torch
+
+from tessera.serve.meters import Times
+from tessera.serve.outlet import Outlet
+from tessera.serve.records import Ask, Token
+from tessera.serve.sampling import Pick
+from tessera.serve.stepper import Shape, StepKind, Tensors
+from tessera.serve.stops import StopWatch
+from tessera.serve.text import Reader
+
+
+class Request:
+    """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
+
+    __slots__ = (
+        "_free_pick",
+        "_pick",
+        "arrived_s",
+        "ask",
+        "first_s",
+        "is_cancelled",
+        "is_over",
+        "last_s",
+        "num_out",
+        "outlet",
+        "read",
+        "reader",
+        "retries",
+        "seated_s",
+        "sequence",
+        "slot",
+        "watch",
+    )
+
+    def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
+        self.ask, self.reader = ask, reader
+        self.sequence = list(ask.prompt)
+        # Tokens of the sequence that the model has read, and tokens chosen.
+        self.read = self.num_out = 0
+        self.watch = StopWatch(ask.stop)
+        self.outlet = Outlet()
+        generator = random.Random(ask.sampling.seed)
+        self._free_pick = Pick(ask.sampling, generator)
+        bans = bool(ask.min_tokens) and not ask.ignores_end
+        self._pick = Pick(ask.sampling, generator, tuple(end)) if bans else self._free_pick
+        self.slot: Slot | None = None
+        self.retries = 0
+        self.is_cancelled = self.is_over = False
+        self.arrived_s = time.monotonic()
+        self.seated_s: float | None = None
+        self.first_s: float | None = None
+        self.last_s = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """True if the model has read everything: its output is the next token."""
+        return self.read == len(self.sequence)
+
+    @property
+    def pick(self) -> Pick:
+        """How the next token is chosen."""
+        return self._pick if self.num_out < self.ask.min_tokens else self._free_pick
+
+    def add(self, token: Token) -> None:
+        """The next token."""
+        self.sequence.append(token.number)
+        self.num_out += 1
+
+    def text_of(self, token: Token) -> str:
+        """What a token adds to the answer for certain."""
+        text = self.reader.feed(token.number)
+        if not self.ask.stop:
+            return text
+        return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
+
+    def rest_of_text(self) -> str:
+        """What is certain at the end of the answer."""
+        if self.watch.is_stopped:
+            return ""
+        return self.watch.feed(self.reader.flush()) + self.watch.flush()
+
+    def times(self) -> Times:
+        """For the observer."""
+        start = self.arrived_s
+        queued = None if self.seated_s is None else self.seated_s - start
+        first = None if self.first_s is None else self.first_s - start
+        return Times(queued, first, time.monotonic() - start)
+
+
+class Slot:
+    """An open slot: a batch of rows on one lane."""
+
+    def __init__(self, number: int, policy: int, shape: Shape) -> None:
+        self.number, self.policy, self._shape = number, policy, shape
+        self.rows: list[Request | None] = [None] * shape.rows
+        # Who is in the spare row, for which row of the batch, and whether its prompt is whole there.
+        self.reading: Request | None = None
+        self._place = 0
+        self._is_read = False
+        self.running: StepKind | None = None
+        # (row, request) of the step that runs, and what ran before it.
+        self._flight: list[tuple[int, Request]] = []
+        self._last: StepKind = "decode"
+
+    @property
+    def num_used(self) -> int:
+        """Rows with a request, or kept for one."""
+        return len(self.rows) - self.num_free
+
+    @property
+    def num_free(self) -> int:
+        """Rows for more requests."""
+        return self.rows.count(None) - (self.reading is not None)
+
+    @property
+    def takes(self) -> bool:
+        """True if a request can begin here now."""
+        return self.reading is None and None in self.rows
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is here and nothing runs."""
+        return self.running is None and self.reading is None and self.rows.count(None) == len(self.rows)
+
+    def requests(self) -> list[Request]:
+        """Everybody here."""
+        return [r for r in (*self.rows, self.reading) if r is not None]
+
+    def seat(self, request: Request) -> None:
+        """A request begins."""
+        self.reading, self._place = request, self.rows.index(None)
+        request.slot = self
+        # A model without chunks reads in the batch; its spare row is ready at once.
+        self._is_read = not self._shape.chunk
+        request.read = 0
+
+    def leave(self, request: Request) -> None:
+        """A request goes, wherever it stands; a step that runs for it is not looked at."""
+        request.slot = None
+        if self.reading is request:
+            self.reading = None
+        elif request in self.rows:
+            self.rows[self.rows.index(request)] = None
+
+    def begin(self) -> tuple[StepKind, Tensors, tuple[str, ...]] | None:
+        """The next step, its inputs, and the outputs nobody wants; None: there is nothing to do."""
+        reading = self.reading
+        if reading is not None and self._is_read:
+            row = torch.tensor([self._place])
+            return self._begin("insert", {"row": row}, [(self._place, reading)])
+        has_rows = self.rows.count(None) < len(self.rows)
+        if reading is not None and not (self._last == "chunk" and has_rows):
+            return self._begin("chunk", self._chunk(reading), [(0, reading)])
+        if has_rows:
+            flight = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+            return self._begin("decode", self._decode(flight), flight)
+        return None
+
+    def end(self) -> tuple[StepKind, list[tuple[int, Request]]]:
+        """The step that ran has ended; whose next token is due, by row of its outputs."""
+        kind = self.running
+        assert kind is not None, "a slot ends what it began"
+        flight = [(row, request) for row, request in self._flight if not request.is_over]
+        self._last, self.running, self._flight = kind, None, []
+        if kind == "insert":
+            for row, request in flight:
+                self.rows[row], self.reading = request, None
+            return kind, []
+        due = []
+        for row, request in flight:
+            request.read = self._next_read(kind, request)
+            if request.is_due:
+                due.append((row, request))
+        if kind == "chunk" and due:
+            self._is_read = True
+        return kind, due
+
+    def _next_read(self, kind: StepKind, request: Request) -> int:
+        width = self._shape.chunk if kind == "chunk" else 1
+        return min(request.read + width, len(request.sequence))
+
+    def _begin(
+        self, kind: StepKind, inputs: Tensors, flight: list[tuple[int, Request]]
+    ) -> tuple[StepKind, Tensors, tuple[str, ...]]:
+        self.running, self._flight = kind, flight
+        due = [r for _, r in flight if self._next_read(kind, r) == len(r.sequence)]
+        if not due:
+            return kind, inputs, ("logits", "next_tokens")
+        return kind, inputs, ("logits",) if all(request.pick.is_plain for request in due) else ()
+
+    def _chunk(self, request: Request) -> Tensors:
+        width, start = self._shape.chunk, request.read
+        tokens = request.sequence[start : start + width]
+        last = len(tokens) - 1
+        # What stands behind the last token is not looked at.
+        tokens += [0] * (width - len(tokens))
+        made = {
+            "tokens": torch.tensor([tokens]),
+            "positions": torch.arange(start, start + width)[None],
+            "last": torch.tensor([last]),
+        }
+        picture = request.ask.picture
+        if picture is not None:
+            made |= {"patches": picture.patches, "start": torch.tensor(picture.start)}
+        return made
+
+    def _decode(self, flight: Sequence[tuple[int, Request]]) -> Tensors:
+        tokens, positions = [[0] for _ in self.rows], [[0] for _ in self.rows]
+        for row, request in flight:
+            at = request.read
+            tokens[row][0], positions[row][0] = request.sequence[at], at
+        return {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}

@@ -1,0 +1,154 @@
+"""started: from a model's name to a service that answers, with everything HTTP needs of it.
+
+    with started("tiny-llama", cluster) as ready:
+        ready.app, ready.service
+
+Puts together what the other modules make: plans (`planning`), workers (`local`), text, engine, HTTP.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tessera.errors import UnknownName
+from tessera.ir import Cluster, DeviceKind, Objective
+from tessera.serve.limits import Limits
+from tessera.serve.service import AUTO, Service, ServiceConfig
+from tessera.serve.steps import ROWS, SLOTS
+from tessera.serve.text import open_text
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from tessera.serve.gathering import Gathering
+    from tessera.serve.gpu import OnGpus
+    from tessera.serve.local import Local
+
+Plans = TypeVar("Plans")
+
+# Policies that a service can be told to follow; auto has both, and the monitor decides.
+POLICIES = {
+    AUTO: (Objective.THROUGHPUT, Objective.LATENCY),
+    "throughput": (Objective.THROUGHPUT,),
+    "latency": (Objective.LATENCY,),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is served and how; None: a size that suits the model."""
+
+    # What clients call it; empty: the model's own name, of a folder its last part.
+    name: str = ""
+    slots: int | None = None
+    rows: int | None = None
+    max_len: int | None = None
+    chunk: int | None = None
+    policy: str = AUTO
+    max_waiting: int = 1024
+    keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A service that answers, and the application in front of it."""
+
+    name: str
+    service: Service
+    app: "FastAPI"
+
+
+@contextmanager
+def started(
+    model: str,
+    cluster: Cluster,
+    options: Options | None = None,
+    *,
+    gathering: "Gathering | None" = None,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Iterator[Ready]:
+    """Plans, starts workers, and stops them at the end; `advance` hears what is done next."""
+    wanted = options or Options()
+    local = _steppers(model, cluster, wanted, gathering, advance)
+    with local, _serving(model, local, wanted) as ready:
+        yield ready
+
+
+def _steppers(
+    model: str,
+    cluster: Cluster,
+    wanted: Options,
+    gathering: "Gathering | None",
+    advance: Callable[[str], None],
+) -> "Local | OnGpus":
+    """What makes the service's steppers: on worker processes, or on GPUs of this process."""
+
+    def prepared(prepare: Callable[..., Plans]) -> Plans:
+        return prepare(
+            model,
+            cluster,
+            slots=wanted.slots or SLOTS,
+            rows=wanted.rows or ROWS,
+            capacity=wanted.max_len,
+            chunk=wanted.chunk,
+            policies=_objectives(wanted.policy),
+            advance=advance,
+        )
+
+    if any(device.kind is DeviceKind.CUDA for device in cluster.devices):
+        from tessera.serve.gpu import OnGpus, prepare_on_gpus
+
+        on_gpus = prepared(prepare_on_gpus)
+        advance("capturing graphs")
+        return OnGpus(on_gpus)
+    from tessera.serve.local import Local
+    from tessera.serve.planning import prepare
+
+    on_workers = prepared(prepare)
+    advance("starting workers")
+    return Local(on_workers, gathering=gathering)
+
+
+@contextmanager
+def _serving(model: str, local: "Local | OnGpus", wanted: Options) -> Iterator[Ready]:
+    """A service over steppers that are started."""
+    from tessera.serve.app import create_app
+    from tessera.serve.metrics import Metrics
+    from tessera.serve.openai_ports import Endpoint
+    from tessera.serve.pictures import eyes_of
+    from tessera.serve.sight import with_sight
+
+    shape, plans = local.stepper.shape, local.prepared.plans
+    text, name = open_text(model, shape.vocab_size), wanted.name or Path(model).name
+    metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
+    service = Service(
+        with_sight(local.stepper, local.prepared.model),
+        text,
+        model=name,
+        plans=plans,
+        config=ServiceConfig(max_waiting=wanted.max_waiting),
+        observer=metrics,
+        replace=lambda lost: with_sight(local.replace(lost), local.prepared.model),
+    )
+    endpoint = Endpoint(
+        name,
+        service,
+        text,
+        shape.capacity,
+        shape.vocab_size,
+        int(time.time()),
+        lambda: local.prepared.plans,
+        eyes_of(local.prepared.model),
+    )
+    with service:
+        yield Ready(name, service, create_app(endpoint, metrics, wanted.limits, wanted.keys))
+
+
+def _objectives(policy: str) -> tuple[Objective, ...]:
+    if policy not in POLICIES:
+        raise UnknownName("policy", policy, POLICIES)
+    return POLICIES[policy]

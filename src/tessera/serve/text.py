@@ -1,0 +1,121 @@
+"""Text: between the words of a client and the tokens of a model.
+
+    open_text(model, vocab_size)  the tokenizer of a checkpoint folder, or bytes for a built-in model
+    text.encode, text.chat        a prompt, a conversation -> tokens
+    text.reader()                 tokens one by one -> text that can no longer change
+
+Built-in models have random weights and no tokenizer: their tokens are the 256 bytes, a begin (256) and an end
+(257), and conversations follow a plain template of our own. A token of a larger vocabulary has no text; it is
+shown as its number. Folders are read by `tokenizer`.
+"""
+
+import codecs
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tessera.errors import AskError
+
+BEGIN, END = 256, 257
+# A conversation's turns: {"role": ..., "content": ...}
+Messages = Sequence[Mapping[str, str]]
+
+
+class Reader(Protocol):
+    """Reads the tokens of one answer."""
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+
+    def flush(self) -> str:
+        """The rest, at the end of the answer."""
+
+
+class Text(Protocol):
+    """What one model reads and writes."""
+
+    # Tokens that end an answer.
+    end: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt as it stands, with what the model expects at a beginning."""
+
+    def chat(self, messages: Messages) -> list[int]:
+        """A conversation, and the beginning of the answer to it."""
+
+    def reader(self) -> Reader:
+        """For one answer."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, all at once."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself; it need not be whole characters."""
+
+
+def open_text(model: str, vocab_size: int) -> Text:
+    """The text of a model: a built-in name, or a folder with a tokenizer."""
+    if Path(model).is_dir():
+        from tessera.serve.tokenizer import FolderText
+
+        return FolderText(Path(model))
+    return ByteText()
+
+
+class ByteText:
+    """Bytes as tokens."""
+
+    end: tuple[int, ...] = (END,)
+
+    def encode(self, text: str) -> list[int]:
+        """Begin, then the bytes."""
+        return [BEGIN, *_bytes(text)]
+
+    def chat(self, messages: Messages) -> list[int]:
+        """Every turn on lines of its own, closed by an end; no text can look like a begin or an end."""
+        tokens = [BEGIN]
+        for message in messages:
+            tokens += [*_bytes(f"{message['role']}:\n{message['content']}\n"), END]
+        return tokens + list(b"assistant:\n")
+
+    def reader(self) -> Reader:
+        """For one answer."""
+        return ByteReader()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, all at once."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """One byte, nothing for begin and end, the number of any other."""
+        if token < BEGIN:
+            return bytes([token])
+        return b"" if token <= END else b"<%d>" % token
+
+
+class ByteReader:
+    """UTF-8 that comes byte by byte; what is none becomes U+FFFD."""
+
+    __slots__ = ("_decoder",)
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """The characters that are whole now."""
+        if token < BEGIN:
+            return self._decoder.decode(bytes((token,)))
+        if token <= END:
+            return ""
+        return self._decoder.decode(b"<%d>" % token)
+
+    def flush(self) -> str:
+        """U+FFFD for a character that stayed incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise AskError("half a surrogate pair is no text", "Send valid Unicode.", "prompt") from error

@@ -1,0 +1,117 @@
+"""Fluid: a window over long programs, of which only samples are simulated.
+
+While every slot stays in its step, each goes on at a steady pace: what a few hundred stretches show holds for
+the thousands that follow. So some stretches are simulated to settle, then some to measure each slot's pace;
+then all slots are moved ahead at their paces, until just before the first of them comes to the end of its
+step, and taken up there (see `cuts`). The end of a step is always simulated. Work and time of what is skipped
+are those of the sample, times how often it fits.
+
+Not seen: what differs along a program beyond the samples, which fall on other launches every time.
+"""
+
+from tessera.ir import Plan
+from tessera.simulate.columns import Script, Scripts
+from tessera.simulate.core import Flight
+from tessera.simulate.window import Extent, Window
+
+# Stretches that settle and that are measured: of each slot on average, where there are no more than these.
+SETTLE, SAMPLE, MANY_SLOTS = 20, 60, 4
+# A skip shorter than this many samples is not worth the settling behind it.
+MIN_SKIP = 1.0
+
+
+class Fluid(Window):
+    """Skips ahead by the paces of a sample."""
+
+    def __init__(self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: Extent) -> None:
+        super().__init__(plan, scripts, lanes, extent)
+        few = min(plan.slots, MANY_SLOTS)
+        self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
+        # Slot -> runs begun since the sample began; time, work and busy times of runs when it did.
+        self._begun: dict[int, int] = dict.fromkeys(range(self._slots), 0)
+        self._mark: tuple[float, float, dict[int, float]] | None = None
+
+    def begin(self, flight: Flight, now: float) -> None:
+        """Starts a run; a slot that comes to another step ends the sample."""
+        slot = flight.slot
+        if self._script.get(slot) is flight.left[-1][0]:
+            self._begun[slot] += 1
+        else:
+            self._count, self._mark = 0, None
+        super().begin(flight, now)
+
+    def _until(self, work: float) -> tuple[float, float]:
+        """As a window does, with skips."""
+        self._target = work
+        now: float | None = 0.0
+        while self._done < work and now is not None:
+            now = self.advance()
+            if self._count >= self._settled and now is not None:
+                self._watch(now)
+        return (now or 0.0) + self._skipped_us, self._done
+
+    def _watch(self, now: float) -> None:
+        """Settled: a sample begins, or ends in a skip."""
+        if self._mark is None:
+            done, run_us = self._so_far(now)
+            self._mark = (now, done, run_us)
+            self._begun = dict.fromkeys(self._begun, 0)
+        elif self._count >= self._sampled:
+            self._skip(self._mark, now)
+            self._count, self._mark = 0, None
+
+    def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
+        """Moves every slot ahead by as many samples as fit before a step ends or the work is done."""
+        done, run_us = self._so_far(now)
+        moved = {
+            slot: run_us[slot] - mark[2][slot] + self._begun[slot] * self._script[slot].busy_us
+            for slot in self._flights
+        }
+        if done <= mark[1]:
+            return
+        most = (self._target - done) / (done - mark[1])
+        times = min((self._left_us(x) - run_us[x]) / us - 1.0 for x, us in moved.items() if us > 0.0)
+        if times < min(most, MIN_SKIP):
+            return
+        times = min(times, most)
+        self._skipped_us += times * (now - mark[0])
+        self._done = done + times * (done - mark[1])
+        self._clear(now)
+        for slot, us in moved.items():
+            self._take_up(slot, run_us[slot] + times * us)
+        for device in range(len(self.devices)):
+            self._look(device, now)
+
+    def _left_us(self, slot: int) -> float:
+        """Busy time from the beginning of the run to the end of its step."""
+        script = self._script[slot]
+        same = 0
+        for other, _ in reversed(self._flights[slot].left):
+            if other is not script:
+                break
+            same += 1
+        return (1 + same) * script.busy_us
+
+    def _clear(self, now: float) -> None:
+        """Nothing runs, nothing is under way."""
+        self._events.clear()
+        self._bus_free = [now] * len(self._bus_free)
+        for device in self.devices:
+            device.job, device.epoch = None, device.epoch + 1
+            for job in list(device.queue):
+                device.queue.drop(job.ticket)
+
+    def _take_up(self, slot: int, busy_us: float) -> None:
+        """A slot's run, or the later one of its step, where so much is done since its beginning."""
+        flight, cuts, ticket = self._flights[slot], self._cuts_of(slot), self._ticket[slot]
+        runs, rest = divmod(busy_us, cuts.script.busy_us)
+        if runs:
+            del flight.left[len(flight.left) - int(runs) :]
+        cut = cuts.at(rest)
+        flight.waiting = 0
+        for index, device in enumerate(self.devices):
+            job = cuts.job(index, cut, slot, ticket)
+            if job is not None:
+                device.queue.add(job)
+                flight.waiting += 1
+        self._run_us[slot] = cuts.done_us[cut]

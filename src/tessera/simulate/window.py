@@ -1,0 +1,122 @@
+"""Window: the simulator's loop with all slots full, watched for a stretch of work instead of to an end.
+
+Slots start spread over their requests instead of all at the beginning, so the system is full at once and a
+quarter of a request's time with four slots sees every phase of a request once. Work is counted as fractions
+of a request: a stretch's share of its request's busy time. What is skipped in between is up to subclasses.
+"""
+
+from dataclasses import dataclass
+
+from tessera.ir import Plan
+from tessera.simulate.columns import Script, Scripts, Stretch
+from tessera.simulate.core import Core, Flight
+from tessera.simulate.cuts import Cuts
+
+# Requests' worth of work: before the clock counts, and while it does; but at least so many runs of each slot.
+WARM_UP, MIN_WARM_UP_RUNS = 1.0, 2
+WINDOW, MIN_WINDOW_RUNS = 4.0, 6
+# With fewer slots than this, less work is looked at.
+MANY_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Requests' worth of work before the clock counts, and while it does."""
+
+    warm_up: float
+    window: float
+
+
+def longest_list(lanes: list[tuple[Script, ...]]) -> int:
+    """Items of the lane that has most of them."""
+    return max(sum(len(c.items) for script in lane for c in script.columns) for lane in lanes)
+
+
+def extent_of(plan: Plan, window: float = WINDOW) -> Extent:
+    """How much of a plan is looked at."""
+    few, num_runs = min(1.0, plan.slots / MANY_SLOTS), sum(plan.unit.counts)
+    return Extent(
+        max(few * WARM_UP, plan.slots * MIN_WARM_UP_RUNS / num_runs),
+        max(few * window, plan.slots * MIN_WINDOW_RUNS / num_runs),
+    )
+
+
+class Window(Core):
+    """All slots full; `rate_per_us` says how fast work is done."""
+
+    def __init__(self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: Extent) -> None:
+        super().__init__(plan, scripts.wires.num_buses)
+        self._lanes, self._slots, self._extent = lanes, plan.slots, extent
+        self._done = self._target = self._skipped_us = 0.0
+        self._count = 0  # stretches so far; a subclass may start again
+        self._flights: dict[int, Flight] = {}
+        # Slot -> the run that it is in: its script, its ticket and its busy time so far.
+        self._script: dict[int, Script] = {}
+        self._ticket: dict[int, int] = {}
+        self._run_us: dict[int, float] = {}
+        self._cuts: dict[int, Cuts] = {}  # by the script's id, which the lanes keep
+
+    def rate_per_us(self) -> float:
+        """Requests per microsecond."""
+        for slot in range(self._slots):
+            self._admit(slot, 0.0, slot / self._slots)
+        since_us, since = self._until(self._extent.warm_up)
+        until_us, until = self._until(since + self._extent.window)
+        return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
+
+    def _until(self, work: float) -> tuple[float, float]:
+        """Runs on until so much work is done: (time, work done)."""
+        self._target = work
+        now: float | None = 0.0
+        while self._done < work and now is not None:
+            now = self.advance()
+        return (now or 0.0) + self._skipped_us, self._done
+
+    def _admit(self, slot: int, now: float, skipped: float = 0.0) -> None:
+        """A request begins; of the first ones, the runs that make up the skipped share are left out."""
+        lane = self.table.take()
+        runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
+        total = sum(script.busy_us for script, _ in runs)
+        first, spent = 0, 0.0
+        while first < len(runs) - 1:
+            spent += runs[first][0].busy_us
+            if spent > skipped * total:
+                break
+            first += 1
+        flight = Flight(0, slot, lane, runs[first:][::-1], per_us=1.0 / total if total else 0.0)
+        self._flights[slot] = flight
+        self.begin(flight, now)
+
+    def begin(self, flight: Flight, now: float) -> None:
+        """Starts a run."""
+        slot = flight.slot
+        self._script[slot], self._ticket[slot] = flight.left[-1][0], self._order + 1
+        self._run_us[slot] = 0.0
+        super().begin(flight, now)
+
+    def _cuts_of(self, slot: int) -> Cuts:
+        script = self._script[slot]
+        return self._cuts.setdefault(id(script), Cuts(script))
+
+    def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
+        """(work done, slot -> busy time of its run), with what the devices are at."""
+        done, run_us = self._done, dict(self._run_us)
+        for device in self.devices:
+            if device.job is not None:
+                flight = self._running[device.job.ticket][0]
+                done += (now - device.since_us) * flight.per_us
+                run_us[flight.slot] += now - device.since_us
+        return done, run_us
+
+    def on_stretch(
+        self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
+    ) -> None:
+        """Counts the work."""
+        us = stop_us - self.devices[device].since_us
+        self._count += 1
+        self._done += us * flight.per_us
+        self._run_us[flight.slot] += us
+
+    def on_request_end(self, flight: Flight, now: float) -> None:
+        """The slot takes the next request."""
+        self._admit(flight.slot, now)

@@ -1,0 +1,194 @@
+"""`tessera serve`: one command from a model to an endpoint, and how it refuses."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+openai = pytest.importorskip("openai", reason="needs openai")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from tessera.cli import _main  # noqa: E402
+
+DEVICES = "emu:a100,emu:l40s"
+# Seconds to the first answer, of a machine that does nothing else.
+MAX_START_S = 20.0
+COMMAND = (sys.executable, "-m", "tessera", "serve")
+
+
+@dataclass
+class Started:
+    """A server in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+    said: dict[str, Any]
+    # Of the process and its workers, until it said where it listens.
+    cpu_s: float
+
+    @property
+    def url(self) -> str:
+        return str(self.said["url"])
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and those that it started."""
+    tick = os.sysconf("SC_CLK_TCK")
+    total, waiting = 0.0, [pid]
+    while waiting:
+        number = waiting.pop()
+        words = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, words[11:15])) / tick
+        for task in Path(f"/proc/{number}/task").iterdir():
+            waiting += map(int, (task / "children").read_text().split())
+    return total
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Started]:
+    words = ("tiny-llama", "--devices", DEVICES, "--port", "0", "--rows", "4", "--max-len", "256", "--json")
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = json.loads(process.stdout.readline())
+    yield Started(process, said, cpu_s(process.pid))
+    if process.poll() is None:
+        process.terminate()
+    process.wait(30)
+
+
+def test_first_line_says_where_it_is(server: Started) -> None:
+    """With --json one line has the address, the devices, the policies and the sizes."""
+    assert server.said["model"] == "tiny-llama"
+    assert server.said["devices"] == DEVICES.split(",")
+    assert server.said["policies"] == ["throughput", "latency"]
+    assert (server.said["slots"], server.said["rows"], server.said["max_len"]) == (2, 4, 256)
+
+
+def test_it_starts_soon(server: Started) -> None:
+    """From the command to its first line it takes no longer than promised, or computes no longer."""
+    assert min(server.said["seconds"], server.cpu_s) < MAX_START_S
+
+
+def test_it_answers_curl(server: Started) -> None:
+    """A plain request from the shell is answered."""
+    body = '{"model": "tiny-llama", "prompt": "hello", "max_tokens": 5}'
+    words = [
+        "curl",
+        "-sS",
+        f"{server.url}/v1/completions",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        body,
+    ]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    except FileNotFoundError:
+        pytest.skip("needs curl")
+
+    assert json.loads(answer)["usage"]["completion_tokens"] <= 5
+
+
+def test_official_client_streams(server: Started) -> None:
+    """OpenAI's client streams from the command's server, in pieces."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny-llama",
+                messages=[{"role": "user", "content": "hi"}],
+                max_tokens=12,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+        )
+
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len(chunks) > 3
+
+
+def test_metrics_and_plan_tell_of_both_devices(server: Started) -> None:
+    """/metrics parses, and /v1/plan says what each device runs in each step."""
+    families = list(text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text))
+    busy = [f for f in families if f.name == "tessera:device_utilization_ratio"]
+    assert {s.labels["device"] for s in busy[0].samples} == set(DEVICES.split(","))
+    plan = httpx.get(f"{server.url}/v1/plan", timeout=60).json()
+    assert [p["policy"] for p in plan["plans"]] == server.said["policies"]
+    steps = plan["plans"][0]["lanes"][0]["steps"]
+    assert [step["step"] for step in steps] == ["chunk", "insert", "decode"]
+    assert all(sum(step["launches"].values()) > 0 for step in steps)
+
+
+def test_sigterm_ends_in_good_order(server: Started) -> None:
+    """Told to stop it ends with 0, and the port is free again."""
+    server.process.send_signal(signal.SIGTERM)
+
+    assert server.process.wait(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a command that is refused."""
+    assert _main(["serve", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    return line
+
+
+def test_unknown_model_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is no model is answered with those that are."""
+    assert "known: " in (line := complaint(capsys, "tiny-lama", "--port", "0"))
+    assert "tiny-llama" in line
+
+
+def test_port_in_use_is_said_before_anything_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another program's port is refused at once."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = complaint(capsys, "tiny-llama", "--port", str(taken.getsockname()[1]))
+
+    assert "the port is in use" in line
+
+
+def test_missing_extra_names_the_line_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the extra the command says how to get it."""
+    monkeypatch.setattr("tessera.cli.serve.find_spec", lambda name: None)
+
+    assert 'pip install "tessera[serve]"' in complaint(capsys, "tiny-llama")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--rows", "0"), "--rows: 0 is too few"),
+        (("--policy", "fastest"), "unknown policy 'fastest'; known: auto, latency, throughput"),
+        (("--api-key", "short"), "--api-key: a key needs"),
+        (("--devices", "emu:nothing"), "nothing"),
+        (("--drain", "-1"), "--drain"),
+        (("--host", "no.such.host.invalid"), "there is no such address"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, str], expected: str
+) -> None:
+    """Each mistake is told with its option or its value."""
+    assert expected in complaint(capsys, "tiny-llama", "--port", "0", *words)
+
+
+def test_open_address_without_a_key_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """Listening to the world without a key is allowed, and said."""
+    assert _main(["serve", "no-model", "--host", "0.0.0.0", "--port", "0"]) == 2
+
+    assert "warning: everyone who reaches 0.0.0.0" in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""`tessera serve` on several machines: two hosts in network namespaces, and processes of torchrun."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.cli import _main
+
+TESSERA = [sys.executable, "-m", "tessera"]
+SMALL = ["--max-len", "32", "--rows", "2", "--slots", "1", "--chunk", "8", "--policy", "latency"]
+SERVE = ["serve", "tiny-llama", "--devices", "emu:a100,emu:l40s", *SMALL, "--port", "0", "--json"]
+ASK = {"model": "tiny-llama", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+LIMIT_S = 240
+FETCH = (
+    "import sys, urllib.request as r; "
+    "q = r.Request(sys.argv[1], sys.argv[2].encode(), {'content-type': 'application/json'}); "
+    "print(r.urlopen(q, timeout=120).read().decode())"
+)
+Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts commands, each in a session of its own, and ends what is left of them."""
+    running: list[subprocess.Popen[str]] = []
+
+    def go(command: Sequence[str]) -> "subprocess.Popen[str]":
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        running.append(process)
+        return process
+
+    yield go
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def url_of(process: "subprocess.Popen[str]") -> str:
+    """Where a service answers, when it does."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate(timeout=LIMIT_S)[1]
+    return str(json.loads(line)["url"])
+
+
+def fetch(url: str, prefix: Sequence[str] = ()) -> Any:
+    """Asks for a completion, from where `prefix` puts the client."""
+    command = [*prefix, sys.executable, "-c", FETCH, f"{url}/v1/completions", json.dumps(ASK)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert 0 == found.returncode, found.stderr
+    return json.loads(found.stdout)["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that all hosts have."""
+    path = tmp_path_factory.mktemp("secret") / "secret"
+    path.write_text("a secret of more than sixteen bytes\n")
+    return path
+
+
+def ip(*words: str) -> bool:
+    """Runs the ip tool; True if it did what it was told."""
+    return 0 == subprocess.run(["ip", *words], capture_output=True, check=False).returncode
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a wire: two machines as far as the network is concerned."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip tool")
+    names = (f"tessera-c{os.getpid()}", f"tessera-d{os.getpid()}")
+    ends = (f"tc{os.getpid()}", f"td{os.getpid()}")
+    try:
+        made = all(ip("netns", "add", name) for name in names)
+        made = made and ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for number, (name, end) in enumerate(zip(names, ends, strict=True)):
+            made = made and ip("link", "set", end, "netns", name)
+            made = made and ip("-n", name, "addr", "add", f"10.98.0.{number + 1}/24", "dev", end)
+            made = made and ip("-n", name, "link", "set", end, "up")
+            made = made and ip("-n", name, "link", "set", "lo", "up")
+        if not made:
+            pytest.skip("this machine does not permit network namespaces")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def test_two_hosts_serve_one_model(hosts: tuple[str, str], secret: Path, start: Start) -> None:
+    """One has the endpoint and the first device, the other only a worker: it is sent what to run, and leaves."""
+    here, there = (["ip", "netns", "exec", name] for name in hosts)
+    meet = ["--rendezvous", "10.98.0.1:29500", "--secret-file", str(secret)]
+    service = start([*here, *TESSERA, *SERVE, *meet])
+    worker = start([*there, *TESSERA, "worker", *meet])
+    url = url_of(service)
+    first, second = fetch(url, here), fetch(url, here)
+    service.send_signal(signal.SIGTERM)
+
+    assert "length" == first["finish_reason"]
+    assert first == second
+    assert 0 == service.wait(LIMIT_S)
+    assert 0 == worker.wait(LIMIT_S)
+
+
+def test_torchrun_starts_the_same_service(start: Start) -> None:
+    """Two processes of torchrun are the two devices; the first answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", port]
+    service = start([*launcher, *rendezvous, "-m", "tessera", *SERVE, "--torchrun"])
+
+    assert "length" == fetch(url_of(service))["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "tiny-llama", "--rendezvous", "nowhere"], "no HOST:PORT"),
+        (["serve", "tiny-llama", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
+        (["serve", "tiny-llama", "--rendezvous", "127.0.0.1:0", "--ray", "local"], "one way only"),
+        (["serve", "tiny-llama", "--ray", "ray://10.1.2.3:10001"], "--ray auto"),
+        (["worker"], "--rendezvous"),
+        (["worker", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
+        (["worker", "--rendezvous", "127.0.0.1:4", "--rank", "-2"], "no rank -2"),
+        (["worker", "--rendezvous", "127.0.0.1:4", "--patience", "-1"], "--patience"),
+    ],
+)
+def test_wrong_options_end_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each names the option and what to do."""
+    assert 2 == _main(words)
+    assert message in capsys.readouterr().err

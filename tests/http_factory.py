@@ -1,0 +1,160 @@
+"""Servers for tests: a scripted service, which needs no model, and any service behind a real socket."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tessera.errors import TesseraError
+from tessera.ir import Decision, DecisionKind, Plan
+from tessera.serve.app import create_app
+from tessera.serve.limits import Limits
+from tessera.serve.metrics import Metrics
+from tessera.serve.openai_ports import Endpoint
+from tessera.serve.records import Ask, DeviceView, Event, Finish, Piece, Snapshot, Token
+from tessera.serve.server import Server, bind, url_of
+from tessera.serve.text import ByteText
+
+CAPACITY = 256
+MODEL = "scripted"
+
+
+def letters(ask: Ask) -> list[int]:
+    """The scripted answer: letters that depend on the prompt and, when sampled, on the seed."""
+    start = sum(ask.prompt) + (ask.sampling.seed or 0 if ask.sampling.temperature else 0)
+    return [97 + (start + 7 * i) % 26 for i in range(ask.max_tokens)]
+
+
+@dataclass
+class Scripted:
+    """A service that says letters. Used by one event loop."""
+
+    token_s: float = 0.0
+    # Each letter is said so often.
+    times: int = 1
+    # Raised instead of an answer.
+    refusal: TesseraError | None = None
+    # After so many tokens the answer ends with an error.
+    fails_after: int | None = None
+    asks: list[Ask] = field(default_factory=list)
+    running: int = 0
+    closed_early: int = 0
+    is_stopped: bool = False
+    failure: str = ""
+
+    def answer(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asks.append(ask)
+        return _said(self, ask)
+
+    def snapshot(self) -> Snapshot:
+        devices = (DeviceView("emu:a100", 0.75, 80 * 2**30), DeviceView("emu:l40s", 0.25, 48 * 2**30))
+        decision = Decision(
+            1.5, DecisionKind.SWITCH, "throughput", "3 requests wait; <b>latency</b> is too slow"
+        )
+        return Snapshot(
+            model=MODEL,
+            policy="throughput",
+            policies=("throughput", "latency"),
+            devices=devices,
+            links=(("emu:a100", "emu:l40s", 0.1, 12345),),
+            running=self.running,
+            waiting=3,
+            rows_used=self.running,
+            rows=8,
+            prompt_tokens=sum(len(ask.prompt) for ask in self.asks),
+            output_tokens=17,
+            tokens_per_s=42.0,
+            finished={"stop": 2, "cancelled": 1},
+            decisions=(decision,),
+            decided={"switch": 1},
+        )
+
+
+async def _said(service: Scripted, ask: Ask) -> AsyncGenerator[Event, None]:
+    service.running += 1
+    num, prompt, is_whole = 0, len(ask.prompt), False
+    try:
+        for number in letters(ask):
+            await asyncio.sleep(service.token_s)
+            if service.is_stopped:
+                yield Finish("cancelled", prompt, num, "the service was stopped")
+                return
+            if num == service.fails_after:
+                yield Finish("error", prompt, num, "emu:a100 was lost twice")
+                return
+            yield Piece(chr(number) * service.times, (_token(number, ask.sampling.logprobs),))
+            num += 1
+        is_whole = True
+        yield Finish("length", prompt, num)
+    finally:
+        service.running -= 1
+        service.closed_early += not is_whole
+
+
+def _token(number: int, num_top: int | None) -> Token:
+    top = tuple((97 + (number - 97 + i) % 26, -0.5 - i) for i in range(num_top or 0))
+    return Token(number, None if num_top is None else -0.5, top)
+
+
+@dataclass
+class Running:
+    """A server on a socket, in a thread."""
+
+    url: str
+    port: int
+    server: Server
+    thread: threading.Thread
+
+
+@contextmanager
+def running(
+    service: Scripted,
+    limits: Limits | None = None,
+    keys: Sequence[str] = (),
+    plans: tuple[Plan, ...] = (),
+) -> Iterator[Running]:
+    """Serves a scripted service until the end of the block."""
+    endpoint = Endpoint(MODEL, service, ByteText(), CAPACITY, 258, 1_700_000_000, lambda: plans)
+
+    async def stop() -> None:
+        service.is_stopped = True
+
+    with serving(endpoint, Metrics(MODEL, service.snapshot), limits, keys, stop) as found:
+        yield found
+
+
+async def _leave_it() -> None:
+    """The service is stopped by its owner."""
+
+
+@contextmanager
+def serving(
+    endpoint: Endpoint,
+    metrics: Metrics,
+    limits: Limits | None = None,
+    keys: Sequence[str] = (),
+    stop: Callable[[], Awaitable[None]] = _leave_it,
+) -> Iterator[Running]:
+    """Serves anything until the end of the block."""
+    rules = limits or Limits(drain_s=2.0)
+    server = Server(create_app(endpoint, metrics, rules, keys), rules, stop)
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    yield Running(url_of(bound), bound.getsockname()[1], server, thread)
+    server.end()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Fails if the condition does not come true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,92 @@
+"""A tiny served model with its plans, made once for all tests that run steps."""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from tessera import flow
+from tessera.ir import Objective, Plan
+from tessera.profile.devices import make_cluster, parse_devices
+from tessera.serve.planning import POLICIES, Average, Prepared, prepare
+from tessera.serve.stepper import SlotsLost, StepDone, StepKind, Stepper
+
+DEVICES = "emu:a100,emu:l40s"
+ROWS, CAPACITY, CHUNK = 3, 32, 8
+Script = list[tuple[StepKind, dict[str, torch.Tensor]]]
+
+
+@cache
+def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICIES) -> Prepared:
+    """Two slots on two unlike devices."""
+    return prepare(
+        model,
+        make_cluster(parse_devices(DEVICES), "pcie4"),
+        slots=2,
+        rows=ROWS,
+        capacity=CAPACITY,
+        chunk=CHUNK,
+        average=Average(prompt=12, output=8),
+        policies=policies,
+    )
+
+
+@cache
+def plan_by(policy: str, model: str = "tiny-llama") -> Plan:
+    """A coarser policy's plan of the same unit."""
+    made = prepared() if model == "tiny-llama" else prepared(model, (Objective.THROUGHPUT,))
+    return flow.make_plan(made.unit, made.costs, made.cluster, Objective.THROUGHPUT, 2, policy)
+
+
+def over_both() -> Prepared:
+    """A service whose one lane needs both devices, so that no loss can be avoided."""
+    return replace(prepared(), plans=(plan_by("attention-ffn"),))
+
+
+def script(seed: int, has_chunks: bool = True) -> Script:
+    """Prompts into two rows, and decodes of all."""
+    random = torch.Generator().manual_seed(seed)
+    steps: Script = []
+    for row in (seed % ROWS, (seed + 1) % ROWS):
+        tokens = torch.randint(0, 256, (1, CHUNK), generator=random)
+        last = torch.randint(0, CHUNK, (1,), generator=random)
+        inputs = {"tokens": tokens, "positions": torch.arange(CHUNK)[None], "last": last}
+        steps += [("chunk", inputs)] if has_chunks else []
+        steps.append(("insert", {"row": torch.tensor([row])}))
+        for position in (9, 10):
+            tokens = torch.randint(0, 256, (ROWS, 1), generator=random)
+            steps.append(("decode", {"tokens": tokens, "positions": torch.full((ROWS, 1), position)}))
+    return steps
+
+
+def done(stepper: Stepper) -> StepDone:
+    """The next step that ends; nothing else may happen."""
+    event = stepper.take(60.0)
+    assert isinstance(event, StepDone), event
+    return event
+
+
+def lost(stepper: Stepper) -> SlotsLost:
+    """The next loss; steps that end before it do not matter."""
+    event: object = None
+    while not isinstance(event, SlotsLost):
+        event = stepper.take(60.0)
+        assert event is not None
+    return event
+
+
+def play(stepper: Stepper, slot: int, steps: Script) -> list[dict[str, torch.Tensor]]:
+    """Outputs of one step after the other in an open slot."""
+    outputs = []
+    for kind, inputs in steps:
+        stepper.run(slot, kind, inputs)
+        outputs.append(dict(done(stepper).outputs))
+    return outputs
+
+
+def is_same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
+    """Bit for bit."""
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,57 @@
+"""What the service reads off its plans: what each policy can do, and how many slots it wants at work."""
+
+from dataclasses import replace
+
+import pytest
+
+from factories import make_chain, make_cluster, make_plan
+from tessera.adapt import Monitor, crossing_per_s
+from tessera.ir import Plan
+from tessera.serve.admission import width_of
+from tessera.serve.capability import capabilities_of
+
+ROWS = 8
+
+
+def plan_with(policy: str, latency_us: float, *by_slots: tuple[int, float]) -> Plan:
+    """A plan with the figures given."""
+    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
+    return replace(plan, policy=policy, latency_us=latency_us, by_slots=by_slots)
+
+
+WIDE = plan_with("throughput", 40_000.0, (1, 23.0), (2, 44.0), (4, 52.0), (8, 60.0))
+QUICK = plan_with("latency", 33_000.0, (1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5))
+
+
+def test_a_width_is_what_keeps_the_devices_busy() -> None:
+    """More slots than nearly reach the best rate of those there are bring nothing."""
+    assert (4, 1) == (width_of(WIDE), width_of(QUICK))
+    assert 1 == width_of(replace(WIDE, by_slots=()))
+
+
+def test_capacities_are_in_requests_and_of_the_slots_there_are() -> None:
+    """A unit is a batch of rows; the rate with eight slots is not that of four."""
+    assert [ROWS * 52.0, ROWS * 30.5] == [c.capacity_per_s for c in capabilities_of([WIDE, QUICK], ROWS)]
+
+
+def test_an_idle_service_is_quick_and_a_full_one_wide() -> None:
+    """The policies cross below the smaller capacity, and the monitor begins with the quick one."""
+    found = capabilities_of([WIDE, QUICK], ROWS)
+    crossing = crossing_per_s(found)
+
+    assert "latency" == Monitor(found).current
+    assert crossing is not None
+    assert 0.0 < crossing <= ROWS * 30.5
+
+
+def test_latency_follows_from_requests_in_the_system() -> None:
+    """By Little's law: two units in flight at 44 a second stay for 2 / 44 s, over 64 tokens."""
+    (wide,) = capabilities_of([WIDE], ROWS)
+
+    assert 2 / 44.0 / 64 == pytest.approx(wide.normalised_s(ROWS * 44.0))
+    assert ROWS * 44.0 == pytest.approx(wide.rate_with(2 * ROWS, 1.0))
+
+
+def test_plans_without_figures_decide_nothing() -> None:
+    """A plan that was never simulated in flight has no capability."""
+    assert () == capabilities_of([WIDE, replace(QUICK, by_slots=())], ROWS)

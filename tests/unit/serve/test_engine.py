@@ -1,0 +1,283 @@
+"""The engine on a toy whose tokens depend on everything read: whatever else runs, answers stay the same."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving_factory import (
+    GREEDY,
+    SHAPE,
+    ToyStepper,
+    expected,
+    random_ask,
+    read,
+    read_all,
+    read_some,
+    until,
+    wait_for,
+)
+from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
+from tessera.serve.records import Ask, Finish, Sampling
+from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.stepper import Shape, SlotsLost, Stepper
+from tessera.serve.text import ByteText
+
+NO_CHUNKS = Shape(slots=2, rows=3, capacity=48, chunk=0, vocab_size=SHAPE.vocab_size)
+LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """On two slots of three rows."""
+    with Service(ToyStepper(), ByteText(), model="toy") as made:
+        yield made
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([SHAPE, NO_CHUNKS]), st.integers(1, 20))
+def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -> None:
+    """Any mix of lengths, arrivals, samplings and stop strings gives what each ask gets alone."""
+    rng = random.Random(seed)
+    asks = [random_ask(rng, shape.capacity) for _ in range(num)]
+
+    async def late(service: Service, ask: Ask) -> tuple[list[int], str, str]:
+        await asyncio.sleep(rng.random() * 0.01)
+        return (await read(service, ask)).what
+
+    async def all_of(service: Service) -> list[tuple[list[int], str, str]]:
+        return await asyncio.gather(*(late(service, ask) for ask in asks))
+
+    with Service(ToyStepper(shape, seed=seed), ByteText()) as service:
+        found = wait_for(all_of(service))
+
+    assert [expected(ask) for ask in asks] == found
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([SHAPE, NO_CHUNKS]))
+def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
+    """Half of the readers go away at some point; the others get what they get alone, all rows are free."""
+    rng = random.Random(seed)
+    asks = [random_ask(rng, shape.capacity) for _ in range(10)]
+
+    async def all_of(service: Service) -> list[tuple[list[int], str, str]]:
+        going = [read_some(service, random_ask(rng, shape.capacity), rng.randrange(0, 9)) for _ in range(10)]
+        answers = asyncio.gather(*(read(service, ask) for ask in asks))
+        await asyncio.gather(*going)
+        return [told.what for told in await answers]
+
+    with Service(ToyStepper(shape, seed=seed), ByteText()) as service:
+        found = wait_for(all_of(service))
+        until(lambda: service.snapshot().running + service.snapshot().waiting == 0)
+        counts = service.snapshot().finished
+
+    assert [expected(ask) for ask in asks] == found
+    assert 20 == sum(counts.values())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
+def test_a_loss_costs_no_answer(seed: int, step: int, is_over: bool) -> None:
+    """A device is lost at any step: every request is answered as if nothing had happened, without repeats."""
+    rng = random.Random(seed)
+    asks = [random_ask(rng, SHAPE.capacity) for _ in range(8)]
+    replaced: list[SlotsLost] = []
+
+    def replace(lost: SlotsLost) -> Stepper:
+        replaced.append(lost)
+        return ToyStepper(seed=seed + 1)
+
+    toy = ToyStepper(seed=seed, losses={step: is_over})
+    with Service(toy, ByteText(), replace=replace) as service:
+        found = wait_for(read_all(service, asks))
+
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
+    assert int(is_over and len(toy.log) >= step) == len(replaced)
+
+
+def test_a_second_loss_is_told() -> None:
+    """A request that loses its device twice ends with an error that names the device."""
+    with Service(ToyStepper(losses={5: False, 15: False}), ByteText()) as service:
+        told = wait_for(read(service, LONG))
+        after = wait_for(read(service, LONG))
+
+    assert "error" == told.finish.reason
+    assert "toy:1" in told.finish.message
+    assert "length" == after.finish.reason
+
+
+def test_nothing_left_is_told_to_all() -> None:
+    """Without a replacement everybody gets an error, and who comes later is refused."""
+    with Service(ToyStepper(losses={9: True}, step_s=0.01), ByteText()) as service:
+        found = wait_for(read_all(service, [LONG] * 9))
+        with pytest.raises(ServiceClosing, match="no devices are left"):
+            service.answer(LONG)
+
+    assert {"error"} == {told.finish.reason for told in found}
+
+
+def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the engine's thread dies, its requests end with an error."""
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    stepper = ToyStepper()
+    monkeypatch.setattr(stepper, "_decode", None)
+    with Service(stepper, ByteText()) as service:
+        told = wait_for(read(service, LONG))
+
+    assert "error" == told.finish.reason
+
+
+def test_decoding_goes_on_beside_long_prompts() -> None:
+    """In a slot with answers in progress, two chunks never follow one another."""
+    stepper = ToyStepper(Shape(1, 3, 48, 2, SHAPE.vocab_size))
+    with Service(stepper, ByteText()) as service:
+
+        async def both() -> None:
+            first = asyncio.ensure_future(read(service, LONG))
+            while service.snapshot().output_tokens < 3:
+                await asyncio.sleep(0.001)
+            await asyncio.gather(first, read(service, Ask((7,) * 30, 2, GREEDY)))
+
+        wait_for(both())
+    kinds = [kind for _, kind in stepper.log]
+    begun = kinds.index("decode")
+
+    assert ["chunk"] * 15 == [k for k in kinds[begun:] if k == "chunk"]
+    assert not any(a == b == "chunk" for a, b in zip(kinds[begun:], kinds[begun + 1 :], strict=False))
+
+
+def test_few_requests_are_packed_into_one_slot(service: Service) -> None:
+    """Three requests, a row each: the second slot stays closed."""
+    wait_for(read_all(service, [Ask((n,), 9, GREEDY, ignores_end=True) for n in range(3)]))
+
+    stepper = service._engine.state.stepper
+    assert isinstance(stepper, ToyStepper)
+    assert {0} == {slot for slot, _ in stepper.opened}
+
+
+def test_too_many_are_refused() -> None:
+    """What comes while too many wait is refused at once, and those that wait are served."""
+    shape = Shape(1, 1, 48, 4, SHAPE.vocab_size)
+    with Service(ToyStepper(shape, step_s=0.005), ByteText(), config=ServiceConfig(max_waiting=2)) as service:
+
+        async def crowd() -> tuple[int, list[str]]:
+            answers, refused = [], 0
+            for _ in range(10):
+                try:
+                    answers.append(service.answer(LONG))
+                except ServiceBusy:
+                    refused += 1
+            reasons: list[str] = []
+            for answer in answers:
+                events = [event async for event in answer]
+                assert isinstance(events[-1], Finish)
+                reasons.append(events[-1].reason)
+            return refused, reasons
+
+        refused, reasons = wait_for(crowd())
+
+    assert refused in (7, 8)  # the engine may have seated one meanwhile
+    assert ["length"] * (10 - refused) == reasons
+
+
+@pytest.mark.parametrize(
+    ("ask", "place"),
+    [
+        (Ask((), 5), "prompt"),
+        (Ask((1,) * 48, 1), "prompt"),
+        (Ask((1,), 48), "max_tokens"),
+        (Ask((1,), 0), "max_tokens"),
+        (Ask((258,), 5), "prompt"),
+        (Ask((-1,), 5), "prompt"),
+        (Ask((1,), 5, stop=("a", "")), "stop"),
+        (Ask((1,), 5, min_tokens=6), "min_tokens"),
+        (Ask((1,), 5, Sampling(temperature=-1.0)), "temperature"),
+        (Ask((1,), 5, Sampling(temperature=float("nan"))), "temperature"),
+        (Ask((1,), 5, Sampling(top_p=0.0)), "top_p"),
+        (Ask((1,), 5, Sampling(top_k=-1)), "top_k"),
+        (Ask((1,), 5, Sampling(logprobs=21)), "logprobs"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(service: Service, ask: Ask, place: str) -> None:
+    """The error names the field."""
+    with pytest.raises(AskError) as error:
+        service.answer(ask)
+
+    assert place == error.value.place
+
+
+def test_stopping_finishes_what_was_taken() -> None:
+    """Running and waiting requests are answered; what comes is refused."""
+    with Service(ToyStepper(step_s=0.001), ByteText()) as service:
+
+        async def stopped() -> tuple[bool, list[str]]:
+            tasks = [asyncio.ensure_future(read(service, LONG)) for _ in range(9)]
+            await asyncio.sleep(0.01)
+            done = asyncio.ensure_future(asyncio.to_thread(service.stop, 30.0))
+            await asyncio.sleep(0.01)
+            with pytest.raises(ServiceClosing):
+                service.answer(LONG)
+            return await done, [(await task).finish.reason for task in tasks]
+
+        is_clean, reasons = wait_for(stopped())
+
+    assert is_clean
+    assert ["length"] * 9 == reasons
+
+
+def test_a_deadline_ends_what_is_not_done() -> None:
+    """After the grace every request in progress gets an error, soon."""
+    with Service(ToyStepper(step_s=0.02), ByteText()) as service:
+
+        async def cut() -> tuple[bool, str]:
+            task = asyncio.ensure_future(read(service, LONG))
+            await asyncio.sleep(0.1)
+            is_clean = await asyncio.to_thread(service.stop, 0.0)
+            return is_clean, (await task).finish.reason
+
+        assert (False, "error") == wait_for(cut())
+
+
+def test_a_slow_reader_gets_everything_in_one_piece(service: Service) -> None:
+    """Pieces that nobody took are joined; nothing waits for the reader."""
+
+    async def slow() -> tuple[int, list[int]]:
+        answer = service.answer(LONG)
+        until(lambda: service.snapshot().finished.get("length") == 1)
+        events = [event async for event in answer]
+        assert not isinstance(events[0], Finish)
+        return len(events), [token.number for token in events[0].tokens]
+
+    num_events, numbers = wait_for(slow())
+
+    assert 2 == num_events
+    assert expected(LONG)[0] == numbers
+
+
+def test_an_answer_that_is_forgotten_is_cancelled() -> None:
+    """Nobody holds it any more, so nobody can read it."""
+    with Service(ToyStepper(step_s=0.005), ByteText()) as service:
+        service.answer(LONG)
+        until(lambda: service.snapshot().finished.get("cancelled") == 1)
+
+        assert 0 == service.snapshot().running
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    """The message lists those that there are."""
+    with pytest.raises(UnknownName, match="auto, quick, wide"):
+        Service(ToyStepper(), ByteText(), config=ServiceConfig(policy="fast"))
+
+
+def test_a_policy_by_name_is_kept() -> None:
+    """All slots are opened under it."""
+    stepper = ToyStepper()
+    with Service(stepper, ByteText(), config=ServiceConfig(policy="wide")) as service:
+        wait_for(read_all(service, [LONG] * 5))
+
+        assert "wide" == service.snapshot().policy
+    assert {1} == {policy for _, policy in stepper.opened}

@@ -1,0 +1,91 @@
+"""The engine on real models: greedy answers are Hugging Face's own, sampled ones depend on their seed."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
+from tessera.serve.records import Ask, Sampling
+from tessera.serve.service import Service
+from tessera.serve.steps import Served, served
+from tessera.serve.text import END, ByteText
+from tessera.serve.undivided import UndividedStepper
+
+CAPACITY = 32
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt-oss", "tiny-mamba"])
+def model(request: pytest.FixtureRequest) -> Served:
+    """Chunks of 8, so that most prompts need several."""
+    return served(request.param, slots=2, rows=4, capacity=CAPACITY, chunk=8)
+
+
+@pytest.fixture
+def service(model: Served) -> Iterator[Service]:
+    """The model itself behind the engine."""
+    with UndividedStepper(model, num_threads=1) as stepper, Service(stepper, ByteText()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(model: Served) -> Any:
+    """The same weights as Hugging Face runs them, with its own masks and attention."""
+    module: Any = model.workloads["decode"].module
+    if model.model == "tiny-mamba":
+        return module
+    made = transformers.AutoModelForCausalLM.from_config(
+        module.config, attn_implementation="eager", dtype=torch.float32
+    )
+    made.load_state_dict(module.state_dict())
+    return made.eval()
+
+
+def generated(reference: Any, ask: Ask) -> list[int]:
+    """What Hugging Face generates."""
+    prompt = torch.tensor([ask.prompt])
+    out = reference.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=ask.max_tokens,
+        do_sample=False,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, len(ask.prompt) :]]
+
+
+def test_greedy_is_hugging_faces_generate(reference: Any, service: Service) -> None:
+    """Token for token, in a crowd of prompts of all lengths, of late comers and of some that go away."""
+    rng = random.Random(3)
+    asks = [random_ask(rng, CAPACITY, sampling=GREEDY, stop=()) for _ in range(8)]
+
+    async def late(ask: Ask) -> list[int]:
+        await asyncio.sleep(rng.random() * 0.3)
+        return (await read(service, ask)).numbers
+
+    async def crowd() -> list[list[int]]:
+        gone = [read_some(service, random_ask(rng, CAPACITY), rng.randrange(4)) for _ in range(4)]
+        going = asyncio.gather(*gone)
+        found = await asyncio.gather(*map(late, asks))
+        await going
+        return list(found)
+
+    assert [generated(reference, ask) for ask in asks] == wait_for(crowd())
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> None:
+    """With temperature, top-p and logprobs."""
+    ask = Ask((5, 6, 7), 20, Sampling(0.8, 0.95, 0, seed=11, logprobs=2), ignores_end=True)
+    rng = random.Random(5)
+    alone = wait_for(read(service, ask))
+    crowd = wait_for(read_all(service, [*(random_ask(rng, CAPACITY) for _ in range(7)), ask, ask]))
+
+    assert alone.numbers == crowd[-1].numbers == crowd[-2].numbers
+    assert alone.text == crowd[-1].text
+    for one, other in zip(alone.tokens, crowd[-1].tokens, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

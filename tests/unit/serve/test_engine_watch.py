@@ -1,0 +1,93 @@
+"""What the engine tells: decisions of the monitor, utilisation, and times for an observer."""
+
+from collections.abc import Sequence
+
+from serving_factory import GREEDY, ToyStepper, expected, read, read_all, until, wait_for
+from tessera.adapt import Capability, Point
+from tessera.serve.meters import Times
+from tessera.serve.records import Ask, Finish
+from tessera.serve.service import Service
+from tessera.serve.stepper import StepKind
+from tessera.serve.text import ByteText
+
+LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
+
+
+def test_the_monitor_switches_policies_under_load() -> None:
+    """A crowd comes: later slots follow the other policy, answers stay the same, the snapshot says why."""
+    quick = Capability("quick", 1.0, (Point(0.1, 1.0, 0.1), Point(0.9, 1.0, 0.9)))
+    wide = Capability("wide", 1e4, (Point(0.1, 2.0, 0.2), Point(9e3, 2.0, 100.0)))
+    asks = [Ask((n,), 30, GREEDY) for n in range(24)]
+    stepper = ToyStepper(step_s=0.001)
+    with Service(stepper, ByteText(), capabilities=(quick, wide)) as service:
+        assert "quick" == service.snapshot().policy
+        alone = wait_for(read(service, asks[0]))
+        found = wait_for(read_all(service, asks))
+        snapshot = service.snapshot()
+
+    assert "quick" == stepper.policies[stepper.opened[0][1]]
+    assert "wide" == stepper.policies[stepper.opened[-1][1]]
+    assert "wide" in {decision.policy for decision in snapshot.decisions}
+    assert len(snapshot.decisions) == snapshot.decided["switch"]
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
+    assert expected(asks[0]) == alone.what
+
+
+def test_the_snapshot_shows_utilisation() -> None:
+    """Devices and links are those of the stepper, with shares of the last seconds."""
+    with Service(ToyStepper(), ByteText(), model="toy") as service:
+        wait_for(read_all(service, [LONG] * 4))
+        until(lambda: bool(service.snapshot().links) and service.snapshot().links[0][3] > 0)
+        snapshot = service.snapshot()
+
+    assert ["toy:0"] == [device.name for device in snapshot.devices]
+    assert 0.0 < snapshot.devices[0].utilisation <= 1.0
+    assert ("toy:0", "toy:1") == snapshot.links[0][:2]
+    assert (4 * 3, 4 * 45, 6) == (snapshot.prompt_tokens, snapshot.output_tokens, snapshot.rows)
+
+
+class Notes:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.queued: list[float] = []
+        self.first: list[float] = []
+        self.gaps: list[float] = []
+        self.kinds: set[str] = set()
+        self.ends: list[tuple[Finish, Times]] = []
+
+    def seated(self, queued_s: float) -> None:
+        """Kept."""
+        self.queued.append(queued_s)
+
+    def first_token(self, seconds: float) -> None:
+        """Kept."""
+        self.first.append(seconds)
+
+    def next_tokens(self, seconds: Sequence[float]) -> None:
+        """Kept."""
+        self.gaps += seconds
+
+    def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
+        """Kept."""
+        self.kinds.add(kind)
+
+    def finished(self, finish: Finish, times: Times) -> None:
+        """Kept."""
+        self.ends.append((finish, times))
+
+
+def test_an_observer_sees_every_token() -> None:
+    """One first token and one end a request, a gap for every other token, in the order of time."""
+    notes = Notes()
+    with Service(ToyStepper(), ByteText(), observer=notes) as service:
+        wait_for(read_all(service, [LONG] * 7))
+
+    assert 7 == len(notes.queued) == len(notes.first) == len(notes.ends)
+    assert 7 * 44 == len(notes.gaps)
+    assert {"chunk", "insert", "decode"} == notes.kinds
+    for finish, times in notes.ends:
+        assert "length" == finish.reason
+        assert times.queued_s is not None
+        assert times.first_token_s is not None
+        assert 0.0 <= times.queued_s <= times.first_token_s <= times.whole_s

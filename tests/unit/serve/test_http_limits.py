@@ -1,0 +1,228 @@
+"""Limits on real sockets: clients that go, stall, idle, send too much or garbage; and the server's end."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+from http_factory import Running, Scripted, running, wait_until  # noqa: E402
+from tessera.errors import TesseraError  # noqa: E402
+from tessera.serve.limits import Limits  # noqa: E402
+from tessera.serve.server import bind, is_loopback, raise_file_limit  # noqa: E402
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+LONG = CHAT | {"max_tokens": 200}
+LIMITS = Limits(body_bytes=2000, body_s=0.5, requests=6, stall_s=0.5, connections=60, idle_s=1.0, drain_s=5.0)
+
+
+@pytest.fixture
+def service() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def server(service: Scripted) -> Iterator[Running]:
+    with running(service, LIMITS) as found:
+        yield found
+
+
+def raw_request(body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
+    """A request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    )
+    return head.encode() + b"\r\n\r\n" + content
+
+
+def connect(server: Running, first: bytes = b"", buffer: int | None = None) -> socket.socket:
+    """A socket that has sent something."""
+    found = socket.socket()
+    if buffer is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    found.settimeout(10)
+    found.connect(("127.0.0.1", server.port))
+    found.sendall(first)
+    return found
+
+
+def is_answered(server: Running) -> bool:
+    """True if a good client is served."""
+    return bool(httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 200)
+
+
+def everything(client: socket.socket) -> bytes:
+    """All until the server closes."""
+    parts = []
+    while part := client.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_client_that_goes_cancels_its_answer(server: Running, service: Scripted, is_stream: bool) -> None:
+    """When a client closes its connection the generation is given up."""
+    service.token_s = 0.05
+    client = connect(server, raw_request(LONG | {"stream": is_stream}))
+    wait_until(lambda: service.running == 1)
+    client.close()
+
+    wait_until(lambda: service.closed_early == 1, 2)
+    assert service.running == 0
+
+
+def test_reader_that_stalls_is_let_go(server: Running, service: Scripted) -> None:
+    """A client that reads nothing is dropped after a while, its answer cancelled, and others are served."""
+    service.times = 100_000
+    client = connect(server, raw_request(LONG | {"stream": True}), buffer=4096)
+    wait_until(lambda: service.running == 1)
+    assert is_answered(server)
+
+    wait_until(lambda: service.closed_early == 1, 5)
+    wait_until(lambda: not server.server.server_state.connections)
+    client.close()
+
+
+def test_idle_and_half_open_sockets_keep_nobody_out(server: Running) -> None:
+    """Three hundred sockets that bring no request, five times the limit, and a good client is served."""
+    with ExitStack() as stack:
+        for number in range(300):
+            first = b"POST /v1/chat/completions HTTP/1.1\r\nhost:" if number % 2 else b""
+            stack.enter_context(connect(server, first))
+            if number % 50 == 0:
+                assert is_answered(server)
+        assert is_answered(server)
+        wait_until(lambda: len(server.server.server_state.connections) <= LIMITS.connections)
+
+
+def test_idle_connections_are_closed(server: Running) -> None:
+    """A connection without a whole request ends after the idle time, also if it goes on dribbling."""
+    idle, dribbling = connect(server), connect(server, b"GET / HT")
+    started = time.monotonic()
+    assert idle.recv(1) == b""
+    with pytest.raises(OSError, match=r"reset|Broken|closed"):  # noqa: PT012
+        while time.monotonic() - started < 10:
+            dribbling.sendall(b"x")
+            time.sleep(0.1)
+    assert time.monotonic() - started < 5
+
+
+def test_connection_is_used_again(server: Running) -> None:
+    """Two requests on one connection are both answered."""
+    client = connect(server, raw_request(CHAT) + raw_request(CHAT)[:20])
+    wait_until(lambda: bool(client.recv(65536, socket.MSG_PEEK).count(b"usage") == 1))
+    client.sendall(raw_request(CHAT)[20:])
+    wait_until(lambda: bool(client.recv(65536, socket.MSG_PEEK).count(b"usage") == 2))
+    client.close()
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_large_body_is_refused(server: Running, is_chunked: bool) -> None:
+    """More bytes than allowed are 413, whether or not they were announced."""
+    content = json.dumps(CHAT | {"user": "x" * 3000}).encode()
+    parts = iter([content[:1000], content[1000:]]) if is_chunked else content
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=parts, headers=headers)
+
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_body_that_does_not_come_is_given_up(server: Running) -> None:
+    """A body that stays away is 408, and the connection is closed."""
+    client = connect(server, raw_request(CHAT)[:-10])
+
+    answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"timeout"' in answer
+
+
+def test_what_is_no_http_is_told_so(server: Running) -> None:
+    """Garbage gets a 400 in OpenAI's shape and a closed connection."""
+    answer = everything(connect(server, b"\x16\x03\x01 hello\r\n\r\n"))
+
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_too_many_requests_are_refused(server: Running, service: Scripted) -> None:
+    """Above the most at once a request is 429; afterwards it is served."""
+    service.token_s = 0.05
+    clients = [connect(server, raw_request(LONG)) for _ in range(LIMITS.requests)]
+    wait_until(lambda: service.running == LIMITS.requests)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+
+    for client in clients:
+        client.close()
+    wait_until(lambda: service.running == 0)
+    assert is_answered(server)
+
+
+def test_stop_finishes_what_runs_and_refuses_what_comes(server: Running, service: Scripted) -> None:
+    """Told to stop, the server ends the running answer whole, and answers 503 meanwhile."""
+    service.token_s = 0.05
+    found: list[Any] = []
+    body = CHAT | {"max_tokens": 20}
+    thread = threading.Thread(
+        target=lambda: found.append(httpx.post(f"{server.url}/v1/chat/completions", json=body))
+    )
+    thread.start()
+    wait_until(lambda: service.running == 1)
+    server.server.end()
+
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    thread.join()
+    assert found[0].json()["usage"]["completion_tokens"] == 20
+    server.thread.join(5)
+    assert not server.thread.is_alive()
+
+
+def test_what_does_not_finish_in_time_is_told_so(service: Scripted) -> None:
+    """After the deadline a stream ends with an error of its own, not by a broken connection."""
+    service.token_s = 0.05
+    with running(service, Limits(drain_s=0.3)) as server:
+        client = connect(server, raw_request(LONG | {"stream": True}))
+        wait_until(lambda: service.running == 1)
+        server.server.end()
+        text = everything(client).decode()
+
+    assert '"code":"shutting_down"' in text
+    assert "data: [DONE]" in text
+
+
+def test_port_in_use_is_one_line() -> None:
+    """A port that another program has is an error with the remedy."""
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(TesseraError, match=r"the port is in use. Choose another: --port 0"):
+            bind("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)])
+def test_loopback_is_known(host: str, is_local: bool) -> None:
+    """Only addresses of this machine alone count as loopback."""
+    assert is_loopback(host) == is_local
+
+
+def test_fewer_files_mean_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the shell allows few open files, connections are fewer and the remark says what to raise."""
+    monkeypatch.setattr("resource.getrlimit", lambda which: (512, 1024))
+    monkeypatch.setattr("resource.setrlimit", lambda which, limits: None)
+
+    allowed, remark = raise_file_limit(10_000)
+
+    assert allowed == 768
+    assert "ulimit -n 10256" in remark

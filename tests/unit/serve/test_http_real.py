@@ -1,0 +1,188 @@
+"""HTTP over the real service: tiny-llama, undivided, behind a socket, and what schemathesis thinks of."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+openai = pytest.importorskip("openai", reason="needs openai")
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from http_factory import Running, serving, wait_until  # noqa: E402
+from tessera.serve.metrics import Metrics  # noqa: E402
+from tessera.serve.openai_ports import Endpoint  # noqa: E402
+from tessera.serve.service import Service  # noqa: E402
+from tessera.serve.steps import served  # noqa: E402
+from tessera.serve.text import ByteText  # noqa: E402
+from tessera.serve.undivided import UndividedStepper  # noqa: E402
+
+MODEL = "tiny-llama"
+ROWS, CAPACITY = 8, 128
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    model = served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, chunk=32)
+    with (
+        UndividedStepper(model, num_threads=1) as stepper,
+        Service(stepper, ByteText(), model=MODEL) as found,
+    ):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(service: Service) -> Iterator[Running]:
+    endpoint = Endpoint(MODEL, service, service.text, CAPACITY, service.shape.vocab_size, 1_700_000_000)
+    with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as found:
+        yield found
+
+
+def answer(client: Any, word: str, **options: Any) -> Any:
+    """A greedy answer of full length, unless the options say otherwise."""
+    given = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}} | options
+    return client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": word}], **given)
+
+
+def test_stream_says_the_same_as_the_whole(client: Any) -> None:
+    """The pieces of a stream are the text of the whole answer, in whole characters."""
+    whole = answer(client, "hello").choices[0].message.content
+    chunks = list(answer(client, "hello", stream=True, stream_options={"include_usage": True}))
+
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+def test_crowd_gets_the_answers_of_one_alone(client: Any) -> None:
+    """Thirty requests at once, more than there are rows, each get the tokens they get alone."""
+
+    def tokens(number: int) -> list[list[int]]:
+        options = {"logprobs": True, "max_tokens": 6, "temperature": 1, "seed": number}
+        found = answer(client, f"word {number}", **options).choices[0].logprobs.content
+        return [token.bytes for token in found]
+
+    alone = [tokens(number) for number in range(6)]
+    with ThreadPoolExecutor(30) as pool:
+        found = list(pool.map(tokens, list(range(6)) * 5))
+
+    assert found == alone * 5
+    assert len({str(x) for x in alone}) == 6
+
+
+def test_seeded_answers_repeat_and_choices_differ(client: Any) -> None:
+    """The same seed gives the same choices, which are not the same as one another."""
+    first, second = (
+        [c.message.content for c in answer(client, "dice", temperature=1, seed=5, n=3).choices]
+        for _ in range(2)
+    )
+
+    assert first == second
+    assert len(set(first)) == 3
+
+
+def test_stop_string_ends_the_answer(client: Any) -> None:
+    """The answer ends before the stop string, and says so."""
+    whole = answer(client, "stop here").choices[0].message.content
+    stop = whole[4:6]
+    found = answer(client, "stop here", stop=[stop]).choices[0]
+
+    assert found.message.content == whole[: whole.index(stop)]
+    assert found.finish_reason == "stop"
+
+
+def test_logprobs_are_those_of_the_likeliest(client: Any) -> None:
+    """A greedy answer's tokens are the first of their alternatives, with the same logprob."""
+    found = answer(client, "odds", logprobs=True, top_logprobs=3).choices[0].logprobs.content
+
+    assert len(found) == 12
+    for token in found:
+        likely = [x.logprob for x in token.top_logprobs]
+        assert likely == sorted(likely, reverse=True)
+        assert token.logprob == pytest.approx(likely[0], abs=1e-4)
+
+
+def test_client_that_goes_frees_its_row(client: Any, service: Service) -> None:
+    """A stream that is closed by the client leaves no request running."""
+    for chunk in (stream := answer(client, "bye", stream=True, max_tokens=80)):
+        assert chunk.choices
+        break
+    stream.close()
+
+    wait_until(lambda: service.snapshot().running == 0)
+
+
+def test_metrics_count_what_was_answered(client: Any, server: Running) -> None:
+    """Tokens of the counters grow by what the answers' usage says."""
+
+    def counted() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics").text
+        found = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        return {s.name: s.value for s in found if s.name.endswith("_tokens_total")}
+
+    before = counted()
+    usage = answer(client, "count me").usage
+    after = counted()
+
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["tessera:generation_tokens_total"] == usage.completion_tokens
+    assert grown["tessera:prompt_tokens_total"] == usage.prompt_tokens
+
+
+POSITIVE = [schemathesis.GenerationMode.POSITIVE]
+QUICK = settings(
+    max_examples=10,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def short(body: Any) -> Any:
+    """A body that asks for few tokens where it asks for many, so that the test is quick."""
+    if not isinstance(body, dict):
+        return body
+    most = {"n": 2, "max_tokens": 3, "max_completion_tokens": 3}
+    numbers = {k: min(v, most[k]) for k, v in body.items() if k in most and isinstance(v, int)}
+    return {"max_tokens": 3} | body | numbers
+
+
+def test_openapi_requests_never_break_the_server(server: Running) -> None:
+    """Whatever follows the OpenAPI page, or breaks it: no 5xx, and every error in OpenAI's shape."""
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    statuses: set[int] = set()
+
+    def check(case: Any) -> None:
+        case.body = short(case.body)
+        found = case.call(timeout=30)
+        statuses.add(found.status_code)
+        assert found.status_code < 500, found.text
+        if found.status_code >= 400:
+            assert json.loads(found.text)["error"].keys() == {"message", "type", "param", "code"}
+
+    for operation in (found.ok() for found in schema.get_all_operations()):
+        # Without anything to send there is nothing to send wrongly.
+        modes = (
+            list(schemathesis.GenerationMode)
+            if list(operation.body)
+            else [schemathesis.GenerationMode.POSITIVE]
+        )
+        for mode in modes:
+            drawn: Any = given(operation.as_strategy(generation_mode=mode))
+            QUICK(drawn(check))()
+    assert {200, 400, 404} <= statuses

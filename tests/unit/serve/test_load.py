@@ -1,0 +1,294 @@
+"""The load generator against a stand-in server: what it asks, what it counts, and which faults it finds."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from load_factory import HEAD, Wire, answer, chunked, events, plain, prompt_of, refused, serving, words_of
+from tessera.cli import main
+from tessera.errors import LoadError
+from tessera.ir import Arrivals
+from tessera.serve.load import Load, measure
+from tessera.serve.load_answers import Answer
+from tessera.serve.load_figures import figures
+from tessera.serve.load_http import parse_target
+from tessera.serve.load_queries import Ruler, make_prompts, send_times
+
+
+def run(url: str, **load: Any) -> dict[str, Any]:
+    """The figures of a small load."""
+    wanted: dict[str, Any] = {"num_requests": 12, "concurrency": 4, "output_tokens": 5, "timeout_s": 10.0}
+    load = wanted | load
+    return figures(asyncio.run(measure(parse_target(url), Load(**load), lambda what: None)))
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_every_request_is_answered_once(endpoint: str) -> None:
+    """All are answered, tokens are counted by the server, and each prompt is another."""
+    with serving() as stub:
+        found = run(stub.url, endpoint=endpoint)
+
+    assert (12, 0, 60) == (found["completed"], found["errors"], found["total_output_tokens"])
+    assert {"length": 12} == found["finish_reasons"]
+    assert len({prompt_of(a) for a in stub.asked}) == 12 + 2
+
+
+def test_prompts_have_the_tokens_asked_for() -> None:
+    """The server is the ruler: its template and its tokens of a word are taken into account."""
+    with serving() as stub:
+        found = run(stub.url, prompt_tokens=100)
+
+    assert 94 <= found["total_input_tokens"] / 12 <= 100
+
+
+def test_no_more_than_the_concurrency_is_in_flight() -> None:
+    """Four clients have at most four requests, each over one connection that is kept."""
+    with serving(delay_s=0.001) as stub:
+        run(stub.url, concurrency=4)
+
+    assert stub.peak == 4
+    assert stub.num_connections <= 4 + 1
+
+
+def test_latencies_are_those_of_the_stream() -> None:
+    """With 20 ms before every piece, gaps are about 20 ms and the first text comes after the role."""
+    with serving(delay_s=0.02) as stub:
+        found = run(stub.url, num_requests=2, concurrency=1)
+
+    assert 18 < found["median_itl_ms"] < 60
+    assert found["mean_ttft_ms"] > found["mean_ttfb_ms"] + 15
+    assert found["mean_e2el_ms"] > found["mean_ttft_ms"] + 4 * 18
+    assert found["mean_tpot_ms"] == pytest.approx((found["mean_e2el_ms"] - found["mean_ttft_ms"]) / 4)
+
+
+def test_a_rate_spreads_the_requests() -> None:
+    """Forty requests at 200 a second take about 0.2 s, however quick the server is."""
+    with serving() as stub:
+        found = run(stub.url, num_requests=40, rate_per_s=200.0, concurrency=40)
+
+    assert found["duration"] > 0.1
+    assert found["mean_late_ms"] >= 0.0
+
+
+def test_a_log_gives_times_and_lengths() -> None:
+    """Lengths of a log are kept, and cut where the server has no room."""
+    log = Arrivals("log", (0.0, 0.01, 0.02), prompts=(20, 60, 90), outputs=(3, 200, 5))
+    with serving() as stub:
+        found = run(stub.url, arrivals=log, output_tokens=None)
+
+    assert [3, 64, 5] == sorted((a["max_completion_tokens"] for a in stub.asked[2:]), key=[3, 64, 5].index)
+    assert found["num_cut"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire"),
+    [
+        ("http 500", refused(500, "it broke")),
+        ("http 429", refused(429, "too many")),
+        ("closed", [HEAD, chunked(b"data: {}\n\n"), None]),
+        ("closed", [None]),
+        ("stream", [HEAD, chunked(b'data: {"choices": []}\n\n'), b"0\r\n\r\n"]),
+        ("stream", [HEAD, chunked(b"data: {oops\n\n"), b"0\r\n\r\n"]),
+        ("stream", [HEAD, chunked(b'data: {"choices": [3]}\n\n'), b"0\r\n\r\n"]),
+        ("answer", [HEAD, chunked(b'data: {"error": {"message": "device lost"}}\n\n'), b"0\r\n\r\n"]),
+        ("protocol", [b"nonsense\r\n\r\n", None]),
+    ],
+)
+def test_a_failed_request_is_an_error_of_its_kind(kind: str, wire: Wire) -> None:
+    """Whatever goes wrong is counted by kind, with what was said first; the others go on."""
+
+    def handler(path: str, asked: dict[str, Any]) -> Wire:
+        return wire if "broken" in seen(asked) else answer(asked)
+
+    lock, count = threading.Lock(), [0]
+
+    def seen(asked: dict[str, Any]) -> str:
+        with lock:
+            count[0] += 1
+            return "broken" if count[0] in (5, 9) else "fine"
+
+    with serving(handler) as stub:
+        found = run(stub.url)
+
+    assert (10, 2) == (found["completed"], found["errors"])
+    assert {kind: 2} == {name: row["count"] for name, row in found["errors_by_kind"].items()}
+    assert found["errors_by_kind"][kind]["first"]
+
+
+def test_an_answer_that_never_ends_is_a_timeout() -> None:
+    """A server that hangs is an error after the time limit, and the client goes on with a new connection."""
+    with serving(lambda path, asked: answer(asked), delay_s=0.15) as stub, pytest.raises(LoadError) as caught:
+        run(stub.url, timeout_s=0.2)
+
+    assert caught.value.kind == "timeout"
+
+
+def test_a_server_that_does_not_count_is_counted_by_events() -> None:
+    """Without usage, tokens are events with text and the prompts' are unknown."""
+
+    def handler(path: str, asked: dict[str, Any]) -> Wire:
+        return [HEAD, *(chunked(e) for e in events(asked, words_of(asked), usage=False)), b"0\r\n\r\n"]
+
+    with serving(handler) as stub:
+        found = run(stub.url)
+
+    assert ("events", 60, None) == (
+        found["tokens_counted_by"],
+        found["total_output_tokens"],
+        found["total_input_tokens"],
+    )
+
+
+def test_mixed_up_answers_are_found() -> None:
+    """An answer that belongs to another request is told from the one given alone."""
+    last: list[Sequence[str]] = []
+
+    def handler(path: str, asked: dict[str, Any]) -> Wire:
+        words = words_of(asked)
+        last.append(words)
+        # The 12th question gets the answer to the one before it.
+        given = last[-2] if len(last) == 12 else words
+        return [HEAD, *(chunked(e) for e in events(asked, given)), b"0\r\n\r\n"]
+
+    with serving(handler) as stub:
+        found = run(stub.url, num_requests=12, num_distinct=4, concurrency=1)
+
+    verified = found["verify"]
+    assert (4, 4, 12, 1) == tuple(
+        verified[key] for key in ("prompts", "distinct_answers", "compared", "mixed_up")
+    )
+    assert verified["first"]["alone"] != verified["first"]["in_the_crowd"]
+
+
+def test_a_server_that_answers_alike_is_verified() -> None:
+    """Nothing is mixed up where nothing is."""
+    with serving() as stub:
+        found = run(stub.url, num_distinct=3)
+
+    assert 0 == found["verify"]["mixed_up"]
+    assert len({prompt_of(a) for a in stub.asked[2:]}) == 3
+
+
+def test_a_server_that_says_close_gets_new_connections() -> None:
+    """`Connection: close` is obeyed, and costs no request."""
+    closing = HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+
+    with serving(lambda path, asked: [closing, *list(answer(asked))[1:], None]) as stub:
+        found = run(stub.url)
+
+    assert (12, 0) == (found["completed"], found["errors"])
+    assert stub.num_connections >= 12
+
+
+def test_an_unknown_model_is_named_with_the_known_ones() -> None:
+    """The message says what the server has."""
+    with serving() as stub, pytest.raises(LoadError, match="no model 'other'; it has: stub"):
+        run(stub.url, model="other")
+
+
+def test_a_wrong_key_ends_before_the_load() -> None:
+    """A refusal of the first question is the user's to mend: no load is sent."""
+    with serving(lambda path, asked: refused(401, "wrong key")) as stub:
+        with pytest.raises(LoadError, match="wrong key"):
+            run(stub.url)
+
+        assert 1 == len(stub.asked)
+
+
+def test_the_key_goes_with_every_request() -> None:
+    """An API key is sent as a bearer token."""
+    with serving() as stub:
+        target = parse_target(stub.url + "/v1/", "secret")
+        asyncio.run(measure(target, Load(4, 2), lambda what: None))
+
+    assert all("Authorization: Bearer secret\r\n" in head for head in stub.headers)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:notaport"])
+def test_a_wrong_address_is_refused(url: str) -> None:
+    """The message shows how one is written."""
+    with pytest.raises(LoadError, match=r"--url: .*http://127.0.0.1:8000"):
+        parse_target(url)
+
+
+def test_gaps_have_the_mean_and_the_burstiness_asked_for() -> None:
+    """The mean gap is one over the rate; the squared variation one over the burstiness."""
+    for burstiness in (0.25, 1.0, 4.0):
+        gaps = np.diff(np.array(send_times(20_000, 50.0, burstiness, 0)))
+
+        assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+        assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.1)
+
+
+def test_prompts_are_distinct_and_seeded() -> None:
+    """The same seed asks the same; another seed or number asks another."""
+    prompts = make_prompts([1] * 500, seed=1)
+
+    assert 500 == len(set(prompts))
+    assert prompts == make_prompts([1] * 500, seed=1)
+    assert not set(prompts) & set(make_prompts([1] * 500, seed=2))
+
+
+def test_a_ruler_counts_the_template() -> None:
+    """A template of 9 tokens and 6 tokens a word leave room for 6 words in 50 tokens."""
+    ruler = Ruler.from_two((1, 15), (5, 39))
+
+    assert (6, 1) == (ruler.words(50), ruler.words(3))
+
+
+def test_command_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """The contract: completed and errors, as JSON."""
+    words = ["--requests", "20", "--concurrency", "8", "--verify", "--json"]
+    with serving() as stub, pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--url", stub.url, *words])
+
+    found = json.loads(capsys.readouterr().out)
+    assert (0, 20, 0) == (ended.value.code, found["completed"], found["errors"])
+    keys = {
+        f"{head}_{name}_ms" for head in ("mean", "median", "p90", "p99") for name in ("ttft", "tpot", "itl")
+    }
+    assert keys | {"duration", "request_throughput", "output_throughput", "total_token_throughput"} <= set(
+        found
+    )
+
+
+def test_command_with_failures_ends_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures are printed, and one line says how many failed and why."""
+    count = [0]
+
+    def handler(path: str, asked: dict[str, Any]) -> Wire:
+        count[0] += 1
+        return answer(asked) if count[0] < 4 else plain(503, {"error": {"message": "going down"}})
+
+    with serving(handler) as stub, pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--url", stub.url, "--requests", "4"])
+
+    shown = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "errors: 3" in shown.out
+    assert "3 of 4 requests failed; the first (http 503): going down" in shown.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--requests", "0"], ["--rate", "-1"], ["--rate", "5", "--arrivals", "batch:3"], ["--endpoint", "x"]],
+)
+def test_wrong_options_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake in the options ends in one line and exit code 2, even with no server there."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--url", "127.0.0.1:9", *words])
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_answer_without_text_has_a_first_token() -> None:
+    """Text that never came counts as come at the end, not at the beginning."""
+    answer_ = Answer("", "stop", 3, 0, 0.1, 0.5, 0.5, ())
+
+    assert 0 == answer_.num_tokens

@@ -1,0 +1,125 @@
+"""The live page: its documents, and the page itself in a real browser."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+from browser import PHONE, browser, width_of  # noqa: E402
+from http_factory import MODEL, Scripted, running, wait_until  # noqa: E402
+from report_factory import make_plan  # noqa: E402
+from tessera.serve.page import live_page  # noqa: E402
+from tessera.serve.page_state import plan_document, state_document  # noqa: E402
+
+KEY = "page-secret"
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Any]:
+    with browser() as found:
+        yield found
+
+
+def test_page_loads_nothing_from_elsewhere() -> None:
+    """No address, no event attribute; and the policy lets nothing else run than the page's own script."""
+    page = live_page()
+
+    assert not re.search(r"https?://|@import|\ssrc=|\son\w+=", page.html)
+    assert "unsafe" not in page.policy
+    assert page.policy.count("'sha256-") == 2
+
+
+def test_plan_document_says_where_every_step_runs() -> None:
+    """Launches of each step add up over the devices, and shares of the lanes to one."""
+    plan = make_plan()
+    document = plan_document(plan)
+
+    assert document["modelled"] is True
+    assert sum(lane["share"] for lane in document["lanes"]) == pytest.approx(1)
+    for lane in document["lanes"]:
+        for step, graph in zip(lane["steps"], plan.unit.graphs, strict=True):
+            assert step["step"] == graph.trace.step.kind
+            assert sum(step["launches"].values()) == len(graph.trace.launches)
+    assert document["utilisation"].keys() == set(plan.cluster.names)
+    assert document["why"][0]
+
+
+def test_state_document_keeps_the_last_decisions() -> None:
+    """The state tells the newest decisions, not all since the start."""
+    snapshot = Scripted().snapshot()
+    many = tuple(snapshot.decisions) * 50
+
+    document = state_document(type(snapshot)(**{**snapshot.__dict__, "decisions": many}))
+
+    assert len(document["decisions"]) == 20
+
+
+def test_plan_route_names_the_policy_in_force() -> None:
+    """GET /v1/plan has the policy, a document a plan, and the decisions."""
+    with running(Scripted(), plans=(make_plan(),)) as server:
+        document = httpx.get(f"{server.url}/v1/plan").json()
+
+    assert document["policy"] == "throughput"
+    assert len(document["plans"]) == 1
+    assert document["decisions"][0]["kind"] == "switch"
+
+
+def test_page_shows_what_the_service_does(opened: Any) -> None:
+    """In a browser: devices, queue, decisions and placement, which follow the service until it is gone."""
+    service = Scripted()
+    page = opened.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    with running(service, plans=(make_plan(),)) as server:
+        page.goto(server.url)
+        page.wait_for_selector("#status.live")
+        assert page.inner_text("h1") == MODEL
+        assert page.inner_text("#waiting") == "3"
+        assert [x.inner_text() for x in page.query_selector_all("#devices .name")] == ["emu:a100", "emu:l40s"]
+        assert page.inner_text("#devices .value b") == "75 %"
+        # Text of the service is text, whatever it looks like.
+        assert "<b>latency</b>" in page.inner_text("#decisions")
+        assert page.locator("#lanes .split").count() >= 2
+        service.running = 5
+        wait_until(lambda: bool(page.inner_text("#running") == "5"))
+        assert page.evaluate("document.querySelector('#spark polyline').points.length") >= 2
+    page.wait_for_selector("#status.gone")
+    page.close()
+    assert [x for x in faults if "ERR_CONNECTION" not in x] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_fits_a_phone(opened: Any, scheme: Any, tmp_path: Path) -> None:
+    """At 360 pixels nothing has to be scrolled to sideways, in light and in dark."""
+    page = opened.new_page(viewport=PHONE, color_scheme=scheme)
+    with running(Scripted(), plans=(make_plan(),)) as server:
+        page.goto(server.url)
+        page.wait_for_selector("#status.live")
+        assert width_of(page) <= PHONE["width"]
+        page.screenshot(path=tmp_path / f"live-{scheme}.png", full_page=True)
+    page.close()
+
+
+def test_page_asks_for_the_key_once(opened: Any) -> None:
+    """Under --api-key the page shows nothing until it has a right key, and keeps it for the tab."""
+    page = opened.new_page()
+    with running(Scripted(), keys=[KEY]) as server:
+        page.goto(server.url)
+        page.wait_for_selector("#door:not([hidden])")
+        assert not page.is_visible("#main")
+        page.fill("#key", "not-the-key")
+        page.click("button")
+        wait_until(lambda: "not one of this server's" in page.inner_text("#door-note"))
+        page.fill("#key", KEY)
+        page.click("button")
+        page.wait_for_selector("#status.live")
+        page.reload()
+        page.wait_for_selector("#status.live")
+        assert not page.is_visible("#door")
+    page.close()

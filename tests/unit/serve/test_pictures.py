@@ -1,0 +1,182 @@
+"""Pictures in chats: what is taken in, what is refused, and where it lands in the prompt."""
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+pytest.importorskip("fastapi")
+
+from PIL import Image
+
+import http_factory
+from http_factory import Scripted
+from tessera.capture.models.seeing import PICTURE_TOKENS
+from tessera.errors import AskError
+from tessera.serve.metrics import Metrics
+from tessera.serve.openai_ports import Endpoint
+from tessera.serve.pictures import MARK, Eyes
+from tessera.serve.text import ByteText
+
+EYES = Eyes(patch=4, merge=2, frames=2, dtype=torch.float32)
+
+
+def data_url(image: Image.Image, kind: str = "PNG") -> str:
+    """A picture as clients send it."""
+    raw = io.BytesIO()
+    image.save(raw, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(raw.getvalue()).decode()}"
+
+
+def noise(width: int = 64, height: int = 64) -> Image.Image:
+    """A picture of nothing."""
+    values = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def test_patches_are_those_of_the_models_own_processor() -> None:
+    """Values, order and normalisation are bit-equal to Qwen2-VL's processor in transformers."""
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    own = module.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, do_resize=False)
+
+    expected = own(images=[noise()], return_tensors="pt")["pixel_values"]
+
+    assert torch.equal(expected, EYES.look(data_url(noise())))
+
+
+def test_every_picture_is_resized_to_the_grid() -> None:
+    """Other sizes and colours give the same number of patches."""
+    for image in (noise(7, 300), noise(640, 64).convert("L"), noise().convert("RGBA")):
+        assert (4 * PICTURE_TOKENS, 96) == tuple(EYES.look(data_url(image)).shape)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://example.com/cat.png", "fetches nothing"),
+        ("file:///etc/passwd", "fetches nothing"),
+        ("data:text/html;base64,AAAA", "fetches nothing"),
+        ("data:image/png;base64,AAAA", "the picture is none"),
+        ("data:image/png;base64,$$$", "cannot be read"),
+        (data_url(noise())[:-40], "cannot be read"),
+    ],
+)
+def test_what_is_no_picture_is_refused(url: str, message: str) -> None:
+    """Addresses are not opened, and broken data is one line."""
+    with pytest.raises(AskError, match=message):
+        EYES.look(url)
+
+
+def test_a_huge_picture_is_refused_before_it_is_decoded() -> None:
+    """A small file that unpacks to gigabytes costs nothing."""
+    bomb = data_url(Image.new("1", (8_000, 8_000)))
+
+    with pytest.raises(AskError, match="8000 x 8000 pixels is too large"):
+        EYES.look(bomb)
+
+
+def test_a_mark_becomes_the_pictures_tokens() -> None:
+    """Text before and after stays as it was."""
+    prompt = ByteText().encode(f"see {MARK} there")
+
+    whole, picture = EYES.placed(prompt, torch.zeros(1))
+
+    assert whole[: picture.start] == ByteText().encode("see ")
+    assert whole[picture.start + PICTURE_TOKENS :] == list(b" there")
+
+
+@pytest.fixture(scope="module")
+def asked() -> Iterator[tuple[Any, Scripted]]:
+    """Asks a server whose model sees; the service remembers what it was asked."""
+    service = Scripted()
+    endpoint = Endpoint("scripted", service, ByteText(), 256, 258, 1, eyes=EYES)
+    with http_factory.serving(endpoint, Metrics("scripted", service.snapshot)) as server:
+
+        def ask(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            head = {"Content-Type": "application/json"}
+            request = urllib.request.Request(server.url + path, json.dumps(body).encode(), head)
+            try:
+                with urllib.request.urlopen(request, timeout=10.0) as reply:
+                    return reply.status, json.load(reply)
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)
+
+        yield ask, service
+
+
+def chat(*parts: Any) -> dict[str, Any]:
+    """A chat of one message."""
+    return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 3}
+
+
+def shown(url: str) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(words: str) -> dict[str, str]:
+    """A part of a message."""
+    return {"type": "text", "text": words}
+
+
+def test_a_picture_in_a_chat_reaches_the_service(asked: Any) -> None:
+    """The ask has the patches, and its prompt their tokens right where the picture was shown."""
+    ask, service = asked
+
+    status, found = ask("/v1/chat/completions", chat(text("a "), shown(data_url(noise())), text(" b")))
+
+    last = service.asks[-1]
+    assert 200 == status
+    assert torch.equal(EYES.look(data_url(noise())), last.picture.patches)
+    assert last.prompt[: last.picture.start] == (256, *b"user:\na ")
+    assert last.prompt[last.picture.start + PICTURE_TOKENS :][:3] == (*b" b\n",)
+    assert found["usage"]["prompt_tokens"] == len(last.prompt)
+
+
+def test_a_chat_without_a_picture_has_none(asked: Any) -> None:
+    """Text alone is text alone, also where it holds the mark."""
+    ask, service = asked
+
+    status, _ = ask("/v1/chat/completions", chat(text(f"a {MARK} b")))
+
+    assert 200 == status
+    assert service.asks[-1].picture is None
+    assert bytes(service.asks[-1].prompt[1:14]) == "user:\na \ufffd b".encode()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [shown("https://example.com/cat.png")],
+        [shown(data_url(noise(8, 8))), shown(data_url(noise(8, 8)))],
+        [{"type": "image_url"}],
+        [{"type": "image_url", "image_url": {"url": 3}}],
+        [{"type": "input_audio", "input_audio": {}}],
+    ],
+)
+def test_other_parts_are_a_400_in_openais_shape(asked: Any, parts: list[Any]) -> None:
+    """The message says what is wrong; nothing reaches the service."""
+    ask, service = asked
+    before = len(service.asks)
+
+    status, found = ask("/v1/chat/completions", chat(*parts))
+
+    assert (400, "messages", before) == (status, found["error"]["param"], len(service.asks))
+
+
+def test_generation_of_pictures_is_refused_with_the_reason(asked: Any) -> None:
+    """It says what a model would need."""
+    ask, _ = asked
+
+    status, found = ask("/v1/images/generations", {"prompt": "a cat"})
+
+    assert 400 == status
+    assert "decoder of latents" in found["error"]["message"]

@@ -1,0 +1,176 @@
+"""From a model and devices to plans for serving, and to steppers that are replaced when they are over."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import steps_factory as factory
+from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
+from tessera.execute.hub import FORKSERVER
+from tessera.execute.lower import lower
+from tessera.execute.stepper import WorkerStepper
+from tessera.ir import Cluster, Device, DeviceKind, Objective
+from tessera.profile.devices import make_cluster, parse_devices
+from tessera.serve.local import MAX_LOSSES, Local
+from tessera.serve.planning import Average, counts_of, prepare
+from tessera.serve.stepper import SlotsLost
+from tessera.serve.steps import servable_models, served
+from tessera.serve.undivided import UndividedStepper
+
+
+def emulated(names: str = factory.DEVICES) -> Cluster:
+    return make_cluster(parse_devices(names), "pcie4")
+
+
+def test_there_is_a_plan_for_each_policy_over_one_unit() -> None:
+    """Chunk, insert and decode are planned together, once for throughput and once for latency."""
+    made = factory.prepared()
+    assert [plan.policy for plan in made.plans] == ["throughput", "latency"]
+    assert [g.trace.step.kind for g in made.unit.graphs] == ["chunk", "insert", "decode"]
+    assert made.unit.counts == (6, 3, 7)
+    assert made.plans[1].latency_us <= made.plans[0].latency_us
+
+
+@pytest.mark.parametrize("policy", ["attention-ffn", "layer-pipeline", "prefill-decode"])
+def test_no_plan_moves_state_between_steps(policy: str) -> None:
+    """Lanes of coarser policies too have one program a step and nothing between."""
+    for lane in lower(factory.plan_by(policy)):
+        assert [program.step for program in lane] == [0, 1, 2]
+
+
+def test_a_plan_apart_in_phases_is_among_the_policies() -> None:
+    """Prefill and decode on different devices is a placement of the same unit: the spare row is on one."""
+    placement = factory.plan_by("prefill-decode").lanes[0].placement.devices
+    assert len(set(placement[0])) == 1
+    assert set(placement[2]) == {1 - placement[0][0]}
+    assert set(placement[1]) == {0, 1}
+
+
+def test_one_device_has_one_plan() -> None:
+    """With nothing to decide there is one policy."""
+    made = prepare("tiny-llama", emulated("emu:a100"), rows=2, capacity=16, chunk=8)
+    assert [plan.policy for plan in made.plans] == ["throughput"]
+
+
+def test_a_device_that_is_gone_is_planned_around() -> None:
+    """The same service on the other device, under the same costs."""
+    rest = factory.prepared().without(["emu:a100"])
+    assert rest.cluster.names == ("emu:l40s",)
+    assert rest.plans[0].used == (0,)
+    assert rest.costs[0].total_us(0) == factory.prepared().costs[0].total_us(1)
+    with pytest.raises(PlanInfeasible, match="no device is left"):
+        rest.without(["emu:l40s"])
+
+
+def test_sizes_that_nobody_names_suit_the_model() -> None:
+    """A row is no longer than the model's positions, and a chunk no longer than a row."""
+    made = served("tiny-llama", capacity=16)
+    assert (made.shape.capacity, made.shape.chunk) == (16, 16)
+    assert served("tiny-mamba").shape.chunk == 0
+
+
+def test_counts_follow_the_average_request() -> None:
+    """Chunks are rounded up; a recurrent model decodes its prompt."""
+    assert counts_of(factory.prepared().model, Average(prompt=17, output=5)) == (9, 3, 4)
+    assert counts_of(served("tiny-mamba", rows=2), Average(prompt=10, output=5)) == (2, 14)
+
+
+def test_what_cannot_be_served_is_refused_in_one_line() -> None:
+    """Models without steps of serving, sizes that make no sense, and rows beyond the model."""
+    assert "tiny-llama" in servable_models()
+    for model in ("tiny-sd3.5", "no-such-model"):
+        with pytest.raises(UnknownName, match="tiny-llama"):
+            served(model)
+    for sizes in ({"slots": 0}, {"rows": 0}, {"capacity": -1}, {"chunk": -1}):
+        with pytest.raises(CaptureError, match="make no service"):
+            served("tiny-llama", **sizes)
+    with pytest.raises(CaptureError, match="4096 positions"):
+        served("tiny-llama", capacity=5000)
+
+
+def test_too_little_memory_says_what_to_lower() -> None:
+    """The key/value budget is checked before anything starts, in the words of the command."""
+    small = Device("emu:a100", DeviceKind.EMU, "a100", 20_000_000)
+    with pytest.raises((PlanInfeasible, DeviceMemoryError), match=r"--slots, --rows or --max-len"):
+        prepare("tiny-llama", Cluster((small,), ()), slots=2, rows=4, capacity=512)
+
+
+def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> None:
+    """Emulated devices compute on the CPU, so the weights must fit there."""
+    with pytest.raises(TesseraError, match=r"llama-3-8b has 16\.1 GB of weights; these devices"):
+        prepare("llama-3-8b", emulated("emu:a100"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in several safetensors files."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    module = served("tiny-llama", rows=2, capacity=16, seed=3).workloads["decode"].module
+    module.save_pretrained(folder, max_shard_size="4MB")  # type: ignore[operator]
+    return folder
+
+
+def test_a_sharded_checkpoint_is_served_with_its_own_weights(sharded: Path) -> None:
+    """All shards are read, and the answers are those of the model that was saved."""
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    steps: factory.Script = [step for step in factory.script(1) if step[0] == "chunk"]
+    given = []
+    for model, seed in ((str(sharded), 0), ("tiny-llama", 3)):
+        made = served(model, rows=2, capacity=factory.CAPACITY, chunk=factory.CHUNK, seed=seed)
+        with UndividedStepper(made, 1) as stepper:
+            stepper.open(0, 0)
+            given.append(factory.play(stepper, 0, steps))
+    assert factory.is_same(*given)
+
+
+def test_a_lost_worker_is_replaced_with_the_weights_in_memory() -> None:
+    """A stepper that is over makes way for one with new workers, which gives the same bits."""
+    steps = factory.script(2)
+    with UndividedStepper(factory.prepared().model, 1) as whole:
+        whole.open(0, 0)
+        wanted = factory.play(whole, 0, steps)
+    with Local(factory.prepared().without(["emu:l40s"])) as local:
+        old = local.stepper
+        old.open(0, 0)
+        old._hub._processes[0].kill()  # type: ignore[attr-defined]
+        loss = factory.lost(old)
+        assert loss.is_over
+        new = local.replace(loss)
+        assert new is local.stepper
+        assert new is not old
+        new.open(0, 0)
+        assert factory.is_same(factory.play(new, 0, steps), wanted)
+
+
+def test_a_device_lost_again_and_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some replacements the service goes on without the device, and ends with the last one."""
+    started: list[tuple[str, ...]] = []
+    local = Local(factory.prepared())
+    monkeypatch.setattr(local, "_start", lambda: started.append(local.prepared.cluster.names))
+    monkeypatch.setattr(Local, "stepper", None)
+    loss = SlotsLost((0,), "emu:a100", "gone", True)
+    for _ in range(MAX_LOSSES + 1):
+        local.replace(loss)
+    assert started == [("emu:a100", "emu:l40s")] * MAX_LOSSES + [("emu:l40s",)]
+    last = SlotsLost((0,), "emu:l40s", "gone", True)
+    for _ in range(MAX_LOSSES):
+        local.replace(last)
+    with pytest.raises(PlanInfeasible, match="no device is left"):
+        local.replace(last)
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-mamba"])
+def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
+    """Windows, experts and recurrences too: layers on two devices give what the undivided model gives."""
+    made = factory.prepared(model, (Objective.THROUGHPUT,))
+    plan = factory.plan_by("layer-pipeline", model)
+    assert len(plan.used) == 2
+    steps = factory.script(6, has_chunks=bool(made.model.shape.chunk))
+    with UndividedStepper(made.model, 1) as whole:
+        whole.open(0, 0)
+        wanted = factory.play(whole, 0, steps)
+    with WorkerStepper([plan], made.model.weights(), made.model.shape, method=FORKSERVER) as stepper:
+        stepper.open(0, 0)
+        assert factory.is_same(factory.play(stepper, 0, steps), wanted)

@@ -1,0 +1,130 @@
+"""The next token: distributions, limits, seeds and logprobs."""
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tessera.serve.records import Sampling, Token
+from tessera.serve.sampling import TOP_P_GLANCE, Pick, choose
+
+LOGITS = torch.tensor([0.0, math.log(4.0), math.log(3.0), math.log(2.0)])
+
+
+def pick(seed: int = 0, banned: tuple[int, ...] = (), **options: Any) -> Pick:
+    """A pick with a generator of its own."""
+    return Pick(Sampling(**options), random.Random(seed), banned)
+
+
+def numbers(logits: torch.Tensor, one: Pick, times: int) -> Counter[int]:
+    """How often each token was chosen."""
+    found: Counter[int] = Counter()
+    for _ in range(times):
+        (token,) = choose(logits[None].clone(), [0], [0], [one])
+        assert token is not None
+        found[token.number] += 1
+    return found
+
+
+def test_greedy_takes_the_models_own_choice() -> None:
+    """Without a look at the logits."""
+    assert [Token(7)] == choose(None, [3, 7], [1], [pick(temperature=0.0)])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
+    """Within four standard errors, at any temperature."""
+    num = 1500
+    found = numbers(LOGITS, pick(temperature=temperature), num)
+    share = (LOGITS / temperature).softmax(-1).tolist()
+
+    for token, p in enumerate(share):
+        assert abs(found[token] - num * p) < 4 * math.sqrt(num * p * (1 - p))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 2}),
+        ({"top_k": 4}, {0, 1, 2, 3}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.41}, {1, 2}),
+        ({"top_p": 0.71}, {1, 2, 3}),
+        ({"top_p": 1e-9}, {1}),
+        # Of the two that are left, 4/7 and 3/7.
+        ({"top_k": 2, "top_p": 0.5}, {1}),
+        ({"top_k": 2, "top_p": 0.6}, {1, 2}),
+        ({"temperature": 1e-4}, {1}),
+    ],
+)
+def test_limits_keep_the_most_probable(options: dict[str, Any], kept: set[int]) -> None:
+    """Top-k, then top-p of what is left; nothing else is ever drawn, and all that is kept comes."""
+    assert kept == set(numbers(LOGITS, pick(**options), 300))
+
+
+def test_equal_logits_stay_together() -> None:
+    """A limit between equals keeps all of them: no order of sorting decides."""
+    assert {1, 2} == set(numbers(torch.tensor([0.0, 1.0, 1.0]), pick(top_k=1), 100))
+
+
+def test_a_seed_gives_the_same_tokens_in_any_crowd() -> None:
+    """The same row alone, and among others of other kinds, for many draws."""
+    logits = torch.randn(40, 5, 600, generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 50}
+    alone, crowd = pick(7, **options), pick(7, **options)
+    others = [pick(1), pick(2, top_p=0.99), pick(3, temperature=0.0), pick(4, top_k=7, logprobs=2)]
+    for step in logits:
+        greedy = step.argmax(-1).tolist()
+        (one,) = choose(step.clone(), greedy, [2], [alone])
+        many = choose(step.clone(), greedy, [0, 1, 2, 3, 4], [*others[:2], crowd, *others[2:]])
+        assert one == many[2]
+
+
+def test_top_p_of_a_flat_distribution_looks_at_all_tokens() -> None:
+    """Where the largest logits do not reach the share, the whole vocabulary is sorted."""
+    logits = torch.linspace(0.0, 0.1, 4 * TOP_P_GLANCE)
+    found = numbers(logits, pick(top_p=0.9), 200)
+
+    assert min(found) > 0.05 * len(logits)
+    assert min(found) < 0.2 * len(logits)
+
+
+def test_banned_tokens_are_not_chosen() -> None:
+    """Greedy takes the next best, and a draw never takes them."""
+    assert {2: 1} == numbers(LOGITS, pick(temperature=0.0, banned=(1,)), 1)
+    assert {0, 3} == set(numbers(LOGITS, pick(banned=(1, 2)), 100))
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Before temperature and limits; the likeliest first, and as many as were asked for."""
+    one, two, three = choose(
+        torch.stack([LOGITS, LOGITS, LOGITS]),
+        [1, 1, 1],
+        [0, 1, 2],
+        [pick(temperature=0.0, logprobs=2), pick(temperature=0.0, logprobs=0), pick(top_k=1, logprobs=9)],
+    )
+    assert one is not None
+    assert two is not None
+    assert three is not None
+
+    assert 1 == one.number
+    assert 0.4 == pytest.approx(math.exp(one.logprob or 0.0))
+    assert [1, 2] == [number for number, _ in one.top]
+    assert [0.4, 0.3] == pytest.approx([math.exp(p) for _, p in one.top])
+    assert () == two.top
+    assert two.logprob == one.logprob
+    assert [1, 2, 3, 0] == [number for number, _ in three.top]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_told(bad: float) -> None:
+    """That row gets nothing; the others get theirs."""
+    broken = LOGITS.clone()
+    broken[2] = bad
+
+    assert [None, Token(1)] == choose(torch.stack([broken, LOGITS]), [0, 1], [0, 1], [pick(), pick(top_k=1)])
