@@ -1,6 +1,6 @@
 """How `tessera serve` does under load: errors, mixed-up answers, memory, and the plain way beside it.
 
-    python benchmarks/bench_serve.py [--requests 2000] [--clients 200] [--out benchmarks/results/serve_202611]
+    python -m benchmarks.bench_serve [--requests 2000] [--clients 200] [--out benchmarks/results/serve_202611]
 
 The tiny Llama on this machine's CPU. `load`: streaming clients against `tessera serve` and against FastAPI
 with `generate` in threads (`serve_plain.py`), the same requests one run after the other; every answer is
@@ -11,27 +11,26 @@ other work on the machine does not count in them.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import platform
-import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from benchmarks.serve_process import Server, environment
+
+from tessera.serve.load import Load, measure
+from tessera.serve.load_figures import figures
+from tessera.serve.load_http import parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
-START_LIMIT_S = 180.0
+# Room for the requests asked here; the model could have more.
+SERVE = ["--rows", "32", "--slots", "4", "--max-len", "128", "--chunk", "32"]
 # (name, words): the plain server was quickest here with two workers of one thread each.
 PLAIN = ("plain FastAPI + generate", [str(ROOT / "benchmarks" / "serve_plain.py"), "--workers", "2"])
 KEPT = (
@@ -42,146 +41,40 @@ KEPT = (
 )  # fmt: skip
 
 
-@dataclass
-class Watched:
-    """Resident bytes of each process over time."""
+def ask(server: Server, wanted: Load) -> dict[str, Any]:
+    """What `tessera bench serve` measures, and the processor time of the crowd, without those asked alone."""
+    begun = server.processor_s()
 
-    samples: list[tuple[float, dict[int, int]]] = field(default_factory=list)
+    def on_done(what: str) -> None:
+        nonlocal begun
+        if what == "asked alone":
+            begun = server.processor_s()
 
-    def thirds(self) -> dict[str, Any]:
-        """Mean of the first and of the last third, in MB, of all processes together."""
-        sums = [sum(sample.values()) / 1e6 for _, sample in self.samples]
-        third = max(1, len(sums) // 3)
-        first, last = sum(sums[:third]) / third, sum(sums[-third:]) / third
-        return {
-            "samples": len(sums),
-            "processes": len(self.samples[-1][1]),
-            "first_third_mb": round(first, 1),
-            "last_third_mb": round(last, 1),
-            "growth": last / first - 1.0,
-        }
-
-
-class Server:
-    """A server in a process of its own; in a `with` statement."""
-
-    def __init__(self, words: list[str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._words = [sys.executable, *words, "--port", str(self.port)]
-        self.start_s = 0.0
-
-    def __enter__(self) -> "Server":
-        begun = time.perf_counter()
-        self._process = subprocess.Popen(self._words, stdout=subprocess.DEVNULL, env=_environment())
-        while not self._answers():
-            if self._process.poll() is not None or time.perf_counter() - begun > START_LIMIT_S:
-                self._process.kill()
-                raise SystemExit(f"did not start: {' '.join(self._words)}")
-            time.sleep(0.1)
-        self.start_s = time.perf_counter() - begun
-        return self
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5.0) as reply:
-                return bool(reply.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(30.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def processes(self) -> list[int]:
-        """The server and everything it started."""
-        parents: dict[int, int] = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has just ended
-                continue
-        found = [self._process.pid]
-        for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
-        return found
-
-    def resident(self) -> dict[int, int]:
-        """Bytes of each process; memory that several share counts in each."""
-        found = {}
-        for pid in self.processes():
-            try:
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            except OSError:
-                continue
-            found[pid] = pages * os.sysconf("SC_PAGE_SIZE")
-        return found
-
-    def processor_s(self) -> float:
-        """Seconds of processor that all of them used."""
-        ticks = 0
-        for pid in self.processes():
-            try:
-                words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            ticks += int(words[11]) + int(words[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    @contextmanager
-    def watched(self) -> Iterator[Watched]:
-        """Samples memory meanwhile."""
-        seen, is_over = Watched(), threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(0.5):
-                seen.samples.append((time.perf_counter(), self.resident()))
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            yield seen
-        finally:
-            is_over.set()
-            thread.join()
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def ask(url: str, *words: str) -> dict[str, Any]:
-    """What `tessera bench serve` measures."""
-    command = [sys.executable, "-m", "tessera", "bench", "serve", "--url", url, "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
-    if not done.stdout:
-        raise SystemExit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {key: found[key] for key in KEPT}
+    measured = asyncio.run(measure(parse_target(server.url), wanted, on_done))
+    used = server.processor_s() - begun
+    found = figures(measured)
+    kept = {key: found[key] for key in KEPT}
+    return kept | {"processor_ms_a_token": 1e3 * used / max(1, found["total_output_tokens"])}
 
 
 def load(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """The same requests to both servers."""
-    words = ["--requests", str(asked.requests), "--concurrency", str(asked.clients), "--verify"]
-    words += ["--endpoint", "completions", "--prompt-tokens", "32", "--output-tokens", str(asked.tokens)]
+    crowd = Load(
+        asked.requests,
+        asked.clients,
+        prompt_tokens=asked.prompt,
+        output_tokens=asked.tokens,
+        endpoint="completions",
+        num_distinct=20,
+    )
     rows = []
     servers = [(f"tessera serve --devices {d}", _served(d, asked)) for d in asked.devices] + [PLAIN]
     for name, command in servers:
         with Server(command) as server, server.watched() as memory:
-            ask(server.url, *words[2:], "--requests", str(asked.clients))  # until memory has settled
+            ask(server, replace(crowd, num_requests=asked.clients, num_distinct=None))  # until it has settled
             memory.samples.clear()
-            before = server.processor_s()
-            found = ask(server.url, *words)
-            used = server.processor_s() - before
-        row = {"server": name, "start_s": server.start_s, **found, "memory": memory.thirds()}
-        rows.append(row | {"processor_ms_a_token": 1e3 * used / found["total_output_tokens"]})
+            found = ask(server, crowd)
+        rows.append({"server": name, "start_s": server.start_s, **found, "memory": memory.thirds()})
         print(shown(rows[-1]), flush=True)
     return rows
 
@@ -208,18 +101,18 @@ def ahead(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def faults(asked: argparse.Namespace) -> dict[str, Any]:
     """Good clients beside bad ones."""
-    words = ["--requests", "640", "--concurrency", "32", "--verify", "--endpoint", "completions"]
+    few = Load(256, 32, prompt_tokens=32, output_tokens=16, endpoint="completions", num_distinct=8)
     with Server(_served(asked.devices[0], asked)) as server, server.watched() as memory:
-        alone = ask(server.url, *words)
+        alone = ask(server, few)
         command = [sys.executable, str(ROOT / "tests" / "bad_clients.py"), "--url", server.url]
-        command += ["--idle", str(asked.sockets), "--slow", "64", "--leave", "16"]
+        command += ["--idle", str(asked.sockets), "--slow", "64", "--leave", "16", "--max-tokens", "64"]
         pipe = subprocess.PIPE
-        bad = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=_environment())
+        bad = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment())
         assert bad.stdout is not None
         up = json.loads(bad.stdout.readline())
-        beside = ask(server.url, *words)
+        beside = ask(server, few)
         counts, _ = bad.communicate("")
-        after = ask(server.url, *words)
+        after = ask(server, few)
     good = {"alone": alone, "beside the bad ones": beside, "after they went": after}
     return {"bad_clients_up": up, "bad_clients": json.loads(counts), "good": good, "memory": memory.thirds()}
 
@@ -231,30 +124,94 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--sockets", type=int, default=10_000)
     parser.add_argument("--devices", nargs="+", default=["cpu"])
     parser.add_argument(
-        "--serve", nargs=argparse.REMAINDER, default=[], help="further words of `tessera serve`"
+        "--serve", nargs=argparse.REMAINDER, default=SERVE, help="further words of `tessera serve`"
     )
     parser.add_argument("--parts", nargs="+", default=["load", "faults"])
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    found: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "serve": asked.serve}
-    if "load" in asked.parts:
-        found["load"] = load(asked)
-        found["ahead"] = ahead(found["load"])
-        print(shown(found["ahead"]), flush=True)
-    if "faults" in asked.parts:
-        found["faults"] = faults(asked)
-        print(shown(found["faults"]), flush=True)
-    if asked.out is not None:
-        asked.out.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
+    found: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "serve": " ".join(asked.serve),
+    }
+    for part in asked.parts:
+        found |= {"load": _load_part, "faults": _faults_part}[part](asked)
+        if asked.out is not None:
+            asked.out.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
+            asked.out.with_suffix(".md").write_text(document(found))
+    print(document(found))
+
+
+def _load_part(asked: argparse.Namespace) -> dict[str, Any]:
+    rows = load(asked)
+    return {"load": rows, "ahead": ahead(rows)}
+
+
+def _faults_part(asked: argparse.Namespace) -> dict[str, Any]:
+    return {"faults": faults(asked)}
 
 
 def shown(part: Any) -> str:
     """As JSON, on as few lines as can be read."""
     return json.dumps(part, indent=1)
+
+
+def document(found: dict[str, Any]) -> str:
+    """Everything as Markdown."""
+    parts = [HEAD.format(**{key: found[key] for key in ("machine", "serve")})]
+    if "load" in found:
+        parts += ["## Load", table([_row(x["server"], x) | _memory(x) for x in found["load"]])]
+        parts += ["Against the plain server, above 1 is ahead:", table(found["ahead"])]
+    if "faults" in found:
+        faults = found["faults"]
+        parts += ["## Faults", table([_row(name, x) for name, x in faults["good"].items()])]
+        parts += ["What the bad clients did:", table([faults["bad_clients"]])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "clients of": name,
+        "answered": row["completed"],
+        "errors": row["errors"],
+        "mixed up": row["verify"]["mixed_up"],
+        "requests/s": row["request_throughput"],
+        "tokens/s": row["output_throughput"],
+        "first byte, mean ms": row["mean_ttfb_ms"],
+        "first byte, p99 ms": row["p99_ttfb_ms"],
+        "whole, mean ms": row["mean_e2el_ms"],
+        "processor ms a token": row["processor_ms_a_token"],
+    }
+
+
+def _memory(row: dict[str, Any]) -> dict[str, Any]:
+    memory = row["memory"]
+    return {"first third MB": memory["first_third_mb"], "last third MB": memory["last_third_mb"]}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """As Markdown."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+HEAD = """# Serving under load
+
+Made by `python -m benchmarks.bench_serve --out benchmarks/results/serve_202611`: the tiny Llama on this
+machine's CPU ({machine}), `tessera serve` with `{serve}`. The same requests went to both servers, one after
+the other; the plain one is FastAPI with `generate` in two threads. Other work on the machine slowed both, so
+rates are less than it can do; `processor ms a token` is of the servers' own processes and does not depend on
+that. Every answer was compared with the one given when its prompt was asked alone. Memory is resident, of all
+processes of a server together."""
 
 
 if __name__ == "__main__":

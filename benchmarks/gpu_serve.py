@@ -118,14 +118,8 @@ def pair(log: Log, args: argparse.Namespace) -> None:
             def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
                 config = ServiceConfig(policy=policy)
                 with Service(local.stepper, ByteText(), plans=prepared.plans, config=config) as service:
-                    found = run_load(
-                        service,
-                        shape.slots * shape.rows,
-                        args.prompt,
-                        args.output,
-                        args.seconds,
-                        shape.vocab_size,
-                    )
+                    clients = shape.slots * shape.rows
+                    found = run_load(service, clients, args.prompt, args.output, args.seconds)
                 rates[policy] = found["tokens per s"] * prepared.scale
                 predicted = plan.throughput_per_s * shape.rows * args.output
                 return {
@@ -162,6 +156,8 @@ def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coar
     )
     launches = [len(g.trace.launches) for g in prepared.unit.graphs]
     totals = [[round(c.total_us(d), 1) for d in range(len(cluster.devices))] for c in prepared.costs]
+    rehearsed = {name: round(rate, 1) for name, rate in prepared.rehearsed.items()}
+    log.put("rehearsed, tokens per s", rehearsed)
     more = {"prepared s": _since(began), "moments": moments, "launches": launches, "steps us": totals}
     log.put("model", {**sizes(args), **more, "counts": prepared.unit.counts})
     return prepared

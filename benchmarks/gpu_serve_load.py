@@ -38,15 +38,13 @@ class Tally:
         return sum(n for at, n in self.came if start <= at < stop) / (stop - start)
 
 
-def run_load(
-    service: Service, clients: int, prompt: int, output: int, seconds: float, vocab: int
-) -> dict[str, Any]:
+def run_load(service: Service, clients: int, prompt: int, output: int, seconds: float) -> dict[str, Any]:
     """Clients that ask again and again: the rate of so many seconds, counted from when the load is steady.
 
     It is when so many requests have ended as there are clients. A client's first answer has any length up to
     the average, so that rows end one after another from the start, as they do later on.
     """
-    tally, begun = Tally(), time.monotonic()
+    tally, begun, shape = Tally(), time.monotonic(), service.shape
     steady: list[float] = []
 
     def until() -> float:
@@ -58,7 +56,8 @@ def run_load(
         rng = random.Random(number)
         length = rng.randint(1, output)
         while time.monotonic() < until() and not tally.errors:
-            tokens = tuple(rng.randrange(vocab) for _ in range(rng.randint(prompt * 3 // 4, prompt * 5 // 4)))
+            size = rng.randint(prompt - shape.chunk + 1, prompt)
+            tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(size))
             await _read(service, Ask(tokens, length, GREEDY, ignores_end=True), tally, until)
             length = rng.randint(output * 3 // 4, output * 5 // 4)
 

@@ -8,7 +8,7 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute.calling import serve_call
-from tessera.execute.gate import Call
+from tessera.execute.handshake import Call
 from tessera.ir import Step
 
 

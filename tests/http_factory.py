@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.app import create_app
 from tessera.serve.limits import Limits
@@ -35,7 +34,7 @@ class Scripted:
     # Each letter is said so often.
     times: int = 1
     # Raised instead of an answer.
-    refusal: TesseraError | None = None
+    refusal: Exception | None = None
     # After so many tokens the answer ends with an error.
     fails_after: int | None = None
     asks: list[Ask] = field(default_factory=list)
@@ -116,6 +115,7 @@ def running(
     limits: Limits | None = None,
     keys: Sequence[str] = (),
     plans: tuple[Plan, ...] = (),
+    is_local: bool = False,
 ) -> Iterator[Running]:
     """Serves a scripted service until the end of the block."""
     endpoint = Endpoint(MODEL, service, ByteText(), CAPACITY, 258, 1_700_000_000, lambda: plans)
@@ -123,7 +123,7 @@ def running(
     async def stop() -> None:
         service.is_stopped = True
 
-    with serving(endpoint, Metrics(MODEL, service.snapshot), limits, keys, stop) as found:
+    with serving(endpoint, Metrics(MODEL, service.snapshot), limits, keys, stop, is_local) as found:
         yield found
 
 
@@ -138,10 +138,11 @@ def serving(
     limits: Limits | None = None,
     keys: Sequence[str] = (),
     stop: Callable[[], Awaitable[None]] = _leave_it,
+    is_local: bool = False,
 ) -> Iterator[Running]:
     """Serves anything until the end of the block."""
     rules = limits or Limits(drain_s=2.0)
-    server = Server(create_app(endpoint, metrics, rules, keys), rules, stop)
+    server = Server(create_app(endpoint, metrics, rules, keys, is_local), rules, stop)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

@@ -166,8 +166,8 @@ def expected(ask: Ask) -> tuple[list[int], str, str]:
         logits = toy_logits(request.sequence)[None]
         (token,) = choose(logits, logits.argmax(-1).tolist(), [0], [request.pick])
         assert token is not None
-        request.add(token)
-        said += request.text_of(token)
+        request.add(token.number)
+        said += request.text_of(token.number)
         if request.watch.is_stopped or (token.number == END and not ask.ignores_end):
             reason = "stop"
         elif request.num_out == ask.max_tokens:

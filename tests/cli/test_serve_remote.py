@@ -29,35 +29,37 @@ Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts commands, each in a session of its own, and ends what is left of them."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts commands, and ends what is left of them: first politely, so that they end their own."""
     running: list[subprocess.Popen[str]] = []
 
     def go(command: Sequence[str]) -> "subprocess.Popen[str]":
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        with (tmp_path / f"{len(running)}.log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
         running.append(process)
         return process
 
     yield go
     for process in running:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.terminate()
+    for process in running:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def url_of(process: "subprocess.Popen[str]") -> str:
     """Where a service answers, when it does."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, process.communicate(timeout=LIMIT_S)[1]
+    assert line, "it ended before it answered"
     return str(json.loads(line)["url"])
 
 
@@ -106,7 +108,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def test_two_hosts_serve_one_model(hosts: tuple[str, str], secret: Path, start: Start) -> None:
-    """One has the endpoint and the first device, the other only a worker: it is sent what to run, and leaves."""
+    """One has the endpoint and a device, the other only a worker, which is sent what to run, and leaves."""
     here, there = (["ip", "netns", "exec", name] for name in hosts)
     meet = ["--rendezvous", "10.98.0.1:29500", "--secret-file", str(secret)]
     service = start([*here, *TESSERA, *SERVE, *meet])

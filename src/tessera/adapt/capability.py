@@ -5,10 +5,15 @@ the smaller normalised latency at that load; else the one with more capacity. So
 switch is computed, and moves when the plans do.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+
+# Standard errors and weights that stand for a normal distribution: its mean and moments up to the fifth.
+NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,27 @@ class Capability:
             if point.num_requests > points[-1][0]:
                 points.append((point.num_requests, point.rate_per_s))
         return _between(points, num_requests)
+
+    def expected_s(self, rate_per_s: float, error_per_s: float, window_s: float) -> float:
+        """Seconds per token to be expected of a load that is known with a standard error.
+
+        Past the capacity a queue grows for as long as a window, which is when the load is known anew. So a
+        policy near its limit is judged by what happens if the load is really higher, too.
+        """
+        return sum(
+            weight * self._lasting_s(max(0.0, rate_per_s + errors * error_per_s), window_s)
+            for errors, weight in NORMAL
+        )
+
+    def _lasting_s(self, rate_per_s: float, window_s: float) -> float:
+        """Seconds per token while a load lasts for a window."""
+        over = rate_per_s - self.capacity_per_s
+        if over <= 0.0:
+            return self.normalised_s(rate_per_s)
+        last = self.curve[-1]
+        # By Little's law, latency is requests over rate; and it is tokens times seconds per token.
+        tokens = last.num_requests / last.rate_per_s / last.normalised_s
+        return last.normalised_s + over * window_s / self.capacity_per_s / tokens
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
         """Less is better; a policy that can sustain the load is better than one that cannot."""

@@ -98,25 +98,30 @@ class Monitor:
         """Requests per second, so many standard errors above what is probable."""
         while self._times and self._times[0] <= now_s - self.window_s:
             self._times.popleft()
-        # A system younger than its window has been watched for less, but for one arrival's time at least.
-        age = max(now_s - (self._start_s or 0.0), self.window_s / WINDOW_REQUESTS)
-        came, here = (n + errors * math.sqrt(n) for n in (len(self._times), num_requests))
-        rate = came / min(self.window_s, age)
+        # What came before the system was watched is not known: as much as makes neither policy better.
+        unseen_s = max(0.0, self.window_s - (now_s - (self._start_s or 0.0)))
+        num_came = len(self._times) + unseen_s * (self.crossing_per_s or 0.0)
+        came, here = (n + errors * math.sqrt(n) for n in (num_came, num_requests))
+        rate = came / self.window_s
         return max(0.0, rate, self._policies[self.current].rate_with(max(0.0, here), self.window_s))
 
     def _judge_load(self, now_s: float, num_requests: int) -> tuple[Action, ...]:
         load = self.load(now_s, num_requests)
-        chosen = better(tuple(self._policies[name] for name in self._order), load)
-        if chosen.name == self.current:
-            return ()
+        error = self.load(now_s, num_requests, 1.0) - load
         now = self._policies[self.current]
+        chosen = min(self._policies.values(), key=lambda policy: self._expected_s(policy, load, error))
+        if chosen is now:
+            return ()
         for errors in (-self._config.errors, self._config.errors):
-            rate = self.load(now_s, num_requests, errors)
-            if not chosen.badness(rate) < now.badness(rate):
+            rate = max(0.0, load + errors * error)
+            if not self._expected_s(chosen, rate, error) < self._expected_s(now, rate, error):
                 return ()
         old, self.current = self.current, chosen.name
         why = f"{load:.3g} requests a second, {num_requests} here: {chosen.name} {_figure(chosen, load)}, "
         return (self._action(now_s, DecisionKind.SWITCH, why + f"{old} {_figure(now, load)}"),)
+
+    def _expected_s(self, policy: Capability, rate_per_s: float, error_per_s: float) -> float:
+        return policy.expected_s(rate_per_s, error_per_s, self.window_s)
 
     def _note(self, event: Measured) -> None:
         seen = self._seen[event.device]

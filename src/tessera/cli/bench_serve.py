@@ -4,6 +4,8 @@ Works with any server that speaks OpenAI's protocol with streaming. Everything i
 """
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from tessera.serve.load import Load
 
 ENDPOINTS = ("chat", "completions")
+DISTINCT = 20
 
 
 def serve(
@@ -42,39 +45,64 @@ def serve(
     ] = None,
     endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
     model: Annotated[str | None, typer.Option(help="Which model. [default: the server's first]")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key, or @FILE with it.")] = None,
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for answers of full length; servers other than vLLM's kind may refuse.")
     ] = True,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every answer with the one given when asked alone.")
     ] = False,
-    distinct: Annotated[int, typer.Option(help="With --verify: so many different prompts.")] = 20,
+    distinct: Annotated[
+        int | None, typer.Option(help="With --verify: so many different prompts. [default: 20]")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and times.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Load a server with streaming requests; report throughput, latencies and errors as clients see them."""
-    counts = {"--requests": requests, "--concurrency": concurrency, "--prompt-tokens": prompt_tokens,
-              "--output-tokens": output_tokens, "--distinct": distinct, "--timeout": timeout,
-              "--rate": rate, "--burstiness": burstiness}  # fmt: skip
-    for name, value in counts.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise LoadError("option", f"{value:g} is none", "Use a number above zero.", name)
+    _check({"--requests": requests, "--concurrency": concurrency, "--prompt-tokens": prompt_tokens,
+            "--output-tokens": output_tokens, "--distinct": distinct, "--timeout": timeout,
+            "--rate": rate, "--burstiness": burstiness})  # fmt: skip
     if endpoint not in ENDPOINTS:
         raise UnknownName("endpoint", endpoint, ENDPOINTS)
     if rate is not None and arrivals is not None:
         raise LoadError("option", "--rate and --arrivals both say when to send", "Give one of them.")
+    _refuse("--burstiness", "--rate", burstiness != 1.0 and rate is None)
+    _refuse("--speed", "--arrivals", speed != 1.0 and arrivals is None)
+    _refuse("--distinct", "--verify", distinct is not None and not verify)
     from tessera.serve.load import Load
 
     load = Load(
         requests or 200, concurrency, rate, burstiness, _arrivals(arrivals, requests, seed, speed),
         prompt_tokens, output_tokens, cast(Literal["chat", "completions"], endpoint), model, ignore_eos,
-        distinct if verify else None, seed, timeout,
+        (distinct or DISTINCT) if verify else None, seed, timeout,
     )  # fmt: skip
-    found = _run(url, api_key, load)
+    found = _run(url, _key(api_key), load)
     print_json(found) if as_json else _show(found)
     _complain(found)
+
+
+def _check(counts: Mapping[str, float | None]) -> None:
+    for name, value in counts.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise LoadError("option", f"{value:g} is none", "Use a number above zero.", name)
+
+
+def _refuse(option: str, other: str, is_idle: bool) -> None:
+    """An option that would do nothing is a mistake."""
+    if is_idle:
+        raise LoadError(
+            "option", f"{option} needs {other}", "Leave it out, or see: tessera bench serve --help."
+        )
+
+
+def _key(word: str | None) -> str | None:
+    if word is None or not word.startswith("@"):
+        return word
+    try:
+        return Path(word[1:]).read_text().split()[0]
+    except (OSError, IndexError, UnicodeDecodeError):
+        raise LoadError("option", "no key can be read from this file", place=f"--api-key {word}") from None
 
 
 def _arrivals(text: str | None, requests: int | None, seed: int, speed: float) -> Any:

@@ -20,7 +20,11 @@ MODEL_HELP = (
 def capture(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     step: Annotated[
-        str | None, typer.Option(help="What to run: prefill, decode, encode or denoise.", show_default=False)
+        str | None,
+        typer.Option(
+            help="What to run: prefill, decode, encode, denoise, or a served model's chunk or insert.",
+            show_default=False,
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
     context: Annotated[

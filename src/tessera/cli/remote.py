@@ -59,7 +59,7 @@ class Meeting:
     @staticmethod
     def of(rendezvous: str | None, rank: int, secret_file: Path | None, torchrun: bool) -> "Meeting":
         """From the command's options, or from torchrun."""
-        from tessera.execute.gate import check_secret
+        from tessera.execute.handshake import check_secret
 
         secret = _read_secret(secret_file)
         if torchrun:
@@ -79,7 +79,7 @@ class Meeting:
 
     def hub(self, plans: Sequence[Plan]) -> "Callable[[Sequence[Setup]], RemoteHub]":
         """For rank 0: what makes the engine's way to all workers."""
-        from tessera.execute.gate import Call
+        from tessera.execute.handshake import Call
         from tessera.execute.remote import RemoteHub, start_here
 
         names = plans[0].cluster.names
@@ -113,7 +113,7 @@ class Meeting:
 def serve_rank(plans: Sequence[Plan], meeting: Meeting, is_plain: bool) -> None:
     """A rank above 0: its device's worker, until rank 0 hangs up."""
     from tessera.execute.calling import serve_and_exit
-    from tessera.execute.gate import Call
+    from tessera.execute.handshake import Call
     from tessera.execute.setups import setups_of
     from tessera.flow import workloads_of
 
@@ -135,7 +135,8 @@ def gathered(
     if meeting is None and ray is None:
         yield None
         return
-    from tessera.execute.gate import Call, Gate
+    from tessera.execute.gate import Gate
+    from tessera.execute.handshake import Call
     from tessera.execute.remote import start_here
     from tessera.serve.gathering import BORN, Gathering
 

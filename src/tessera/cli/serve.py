@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 import time
@@ -44,7 +45,7 @@ def serve(
     ray: OnRay = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.")] = 8000,
-    api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP)] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP, envvar="TESSERA_API_KEY")] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model. [default: its name]")
     ] = None,
@@ -61,6 +62,9 @@ def serve(
     max_requests: Annotated[int, typer.Option(help="Requests at once, waiting ones included.")] = 2048,
     max_body: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
     drain: Annotated[float, typer.Option(help="Seconds to finish what runs when told to stop.")] = 30.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="A line on standard error for every answer.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Say where it listens as one line of JSON.")
     ] = False,
@@ -70,6 +74,8 @@ def serve(
     Stops on SIGTERM or Ctrl-C: finishes what runs and refuses what comes. A live page is at /.
     """
     started_s = time.perf_counter()
+    if access_log:
+        _log_access()
     meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
     if meeting is not None and meeting.rank > 0:
         work(meeting, model=model)
@@ -88,6 +94,7 @@ def serve(
     )
     from tessera.serve.auth import read_keys
     from tessera.serve.limits import Limits
+    from tessera.serve.server import is_loopback
     from tessera.serve.start import Options
 
     options = Options(
@@ -99,6 +106,7 @@ def serve(
         policy=policy,
         max_waiting=max_waiting,
         keys=read_keys(api_key or ()),
+        is_local=is_loopback(host),
         limits=_within_files(Limits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
     )
     cluster = _cluster(devices, link or [])
@@ -115,12 +123,12 @@ def _serve(
     started_s: float,
     gathering: "Gathering | None" = None,
 ) -> None:
-    from tessera.serve.server import Server, bind, is_loopback, url_of
+    from tessera.serve.server import Server, bind, url_of
     from tessera.serve.start import started
 
     sys.setswitchinterval(SWITCH_S)
     bound = bind(*address)
-    if not options.keys and not is_loopback(address[0]):
+    if not options.keys and not options.is_local:
         _say(
             f"warning: everyone who reaches {address[0]} can use this server; --api-key lets in who has a key"
         )
@@ -188,6 +196,15 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _log_access() -> None:
+    """uvicorn's own lines; its logger stays silent while it has no handler."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("uvicorn.access")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 def _check_extra() -> None:

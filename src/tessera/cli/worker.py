@@ -47,7 +47,7 @@ def work(
     again_s: float = 5.0,
 ) -> None:
     """Session after session, until no service answers; `rank` where it is not the meeting's."""
-    from tessera.execute.gate import Call
+    from tessera.execute.handshake import Call
     from tessera.serve.joining import keep_working
 
     own = meeting.rank if rank is None or meeting.store is not None else rank

@@ -39,8 +39,8 @@ class Briefing:
     num_threads: int
     is_plain: bool
     us: tuple[tuple[float, ...], ...]
-    # (name, fingerprint) of the weights that this device reads.
-    weights: tuple[tuple[str, str], ...]
+    # (name, fingerprint, strides) of the weights that this device reads.
+    weights: tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def briefing_of(setup: Setup, world: int) -> Briefing:
@@ -55,7 +55,7 @@ def briefing_of(setup: Setup, world: int) -> Briefing:
         setup.num_threads,
         setup.is_plain,
         setup.us,
-        tuple((name, fingerprint(tensor)) for name, tensor in sorted(setup.weights.items())),
+        tuple((name, fingerprint(t), tuple(t.stride())) for name, t in sorted(setup.weights.items())),
     )
 
 
@@ -90,12 +90,12 @@ def _check_sizes(briefing: Briefing) -> None:
 def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor]) -> Setup:
     """The setup that was sent, with weights made here; raises MismatchError if they are not the engine's."""
     own = {}
-    for name, wanted in briefing.weights:
+    for name, wanted, stride in briefing.weights:
         if name not in weights:
             raise MismatchError(f"the model here has no weight '{name}'", _remedy(briefing.traces))
         if fingerprint(weights[name]) != wanted:
             raise MismatchError(f"weight '{name}' here is not the engine's", _remedy(briefing.traces))
-        own[name] = weights[name].detach()
+        own[name] = _laid_out(weights[name].detach(), stride)
     return Setup(
         briefing.device,
         briefing.traces,
@@ -107,6 +107,16 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor]) -> Setup:
         briefing.is_plain,
         us=briefing.us,
     )
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The weight as it lies in the engine's memory, which is how the programs read it."""
+    if tensor.stride() == stride:
+        return tensor
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, stride, strict=False))
+    if len(stride) != tensor.dim() or min(stride) < 1 or reach != tensor.numel():
+        raise MismatchError(f"a weight of shape {list(tensor.shape)} cannot lie with strides {list(stride)}")
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

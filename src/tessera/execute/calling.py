@@ -17,7 +17,7 @@ from tessera.execute import messages, worker
 from tessera.execute.briefing import Briefing, setup_of, unpack_briefing
 from tessera.execute.collective import meetings
 from tessera.execute.footprint import Programs, landing_bytes
-from tessera.execute.gate import Call, call_engine
+from tessera.execute.handshake import Call, call_engine
 from tessera.execute.hub import START_TIMEOUT_S
 from tessera.execute.messages import Refused, Welcome
 from tessera.ir import Step
@@ -73,7 +73,7 @@ def serve_call(call: Call, rank: int, make_weights: MakeWeights, patience_s: flo
 def _weights(briefing: Briefing, make: MakeWeights) -> dict[str, torch.Tensor]:
     """Of as many steps as it takes to have all; steps of one model share most."""
     found: dict[str, torch.Tensor] = {}
-    wanted = {name for name, _ in briefing.weights}
+    wanted = {name for name, _, _ in briefing.weights}
     for step in dict.fromkeys(trace.step for trace in briefing.traces):
         if not wanted <= found.keys():
             found |= make(step)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tessera.errors import TesseraError, WorkerError
+from tessera.execute.answers import problem_of
 from tessera.execute.blame import blame, whereabouts
 from tessera.execute.crew import MakeHub, make_crew
 from tessera.execute.flight import (
@@ -143,7 +144,7 @@ class Engine:
                 self._lose(device, reason or "the worker process ended before its work was done")
             case Failed(text, remedy):
                 self._lose(device, text, remedy)
-            case PeerLost(peer, text):
+            case PeerLost(peer, text) if 0 <= peer < len(self._names):
                 self._lose(peer, f"{self._names[device]} cannot reach it ({text})")
             case _:
                 self._lose(device, f"the worker said {type(message).__name__} out of turn")
@@ -208,6 +209,11 @@ class Engine:
         if flight is None:  # cancelled in the meantime
             return
         assert flight.program is not None, "a flight with a ticket has a program"
+        trace = self._plans[0].unit.graphs[flight.program.step].trace
+        wrong = problem_of(done, trace, flight.program, device, flight.missing)
+        if wrong:
+            self._lose(device, wrong)
+            return
         flight.missing.discard(device)
         flight.outputs |= unpack_all(done.outputs)
         flight.result.state |= unpack_all(done.state)

@@ -63,7 +63,8 @@ class Inbox:
     def _read(self, pipes: dict[int, Connection], decode: Callable[[bytes], Any]) -> None:
         sources = {pipe: source for source, pipe in pipes.items()}
         while sources:
-            for pipe in wait(list(sources)):
+            # One pipe needs no selector: whoever reads it waits.
+            for pipe in wait(list(sources)) if len(sources) > 1 else list(sources):
                 assert isinstance(pipe, Connection)
                 try:
                     self.post(sources[pipe], decode(pipe.recv_bytes()))

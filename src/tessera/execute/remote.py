@@ -1,6 +1,6 @@
 """Workers of several machines: the engine has a gate, each worker calls there and says who it is.
 
-The call is authenticated both ways by a shared secret (see `gate`) before anything else of it is looked at;
+The call is authenticated both ways by a shared secret (see `handshake`) before anything else of it is looked at;
 after that only `messages` travel, which are JSON and bytes. Without a secret, only the loopback address is
 served. A worker either has the plan files itself, and is sent away if they are not the engine's; or it has
 none and is sent its briefing (see `briefing`). It makes its own weights. Transfers go over gloo between the
@@ -24,7 +24,8 @@ from tessera.errors import WorkerError
 from tessera.execute import messages, worker
 from tessera.execute.briefing import briefing_of, pack_briefing
 from tessera.execute.calling import serve_and_exit
-from tessera.execute.gate import Call, Caller, Gate, hang_up
+from tessera.execute.gate import Caller, Gate
+from tessera.execute.handshake import Call, hang_up
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, Reception, warm_up
 from tessera.execute.inbox import NOBODY, Inbox, Wake
 from tessera.execute.messages import Message, Welcome

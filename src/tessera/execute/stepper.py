@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.execute.answers import problem_of
 from tessera.execute.blame import blame, whereabouts
 from tessera.execute.crew import MakeHub, make_crew
 from tessera.execute.flight import Route, participants
@@ -37,6 +38,8 @@ class _Running:
     missing: set[int]
     began_s: float
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Outputs that nobody asks for.
+    skips: tuple[str, ...] = ()
 
     @property
     def what(self) -> str:
@@ -120,7 +123,8 @@ class WorkerStepper:
         given = pack_all({n: t for n, t in inputs.items() if n in self._inputs[index]})
         devices = participants(program, set())
         self._tickets += 1
-        self._running[self._tickets] = _Running(slot, kind, program, set(devices), time.monotonic())
+        began_s = time.monotonic()
+        self._running[self._tickets] = _Running(slot, kind, program, set(devices), began_s, skips=skips)
         order = Begin(self._tickets, slot, number, index, given, {}, False, False, ",".join(skips))
         for device in devices:
             self._hub.order(device, order)
@@ -161,7 +165,7 @@ class WorkerStepper:
                 self._lose(device, reason or "the worker process ended before its work was done")
             case Failed(text, remedy):
                 self._lose(device, text, remedy)
-            case PeerLost(peer, text):
+            case PeerLost(peer, text) if 0 <= peer < len(self._names):
                 self._lose(peer, f"{self._names[device]} cannot reach it ({text})")
             case _:
                 self._lose(device, f"the worker said {type(message).__name__} out of turn")
@@ -172,13 +176,18 @@ class WorkerStepper:
         running = self._running.get(done.ticket)
         if running is None:  # its slot was lost in the meantime
             return None
+        assert running.program is not None, "a step that runs has a program"
+        trace = self._plans[0].unit.graphs[running.program.step].trace
+        wrong = problem_of(done, trace, running.program, device, running.missing, running.skips)
+        if wrong:
+            self._lose(device, wrong)
+            return None
         running.missing.discard(device)
         running.outputs |= unpack_all(done.outputs)
         self._busy_s[self._names[device]] += done.busy_s
         if running.missing:
             return None
         del self._running[done.ticket]
-        assert running.program is not None, "a step that runs has a program"
         for transfer in running.program.transfers:
             self._moved[self._names[transfer.src], self._names[transfer.dst]] += transfer.num_bytes
         return StepDone(running.slot, running.kind, running.outputs, time.monotonic() - running.began_s)

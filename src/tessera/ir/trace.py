@@ -97,7 +97,7 @@ class Step:
     """What one call of the model does, and enough to build that call again."""
 
     model: str
-    kind: str  # prefill, decode, encode or denoise
+    kind: str  # prefill, decode, encode, denoise; chunk or insert of a served model
     batch: int
     # Tokens per row that the step's state can hold; of a prefill, the tokens it reads.
     context: int

@@ -26,20 +26,24 @@ from tessera.plan.problem import Column, Floats, Mix, Problem, build, spread_us
 
 MixKey = tuple[tuple[bytes, float], ...]
 
-# Limits that are tried, most promising first: the depth as a multiple of the number of devices (below one they
-# could not all be busy), and how much of the other steps' time the main step may take on a device; None: any.
+# Limits that are tried: the depth as a multiple of the number of devices (below one they could not all be
+# busy), and how much of the other steps' time the main step may take on a device; None: any. First those in
+# the first line, then always the one that is nearest to the best so far.
 TRIED: tuple[tuple[float, float | None], ...] = (
-    (1.1, None), (1.35, 0.2), (1.2, 0.2), (1.35, None), (1.5, 0.2), (1.2, None), (1.35, 0.4), (1.2, 0.0),
-    (1.02, None), (1.5, None), (1.28, 0.2), (1.35, 0.0), (1.2, 0.4), (1.42, 0.2), (1.65, 0.2), (1.12, 0.2),
-    (1.05, 0.2), (1.28, 0.0), (1.28, 0.4), (1.42, 0.0), (1.42, 0.4), (1.28, None), (1.65, None), (2.0, None),
-    (1.5, 0.0), (1.5, 0.4), (1.42, None), (1.05, 0.4), (1.65, 0.0), (1.15, None),
+    (1.2, None), (1.08, 0.2), (1.35, 0.2),
+    (1.02, None), (1.02, 0.2), (1.05, None), (1.05, 0.1), (1.05, 0.2), (1.05, 0.4), (1.08, 0.0), (1.08, 0.4),
+    (1.1, None), (1.12, 0.1), (1.12, 0.2), (1.12, 0.3), (1.15, None), (1.15, 0.2), (1.2, 0.0), (1.2, 0.2),
+    (1.2, 0.4), (1.28, None), (1.28, 0.0), (1.28, 0.2), (1.28, 0.4), (1.35, None), (1.35, 0.0), (1.35, 0.4),
+    (1.42, None), (1.42, 0.0), (1.42, 0.2), (1.42, 0.4), (1.5, None), (1.5, 0.0), (1.5, 0.2), (1.65, None),
+    (1.65, 0.2), (2.0, None),
 )  # fmt: skip
-# Of these, the fewest that are tried; otherwise so many launches over those of the unit.
-FEWEST, TRIED_LAUNCHES = 4, 25_000
+NUM_FIRST = 3
+# How far any share and no limit at all are apart, in depth.
+OTHER_SHARE = 0.03
+# How many are tried: of large units, and of others so many launches over those of the unit.
+FEWEST, TRIED_LAUNCHES, MOST = 4, 40_000, 30
 # Where the other steps take less than this share of the time, spreading the main one alone changes nothing.
 MIN_OTHER = 0.01
-# Units of more launches than this are not looked at for the other kinds of candidates.
-MANY_LAUNCHES = 4_500
 # Single columns that are tried, by period and by path.
 NUM_SINGLE = 6
 # A lane that fewer requests follow is rare: a scheduler seldom uses it, and a short simulation never sees it.
@@ -61,31 +65,49 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     if not task.is_judged or task.problem.num_devices == 1:
         return (best,)
     search = _Search(task)
-    for limits in _limits(task):
-        search.look(_without_rare_lanes(throughput.generate(task.pool, limits).mix))
-    is_small = task.problem.unit.num_launches <= MANY_LAUNCHES
-    if is_small:
+    _by_limits(task, search)
+    if not task.is_large:
         columns = [c for mix in search.sorted()[:NUM_SPLICED] for c in _splices(task, mix)]
         choices = _step_choices(task)
         columns += [*_step_by_step(task, choices), *_single_columns(task)]
         singles = (Mix((c,), (1.0,)) for c in columns)
         for mix in (*_one_step_split(task, choices), best, *singles):
             search.look(mix)
-    return search.finalists(NUM_FINALISTS[not is_small])
+    return search.finalists(NUM_FINALISTS[task.is_large])
+
+
+def _by_limits(task: Task, search: "_Search") -> None:
+    """Looks at the optima under limits, around the best of them."""
+    launches = task.problem.unit.num_launches
+    num = FEWEST if task.is_large else min(MOST, max(FEWEST, TRIED_LAUNCHES // launches))
+    known = _limits(task)
+    left = list(known)
+    best, center = 0.0, left[0]
+    while left and len(known) - len(left) < num:
+        is_first = len(known) - len(left) < NUM_FIRST
+        limits = left[0] if is_first else min(left, key=lambda x: _distance(x, center))
+        left.remove(limits)
+        figure = search.look(_without_rare_lanes(throughput.generate(task.pool, limits).mix))
+        if figure > best:
+            best, center = figure, limits
 
 
 def _limits(task: Task) -> list[throughput.Limits]:
-    """As many as the size of the unit allows, each once."""
-    prob = task.problem
-    num = min(len(TRIED), max(FEWEST, TRIED_LAUNCHES // prob.unit.num_launches))
-    step, share = _main_step(prob)
+    """Those of the table, each once; shares only where there is a main step among others."""
+    num = task.problem.num_devices
+    step, share = _main_step(task.problem)
     found = [
-        throughput.Limits(depth * prob.num_devices)
+        throughput.Limits(depth * num)
         if spare is None or share > 1 - MIN_OTHER
-        else throughput.Limits(depth * prob.num_devices, step, share + spare * (1 - share))
+        else throughput.Limits(depth * num, step, share + spare * (1 - share))
         for depth, spare in TRIED
     ]
-    return list(dict.fromkeys(found))[:num]
+    return list(dict.fromkeys(found))
+
+
+def _distance(one: throughput.Limits, other: throughput.Limits) -> float:
+    assert one.depth is not None and other.depth is not None, "all of the table have a depth"
+    return abs(one.depth - other.depth) / one.depth + OTHER_SHARE * (one.share != other.share)
 
 
 def _main_step(problem: Problem) -> tuple[int, float]:
@@ -107,14 +129,15 @@ class _Search:
     best: float = 0.0
     _seen: set[MixKey] = field(default_factory=set)
 
-    def look(self, mix: Mix) -> None:
-        """Takes a quick look at a mix, unless it could not win or is known."""
+    def look(self, mix: Mix) -> float:
+        """The quick figure of a mix; 0 where it could not win or is known."""
         if _key(mix) in self._seen or mix.rate_per_s < self.best:
-            return
+            return 0.0
         self._seen.add(_key(mix))
         figure = mix.rate_per_s if self.task.glance is None else self.task.glance(mix)
         self.found.append((figure, mix))
         self.best = max(self.best, figure)
+        return figure
 
     def sorted(self) -> list[Mix]:
         """Best first."""

@@ -62,21 +62,21 @@ class Judge:
             return mix.rate_per_s
         known = self._rates.get(id(mix))  # the mix is kept beside its rate, so its id stays its own
         if known is None:
-            known = (mix, min(mix.rate_per_s, self.simulate(self.plan(mix, simulated=mix.rate_per_s))))
+            known = (mix, min(mix.rate_per_s, self.simulate(self._draft(mix))))
             self._rates[id(mix)] = known
         return known[1]
 
-    def _hope_per_s(self, mix: Mix) -> float:
-        """No simulation exceeds it: busy time, and Little's law, as no request is faster than one alone."""
+    def _can_reach(self, mix: Mix, figure: float) -> bool:
+        """False where no simulation could: by Little's law, as no request is faster than one alone."""
         if self.simulate is None:
-            return mix.rate_per_s
-        return min(mix.rate_per_s, self.task.slots * 1e6 / self.latency_us(mix))
+            return True
+        return self.figure(mix, min(mix.rate_per_s, self.task.slots * 1e6 / self.latency_us(mix))) >= figure
 
     def glances(self, glance: Simulate | None) -> Callable[[Mix], float] | None:
-        """What a search may ask often: a rougher figure of a mix, or the real one where there is no such."""
-        if self.simulate is None or glance is None:
+        """What a search may ask often: a rougher figure of a mix, or the real one where that is no gain."""
+        if self.simulate is None or glance is None or self.task.is_large:
             return None if self.simulate is None else self.rate_per_s
-        return lambda mix: min(mix.rate_per_s, glance(self.plan(mix, simulated=mix.rate_per_s)))
+        return lambda mix: min(mix.rate_per_s, glance(self._draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
         """One request alone."""
@@ -140,9 +140,10 @@ class Judge:
         """Best first; a mix that cannot come near the best so far is not simulated."""
         found: list[tuple[float, Mix]] = []
         best = 0.0
-        hopes = [(self.figure(m, self._hope_per_s(m)), n, m) for n, m in enumerate(mixes)]
+        hopes = [(self.figure(m, m.rate_per_s), n, m) for n, m in enumerate(mixes)]
         for hope, _, mix in sorted(hopes, key=lambda x: (-x[0], x[1])):
-            if hope >= best * (1 - NEAR):
+            least = best * (1 - NEAR)
+            if hope >= least and (id(mix) in self._rates or self._can_reach(mix, least)):
                 found.append((self.figure(mix, self.rate_per_s(mix)), mix))
                 best = max(best, found[-1][0])
         return sorted(found, key=lambda x: -x[0])
@@ -192,12 +193,21 @@ class Judge:
             return plan.simulated_per_s
         return min(plan.throughput_per_s, self.simulate(replace(plan, slots=slots)))
 
-    def plan(
-        self, mix: Mix, baselines: tuple[ir.Baseline, ...] = (), simulated: float | None = None
-    ) -> ir.Plan:
-        """The record of a mix, as far as a simulation needs it."""
-        task, rate = self.task, mix.rate_per_s
-        prob = task.problem
+    def plan(self, mix: Mix, baselines: tuple[ir.Baseline, ...] = ()) -> ir.Plan:
+        """The record of a mix."""
+        draft = self._draft(mix)
+        return replace(
+            draft,
+            simulated_per_s=self.rate_per_s(mix),
+            bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
+            latency_us=self.latency_us(mix),
+            baselines=baselines,
+            max_slots=self.task.problem.slots_that_fit(mix.columns),
+        )
+
+    def _draft(self, mix: Mix) -> ir.Plan:
+        """The record of a mix as far as a simulation needs it; its figures are those of busy time."""
+        prob, rate = self.task.problem, mix.rate_per_s
         lanes = tuple(
             ir.Lane(prob.placement(c.labels), s * rate) for s, c in zip(mix.shares, mix.columns, strict=True)
         )
@@ -209,15 +219,13 @@ class Judge:
             objective=self.objective,
             policy=self.policy,
             lanes=lanes,
-            slots=task.slots,
+            slots=self.task.slots,
             throughput_per_s=rate,
-            simulated_per_s=self.rate_per_s(mix) if simulated is None else simulated,
-            bound_per_s=max(self._bound_per_s(mix), rate),
-            latency_us=self.latency_us(mix),
-            baselines=baselines,
+            simulated_per_s=rate,
+            bound_per_s=rate,
+            latency_us=0.0,
             lane_table=table,
             rounding_loss=loss,
-            max_slots=prob.slots_that_fit(mix.columns),
             wishes=tuple(str(wish) for wish in prob.wishes),
         )
 

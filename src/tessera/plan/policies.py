@@ -34,6 +34,8 @@ from tessera.plan.registry import Registry
 
 # Candidates of one kind that are worth judging.
 KEEP = 2
+# Units of more launches than this are large: few candidates are looked at, those in full.
+MANY_LAUNCHES = 4_500
 
 
 @dataclass(eq=False)
@@ -46,6 +48,11 @@ class Task:
     is_judged: bool = False
     # A quick figure of a mix, in requests per second, to search by; set once the judge is there.
     glance: Callable[[Mix], float] | None = None
+
+    @property
+    def is_large(self) -> bool:
+        """Does planning take so long that less is tried?"""
+        return self.problem.unit.num_launches > MANY_LAUNCHES
 
     @cached_property
     def pool(self) -> throughput.Pool:

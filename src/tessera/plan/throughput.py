@@ -37,8 +37,9 @@ from tessera.plan.shortage import shortage
 
 # Stop when the bound is this close.
 GAP = 1e-4
-# The same for more than two devices, where a round takes longer.
+# The same for more than two devices, where a round takes longer; and for mixes that are proposals only.
 MANY_GAP = 2e-4
+LIMITED_GAP = 1e-3
 MAX_ROUNDS = 80
 # Lanes below this share of the requests are dropped.
 MIN_SHARE = 1e-3
@@ -220,7 +221,7 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
     bound = float(capacity[:num].max()) / spread_us(pool.problem.load_us)
     income_of = np.concatenate([capacity, [limits.depth or 0.0], limits.share * capacity[:num]])
     center: Floats | None = None
-    gap = GAP if num == 2 else MANY_GAP
+    gap = LIMITED_GAP if limits != FREE else GAP if num == 2 else MANY_GAP
     rates = np.zeros(0)
     for _ in range(MAX_ROUNDS):
         found = master(pool, pool.columns, limits, capacity)

@@ -47,11 +47,8 @@ def choose_slot(slots: Sequence[Slot], policy: int, width: int, can_open: bool) 
     ready = [slot for slot in first if slot.takes]
     if ready:
         return min(ready, key=lambda slot: slot.num_used)
-    if any(slot.num_free for slot in first):
-        return False
+    # One that is open runs its steps anyway, so a request there costs nothing; waiting leaves a row empty.
     ready = [slot for slot in others if slot.takes]
     if ready:
         return max(ready, key=lambda slot: slot.num_used)
-    if any(slot.num_free for slot in others):
-        return False
-    return can_open
+    return can_open and not any(slot.num_free for slot in taking)

@@ -25,7 +25,7 @@ from tessera import __version__
 from tessera.ir import Plan
 from tessera.serve.auth import Keys
 from tessera.serve.images import images_router
-from tessera.serve.limits import Gate, Limits
+from tessera.serve.limits import Door, Limits
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai_errors import ApiError, JsonResponse, add_handlers
 from tessera.serve.openai_ports import Endpoint
@@ -36,22 +36,29 @@ from tessera.serve.schemas import ChatRequest, CompletionRequest
 
 
 def create_app(
-    endpoint: Endpoint, metrics: Metrics, limits: Limits | None = None, keys: Sequence[str] = ()
+    endpoint: Endpoint,
+    metrics: Metrics,
+    limits: Limits | None = None,
+    keys: Sequence[str] = (),
+    is_local: bool = False,
 ) -> FastAPI:
-    """The application of one served model; `app.state.gate` counts what is inside."""
+    """The application of one served model, for this machine only if it is local.
+
+    `app.state.door` counts what is inside.
+    """
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
     rules = limits or Limits()
-    app.state.gate = Gate(rules.requests)
+    app.state.door = Door(rules.requests, rules.bodies_bytes)
     add_handlers(app)
-    app.include_router(openai_router(Desk(endpoint, rules, app.state.gate)))
+    app.include_router(openai_router(Desk(endpoint, rules, app.state.door)))
     app.include_router(images_router(endpoint.model))
-    _add_views(app, endpoint, metrics, app.state.gate)
-    app.add_middleware(Keys, keys=tuple(keys))
+    _add_views(app, endpoint, metrics, app.state.door)
+    app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
 
-def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, gate: Gate) -> None:
+def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, door: Door) -> None:
     page = live_page()
     explained: list[tuple[Plan, dict[str, Any]]] = []
 
@@ -60,10 +67,11 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, gate: Gate) -
         """The live page."""
         return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy})
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["live"], responses={503: ERRORS[503]})
     async def health() -> Response:
         """Whether requests are taken."""
-        if gate.is_closed:
+        if door.is_closed:
             raise ApiError(503, "The server is shutting down.", code="shutting_down")
         if endpoint.service.failure:
             raise ApiError(503, endpoint.service.failure, code="failed")

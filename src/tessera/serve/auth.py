@@ -3,11 +3,15 @@
 With at least one key, every path needs `Authorization: Bearer KEY` except those of `OPEN`: /health, for load
 balancers, and the live page itself, which holds no figures and asks for the key. All keys are compared, in
 constant time, so that how long an answer takes says nothing about them.
+
+Without a key, a server that listens on loopback answers to this machine's names only. Otherwise a page from
+elsewhere, whose name its owner lets point to 127.0.0.1 for a moment, could use it through the browser.
 """
 
 import hashlib
 import hmac
 from collections.abc import Iterable
+from ipaddress import ip_address
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,23 +28,30 @@ MIN_KEY_CHARS = 8
 class Keys:
     """An ASGI layer that refuses strangers and names clients."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool = False) -> None:
+        self._app, self._is_local = app, is_local
         self._hashes = [_hash(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through under a client's name, or answers 401."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        number = self._number(scope) if self._hashes else None
-        if self._hashes and number is None and scope["path"] not in OPEN:
-            error = ApiError(401, _complaint(scope), code="invalid_api_key")
-            await response_of(error)(scope, receive, send)
-            return
-        host = (scope.get("client") or ("", 0))[0]
-        scope[CLIENT] = f"key {number}" if number is not None else host
+        """Lets a request through under a client's name, or answers 401 or 403."""
+        if scope["type"] == "http":
+            number = self._number(scope) if self._hashes else None
+            error = self._refusal(scope, number)
+            if error is not None:
+                await response_of(error)(scope, receive, send)
+                return
+            host = (scope.get("client") or ("", 0))[0]
+            scope[CLIENT] = f"key {number}" if number is not None else host
         await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope, number: int | None) -> ApiError | None:
+        if self._hashes:
+            is_welcome = number is not None or scope["path"] in OPEN
+            return None if is_welcome else ApiError(401, _complaint(scope), code="invalid_api_key")
+        if self._is_local and not is_local_name(_header(scope, b"host").decode("latin-1")):
+            message = "This server answers to localhost only; start it with --api-key to be called otherwise."
+            return ApiError(403, message, code="unknown_host")
+        return None
 
     def _number(self, scope: Scope) -> int | None:
         given = _hash(_bearer(scope))
@@ -54,9 +65,27 @@ def _hash(key: bytes) -> bytes:
 
 
 def _bearer(scope: Scope) -> bytes:
-    value: bytes = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-    word, _, key = value.partition(b" ")
+    word, _, key = _header(scope, b"authorization").partition(b" ")
     return key.strip() if word.lower() == b"bearer" else b""
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    value: bytes = next((v for k, v in scope["headers"] if k == name), b"")
+    return value
+
+
+def is_local_name(host: str) -> bool:
+    """True if a Host header names this machine; an empty one, of HTTP/1.0, is no browser's."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    name = name.lower().rstrip(".")
+    return name in {"", "localhost", "::1"} or name.endswith(".localhost") or _is_loopback(name)
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _complaint(scope: Scope) -> str:

@@ -1,7 +1,8 @@
 """Delivery: from what a step gave to what readers get, and the one end of every request.
 
 In two halves, so that the next step can start between them: `settle` chooses tokens and frees the rows of
-answers that they end, `deliver` makes text of them and wakes the readers.
+answers that they end, `deliver` makes text of them and wakes the readers. What the devices would wait for
+belongs into the second.
 """
 
 import time
@@ -24,7 +25,8 @@ class Delivery:
     def __init__(self, end: Sequence[int], meters: Meters, observer: Observer) -> None:
         self._end, self._meters, self._observer = frozenset(end), meters, observer
         self.live: Live | None = None
-        self._due: list[tuple[Request, Token, Reason | None]] = []
+        self._due: list[tuple[Request, Token | int, Reason | None]] = []
+        self._gaps: list[float] = []
         self._bell = Bell()
 
     def settle(self, slot: Slot, done: StepDone) -> None:
@@ -34,42 +36,41 @@ class Delivery:
         if not due:
             return
         now = time.monotonic()
-        gaps = []
-        for (_, request), token in zip(due, _chosen(done, due), strict=True):
-            if token is None:
+        for (_, request), chosen in zip(due, _chosen(done, due), strict=True):
+            if chosen is None:
                 self.finish(request, "error", NO_NUMBERS)
                 continue
+            number = chosen if isinstance(chosen, int) else chosen.number
             if request.first_s is None:
                 self._note_first(request, now)
             else:
-                gaps.append(now - request.last_s)
+                self._gaps.append(now - request.last_s)
             request.last_s = now
-            request.add(token)
-            self._meters.output_tokens += 1
-            reason = self._reason(request, token)
+            request.add(number)
+            reason = self._reason(request, number)
             if reason is not None:
                 slot.leave(request)
-            self._due.append((request, token, reason))
-        if gaps:
-            self._observer.next_tokens(gaps)
+            self._due.append((request, chosen, reason))
+        self._meters.output_tokens += len(due)
 
     def _note_first(self, request: Request, now: float) -> None:
         request.first_s = now
         self._meters.prompt_tokens += len(request.ask.prompt)
         self._observer.first_token(now - request.arrived_s)
 
-    def _reason(self, request: Request, token: Token) -> Reason | None:
-        if token.number in self._end and not request.ask.ignores_end:
+    def _reason(self, request: Request, number: int) -> Reason | None:
+        if number in self._end and not request.ask.ignores_end:
             return "stop"
         return "length" if request.num_out >= request.ask.max_tokens else None
 
     def deliver(self) -> None:
-        """Makes text of the tokens of the last steps and wakes their readers."""
+        """Makes text of the tokens of the last steps, wakes their readers and tells the observer."""
         due, self._due = self._due, []
-        for request, token, reason in due:
+        for request, chosen, reason in due:
             if request.is_over:
                 continue
-            request.outlet.put(request.text_of(token), token)
+            token = Token(chosen) if isinstance(chosen, int) else chosen
+            request.outlet.put(request.text_of(token.number), token)
             if request.watch.is_stopped:
                 self.finish(request, "stop")
             elif reason is not None:
@@ -77,6 +78,9 @@ class Delivery:
             else:
                 self._bell.ring(request.outlet)
         self._bell.flush()
+        if self._gaps:
+            self._observer.next_tokens(self._gaps)
+            self._gaps = []
 
     def finish(self, request: Request, reason: Reason, message: str = "") -> None:
         """The one end of every request."""
@@ -99,8 +103,10 @@ class Delivery:
         self._bell.flush()
 
 
-def _chosen(done: StepDone, due: Sequence[tuple[int, Request]]) -> list[Token | None]:
-    greedy = done.outputs["next_tokens"].tolist()
+def _chosen(done: StepDone, due: Sequence[tuple[int, Request]]) -> Sequence[Token | int | None]:
+    """A number where the model's own choice is all that is wanted, which is quicker than a token."""
+    greedy: list[int] = done.outputs["next_tokens"].tolist()
     picks = [request.pick for _, request in due]
-    logits = None if all(pick.is_plain for pick in picks) else done.outputs["logits"]
-    return choose(logits, greedy, [row for row, _ in due], picks)
+    if all(pick.is_plain for pick in picks):
+        return [greedy[row] for row, _ in due]
+    return choose(done.outputs["logits"], greedy, [row for row, _ in due], picks)

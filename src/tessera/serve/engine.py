@@ -71,15 +71,23 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Takes a request, or refuses it with an error that says why."""
-        with self._lock:
-            if self.state.failure:
-                raise ServiceClosing(self.state.failure)
-            if self.state.is_closing:
-                raise ServiceClosing("the service is stopping", "Ask another one.")
-            self._queue.push(request.ask.client, request)
         if self.live is not None:
-            self.live.arrived()
+            self.live.arrived()  # before it can leave; what is refused is load all the same
+        try:
+            with self._lock:
+                self._push(request)
+        except TesseraError:
+            if self.live is not None:
+                self.live.finished()
+            raise
         self.state.stepper.wake()
+
+    def _push(self, request: Request) -> None:
+        if self.state.failure:
+            raise ServiceClosing(self.state.failure)
+        if self.state.is_closing:
+            raise ServiceClosing("the service is stopping", "Ask another one.")
+        self._queue.push(request.ask.client, request)
 
     def cancel(self, request: Request) -> None:
         """Nobody waits for this one any more."""
@@ -101,7 +109,7 @@ class Engine:
         why = "the engine failed; the log says why. Restart the service."
         try:
             while not self._is_over():
-                self._round()
+                self.step()
             why = self.state.failure or STOPPED
         finally:
             self._end_all(why)
@@ -114,7 +122,8 @@ class Engine:
         is_idle = not self._queue and not self.state.slots
         return is_idle or time.monotonic() >= self._deadline_s
 
-    def _round(self) -> None:
+    def step(self) -> None:
+        """One round: starts what can start, and waits for the next thing to happen."""
         self._drop_cancelled()
         try:
             self._start_steps()
@@ -142,7 +151,7 @@ class Engine:
 
     def _start(self, slot: Slot) -> bool:
         """Starts what comes next in a slot; False: that is nothing, and it is closed."""
-        step = slot.begin()
+        step = slot.begin(len(self._queue))
         if step is None:
             self.state.slots.pop(slot.number)
             self.state.stepper.close(slot.number)
@@ -238,7 +247,7 @@ class Engine:
         name = state.stepper.policies[state.policy]
         state.stepper = new
         state.policy = new.policies.index(name) if name in new.policies else 0
-        state.lost.clear()
+        state.lost -= set(new.use().busy_s)  # what it does without stays lost
         self.meters.restart()
         self._drop_too_long(new.shape.capacity, lost)
 

@@ -3,7 +3,8 @@
 Chunks and decodes are captured from compiled code, so that they run at its speed; an insert only copies, and
 is captured as it stands. Launches are measured on real cards and parts of one; on stretched devices they are
 priced by the cost model, and the run has a time scale (see `execute.cuda.stretch`): what is measured there is
-modelled time, stretched by that scale.
+modelled time, stretched by that scale. The plan for throughput is rehearsed against simpler ones, and the best
+of them is served by; see `rehearse`.
 
 A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make.
 Not handled: GPUs beside CPUs, real cards beside stretched ones, and a GPU that fails, which ends the service:
@@ -11,7 +12,7 @@ nothing of this process can use it again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -24,19 +25,22 @@ from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload, build, known_models, record
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
-from tessera.errors import TesseraError, WorkerError
+from tessera.errors import PlanInfeasible, TesseraError, WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.captured import Kernels
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.run import scale_of
 from tessera.execute.cuda.stepper import CudaStepper
 from tessera.execute.footprint import footprints, ready_programs
-from tessera.ir import Cluster, Costs, DeviceKind, Objective, Step, Trace, WorkUnit
+from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Step, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.planning import POLICIES, Average, Prepared, counts_of
+from tessera.serve.rehearse import best_served
 from tessera.serve.stepper import SlotsLost, Stepper, Tensors
 from tessera.serve.steps import ROWS, SLOTS, Served, served
 
+# Plans that are rehearsed against the plan for throughput.
+RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30
 # A step of a served model that takes longer than this will never end.
@@ -51,6 +55,8 @@ class PreparedOnGpus(Prepared):
     kernels: Kernels = field(default_factory=dict)
     # Measured time = modelled time x scale; 1 where no device is stretched.
     scale: float = 1.0
+    # Policy -> tokens a second when served, modelled; the first plan is the best of them.
+    rehearsed: Mapping[str, float] = field(default_factory=dict)
 
     def without(self, lost: Sequence[str]) -> Prepared:
         """A GPU that failed cannot be used by this process again, nor can the others."""
@@ -121,10 +127,27 @@ def prepare_on_gpus(
     advance("planning")
     wanted = policies if len(cluster.devices) > 1 else policies[:1]
     plans = tuple(flow.make_plan(unit, costs, cluster, x, slots) for x in wanted)
-    plans += tuple(flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, slots, name) for name in coarse)
+    rehearsed: dict[str, float] = {}
+    if len(cluster.devices) > 1 and plans[0].objective is Objective.THROUGHPUT:
+        advance("rehearsing")
+        rivals = (plans[0], *_others(unit, costs, cluster, slots, RIVALS))
+        best, rehearsed = best_served(rivals, made.shape, average or Average())
+        plans = (best, *plans[1:])
+    plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
     found = footprints(plans, [ready_programs(plan) for plan in plans])
-    return PreparedOnGpus(made, cluster, unit, costs, plans, found, kernels, scale)
+    return PreparedOnGpus(made, cluster, unit, costs, plans, found, kernels, scale, rehearsed)
+
+
+def _others(
+    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, slots: int, names: Sequence[str]
+) -> tuple[Plan, ...]:
+    """Plans by name, of those that there are for this work."""
+    found = []
+    for name in names:
+        with suppress(PlanInfeasible):
+            found.append(flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, slots, name))
+    return tuple(found)
 
 
 def blank(workload: Workload) -> Workload:

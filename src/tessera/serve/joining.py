@@ -20,7 +20,7 @@ import torch
 
 from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
 from tessera.execute.calling import serve_call
-from tessera.execute.gate import Call
+from tessera.execute.handshake import Call
 from tessera.execute.hub import START_TIMEOUT_S, hidden_main
 from tessera.ir import Step
 

@@ -1,6 +1,6 @@
 """Limits: how much one client, and all of them, may take of the server.
 
-    a body       at most so many bytes, which must come within a time
+    a body       at most so many bytes, which must come within a time; large ones share a budget
     requests     at most so many at once; while the server closes, none
     a client     that goes has its generation cancelled
 
@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 from tessera.serve.openai_errors import ApiError
 
+# So much of every body is not counted: large bodies never keep out small ones.
+FREE_BYTES = 64 * 2**10
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Result = TypeVar("Result")
 
@@ -24,10 +27,12 @@ class Limits:
     """What is allowed; every figure is an option of `tessera serve` or its documented constant."""
 
     body_bytes: int = 4 * 2**20
+    # Of all bodies being read together, not counting the first part of each.
+    bodies_bytes: int = 256 * 2**20
     # A body that has not come whole by then is given up.
     body_s: float = 30.0
     # Requests being answered or waiting in the queue.
-    requests: int = 1024
+    requests: int = 2048
     # A client that does not read what is sent for so long is cut off.
     stall_s: float = 60.0
     # Open connections; of those without a request the oldest makes room for a new one.
@@ -42,19 +47,20 @@ class ClientGone(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-class Gate:
+class Door:
     """Counts the requests that are inside, and lets no more in than allowed."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
         self.most, self.inside, self.is_closed = most, 0, False
+        # Bytes of large bodies that are being read.
+        self.most_bytes, self.held_bytes = most_bytes, 0
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """While one request is answered; refuses by 429 and, when closed, by 503."""
-        if self.is_closed:
-            raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
+        self.check_open()
         if self.inside >= self.most:
             message = f"{self.most} requests are being served, the most at once. Try again later."
             raise ApiError(429, message, code="rate_limit_exceeded")
@@ -67,6 +73,19 @@ class Gate:
             if not self.inside:
                 self._empty.set()
 
+    def check_open(self) -> None:
+        """Refuses by 503 when closed."""
+        if self.is_closed:
+            raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts bytes of a large body; refuses by 429 if all of them are too many."""
+        if num_bytes and self.held_bytes + num_bytes > self.most_bytes:
+            raise ApiError(
+                429, "too many large requests at once. Try again later.", code="rate_limit_exceeded"
+            )
+        self.held_bytes += num_bytes
+
     async def emptied(self, timeout_s: float) -> bool:
         """Waits until nobody is inside; False if some still are after the time."""
         try:
@@ -77,8 +96,9 @@ class Gate:
         return True
 
 
-async def read_body(receive: Receive, limits: Limits) -> bytes:
-    """A whole body, or 413 or 408."""
+async def read_body(receive: Receive, limits: Limits, door: Door) -> bytes:
+    """A whole body, or 413, 408 or 429."""
+    held = 0
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.body_s):
@@ -90,11 +110,16 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
                 size += len(part)
                 if size > limits.body_bytes:
                     raise _too_large(limits)
+                more = max(0, size - FREE_BYTES) - held
+                door.hold(more)
+                held += more
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
+    finally:
+        door.held_bytes -= held
 
 
 def check_length(headers: dict[bytes, bytes], limits: Limits) -> None:

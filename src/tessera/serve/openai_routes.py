@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tessera.serve.auth import CLIENT
-from tessera.serve.limits import ClientGone, Gate, Limits, check_length, read_body, while_there
+from tessera.serve.limits import ClientGone, Door, Limits, check_length, read_body, while_there
 from tessera.serve.openai_answers import answer_whole, stream
 from tessera.serve.openai_errors import ApiError, JsonResponse
 from tessera.serve.openai_ports import Endpoint
@@ -26,6 +26,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is malformed, too long, or asks for what is not supported.",
         401: "The key is missing or wrong.",
+        403: "A server of this machine only was called by another name.",
         404: "Another model is served.",
         405: "The path takes another method.",
         408: "The body did not come in time.",
@@ -44,7 +45,7 @@ class Desk:
 
     endpoint: Endpoint
     limits: Limits
-    gate: Gate
+    door: Door
 
 
 class Generation(Response):
@@ -58,8 +59,10 @@ class Generation(Response):
         """Reads the body, asks, and sends; a client that has gone is sent nothing."""
         desk = self._desk
         try:
-            with desk.gate.entered():
-                raw = await _json_body(scope, receive, desk.limits)
+            desk.door.check_open()
+            raw = await _json_body(scope, receive, desk)
+            # Entered with a whole body only: who sends slowly takes no place.
+            with desk.door.entered():
                 await while_there(receive, self._respond(raw, scope, receive, send))
         except ClientGone:
             return
@@ -86,14 +89,14 @@ class Generation(Response):
         return wanted, writer
 
 
-async def _json_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def _json_body(scope: Scope, receive: Receive, desk: Desk) -> bytes:
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
         message = "the body must be application/json: send the header 'Content-Type: application/json'"
         raise ApiError(415, message, code="unsupported_media_type")
-    check_length(headers, limits)
-    return await read_body(receive, limits)
+    check_length(headers, desk.limits)
+    return await read_body(receive, desk.limits, desk.door)
 
 
 def _body_of(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from tessera.serve.steps import ROWS, SLOTS, Served, for_cpu, served
 
 # Weights of a model that is computed on this machine's CPU.
 MAX_BYTES = 4 << 30
+# Share of a device's memory for weights and state; the rest is for temporaries.
+ROOM = 0.8
 POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
 
 
@@ -87,15 +89,26 @@ def prepare(
     advance: Callable[[str], None] = lambda what: None,
 ) -> Prepared:
     """Plans a service; `advance` hears what is done next, `store` keeps measurements."""
-    if any(device.kind is DeviceKind.CUDA for device in cluster.devices):
+    gpus = [device.name for device in cluster.devices if device.kind is DeviceKind.CUDA]
+    if gpus:
         raise TesseraError(
-            f"{cluster.names[0]} is a GPU; worker processes compute on the CPU", "", "--devices"
+            f"{gpus[0]} is a GPU; worker processes compute on the CPU",
+            "Name GPUs alone, or cpu and emu: devices alone.",
+            "--devices",
         )
     warm_up()  # beside the capture and the planning
     advance(f"building {model}")
-    made = for_cpu(
-        served(model, slots=slots, rows=rows, capacity=capacity, chunk=chunk, seed=seed, max_bytes=MAX_BYTES)
+    made = served(
+        model,
+        slots=slots,
+        rows=rows,
+        capacity=capacity,
+        chunk=chunk,
+        seed=seed,
+        max_bytes=MAX_BYTES,
+        room_bytes=ROOM * min(device.memory_bytes for device in cluster.devices),
     )
+    for_cpu(made)
     advance("capturing its steps")
     traces = [record(workload) for workload in made.workloads.values()]
     unit = flow.make_unit(traces, counts_of(made, average or Average()))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessera.errors import MissingExtra, TesseraError
-from tessera.execute.gate import Call
+from tessera.execute.handshake import Call
 from tessera.execute.remote import Starter
 from tessera.execute.worker import Setup
 from tessera.ir import Device

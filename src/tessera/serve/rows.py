@@ -5,8 +5,9 @@ When it has read all, the next token is due. So a prompt in chunks, a prompt rea
 an answer that starts anew on another device are all the same thing.
 
 A slot alternates: after a chunk comes a decode if any row waits for one, so a long prompt never stops the
-answers beside it. A row without a request reads token 0 at position 0, in state that the next insert
-overwrites.
+answers beside it. Only while most rows are empty and requests wait for them, up to `MAX_CHUNKS` chunks come
+before a decode: a decode costs the same for few rows as for all, so it pays to fill them first. A row without
+a request reads token 0 at position 0, in state that the next insert overwrites.
 """
 
 import random
@@ -17,11 +18,14 @@ import torch
 
 from tessera.serve.meters import Times
 from tessera.serve.outlet import Outlet
-from tessera.serve.records import Ask, Token
+from tessera.serve.records import Ask
 from tessera.serve.sampling import Pick
 from tessera.serve.stepper import Shape, StepKind, Tensors
 from tessera.serve.stops import StopWatch
 from tessera.serve.text import Reader
+
+# Chunks between two decodes, at most: so much longer may a token take.
+MAX_CHUNKS = 4
 
 
 class Request:
@@ -67,23 +71,18 @@ class Request:
         self.last_s = 0.0
 
     @property
-    def is_due(self) -> bool:
-        """True if the model has read everything: its output is the next token."""
-        return self.read == len(self.sequence)
-
-    @property
     def pick(self) -> Pick:
         """How the next token is chosen."""
         return self._pick if self.num_out < self.ask.min_tokens else self._free_pick
 
-    def add(self, token: Token) -> None:
+    def add(self, number: int) -> None:
         """The next token."""
-        self.sequence.append(token.number)
+        self.sequence.append(number)
         self.num_out += 1
 
-    def text_of(self, token: Token) -> str:
+    def text_of(self, number: int) -> str:
         """What a token adds to the answer for certain."""
-        text = self.reader.feed(token.number)
+        text = self.reader.feed(number)
         if not self.ask.stop:
             return text
         return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
@@ -113,9 +112,10 @@ class Slot:
         self._place = 0
         self._is_read = False
         self.running: StepKind | None = None
-        # (row, request) of the step that runs, and what ran before it.
+        # (row, request) of the step that runs.
         self._flight: list[tuple[int, Request]] = []
-        self._last: StepKind = "decode"
+        # Since the last decode.
+        self._num_chunks = 0
 
     @property
     def num_used(self) -> int:
@@ -157,14 +157,14 @@ class Slot:
         elif request in self.rows:
             self.rows[self.rows.index(request)] = None
 
-    def begin(self) -> tuple[StepKind, Tensors, tuple[str, ...]] | None:
+    def begin(self, num_waiting: int = 0) -> tuple[StepKind, Tensors, tuple[str, ...]] | None:
         """The next step, its inputs, and the outputs nobody wants; None: there is nothing to do."""
         reading = self.reading
         if reading is not None and self._is_read:
             row = torch.tensor([self._place])
             return self._begin("insert", {"row": row}, [(self._place, reading)])
         has_rows = self.rows.count(None) < len(self.rows)
-        if reading is not None and not (self._last == "chunk" and has_rows):
+        if reading is not None and not (has_rows and self._num_chunks >= self._most_chunks(num_waiting)):
             return self._begin("chunk", self._chunk(reading), [(0, reading)])
         if has_rows:
             flight = [(row, request) for row, request in enumerate(self.rows) if request is not None]
@@ -176,29 +176,38 @@ class Slot:
         kind = self.running
         assert kind is not None, "a slot ends what it began"
         flight = [(row, request) for row, request in self._flight if not request.is_over]
-        self._last, self.running, self._flight = kind, None, []
+        self.running, self._flight = None, []
         if kind == "insert":
             for row, request in flight:
                 self.rows[row], self.reading = request, None
             return kind, []
-        due = []
+        due, width = [], self._width(kind)
         for row, request in flight:
-            request.read = self._next_read(kind, request)
-            if request.is_due:
+            request.read = min(request.read + width, len(request.sequence))
+            if request.read == len(request.sequence):  # all is read: the output is the next token
                 due.append((row, request))
-        if kind == "chunk" and due:
-            self._is_read = True
+        if kind == "decode":
+            self._num_chunks = 0
+        else:
+            self._num_chunks += 1
+            self._is_read = bool(due)
         return kind, due
 
-    def _next_read(self, kind: StepKind, request: Request) -> int:
-        width = self._shape.chunk if kind == "chunk" else 1
-        return min(request.read + width, len(request.sequence))
+    def _most_chunks(self, num_waiting: int) -> int:
+        """Chunks before the next decode: as many as rows could join each decoding one, within limits."""
+        decoding = len(self.rows) - self.rows.count(None)
+        return max(1, min(MAX_CHUNKS, min(self.num_free, num_waiting) // decoding))
+
+    def _width(self, kind: StepKind) -> int:
+        """Tokens of a request that a step reads, at most."""
+        return self._shape.chunk if kind == "chunk" else 1
 
     def _begin(
         self, kind: StepKind, inputs: Tensors, flight: list[tuple[int, Request]]
     ) -> tuple[StepKind, Tensors, tuple[str, ...]]:
         self.running, self._flight = kind, flight
-        due = [r for _, r in flight if self._next_read(kind, r) == len(r.sequence)]
+        width = self._width(kind)
+        due = [r for _, r in flight if r.read + width >= len(r.sequence)]
         if not due:
             return kind, inputs, ("logits", "next_tokens")
         return kind, inputs, ("logits",) if all(request.pick.is_plain for request in due) else ()
@@ -220,8 +229,8 @@ class Slot:
         return made
 
     def _decode(self, flight: Sequence[tuple[int, Request]]) -> Tensors:
-        tokens, positions = [[0] for _ in self.rows], [[0] for _ in self.rows]
+        tokens, positions = [0] * len(self.rows), [0] * len(self.rows)
         for row, request in flight:
-            at = request.read
-            tokens[row][0], positions[row][0] = request.sequence[at], at
-        return {"tokens": torch.tensor(tokens), "positions": torch.tensor(positions)}
+            positions[row] = at = request.read
+            tokens[row] = request.sequence[at]
+        return {"tokens": torch.tensor(tokens)[:, None], "positions": torch.tensor(positions)[:, None]}

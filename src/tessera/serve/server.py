@@ -5,13 +5,14 @@ brings none makes room; only if all of them are busy is the new one refused. So 
 however many, never keep a client with a request out. A client that does not read is cut off; at most
 the transport's buffer (64 KiB) and the text of its own answer wait for it.
 
-SIGTERM or SIGINT closes the gate: what comes is refused with 503, what runs has some seconds to finish, then
+SIGTERM or SIGINT closes the door: what comes is refused with 503, what runs has some seconds to finish, then
 it is stopped with an error of its own. A second signal ends at once.
 """
 
 import asyncio
 import errno
 import json
+import logging
 import resource
 import signal
 import socket
@@ -152,8 +153,6 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",
-            access_log=False,
             server_header=False,
             proxy_headers=False,
             backlog=TAKEN_AT_ONCE,
@@ -161,7 +160,8 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(LAST_WORDS_S),
         )
         super().__init__(config)
-        self._gate, self._limits, self._stop, self._say = app.state.gate, limits, stop, say
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong, they are told
+        self._door, self._limits, self._stop, self._say = app.state.door, limits, stop, say
         self._on_ready = on_ready
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -185,17 +185,17 @@ class Server(uvicorn.Server):
         if self._ending is not None:
             self.force_exit = self.should_exit = True
             return
-        self._gate.is_closed = True
+        self._door.is_closed = True
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        if self._gate.inside:
-            wait = f"finishing {self._gate.inside} requests, {self._limits.drain_s:g} s at most"
+        if self._door.inside:
+            wait = f"finishing {self._door.inside} requests, {self._limits.drain_s:g} s at most"
             self._say(f"{wait}; interrupt again to stop at once")
-        if not await self._gate.emptied(self._limits.drain_s):
-            self._say(f"{self._gate.inside} requests did not finish in time and are stopped")
+        if not await self._door.emptied(self._limits.drain_s):
+            self._say(f"{self._door.inside} requests did not finish in time and are stopped")
         await self._stop()
-        await self._gate.emptied(LAST_WORDS_S)
+        await self._door.emptied(LAST_WORDS_S)
         self.should_exit = True
 
     @contextmanager

@@ -50,6 +50,8 @@ class Options:
     policy: str = AUTO
     max_waiting: int = 1024
     keys: tuple[str, ...] = ()
+    # True if it listens on this machine only.
+    is_local: bool = True
     limits: Limits = field(default_factory=Limits)
 
 
@@ -145,7 +147,8 @@ def _serving(model: str, local: "Local | OnGpus", wanted: Options) -> Iterator[R
         eyes_of(local.prepared.model),
     )
     with service:
-        yield Ready(name, service, create_app(endpoint, metrics, wanted.limits, wanted.keys))
+        app = create_app(endpoint, metrics, wanted.limits, wanted.keys, wanted.is_local)
+        yield Ready(name, service, app)
 
 
 def _objectives(policy: str) -> tuple[Objective, ...]:

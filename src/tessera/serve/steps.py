@@ -6,11 +6,12 @@ folders of vision-language models: their templates say where a picture stands in
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture import Workload, build, known_models
 from tessera.capture.models import another
@@ -21,6 +22,8 @@ from tessera.serve.stepper import Shape, StepKind
 
 # What is served where nobody says otherwise.
 SLOTS, ROWS, CAPACITY, CHUNK = 2, 8, 1024, 64
+# Rows are made no shorter than this to fit.
+MIN_CAPACITY = 64
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,12 @@ def served(
     chunk: int | None = None,
     seed: int = 0,
     max_bytes: int | None = None,
+    room_bytes: float | None = None,
 ) -> Served:
     """Builds a model (a built-in name or a checkpoint folder) for serving; None: a size that suits it.
 
-    A model with more than `max_bytes` of weights is refused before it is built.
+    A model with more than `max_bytes` of weights is refused before it is built. Rows that nobody gave a
+    length are as long as `room_bytes`, of weights and of the state of all slots, leave it.
     """
     if min(slots, rows, capacity or 1) < 1 or (chunk is not None and chunk < 0):
         raise CaptureError(
@@ -74,6 +79,8 @@ def served(
     most = getattr(config, "max_position_embeddings", None)
     if capacity is None and most is not None:
         size = min(size, most)
+    if capacity is None and room_bytes is not None:
+        size = _fitting(first, replace(first.step, context=size), room_bytes, slots)
     width = 0 if "chunk" not in kinds else min(chunk or CHUNK, size)
     steps: dict[StepKind, Step] = {
         "encode": Step(place, "encode", 1, PICTURE_TOKENS, seed),
@@ -97,6 +104,19 @@ def for_cpu(model: Served) -> Served:
         if isinstance(module, torch.nn.Linear) and module.weight.data_ptr() not in looked_up:
             module.weight.data = module.weight.data.t().contiguous().t()
     return model
+
+
+def _fitting(first: Workload, step: Step, room_bytes: float, slots: int) -> int:
+    """Positions of a row whose state fits, halved as often as need be; the smallest is left to the planner."""
+    room = room_bytes - sum(tensor.nbytes for tensor in first.weights().values())
+    while step.context > MIN_CAPACITY and slots * _state_bytes(another(first, step)) > room:
+        step = replace(step, context=step.context // 2)
+    return step.context
+
+
+def _state_bytes(workload: Workload) -> int:
+    with FakeTensorMode():
+        return sum(tensor.nbytes for tensor in workload.make_state(0).values())
 
 
 def _place(model: str) -> str:

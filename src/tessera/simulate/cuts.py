@@ -31,10 +31,20 @@ class Cuts:
         return np.sum([x for x in lists if x is not None], axis=0).tolist() if any(lists) else [0.0]
 
     @cached_property
-    def _sent_at(self) -> list[tuple[int, int]]:
-        """(launches done when it leaves, transfer)."""
+    def _sent(self) -> tuple[list[int], list[int]]:
+        """(launches done when it leaves, transfer), in that order."""
         stretches = [x for c in self.script.columns for x in c.items if isinstance(x, Stretch)]
-        return sorted((x.stop, wire.number) for x in stretches for wire in x.sends)
+        found = sorted((x.stop, wire.number) for x in stretches for wire in x.sends)
+        return [stop for stop, _ in found], [number for _, number in found]
+
+    @cached_property
+    def _stretches(self) -> list[tuple[list[int], list[int]]]:
+        """[device]: (where its stretches stop, their places in its list)."""
+        found = []
+        for column in self.script.columns:
+            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, Stretch)]
+            found.append(([stop for stop, _ in listed], [n for _, n in listed]))
+        return found
 
     def at(self, busy_us: float) -> int:
         """The last cut with no more busy time behind it."""
@@ -43,12 +53,16 @@ class Cuts:
     def job(self, device: int, cut: int, slot: int, ticket: int) -> Job | None:
         """What a device still has to do behind the cut; None if nothing."""
         column = self.script.columns[device]
-        left = ((n, x) for n, x in enumerate(column.items) if isinstance(x, Stretch) and x.stop > cut)
-        at, item = next(left, (0, None))
-        if item is None:
+        stops, places = self._stretches[device]
+        first = bisect_right(stops, cut)
+        if first == len(places):
             return None
+        at = places[first]
+        item = column.items[at]
+        assert isinstance(item, Stretch), "only stretches are listed"
         spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
         while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
             at -= 1  # it may have to wait for what is read next
-        arrived = {number for stop, number in self._sent_at if stop <= cut}
+        left_at, numbers = self._sent
+        arrived = set(numbers[: bisect_right(left_at, cut)])
         return Job(slot, ticket, column.items, at, arrived, column.until_wait_us, spent)

@@ -62,6 +62,8 @@ class Fluid(Window):
 
     def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
         """Moves every slot ahead by as many samples as fit before a step ends or the work is done."""
+        if not all(script.busy_us for script in self._script.values()):
+            return  # state is under way: nothing to measure its pace by
         done, run_us = self._so_far(now)
         moved = {
             slot: run_us[slot] - mark[2][slot] + self._begun[slot] * self._script[slot].busy_us

@@ -289,5 +289,9 @@ class Server:
         self.shop = self.current.shop
 
     def switch(self, name: str) -> None:
-        """Puts another policy in force; slots go over one by one."""
+        """Puts another policy in force; slots go over one by one, and its lanes are shared out anew."""
         self.current = self.policies[name]
+        self._tables.pop(name, None)
+        for slot in self._slots.values():
+            if slot.policy is self.current:
+                slot.taken = -1  # of a table that is no more

@@ -1,10 +1,10 @@
 """When a slot more is worth opening: each one that decodes may slow the others down.
 
-With k slots decoding, a decode of one of them takes pace(k). Where the devices still have room, pace(k + 1) is
-pace(k), and a request that finds no seat opens a slot at once. Where they have none, the newcomers slow down
-everybody who is seated, by pace(k + 1) / pace(k); then they wait for a seat until there are enough of them. A
-slot that is opened too soon is not only a loss for a moment: with more slots everybody stays longer, so the
-slot does not empty again, and a system that could serve its load with two slots stays at three.
+With k slots decoding, a decode of one of them takes pace(k). Where the devices still have room, pace(k + 1)
+is pace(k), and a request that finds no seat opens a slot at once. Where they have none, the newcomers slow
+down everybody who is seated, by pace(k + 1) / pace(k); then they wait for a seat until there are enough of
+them. A slot that is opened too soon is not only a loss for a moment: with more slots everybody stays longer,
+so the slot does not empty again, and a system that could serve its load with two slots stays at three.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from tessera.simulate.machine import Machine
 from tessera.simulate.policy import Lane, Policy
 from tessera.simulate.repeats import Repeats
 
-# Waiting requests for each request that is seated and would take twice as long. Values from 0.05 to 0.5 were
-# tried on prefill and decode of an 8B model; latencies were least, and varied least with the seed, around this.
+# Waiting requests for each request that is seated and would take twice as long. Of several values tried on an
+# 8B model, latencies were least, and varied least with the seed, around this one.
 PER_SEATED = 0.2
 # Decodes of every slot that a pace is taken from, after as many to settle.
 SETTLE, RUNS = 4, 4
@@ -52,10 +52,10 @@ def _pace_us(policy: Policy, lanes: Sequence[Lane]) -> float:
         machine.start(slot, policy.body(lane))
     done, start_us, before = [0] * len(lanes), 0.0, 0
     while min(done) < SETTLE + RUNS:
-        slot = machine.run_until(None)
-        assert slot is not None, "something always runs"
-        done[slot] += 1
+        ended = machine.run_until(None)
+        assert ended is not None, "something always runs"
+        done[ended] += 1
         if min(done) < SETTLE:
             start_us, before = machine.now_us, sum(done)
-        machine.start(slot, policy.body(lanes[slot]))
+        machine.start(ended, policy.body(lanes[ended]))
     return (machine.now_us - start_us) * len(lanes) / (sum(done) - before)

@@ -13,8 +13,8 @@ from tessera.simulate.window import WINDOW, extent_of, longest_list
 
 # Lists of more items than this are sampled; in a quick look, those of more than the second.
 LONG_LISTS, QUICK_LISTS = 400, 60
-# Requests' worth of work that a quick look sees of short lists and of long ones.
-QUICK_WINDOWS = 2.0, 1.0
+# Requests' worth of work that is looked at in long lists, which average out sooner, and in a quick look.
+LONG_WINDOW, QUICK_WINDOW = 3.0, 2.0
 
 
 class SteadyRates:
@@ -44,7 +44,8 @@ class SteadyRates:
         if rate is None:
             lanes = [self._scripts.of(lane.placement) for lane in plan.lanes]
             longest = longest_list(lanes)
-            extent = extent_of(plan, QUICK_WINDOWS[longest > LONG_LISTS] if is_quick else WINDOW)
+            window = QUICK_WINDOW if is_quick else LONG_WINDOW if longest > LONG_LISTS else WINDOW
+            extent = extent_of(plan, window)
             kind = Fluid if longest > (QUICK_LISTS if is_quick else LONG_LISTS) else Repeated
             rate = self._known[key] = kind(plan, self._scripts, lanes, extent).rate_per_us()
         return rate

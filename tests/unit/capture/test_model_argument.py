@@ -121,7 +121,7 @@ def test_a_configuration_of_an_unknown_type_is_refused(folder: Path) -> None:
 
 def test_a_folder_answers_with_its_steps(folder: Path) -> None:
     """A language model does not denoise."""
-    with pytest.raises(UnknownName, match="known: decode, prefill"):
+    with pytest.raises(UnknownName, match="known: chunk, decode, insert, prefill"):
         build(Step(str(folder), "denoise", 1, 8))
 
 

@@ -8,7 +8,8 @@ import signal
 import engine_factory as made
 from tessera.execute import Engine
 from tessera.execute.calling import serve_and_exit
-from tessera.execute.gate import LOOPBACK_SECRET, Call, Gate
+from tessera.execute.gate import Gate
+from tessera.execute.handshake import LOOPBACK_SECRET, Call
 from tessera.execute.remote import RemoteHub, start_here
 from tessera.execute.setups import setups_of
 

@@ -12,8 +12,9 @@ import pytest
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import gate as gates
-from tessera.execute import messages
-from tessera.execute.gate import LOOPBACK_SECRET, Call, Caller, Gate, call_engine, check_secret
+from tessera.execute import handshake, messages
+from tessera.execute.gate import Caller, Gate
+from tessera.execute.handshake import LOOPBACK_SECRET, Call, call_engine, check_secret
 from tessera.execute.messages import Cancel, Hello, Refused
 
 SECRET = b"a secret of more than sixteen bytes"
@@ -22,7 +23,7 @@ SECRET = b"a secret of more than sixteen bytes"
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate on this machine that is not patient."""
-    monkeypatch.setattr(gates, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 1.0)
     made = Gate("127.0.0.1", 0, SECRET)
     yield made
     made.close()
@@ -55,7 +56,7 @@ def test_who_knows_the_secret_comes_in(gate: Gate) -> None:
     caller = taken(gate)
     messages.post(caller.pipe, Cancel(7))
 
-    assert Hello(3, "plans", gates.own_version()) == caller.hello
+    assert Hello(3, "plans", handshake.own_version()) == caller.hello
     assert Cancel(7) == messages.decode(pipe.recv_bytes())
 
 
@@ -74,7 +75,7 @@ def test_a_false_engine_is_found_out() -> None:
 
         def answer() -> None:
             pipe = Connection(false.accept()[0].detach())
-            pipe.send_bytes(gates.GREETING + os.urandom(32))
+            pipe.send_bytes(handshake.GREETING + os.urandom(32))
             proof = pipe.recv_bytes()
             pipe.send_bytes(proof[32:])  # all it can do: send the caller's own proof back
             pipe.close()
@@ -118,11 +119,10 @@ def test_a_caller_that_hangs_holds_up_nobody(gate: Gate) -> None:
     silent = [socket.create_connection(gate.address) for _ in range(20)]
     dripping = socket.create_connection(gate.address)
     dripping.sendall(b"\0")
-    begun = time.monotonic()
     kept = come_in(gate, 1)
     assert 1 == taken(gate).hello.rank
+    assert not gate.complaints, "the others were still waited for"
     kept.close()
-    assert time.monotonic() - begun < 0.5
 
     dripping.settimeout(5)
     while dripping.recv(256):  # the greeting, and then the hang-up
@@ -146,8 +146,8 @@ def test_a_crowd_cannot_use_up_the_gate(gate: Gate) -> None:
 def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
     """Another message, garbage or silence after the handshake is a complaint."""
     for said in (messages.encode(Cancel(1)), b"\x02\0\0\0[]", b""):
-        pipe = gates._pipe_of(socket.create_connection(gate.address))
-        gates._enter(pipe, Call(gate.address, SECRET))
+        pipe = handshake.pipe_of(socket.create_connection(gate.address))
+        handshake.enter(pipe, Call(gate.address, SECRET))
         if said:
             pipe.send_bytes(said)
 
@@ -157,14 +157,14 @@ def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
 
 def test_another_version_is_refused_with_both_named(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller is told which versions there are."""
-    pipe = gates._pipe_of(socket.create_connection(gate.address))
-    gates._enter(pipe, Call(gate.address, SECRET))
+    pipe = handshake.pipe_of(socket.create_connection(gate.address))
+    handshake.enter(pipe, Call(gate.address, SECRET))
     pipe.send_bytes(messages.encode(Hello(0, "", "9.9 (format 99)")))
     answer = messages.decode(pipe.recv_bytes())
 
     assert isinstance(answer, Refused)
     assert "9.9" in answer.message
-    assert gates.own_version() in answer.message
+    assert handshake.own_version() in answer.message
 
 
 def test_one_that_left_while_it_waited_is_not_taken(gate: Gate) -> None:

@@ -25,7 +25,8 @@ from tessera.execute.briefing import (
     unpack_briefing,
 )
 from tessera.execute.crew import MakeHub
-from tessera.execute.gate import LOOPBACK_SECRET, Call, Gate, call_engine
+from tessera.execute.gate import Gate
+from tessera.execute.handshake import LOOPBACK_SECRET, Call, call_engine
 from tessera.execute.hub import FORKSERVER, hidden_main, warm_up
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.messages import ANY_RANK, Cancel, Refused

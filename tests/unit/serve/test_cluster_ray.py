@@ -9,7 +9,8 @@ import pytest
 
 import steps_factory
 from tessera.errors import MissingExtra, TesseraError
-from tessera.execute.gate import Call, Gate
+from tessera.execute.gate import Gate
+from tessera.execute.handshake import Call
 from tessera.ir import Device, DeviceKind
 from tessera.serve import ray_cluster
 from tessera.serve.gathering import Gathering

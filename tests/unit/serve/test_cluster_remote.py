@@ -14,12 +14,13 @@ import pytest
 
 import steps_factory
 from serving_factory import GREEDY, Told, read, read_all, wait_for
-from tessera.errors import CaptureError
-from tessera.execute.gate import Call, Gate
+from tessera.errors import CaptureError, MismatchError, WorkerError
+from tessera.execute.gate import Gate
+from tessera.execute.handshake import Call
 from tessera.execute.remote import start_here
 from tessera.ir import Step
 from tessera.serve.gathering import BORN, Gathering
-from tessera.serve.joining import ModelHere
+from tessera.serve.joining import ModelHere, keep_working
 from tessera.serve.local import Local
 from tessera.serve.records import Ask
 from tessera.serve.service import Service
@@ -159,3 +160,21 @@ def test_a_model_that_is_code_is_not_built() -> None:
         ModelHere()(Step("os:getcwd", "decode", 1, 8))
     with pytest.raises(CaptureError, match=r"no folder /nowhere/model on this machine.*--model"):
         ModelHere()(Step("/nowhere/model", "decode", 1, 8))
+
+
+def test_a_worker_that_is_refused_ends_with_the_reason(away: Away) -> None:
+    """It does not call again and again; and the service does not notice."""
+    (hub,) = away.local._gathering._hubs  # type: ignore[union-attr]
+    with pytest.raises(MismatchError, match=r"another secret. Use one --secret-file"):
+        keep_working(Call(hub.gate.address, b"not the secret of this gate"), 1)
+    told = away.answers(some_asks(2, 2))
+
+    assert {"length"} == {one.finish.reason for one in told}
+
+
+def test_a_worker_that_nobody_answers_says_so() -> None:
+    """After its patience, in one line."""
+    gate = Gate("127.0.0.1", 0, SECRET)
+    gate.close()
+    with pytest.raises(WorkerError, match="no engine answers"):
+        keep_working(Call(gate.address, SECRET), 1, patience_s=0.0)

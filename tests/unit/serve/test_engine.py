@@ -112,7 +112,7 @@ def test_a_second_loss_is_told() -> None:
 
 def test_nothing_left_is_told_to_all() -> None:
     """Without a replacement everybody gets an error, and who comes later is refused."""
-    with Service(ToyStepper(losses={9: True}, step_s=0.01), ByteText()) as service:
+    with Service(ToyStepper(losses={9: True}, step_s=0.05), ByteText()) as service:
         found = wait_for(read_all(service, [LONG] * 9))
         with pytest.raises(ServiceClosing, match="no devices are left"):
             service.answer(LONG)
@@ -135,14 +135,7 @@ def test_decoding_goes_on_beside_long_prompts() -> None:
     """In a slot with answers in progress, two chunks never follow one another."""
     stepper = ToyStepper(Shape(1, 3, 48, 2, SHAPE.vocab_size))
     with Service(stepper, ByteText()) as service:
-
-        async def both() -> None:
-            first = asyncio.ensure_future(read(service, LONG))
-            while service.snapshot().output_tokens < 3:
-                await asyncio.sleep(0.001)
-            await asyncio.gather(first, read(service, Ask((7,) * 30, 2, GREEDY)))
-
-        wait_for(both())
+        wait_for(read_all(service, [LONG, Ask((7,) * 30, 2, GREEDY)]))
     kinds = [kind for _, kind in stepper.log]
     begun = kinds.index("decode")
 
@@ -162,7 +155,7 @@ def test_few_requests_are_packed_into_one_slot(service: Service) -> None:
 def test_too_many_are_refused() -> None:
     """What comes while too many wait is refused at once, and those that wait are served."""
     shape = Shape(1, 1, 48, 4, SHAPE.vocab_size)
-    with Service(ToyStepper(shape, step_s=0.005), ByteText(), config=ServiceConfig(max_waiting=2)) as service:
+    with Service(ToyStepper(shape, step_s=0.02), ByteText(), config=ServiceConfig(max_waiting=2)) as service:
 
         async def crowd() -> tuple[int, list[str]]:
             answers, refused = [], 0

@@ -15,7 +15,7 @@ LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 def test_the_monitor_switches_policies_under_load() -> None:
     """A crowd comes: later slots follow the other policy, answers stay the same, the snapshot says why."""
-    quick = Capability("quick", 1.0, (Point(0.1, 1.0, 0.1), Point(0.9, 1.0, 0.9)))
+    quick = Capability("quick", 200.0, (Point(0.1, 1.0, 0.1), Point(190.0, 1.0, 2.0)))
     wide = Capability("wide", 1e4, (Point(0.1, 2.0, 0.2), Point(9e3, 2.0, 100.0)))
     asks = [Ask((n,), 30, GREEDY) for n in range(24)]
     stepper = ToyStepper(step_s=0.001)

@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from http_factory import Running, Scripted, running  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
-from tessera.serve.auth import read_keys  # noqa: E402
+from tessera.serve.auth import is_local_name, read_keys  # noqa: E402
 
 KEYS = ("first-secret", "second-secret")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -54,6 +54,11 @@ def test_health_and_the_empty_page_are_open(server: Running, path: str) -> None:
     assert asked(server, path, None).status_code == 200
 
 
+def test_health_is_asked_without_a_body(server: Running) -> None:
+    """Load balancers that send HEAD are answered too."""
+    assert httpx.head(f"{server.url}/health").status_code == 200
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_opens(server: Running, service: Scripted, key: str) -> None:
     """Each key lets in, under a client's name of its own for the queue."""
@@ -63,6 +68,36 @@ def test_every_key_opens(server: Running, service: Scripted, key: str) -> None:
 
     assert answer.status_code == 200
     assert service.asks[-1].client == f"key {KEYS.index(key)}"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("LOCALHOST.:80", True),
+        ("my.localhost:1", True),
+        ("[::1]:8000", True),
+        ("", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("192.168.0.7:8000", False),
+    ],
+)
+def test_local_server_answers_to_local_names(host: str, is_ours: bool) -> None:
+    """A page whose name points to this machine for a moment is not let in."""
+    assert is_local_name(host) == is_ours
+
+
+def test_other_names_are_refused() -> None:
+    """Without a key, a local server refuses a request for another name with 403, and serves its own."""
+    with running(Scripted(), is_local=True) as server:
+        assert httpx.get(f"{server.url}/version").status_code == 200
+        answer = httpx.get(f"{server.url}/version", headers={"Host": "evil.example"})
+
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "unknown_host"
 
 
 def test_keys_come_from_words_and_files(tmp_path: Path) -> None:

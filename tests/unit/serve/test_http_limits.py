@@ -145,6 +145,30 @@ def test_body_that_does_not_come_is_given_up(server: Running) -> None:
     assert b'"timeout"' in answer
 
 
+def test_large_bodies_share_a_budget(service: Scripted) -> None:
+    """Large bodies that are slow to come leave no room for another large one, but for every small one."""
+    limits = Limits(body_bytes=300_000, bodies_bytes=400_000, body_s=1.0)
+    large = CHAT | {"user": "x" * 290_000}
+    with running(service, limits) as server, ExitStack() as stack:
+        slow = stack.enter_context(connect(server, raw_request(large)[:-10]))
+        door = server.server.config.app.state.door  # type: ignore[union-attr]
+        wait_until(lambda: door.held_bytes > 200_000)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=large)
+        assert answer.status_code == 429
+        assert is_answered(server)
+        assert everything(slow).startswith(b"HTTP/1.1 408")
+        assert door.held_bytes == 0
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=large).status_code == 200
+
+
+def test_slow_bodies_take_no_place(server: Running) -> None:
+    """More half-sent requests than may be served at once, and a good client is served."""
+    with ExitStack() as stack:
+        for _ in range(LIMITS.requests + 2):
+            stack.enter_context(connect(server, raw_request(CHAT)[:-10]))
+        assert is_answered(server)
+
+
 def test_what_is_no_http_is_told_so(server: Running) -> None:
     """Garbage gets a 400 in OpenAI's shape and a closed connection."""
     answer = everything(connect(server, b"\x16\x03\x01 hello\r\n\r\n"))
@@ -201,6 +225,20 @@ def test_what_does_not_finish_in_time_is_told_so(service: Scripted) -> None:
 
     assert '"code":"shutting_down"' in text
     assert "data: [DONE]" in text
+
+
+def test_second_signal_ends_at_once(service: Scripted) -> None:
+    """Told to stop twice, the server does not wait for what runs."""
+    service.token_s = 0.1
+    with running(service, Limits(drain_s=60.0)) as server:
+        client = connect(server, raw_request(LONG | {"stream": True}))
+        wait_until(lambda: service.running == 1)
+        server.server.end()
+        server.server.end()
+        server.thread.join(8)
+        assert not server.thread.is_alive()
+        client.close()
+    assert service.closed_early == 1
 
 
 def test_port_in_use_is_one_line() -> None:

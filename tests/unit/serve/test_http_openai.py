@@ -297,6 +297,20 @@ def test_refusals_of_the_engine_keep_their_status(client: Any, service: Scripted
     service.refusal = None
 
 
+def test_bug_is_told_without_its_inside(
+    client: Any, service: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the server's own is a 500 in the same shape; what it was is in the log only."""
+    service.refusal = ValueError("the inside")
+    answer = client.post("/v1/chat/completions", json=CHAT)
+    service.refusal = None
+
+    assert answer.status_code == 500
+    assert "inside the server" in error_of(answer)["message"]
+    assert "the inside" not in answer.text
+    assert "the inside" in caplog.text
+
+
 def test_error_within_a_stream_is_an_event(client: Any, service: Scripted) -> None:
     """A generation that fails after its first token says so in the stream; before it, by its status."""
     service.fails_after = 2

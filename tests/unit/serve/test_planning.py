@@ -96,6 +96,14 @@ def test_too_little_memory_says_what_to_lower() -> None:
         prepare("tiny-llama", Cluster((small,), ()), slots=2, rows=4, capacity=512)
 
 
+def test_rows_are_as_long_as_memory_allows() -> None:
+    """Where nobody says how long, a small device gets shorter rows in place of a refusal."""
+    small = Device("emu:a100", DeviceKind.EMU, "a100", 40_000_000)
+    made = prepare("tiny-llama", Cluster((small,), ()), slots=2, rows=4)
+    assert made.model.shape.capacity == 256
+    assert made.footprints[0].peak_bytes <= small.memory_bytes
+
+
 def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> None:
     """Emulated devices compute on the CPU, so the weights must fit there."""
     with pytest.raises(TesseraError, match=r"llama-3-8b has 16\.1 GB of weights; these devices"):

@@ -9,7 +9,8 @@ from tessera.errors import ServiceBusy
 from tessera.serve.admission import choose_slot
 from tessera.serve.queue import FairQueue
 from tessera.serve.records import Ask
-from tessera.serve.rows import Request, Slot
+from tessera.serve.rows import MAX_CHUNKS, Request, Slot
+from tessera.serve.stepper import Shape
 from tessera.serve.text import ByteText
 
 
@@ -127,6 +128,13 @@ def test_what_is_beyond_the_width_is_packed() -> None:
     assert choose_slot([full, some, more], 0, 1, can_open=True) is more
 
 
+def test_an_open_slot_takes_what_would_wait_for_another() -> None:
+    """The first reads a prompt; the second is open and at work anyway: nobody waits beside an empty row."""
+    reading, other = slot_with(0, 1, is_reading=True), slot_with(1, 1)
+
+    assert choose_slot([reading, other], 0, 1, can_open=True) is other
+
+
 def test_slots_of_an_old_policy_are_renewed_one_by_one() -> None:
     """The emptiest takes nothing more, the others go on."""
     old, older = slot_with(0, 2), slot_with(1, 1)
@@ -134,3 +142,35 @@ def test_slots_of_an_old_policy_are_renewed_one_by_one() -> None:
     assert choose_slot([old, older], 1, 1, can_open=False) is old
     assert choose_slot([older], 1, 1, can_open=False) is False
     assert choose_slot([older], 1, 1, can_open=True) is True
+
+
+def kinds_until_decode(slot: Slot, num_waiting: int) -> list[str]:
+    """The steps that run before the next decode; new requests come in at once."""
+    kinds: list[str] = []
+    while True:
+        if slot.takes:
+            slot.seat(_request())
+        begun = slot.begin(num_waiting)
+        assert begun is not None
+        kinds.append(begun[0])
+        _, due = slot.end()
+        for _, request in due:
+            request.add(1)
+        if kinds[-1] == "decode":
+            return kinds
+
+
+def test_empty_rows_are_filled_before_a_decode() -> None:
+    """One answer, many rows, and requests that wait for them: several chunks come first, within a limit."""
+    many = Slot(0, 0, Shape(1, 32, 48, 4, 258))
+    many.rows[0] = _request()
+
+    assert MAX_CHUNKS == kinds_until_decode(many, 99).count("chunk")
+
+
+def test_nobody_who_waits_means_no_delay() -> None:
+    """A single prompt beside a single answer takes turns with it, however many rows are empty."""
+    many = Slot(0, 0, Shape(1, 32, 48, 4, 258))
+    many.rows[0] = _request()
+
+    assert 1 == kinds_until_decode(many, 0).count("chunk")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessera.serve.records import Sampling, Token
-from tessera.serve.sampling import TOP_P_GLANCE, Pick, choose
+from tessera.serve.sampling import TOP_P_GLANCE, Pick, _keep_top_k, _keep_top_p, choose
 
 LOGITS = torch.tensor([0.0, math.log(4.0), math.log(3.0), math.log(2.0)])
 
@@ -128,3 +128,21 @@ def test_logits_that_are_no_numbers_are_told(bad: float) -> None:
     broken[2] = bad
 
     assert [None, Token(1)] == choose(torch.stack([broken, LOGITS]), [0, 1], [0, 1], [pick(), pick(top_k=1)])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"), [(0, 0.7, 1.0), (20, 1.0, 0.7), (50, 0.9, 1.3), (5, 0.3, 0.5)]
+)
+def test_limits_are_hugging_faces(top_k: int, top_p: float, temperature: float) -> None:
+    """The tokens that are left are those of its processors, in their order."""
+    transformers = pytest.importorskip("transformers")
+    logits = 3.0 * torch.randn(20, 400, generator=torch.Generator().manual_seed(2))
+    theirs = transformers.TemperatureLogitsWarper(temperature)(None, logits)
+    theirs = transformers.TopKLogitsWarper(top_k)(None, theirs) if top_k else theirs
+    theirs = transformers.TopPLogitsWarper(top_p)(None, theirs) if top_p < 1.0 else theirs
+    ours = (logits - logits.amax(-1, keepdim=True)) / temperature
+    _keep_top_k(ours, [top_k] * len(ours))
+    _keep_top_p(ours, [top_p] * len(ours))
+
+    assert torch.equal(theirs.isfinite(), ours.isfinite())
+    torch.testing.assert_close(theirs.softmax(-1), ours.softmax(-1))

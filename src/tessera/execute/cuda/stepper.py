@@ -2,7 +2,8 @@
 
 Every slot has one CUDA graph for each step of each lane. To run a step is to copy its inputs in, launch the
 graph, and copy out what is asked for, all on the slot's stream: the CPU waits for nothing, and slots run
-beside one another. Inputs and outputs pass through pinned memory. Outputs that nobody wants stay on the GPU.
+beside one another. Inputs and outputs pass through pinned memory, but for logits: those are copied on the
+GPU and stay there. Outputs that nobody wants are not copied.
 
 A GPU that fails takes this process's hold on all GPUs with it, so every slot is lost at once and nothing can
 be opened any more; likewise when a step takes longer than it may. A service that is to survive this must be
@@ -182,7 +183,7 @@ class CudaStepper:
             start.record()
             made = ready.graph.replay()
             stop.record()
-            outputs = {name: _to_host(tensor) for name, tensor in made.items() if name not in skips}
+            outputs = {name: _handed_out(name, tensor) for name, tensor in made.items() if name not in skips}
             done.record()
             self._running[slot] = _Running(slot, kind, ready, began_s, start, stop, done, outputs)
 
@@ -280,7 +281,12 @@ def _inputs_of(slot: Slot, step: int) -> list[_Input]:
     return list(found.values())
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, on the current stream; the CPU does not wait for it."""
+def _handed_out(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, on the current stream; the CPU does not wait for it.
+
+    Logits stay on the GPU: who wants them draws tokens there, and a vocabulary a row is much to copy.
+    """
+    if name == "logits":
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)

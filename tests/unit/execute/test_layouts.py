@@ -1,0 +1,42 @@
+"""Weights that lie transposed: told to workers elsewhere, who lay theirs out alike."""
+
+import pytest
+import torch
+
+import steps_factory as factory
+from tessera.errors import MismatchError
+from tessera.execute.briefing import briefing_of, pack_briefing, setup_of, unpack_briefing
+from tessera.execute.setups import setups_of
+from tessera.serve.steps import for_cpu, served
+
+
+def test_a_worker_elsewhere_lays_its_weights_out_as_the_engine_does() -> None:
+    """The same values in the same order in memory, whatever the layout was that the worker made."""
+    plan, weights = factory.plan_by("single"), factory.prepared().model.weights()
+    sent = unpack_briefing(pack_briefing(briefing_of(setups_of([plan], weights)[plan.used[0]], 2)))
+    plain = {name: tensor.contiguous() for name, tensor in weights.items()}
+    assert any(plain[name].stride() != tensor.stride() for name, tensor in weights.items())
+    for name, tensor in setup_of(sent, plain).weights.items():
+        assert tensor.stride() == weights[name].stride()
+        assert torch.equal(tensor, weights[name])
+
+
+def test_strides_that_no_weight_has_are_refused() -> None:
+    """A briefing cannot make a worker take memory that the weight does not need."""
+    plan, weights = factory.plan_by("single"), factory.prepared().model.weights()
+    setup = setups_of([plan], weights)[plan.used[0]]
+    name, tensor = next((n, t) for n, t in setup.weights.items() if t.dim() == 2)
+    setup.weights[name] = torch.empty_strided(tensor.shape, (10**4, 2)).copy_(tensor)
+    with pytest.raises(MismatchError, match="cannot lie with strides"):
+        setup_of(briefing_of(setup, 2), weights)
+
+
+def test_laying_out_changes_no_value() -> None:
+    """Only linear layers are stored transposed; their values and all others are as they were."""
+    plain, laid = (served("tiny-llama", rows=2, capacity=16) for _ in range(2))
+    for_cpu(laid)
+    wanted, found = plain.weights(), laid.weights()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    moved = {name for name in wanted if found[name].stride() != wanted[name].stride()}
+    assert "model.layers.0.mlp.up_proj.weight" in moved
+    assert "model.embed_tokens.weight" not in moved

@@ -1,0 +1,148 @@
+"""Readers of answers: on any event loop, slow, gone or cancelled; and limits that an ask sets itself."""
+
+import asyncio
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serving_factory import GREEDY, Told, ToyStepper, expected, read, read_all, until, wait_for
+from tessera.serve.records import Ask, Finish, Piece, Sampling
+from tessera.serve.service import Service
+from tessera.serve.text import END, ByteText
+
+LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
+
+
+def ends_early() -> Ask:
+    """An ask that the toy answers shortly."""
+    asks = (Ask((n, 7), 40, GREEDY) for n in range(256))
+    return next(ask for ask in asks if 2 <= len(expected(ask)[0]) < 20)
+
+
+def test_several_event_loops_read_at_once() -> None:
+    """Each thread has a loop of its own; every reader gets its own answer."""
+    asks = [Ask((n,), 20, GREEDY, ignores_end=True) for n in range(12)]
+    with Service(ToyStepper(), ByteText()) as service, ThreadPoolExecutor(4) as pool:
+
+        def part(number: int) -> list[Told]:
+            return wait_for(read_all(service, asks[number::4]))
+
+        found = list(pool.map(part, range(4)))
+
+    for number in range(4):
+        assert [expected(ask) for ask in asks[number::4]] == [told.what for told in found[number]]
+
+
+def test_a_reader_whose_task_is_cancelled_gives_its_row_back() -> None:
+    """As when a client's connection is closed."""
+    with Service(ToyStepper(step_s=0.005), ByteText()) as service:
+
+        async def cancelled() -> None:
+            task = asyncio.ensure_future(read(service, LONG))
+            while not service.snapshot().output_tokens:
+                await asyncio.sleep(0.002)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        wait_for(cancelled())
+        until(lambda: service.snapshot().finished.get("cancelled") == 1)
+
+        assert 0 == service.snapshot().running
+
+
+def test_a_loop_that_is_closed_stops_nobody() -> None:
+    """Its reader never comes back; others are answered."""
+    with Service(ToyStepper(step_s=0.002), ByteText()) as service:
+        loop = asyncio.new_event_loop()
+        answer = service.answer(LONG)
+        task = loop.create_task(answer.__anext__())
+        loop.run_until_complete(asyncio.wait([task]))
+        loop.close()
+        told = wait_for(read(service, LONG))
+
+    assert expected(LONG) == told.what
+
+
+def test_a_cancelled_answer_ends() -> None:
+    """Nothing comes after it was closed, and closing it again does nothing."""
+    with Service(ToyStepper(step_s=0.002), ByteText()) as service:
+
+        async def closed() -> list[object]:
+            answer = service.answer(LONG)
+            await anext(answer)
+            await answer.aclose()
+            await answer.aclose()
+            return [event async for event in answer]
+
+        assert [] == wait_for(closed())
+
+
+def test_finished_requests_leave_nothing_behind() -> None:
+    """After many answers there are no more records of answers than before."""
+    kinds = (Ask, Finish, Piece)
+    with Service(ToyStepper(), ByteText()) as service:
+        wait_for(read_all(service, [LONG] * 5))
+        gc.collect()
+        before = sum(type(x) in kinds for x in gc.get_objects())
+        wait_for(read_all(service, [LONG] * 50))
+        gc.collect()
+        after = sum(type(x) in kinds for x in gc.get_objects())
+
+    assert after - before < 10
+
+
+def test_an_answer_has_at_least_the_tokens_that_were_asked_for() -> None:
+    """The end is not chosen before, and may be after; without a limit the toy ends early."""
+    ask = ends_early()
+    short = len(expected(ask)[0])
+    longer = Ask(ask.prompt, 40, GREEDY, min_tokens=short + 5)
+    drawn = Ask(ask.prompt, 40, Sampling(1.0, seed=3), min_tokens=30)
+    with Service(ToyStepper(), ByteText()) as service:
+        free, least, random = (told.numbers for told in wait_for(read_all(service, [ask, longer, drawn])))
+
+    assert short == len(free)
+    assert END == free[-1]
+    assert free[:-1] == least[: short - 1]
+    assert len(least) > short + 4
+    assert END not in least[: short + 5]
+    assert END not in random[:30]
+
+
+def test_stop_strings_count_only_behind_the_least_tokens() -> None:
+    """Text before is not searched."""
+    (word,) = {expected(LONG)[1][3]}
+    with Service(ToyStepper(), ByteText()) as service:
+        asks = [
+            Ask(LONG.prompt, 45, GREEDY, stop=(word,), ignores_end=True),
+            Ask(LONG.prompt, 45, GREEDY, stop=(word,), ignores_end=True, min_tokens=44),
+        ]
+        soon, late = wait_for(read_all(service, asks))
+
+    assert "stop" == soon.finish.reason
+    assert word not in soon.text
+    assert word in late.text
+    assert late.finish.output_tokens >= 44
+
+
+def test_going_on_past_the_end_shows_no_end() -> None:
+    """The end token has no text."""
+    ask = ends_early()
+    with Service(ToyStepper(), ByteText()) as service:
+        told = wait_for(read(service, Ask(ask.prompt, 40, GREEDY, ignores_end=True)))
+
+    assert END in told.numbers
+    assert "length" == told.finish.reason
+    assert ByteText().decode(told.numbers) == told.text
+
+
+def test_logprobs_come_with_every_token() -> None:
+    """As many alternatives as were asked for, the chosen one among them when greedy."""
+    with Service(ToyStepper(), ByteText()) as service:
+        told = wait_for(read(service, Ask((9,), 10, Sampling(0.0, logprobs=3), ignores_end=True)))
+
+    assert 10 == len(told.tokens)
+    for token in told.tokens:
+        assert 3 == len(token.top)
+        assert (token.number, token.logprob) == token.top[0]
