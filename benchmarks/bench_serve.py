@@ -3,11 +3,11 @@
     python -m benchmarks.bench_serve [--requests 2000] [--clients 200] [--out benchmarks/results/serve_202611]
 
 The tiny Llama on this machine's CPU. `load`: streaming clients against `tessera serve` and against FastAPI
-with `generate` in threads (`serve_plain.py`), the same requests one run after the other; every answer is
-compared with the one given when its prompt was asked alone. `faults`: ten thousand open sockets, slow readers
-and clients that go away, while 32 good clients ask. Latencies are the clients'; memory is resident, of the
-server and its workers, sampled twice a second; seconds of processor are of the server's processes alone, so
-other work on the machine does not count in them.
+with `generate` in threads (`serve_plain.py`, which gets the first of the same requests), one after the other;
+every answer is compared with the one given when its prompt was asked alone. `faults`: ten thousand open
+sockets, slow readers and clients that go away, while 32 good clients ask. Latencies are the clients'; memory
+is resident, of the server and its workers, sampled twice a second; seconds of processor are of the server's
+processes alone, so other work on the machine does not count in them.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tessera.serve.load_http import parse_target
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
 # Room for the requests asked here; the model could have more.
-SERVE = ["--rows", "32", "--slots", "4", "--max-len", "128", "--chunk", "32"]
+SERVE = ["--rows", "32", "--slots", "7", "--max-len", "128", "--chunk", "32"]
 # (name, words): the plain server was quickest here with two workers of one thread each.
 PLAIN = ("plain FastAPI + generate", [str(ROOT / "benchmarks" / "serve_plain.py"), "--workers", "2"])
 KEPT = (
@@ -67,13 +67,14 @@ def load(asked: argparse.Namespace) -> list[dict[str, Any]]:
         endpoint="completions",
         num_distinct=20,
     )
+    ours = [(f"tessera serve --devices {d}", _served(d, asked), crowd) for d in asked.devices]
     rows = []
-    servers = [(f"tessera serve --devices {d}", _served(d, asked)) for d in asked.devices] + [PLAIN]
-    for name, command in servers:
+    for name, command, wanted in [*ours, (*PLAIN, replace(crowd, num_requests=asked.plain))]:
         with Server(command) as server, server.watched() as memory:
-            ask(server, replace(crowd, num_requests=asked.clients, num_distinct=None))  # until it has settled
+            warm = min(asked.clients, wanted.num_requests // 10)
+            ask(server, replace(wanted, num_requests=warm, num_distinct=None))  # until memory has settled
             memory.samples.clear()
-            found = ask(server, crowd)
+            found = ask(server, wanted)
         rows.append({"server": name, "start_s": server.start_s, **found, "memory": memory.thirds()})
         print(shown(rows[-1]), flush=True)
     return rows
@@ -123,6 +124,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--plain", type=int, default=400, help="how many of them the plain server gets")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
@@ -162,7 +164,7 @@ def shown(part: Any) -> str:
 
 def document(found: dict[str, Any]) -> str:
     """Everything as Markdown."""
-    parts = [HEAD.format(**{key: found[key] for key in ("machine", "serve")})]
+    parts = [HEAD.format(**{key: found[key] for key in ("machine", "serve", "clients", "plain")})]
     if "load" in found:
         parts += ["## Load", table([_row(x["server"], x) | _memory(x) for x in found["load"]])]
         parts += ["Against the plain server, above 1 is ahead:", table(found["ahead"])]
@@ -207,11 +209,12 @@ def _cell(value: Any) -> str:
 HEAD = """# Serving under load
 
 Made by `python -m benchmarks.bench_serve --out benchmarks/results/serve_202611`: the tiny Llama on this
-machine's CPU ({machine}), `tessera serve` with `{serve}`. The same requests went to both servers, one after
-the other; the plain one is FastAPI with `generate` in two threads. Other work on the machine slowed both, so
-rates are less than it can do; `processor ms a token` is of the servers' own processes and does not depend on
-that. Every answer was compared with the one given when its prompt was asked alone. Memory is resident, of all
-processes of a server together."""
+machine's CPU ({machine}), `tessera serve` with `{serve}`. The same requests went to both servers from
+{clients} clients, one server after the other; the plain one is FastAPI with `generate` in two threads and
+got the first {plain} of them, as it is slow. Other work on the machine slowed both, so rates are less than it
+can do; `processor ms a token` is of the servers' own processes and hardly depends on that. Every answer was
+compared with the one given when its prompt was asked alone. Memory is resident, of all processes of a server
+together."""
 
 
 if __name__ == "__main__":

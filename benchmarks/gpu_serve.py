@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def attention(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_serve_steps import attention_ways
 
     for batch in (args.batch, 8):
-        log.attempt(f"batch {batch}", lambda batch=batch: attention_ways(batch, args.capacity))
+        log.attempt(f"batch {batch}", partial(attention_ways, batch, args.capacity))
 
 
 def decode(log: Log, args: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ class StaticDecode:
         model.set_attn_implementation("sdpa")
         device = next(model.parameters()).device
         self._model, self._start = model, start
-        self.cache = StaticCache(config=model.config, max_cache_len=capacity)
+        self.cache: Any = StaticCache(config=model.config, max_cache_len=capacity)
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.positions = torch.full((1, 1), start, dtype=torch.int64, device=device)
         known = inspect.signature(type(model.model).forward).parameters
@@ -41,13 +41,14 @@ class StaticDecode:
     def logits(self) -> torch.Tensor:
         """One step of the model, for the tokens and positions held."""
         more = {"cache_position": self.positions[0]} if self._takes_places else {}
-        return self._model(
+        logits: torch.Tensor = self._model(
             input_ids=self.tokens,
             position_ids=self.positions.expand(self.tokens.shape[0], -1),
             past_key_values=self.cache,
             use_cache=True,
             **more,
         ).logits[:, -1]
+        return logits
 
     def step(self) -> None:
         """One token a row, fed back."""

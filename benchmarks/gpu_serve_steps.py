@@ -1,8 +1,9 @@
 """Decode steps of one model: captured by Tessera, compiled by torch; their attention. See gpu_serve.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,9 +62,15 @@ def blank(workload: Workload) -> Workload:
     return replace(workload, make_state=state)
 
 
+def use_attention(workload: Workload, name: str) -> None:
+    """Which attention a Hugging Face model calls from now on."""
+    model: Any = workload.module
+    model.set_attn_implementation(name)
+
+
 def own_steps(workload: Workload, start: int, portable: bool) -> Steps:
     """(step, reset) of the captured decode as one CUDA graph, which feeds its own tokens back."""
-    workload.module.set_attn_implementation("tessera")
+    use_attention(workload, "tessera")
     recording = record_inductor(workload, triton_accesses, portable)
     plan = whole_plan(make_unit([recording.trace]), whole_card(), 0)
     captured = _OPEN.enter_context(Captured([plan], workload.weights(), {0: recording.relaunch}))
@@ -112,7 +119,7 @@ def hf_steps(workload: Workload, capacity: int, start: int, mode: str) -> Steps:
 
 def agreement(workload: Workload, start: int) -> dict[str, float]:
     """How far logits of both are apart for the same cache and tokens; how often the choice is the same."""
-    workload.module.set_attn_implementation("tessera")
+    use_attention(workload, "tessera")
     batch, state = workload.step.batch, workload.make_state(1)
     tokens = torch.arange(batch, device="cuda")[:, None] * 17
     with torch.no_grad():
@@ -120,7 +127,7 @@ def agreement(workload: Workload, start: int) -> dict[str, float]:
         decode.load(state)
         decode.tokens.copy_(tokens)
         theirs = decode.logits().float()
-        workload.module.set_attn_implementation("tessera")
+        use_attention(workload, "tessera")
         ours = workload.call({"tokens": tokens, "positions": torch.full_like(tokens, start)}, state)
     mine = ours["logits"].float()
     return {
@@ -163,13 +170,15 @@ def attention_ways(batch: int, capacity: int) -> dict[str, Any]:
     rows = torch.randn(batch, HEADS, GROUPS, WIDTH, device="cuda", dtype=torch.bfloat16)
     mask = torch.zeros(batch, 1, 1, capacity, device="cuda", dtype=torch.bfloat16)
     mask[..., capacity - 16 :] = float("-inf")
-    wanted = _formula(rows.float(), *(t.float() for t in caches[0]), mask.float())
-    runs, errors = {}, {}
+    key, value = (t.float() for t in caches[0])
+    wanted = _formula(rows.float(), key, value, mask.float())
+    runs: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, Any] = {}
     for name, way in _ways().items():
         try:
             with torch.no_grad():
                 errors[name] = float((way(rows, *caches[0], mask).float() - wanted).abs().max())
-                runs[name] = as_graph(lambda way=way: [way(rows, *c, mask) for c in caches]).replay
+                runs[name] = as_graph(partial(_on_all, way, rows, caches, mask)).replay
         except RuntimeError as error:
             errors[name] = str(error)[:200]
     ideal = 2 * caches[0][0].nbytes / 4.8e12 * 1e6
@@ -180,7 +189,14 @@ def attention_ways(batch: int, capacity: int) -> dict[str, Any]:
     } | {n: e for n, e in errors.items() if isinstance(e, str)}
 
 
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Way = Callable[..., Any]
+
+
+def _on_all(
+    way: Way, rows: torch.Tensor, caches: Sequence[Sequence[torch.Tensor]], mask: torch.Tensor
+) -> None:
+    for cache in caches:
+        way(rows, *cache, mask)
 
 
 def _ways() -> Mapping[str, Way]:
@@ -201,7 +217,7 @@ def _ways() -> Mapping[str, Way]:
     return ways
 
 
-def _repeated(rows: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+def _repeated(rows: Any, key: Any, value: Any, mask: Any) -> Any:
     """As Hugging Face does."""
     batch = rows.shape[0]
     query = rows.reshape(batch, HEADS * GROUPS, 1, WIDTH)
@@ -212,13 +228,13 @@ def _repeated(rows: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
     return scaled_dot_product_attention(query, key, value, mask).view(rows.shape)
 
 
-def _formula(rows: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+def _formula(rows: Any, key: Any, value: Any, mask: Any) -> Any:
     """Two products and a softmax between."""
     scores = (rows @ key.transpose(2, 3)).float() * WIDTH**-0.5 + mask
     return scores.softmax(-1).to(value.dtype) @ value
 
 
-def _sums(rows: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+def _sums(rows: Any, key: Any, value: Any, mask: Any) -> Any:
     """Products written out as sums, which a compiler may fuse with the softmax."""
     scores = (rows[:, :, :, None] * key[:, :, None]).float().sum(-1) * WIDTH**-0.5 + mask
     weights = scores.softmax(-1)
@@ -228,7 +244,7 @@ def _sums(rows: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
 def _in_parts(parts: int) -> Way:
     """Each head's keys in parts that are attended to apart and then joined by their sums of exponentials."""
 
-    def attend(rows: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+    def attend(rows: Any, key: Any, value: Any, mask: Any) -> Any:
         batch, heads, groups, width = rows.shape
         each = key.shape[2] // parts
         query = rows[:, :, None].expand(-1, -1, parts, -1, -1).reshape(batch, heads * parts, groups, width)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-# Standard errors and weights that stand for a normal distribution: its mean and moments up to the fifth.
+# Standard errors and weights that stand for a normal distribution: moments up to the fifth are right.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 
 

@@ -1,7 +1,7 @@
 """The online half of `tessera simulate`: requests over time, one plan, two, or a monitor that chooses."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ class Wanted:
     slow: tuple[str, ...] = ()
     slo: str | None = None
     window_s: float | None = None
+    threshold: float | None = None
+    keeps_lanes: bool = False
+
+    def monitor(self) -> MonitorConfig:
+        """How the monitor watches."""
+        usual = MonitorConfig(window_s=self.window_s)
+        if self.threshold is None:
+            return usual
+        if not 0.0 <= self.threshold < float("inf"):
+            message = f"{self.threshold:g} standard errors are none"
+            raise ArrivalsError(message, "Use a number from zero on.", "--threshold")
+        return replace(usual, errors=self.threshold)
 
     def setting(self) -> Setting:
         """Parsed."""
@@ -54,7 +66,12 @@ class Wanted:
         )
         slow = tuple(_slowdown(word, device, rest) for word, device, rest in _split(self.slow, "--slow"))
         config = ServeConfig(
-            seed=self.seed, jitter=self.jitter, max_waiting=self.max_waiting, losses=losses, slowdowns=slow
+            seed=self.seed,
+            jitter=self.jitter,
+            max_waiting=self.max_waiting,
+            moves_state=not self.keeps_lanes,
+            losses=losses,
+            slowdowns=slow,
         )
         limits = parse_limits(self.slo) if self.slo else ()
         return Setting(arrivals, config, limits, self.rows, self.noise)
@@ -97,7 +114,7 @@ def run_online(paths: Sequence[Path], wanted: Wanted, has_monitor: bool, as_json
     if has_monitor:
         plans = with_other(plans)
         replan = replanner([plan for _, plan in plans])
-        adaptive, known = adapt(plans, setting, MonitorConfig(window_s=wanted.window_s), replan)
+        adaptive, known = adapt(plans, setting, wanted.monitor(), replan)
     fixed = compare(plans, setting)
     found = document(fixed, adaptive, known, setting)
     print_json(found) if as_json else _show(found, fixed, adaptive)

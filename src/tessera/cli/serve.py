@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 # Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
 SWITCH_S = 5e-4
 KEY_HELP = "A key that clients must send, or @FILE with one a line; repeat for several."
+Name = Annotated[str | None, typer.Option(help="What clients call the model. [default: its name]")]
+MaxLen = Annotated[
+    int | None, typer.Option(help="Tokens of a prompt and its answer. [default: the model's, up to 1024]")
+]
+ChunkSize = Annotated[
+    int | None, typer.Option(help="Tokens of a prompt that are read at a time.", show_default="64")
+]
+AccessLog = Annotated[bool, typer.Option("--access-log", help="A line on standard error for every answer.")]
+AsJsonLine = Annotated[bool, typer.Option("--json", help="Say where it listens as one line of JSON.")]
 
 
 def serve(
@@ -44,30 +53,20 @@ def serve(
     torchrun: UnderTorchrun = False,
     ray: OnRay = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP, envvar="TESSERA_API_KEY")] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model. [default: its name]")
-    ] = None,
+    served_model_name: Name = None,
     slots: Annotated[int | None, typer.Option(help="Batches in flight.", show_default="2")] = None,
     rows: Annotated[int | None, typer.Option(help="Requests of one batch.", show_default="8")] = None,
-    max_len: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer. [default: the model's, up to 1024]")
-    ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt that are read at a time.", show_default="64")
-    ] = None,
+    max_len: MaxLen = None,
+    chunk: ChunkSize = None,
     policy: Annotated[str, typer.Option(help="auto, throughput or latency.")] = "auto",
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 1024,
     max_requests: Annotated[int, typer.Option(help="Requests at once, waiting ones included.")] = 2048,
     max_body: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
     drain: Annotated[float, typer.Option(help="Seconds to finish what runs when told to stop.")] = 30.0,
-    access_log: Annotated[
-        bool, typer.Option("--access-log", help="A line on standard error for every answer.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Say where it listens as one line of JSON.")
-    ] = False,
+    access_log: AccessLog = False,
+    as_json: AsJsonLine = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with plans for its devices.
 
@@ -81,17 +80,8 @@ def serve(
         work(meeting, model=model)
         return
     _check_extra()
-    _check_counts(
-        {
-            "--slots": slots,
-            "--rows": rows,
-            "--max-len": max_len,
-            "--max-requests": max_requests,
-            "--max-body": max_body,
-            "--max-waiting": max_waiting,
-        },
-        drain,
-    )
+    counts = {"slots": slots, "rows": rows, "max-len": max_len, "max-waiting": max_waiting}
+    _check_counts(counts | {"max-requests": max_requests, "max-body": max_body}, drain)
     from tessera.serve.auth import read_keys
     from tessera.serve.limits import Limits
     from tessera.serve.server import is_loopback
@@ -215,9 +205,9 @@ def _check_extra() -> None:
 
 
 def _check_counts(counts: Mapping[str, int | None], drain_s: float) -> None:
-    for place, count in counts.items():
+    for name, count in counts.items():
         if count is not None and count < 1:
-            raise TesseraError(f"{count} is too few", "Use 1 or more.", place)
+            raise TesseraError(f"{count} is too few", "Use 1 or more.", f"--{name}")
     if not 0 <= drain_s < float("inf"):
         raise TesseraError(f"{drain_s:g} seconds are no time to finish", "Use 0 or more.", "--drain")
 

@@ -49,6 +49,16 @@ def simulate(
     ] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Turn requests away while so many wait.")] = None,
     window: Annotated[float | None, typer.Option(help="Seconds that the monitor looks back.")] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Standard errors of the load at which another policy must be better too.", show_default="1"
+        ),
+    ] = None,
+    keep_lanes: Annotated[
+        bool,
+        typer.Option("--keep-lanes", help="At a switch, requests stay where they are; no state moves."),
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML timeline here.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline here.")] = None,
@@ -67,14 +77,14 @@ def simulate(
         _refuse({"--trace": trace, "--page": page, "--output": output}, "makes no timeline with --arrivals")
         wanted = Wanted(
             arrivals, requests, lengths, speed, rows, seed, noise, jitter, max_waiting,
-            tuple(lose or ()), tuple(slow or ()), slo, window,
+            tuple(lose or ()), tuple(slow or ()), slo, window, threshold, keep_lanes,
         )  # fmt: skip
         run_online([plan] if other is None else [plan, other], wanted, monitor, as_json)
         return
     _refuse(
         {"a second plan": other, "--monitor": monitor, "--lengths": lengths, "--lose": lose, "--slow": slow,
          "--slo": slo, "--noise": noise, "--jitter": jitter, "--rows": rows, "--max-waiting": max_waiting,
-         "--window": window},
+         "--window": window, "--threshold": threshold, "--keep-lanes": keep_lanes},
         "needs --arrivals",
     )  # fmt: skip
     _offline(plan, requests or 100, trace, page, output, as_json)

@@ -6,6 +6,7 @@ The service sends what is to be run; the worker makes the model's weights itself
 from the folder that the service names, or from --model. It goes on until no service answers any more.
 """
 
+import signal
 from typing import Annotated
 
 import typer
@@ -50,6 +51,7 @@ def work(
     from tessera.execute.handshake import Call
     from tessera.serve.joining import keep_working
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
     own = meeting.rank if rank is None or meeting.store is not None else rank
     call = Call(meeting.address(), meeting.secret)
     typer.echo(f"a worker for {call.place}", err=True)

@@ -5,12 +5,13 @@ on some devices joined by one kind of wire, with so many batches in flight; ever
 set of cases, and cases that several figures share are worked out once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tessera.capture import known_models
 from tessera.errors import UnknownName
 from tessera.ir import Cluster, Device, Link, Step
+from tessera.plan.policies import COARSE
 from tessera.profile import LINKS, gpu, parse_devices
 
 # Denoising steps of one picture.
@@ -154,8 +155,19 @@ class Outcome:
     @property
     def best_baseline(self) -> tuple[str, float] | None:
         """The best of the other policies on the same devices."""
-        rated = [(v, k) for k, v in self.policies.items() if v and k not in OWN]
-        return max(rated)[::-1] if rated else None
+        return self._best([name for name in self.policies if name not in OWN])
+
+    @property
+    def best_coarse(self) -> tuple[str, float] | None:
+        """The best of those that are not kernel-level."""
+        return self._best(COARSE)
+
+    def _best(self, names: Iterable[str]) -> tuple[str, float] | None:
+        rated = [(rate, name) for name in names if (rate := self.policies.get(name))]
+        if not rated:
+            return None
+        rate, name = max(rated)
+        return name, rate
 
     @property
     def own(self) -> float | None:

@@ -38,7 +38,7 @@ def document(scale: Scale, done: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _cell(case: Case, found: Outcome) -> dict[str, Any]:
-    best, parallel = found.best_baseline, found.policies.get("data-parallel")
+    best, parallel = found.best_coarse, found.policies.get("data-parallel")
     over_best = found.own / best[1] if found.own and best else None
     over_parallel = found.own / parallel if found.own and parallel else None
     return {

@@ -35,8 +35,10 @@ class Scale:
     pairs: tuple[Pair, ...]
     links: tuple[str, ...]
     slots: int
-    # What is planned beside the coarse policies, on the first pair and on the others.
-    effort: Effort
+    # What is planned beside the coarse policies: for the first workload on the first pair, on the first pair,
+    # and elsewhere. The latency policy of a large model takes longer to plan than all others together.
+    first_effort: Effort
+    pair_effort: Effort
     other_effort: Effort
     # Serving: the workload, loads as shares of the best capacity, requests a load, windows as multiples of
     # the monitor's own, thresholds in standard errors.
@@ -67,8 +69,9 @@ QUICK = Scale(
     pairs=PAIRS,
     links=("pcie4",),
     slots=4,
-    effort=Effort(milp_s=8.0, has_latency=True),
-    other_effort=Effort(milp_s=4.0),
+    first_effort=Effort(milp_s=6.0, has_latency=True),
+    pair_effort=Effort(milp_s=5.0),
+    other_effort=Effort(milp_s=3.0),
     served=LLAMA,
     loads=(0.2, 0.5, 0.65, 0.8, 0.95),
     bursts=(0.5,),
@@ -87,7 +90,8 @@ FULL = replace(
     name="full",
     pairs=(*PAIRS, *MORE_PAIRS),
     links=("pcie4", "nvlink"),
-    effort=Effort(milp_s=60.0, has_latency=True),
+    first_effort=Effort(milp_s=60.0, has_latency=True),
+    pair_effort=Effort(milp_s=60.0, has_latency=True),
     other_effort=Effort(milp_s=20.0, has_latency=True),
     loads=(0.1, 0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 1.1, 1.4),
     bursts=(0.3, 0.5, 0.7),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.paper.records import Case, Outcome
+from tessera.paper.records import Case, Effort, Outcome, Workload
 from tessera.paper.scale import Scale, wires
 
 NAME = "throughput"
@@ -21,10 +21,15 @@ def cases(scale: Scale) -> list[Case]:
     for workload in scale.workloads:
         for wire in wires(scale.links):
             for pair in scale.pairs:
-                is_first = pair == scale.pairs[0] and wire.name == scale.links[0]
-                effort = scale.effort if is_first else scale.other_effort
+                effort = _effort(scale, workload, pair == scale.pairs[0] and wire.name == scale.links[0])
                 made.append(Case(workload, pair, wire, scale.slots, effort))
     return made
+
+
+def _effort(scale: Scale, workload: Workload, is_first_pair: bool) -> Effort:
+    if not is_first_pair:
+        return scale.other_effort
+    return scale.first_effort if workload == scale.workloads[0] else scale.pair_effort
 
 
 def tasks(scale: Scale) -> list[Case]:

@@ -73,8 +73,8 @@ class Judge:
         return self.figure(mix, min(mix.rate_per_s, self.task.slots * 1e6 / self.latency_us(mix))) >= figure
 
     def glances(self, glance: Simulate | None) -> Callable[[Mix], float] | None:
-        """What a search may ask often: a rougher figure of a mix, or the real one where that is no gain."""
-        if self.simulate is None or glance is None or self.task.is_large:
+        """What a search may ask often: a rougher figure of a mix, or the real one where there is no such."""
+        if self.simulate is None or glance is None:
             return None if self.simulate is None else self.rate_per_s
         return lambda mix: min(mix.rate_per_s, glance(self._draft(mix)))
 

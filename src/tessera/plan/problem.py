@@ -162,7 +162,8 @@ class Problem:
         """[device]: busy time of one request's runs of one step."""
         device = labels[self.node_of[step]]
         own = self.cost_us[step][np.arange(len(device)), device]
-        return np.bincount(device, weights=own, minlength=self.num_devices) * self.unit.counts[step]
+        busy = np.bincount(device, weights=own, minlength=self.num_devices)
+        return np.asarray(busy * self.unit.counts[step], dtype=np.float64)
 
     def crossings(self, labels: Labels) -> tuple[Ints, Ints, Ints]:
         """(value, source, destination) of every transfer that a placement needs."""

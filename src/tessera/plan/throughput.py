@@ -255,9 +255,7 @@ def _prices(pool: Pool, limits: Limits, duals: Floats) -> Prices:
     return Prices(duals[:num], on_links, float(duals[path_at]), own=own)
 
 
-def master(
-    pool: Pool, columns: list[Column], limits: Limits = FREE, capacity: Floats | None = None
-) -> Rates:
+def master(pool: Pool, columns: list[Column], limits: Limits = FREE, capacity: Floats | None = None) -> Rates:
     """The linear program over known columns."""
     num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T

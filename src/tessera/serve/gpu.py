@@ -3,8 +3,8 @@
 Chunks and decodes are captured from compiled code, so that they run at its speed; an insert only copies, and
 is captured as it stands. Launches are measured on real cards and parts of one; on stretched devices they are
 priced by the cost model, and the run has a time scale (see `execute.cuda.stretch`): what is measured there is
-modelled time, stretched by that scale. The plan for throughput is rehearsed against simpler ones, and the best
-of them is served by; see `rehearse`.
+modelled time, stretched by that scale. The plan for throughput is rehearsed against simpler ones, and the
+best of them is served by; see `rehearse`.
 
 A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make.
 Not handled: GPUs beside CPUs, real cards beside stretched ones, and a GPU that fails, which ends the service:

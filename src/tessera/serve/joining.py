@@ -12,6 +12,7 @@ because the briefing of another machine should choose no code on this one.
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ import torch
 from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
 from tessera.execute.calling import serve_call
 from tessera.execute.handshake import Call
-from tessera.execute.hub import START_TIMEOUT_S, hidden_main
+from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, hidden_main
 from tessera.ir import Step
 
 # After a session, how long no engine may answer until the worker leaves.
@@ -85,13 +86,17 @@ def _session(call: Call, rank: int, model: str, patience_s: float) -> tuple[Tess
     with hidden_main():
         process.start()
     theirs.close()
+    kind, words = "", []
     try:
         kind, *words = mine.recv()  # from our own child
     except EOFError:
-        kind, words = "", []
+        pass  # it has worked until the engine hung up, or was ended
+    except KeyboardInterrupt:
+        process.kill()
+        raise
     finally:
         mine.close()
-        process.join(10.0 if kind else None)
+        process.join(STOP_TIMEOUT_S)
         if process.is_alive():
             process.kill()
             process.join()
@@ -106,6 +111,7 @@ def _session(call: Call, rank: int, model: str, patience_s: float) -> tuple[Tess
 def _session_main(call: Call, rank: int, model: str, patience_s: float, outcome: Connection) -> None:
     """The process of one session."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it
+    threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         serve_call(call, rank, ModelHere(model), patience_s)
     except TesseraError as error:
@@ -114,3 +120,11 @@ def _session_main(call: Call, rank: int, model: str, patience_s: float, outcome:
         outcome.send((name, error.message, error.remedy, error.place))
         outcome.close()
     os._exit(0)  # threads of gloo may still wait for peers that are gone
+
+
+def _follow_parent() -> None:
+    """A session does not outlive the process that keeps it going, even one that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

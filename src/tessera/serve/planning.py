@@ -14,7 +14,6 @@ they were measured before. Devices that compute on this machine's CPU need the m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from tessera import flow
@@ -23,7 +22,6 @@ from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
 from tessera.execute.hub import warm_up
 from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
-from tessera.plan import Explanation, explain
 from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
 from tessera.serve.steps import ROWS, SLOTS, Served, for_cpu, served
 
@@ -52,11 +50,6 @@ class Prepared:
     costs: tuple[Costs, ...]
     plans: tuple[Plan, ...]
     footprints: tuple[Footprint, ...]
-
-    @cached_property
-    def explanations(self) -> tuple[Explanation, ...]:
-        """Why each plan is as it is; made when it is first asked for."""
-        return tuple(explain(plan) for plan in self.plans)
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""

@@ -80,7 +80,7 @@ def served(
     if capacity is None and most is not None:
         size = min(size, most)
     if capacity is None and room_bytes is not None:
-        size = _fitting(first, replace(first.step, context=size), room_bytes, slots)
+        size = _fitting(first, Step(place, "insert", rows, size, seed), room_bytes, slots)
     width = 0 if "chunk" not in kinds else min(chunk or CHUNK, size)
     steps: dict[StepKind, Step] = {
         "encode": Step(place, "encode", 1, PICTURE_TOKENS, seed),
@@ -107,7 +107,7 @@ def for_cpu(model: Served) -> Served:
 
 
 def _fitting(first: Workload, step: Step, room_bytes: float, slots: int) -> int:
-    """Positions of a row whose state fits, halved as often as need be; the smallest is left to the planner."""
+    """Positions of a row, halved until the state fits; the planner judges the shortest."""
     room = room_bytes - sum(tensor.nbytes for tensor in first.weights().values())
     while step.context > MIN_CAPACITY and slots * _state_bytes(another(first, step)) > room:
         step = replace(step, context=step.context // 2)

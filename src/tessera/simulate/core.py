@@ -181,8 +181,7 @@ class Core:
         free, events = self._bus_free, self._events
         for wire in wires:
             start = free[wire.bus]
-            if start < now:
-                start = now
+            start = max(start, now)
             stop = free[wire.bus] = start + wire.wire_us * scale
             self.on_send(flight, wire, start, stop)
             self._order += 1

@@ -1,7 +1,7 @@
 """Repeated: a window over short programs, with repeated runs skipped.
 
-While every slot repeats a step, a few runs are simulated and the rest is skipped: each slot as many runs as it
-did in the few, times the same number.
+While every slot repeats a step, a few runs are simulated and the rest is skipped: each slot as many runs as
+it did in the few, times the same number.
 """
 
 from dataclasses import dataclass

@@ -188,3 +188,21 @@ def test_new_plans_move_the_crossing() -> None:
     assert DecisionKind.ADOPT is action.decision.kind
     assert monitor.crossing_per_s is not None
     assert monitor.crossing_per_s < 7.0
+
+
+def test_a_policy_near_its_limit_is_judged_by_what_a_higher_load_would_do() -> None:
+    """The same estimate is worse for a policy that it might overload."""
+    sure, unsure = (QUICK.expected_s(8.0, error, window_s=10.0) for error in (0.0, 2.0))
+
+    assert sure == pytest.approx(QUICK.normalised_s(8.0))
+    assert unsure > WIDE.expected_s(8.0, 2.0, window_s=10.0) > sure - 1.0
+
+
+def test_a_few_early_arrivals_are_no_load() -> None:
+    """A burst of four in a young system says too little to switch."""
+    monitor = Monitor((QUICK, WIDE))
+
+    found = [action for n in range(4) for action in monitor.observe(0.01 * n, Arrived(n + 1))]
+
+    assert not found
+    assert monitor.current == "quick"

@@ -1,5 +1,7 @@
 """The steps of serving, undivided: chunks, inserts and decodes give what the model gives for a whole text."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -35,11 +37,12 @@ class Slot:
         workload = self.steps[kind]
         return workload.run(inputs, {name: self.state[name] for name in workload.make_state(0)})
 
-    def read(self, row: int, prompt: list[int]) -> int:
-        """Reads a prompt in chunks into a row; the token that follows it."""
+    def read(self, row: int, prompt: list[int], lengths: Sequence[int] = ()) -> int:
+        """Reads a prompt in chunks, full ones or of these lengths, into a row; the token that follows it."""
         outputs: dict[str, torch.Tensor] = {}
-        for start in range(0, len(prompt), self.chunk):
-            part = prompt[start : start + self.chunk]
+        starts = [0, *accumulate(lengths)] if lengths else [*range(0, len(prompt), self.chunk), len(prompt)]
+        for start, stop in pairwise(starts):
+            part = prompt[start:stop]
             # Padding that would be out of bounds everywhere if it were looked at.
             tokens = torch.full((1, self.chunk), 10**6)
             positions = torch.full((1, self.chunk), 10**6)
@@ -95,6 +98,16 @@ def test_rows_at_different_positions_get_the_models_tokens(model: str, chunk: in
             answer.append(token)
     module = slot.steps["decode"].module
     assert answers == [wanted(module, prompt, 10) for prompt in prompts]
+
+
+@pytest.mark.parametrize("lengths", [(5, 8, 1, 7, 2), (1, 1, 8, 8, 5), (8, 3, 8, 4)])
+def test_where_a_prompt_is_cut_does_not_matter(lengths: tuple[int, ...]) -> None:
+    """Chunks that are not full, also in the middle, leave the ring and the answer as the model has them."""
+    slot, prompt = Slot(steps_of("tiny-gpt-oss", 8), 8), prompt_of(23, 9)
+    answer = [slot.read(0, prompt, lengths)]
+    for _ in range(5):
+        answer.append(slot.decode([answer[-1], 0, 0], [len(prompt) + len(answer) - 1, 0, 0])[0])
+    assert answer == wanted(slot.steps["decode"].module, prompt, 6)
 
 
 def test_a_row_that_joins_later_does_not_disturb_the_others() -> None:

@@ -15,8 +15,8 @@ LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 def test_the_monitor_switches_policies_under_load() -> None:
     """A crowd comes: later slots follow the other policy, answers stay the same, the snapshot says why."""
-    quick = Capability("quick", 200.0, (Point(0.1, 1.0, 0.1), Point(190.0, 1.0, 2.0)))
-    wide = Capability("wide", 1e4, (Point(0.1, 2.0, 0.2), Point(9e3, 2.0, 100.0)))
+    quick = Capability("quick", 2e3, (Point(0.1, 1.0, 0.1), Point(1.9e3, 1.0, 2.0)))
+    wide = Capability("wide", 1e6, (Point(0.1, 2.0, 0.2), Point(9e5, 2.0, 100.0)))
     asks = [Ask((n,), 30, GREEDY) for n in range(24)]
     stepper = ToyStepper(step_s=0.001)
     with Service(stepper, ByteText(), capabilities=(quick, wide)) as service:

@@ -1,0 +1,103 @@
+"""The evaluation at a tiny scale: every figure has a document and a plot, and the plan is never beaten."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.paper import QUICK, Library, Scale, chosen, evaluate
+from tessera.paper.compare import compare
+from tessera.paper.records import Case, Effort, Wire, Workload
+
+TINY = Workload("tiny-llama", 2, 32, 8)
+SMALL = Effort(milp_s=2.0, has_latency=True)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """Empty at first."""
+    return Library(tmp_path_factory.mktemp("library"))
+
+
+def tiny() -> Scale:
+    """The quick scale with next to nothing in every grid."""
+    return replace(
+        QUICK, workloads=(TINY,), pairs=QUICK.pairs[:1], first_effort=SMALL, served=TINY, loads=(0.3, 0.9),
+        num_requests=60, windows=(1.0,), thresholds=(1.0,), sizes=(2, 4), gbps=(25.0,), linked=(TINY,),
+        regime_pairs=QUICK.pairs[:1], regime_workloads=(TINY,),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(library: Library) -> dict[str, Any]:
+    """All figures."""
+    return evaluate(chosen(()), tiny(), library)
+
+
+def test_the_plan_is_never_below_a_baseline(found: dict[str, Any]) -> None:
+    """Within half a percent, against every policy of the row."""
+    (row,) = found["throughput"]
+    policies = row["policies"]
+
+    assert {"single", "data-parallel", "single-placement", "latency", "layer-pipeline"} < set(policies)
+    assert policies["throughput"] >= 0.995 * max(rate for rate in policies.values() if rate)
+    assert policies["throughput"] <= row["bound"] * (1 + 1e-9)
+
+
+def test_every_number_says_where_it_comes_from(found: dict[str, Any]) -> None:
+    """Rows name their source; costs without hardware are modelled or from tables."""
+    rows = [*found["throughput"], *found["cost"], *found["scaling"], *found["links"]]
+
+    assert all(row["source"].startswith("simulated on ") for row in rows)
+    assert "measured" not in found["heterogeneity"][0]["source"]
+
+
+def test_serving_compares_a_monitor_with_both_policies(found: dict[str, Any]) -> None:
+    """Each load has three latencies and their ratio."""
+    for row in found["online"]["rates"]:
+        assert {"latency", "throughput", "adaptive"} == set(row["normalised_ms"])
+        better = min(row["normalised_ms"][name] for name in ("latency", "throughput"))
+        assert row["ratio_to_better_fixed"] == pytest.approx(row["normalised_ms"]["adaptive"] / better)
+
+
+def test_more_gpus_do_more(found: dict[str, Any]) -> None:
+    """Four do more than two, and not more than twice as much but for rounding."""
+    two, four = (row["policies"]["throughput"] for row in found["scaling"])
+
+    assert 1.5 * two < four < 2.05 * two
+
+
+def test_ratios_are_those_of_the_costs(found: dict[str, Any]) -> None:
+    """Percentiles ascend, and kernels carry the ratio of their times."""
+    for step in found["heterogeneity"][0]["steps"]:
+        assert step["all"]["p5"] <= step["all"]["p50"] <= step["all"]["p95"]
+        for kernel in step["kernels"]:
+            assert kernel["ratio"] == pytest.approx(kernel["second_us"] / kernel["first_us"])
+
+
+def test_every_figure_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
+    """One picture each."""
+    pytest.importorskip("matplotlib")
+    from tessera.paper.plots import draw_all
+
+    files = draw_all(chosen(()), found, tmp_path)
+
+    assert [f"{figure.name}.png" for figure in chosen(())] == [path.name for path in files]
+    assert all(path.stat().st_size > 1000 for path in files)
+
+
+def test_a_step_is_recorded_once(library: Library, found: dict[str, Any]) -> None:
+    """The library has the two steps, and takes no other code's trace for them."""
+    assert all(library.has(step) for step in TINY.steps)
+    assert not Library(library.folder / "other").has(TINY.steps[0])
+
+
+def test_alike_cards_are_given_the_coarse_policies_only(library: Library) -> None:
+    """Two of one card have nothing to gain from kernel-level placement."""
+    case = Case(TINY, ("a100", "l40s"), Wire.preset("pcie4")).doubled()
+
+    found = compare(library, case)
+
+    assert "throughput" not in found.policies
+    assert found.best_baseline is not None

@@ -1,0 +1,125 @@
+"""Figures from outcomes: ratios, verdicts and what is worked out once."""
+
+from dataclasses import replace
+
+import pytest
+
+from tessera.errors import TesseraError, UnknownName
+from tessera.paper import FULL, QUICK, chosen, merged, narrowed
+from tessera.paper import throughput as throughput_figure
+from tessera.paper.evaluate import ordered
+from tessera.paper.published import PUBLISHED
+from tessera.paper.records import Case, Effort, Outcome, Wire, Workload, costs_in_words
+from tessera.paper.regimes import verdict
+
+TINY = Workload("tiny-llama", 4, 64, 16)
+PAIR = Case(TINY, ("a100", "l40s"), Wire.preset("pcie4"))
+
+
+def outcome(**policies: float | None) -> Outcome:
+    """Policies at given rates; `_` stands for `-` in a name."""
+    named = {name.replace("_", "-"): rate for name, rate in policies.items()}
+    return Outcome(named, 20.0, None, "", 1, 3.6, {"fitted": 1.0}, 0.1)
+
+
+def test_the_best_baseline_is_not_the_plan_itself() -> None:
+    """The ratio is to the best of the others."""
+    found = outcome(throughput=12.0, data_parallel=8.0, single_placement=10.0)
+
+    row = throughput_figure.row_of(PAIR, found, outcome(data_parallel=9.0))
+
+    assert ("single-placement", 1.2) == (row["best_baseline"], row["ratio_to_best_baseline"])
+    assert {"2x a100": {"policy": "data-parallel", "value": 9.0}} == row["elsewhere"]
+
+
+def test_coarse_policies_exclude_the_single_placement() -> None:
+    """The map compares with what is not kernel-level."""
+    found = outcome(throughput=12.0, data_parallel=8.0, single_placement=10.0)
+
+    assert ("data-parallel", 8.0) == found.best_coarse
+
+
+def test_a_case_without_a_plan_has_a_row_that_says_so() -> None:
+    """Nothing fits: no ratio, and the reason."""
+    found = replace(outcome(throughput=None), why="too large")
+
+    row = throughput_figure.row_of(PAIR, found, outcome())
+
+    assert (None, None, "too large") == (
+        row["best_baseline"], row["ratio_to_best_baseline"], row["why_none"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("over_best", "over_parallel", "best", "word"),
+    [
+        (1.2, 1.3, "layer-pipeline", "kernel-level"),
+        (1.0, 1.0, "data-parallel", "data-parallel"),
+        (1.01, 1.3, "layer-pipeline", "layer-pipeline"),
+        (1.0, None, "attention-ffn", "attention-ffn"),
+        (None, None, None, "does not fit"),
+    ],
+)
+def test_a_verdict_names_who_is_best(
+    over_best: float | None, over_parallel: float | None, best: str | None, word: str
+) -> None:
+    """A gain within the noise is no gain, and data-parallel is named before other coarse policies."""
+    assert word == verdict(over_best, over_parallel, best)
+
+
+def test_a_case_that_two_figures_want_is_worked_out_once_with_the_larger_effort() -> None:
+    """The figure that wants more decides."""
+    more = replace(PAIR, effort=Effort(milp_s=2.0, has_latency=True))
+
+    (task,) = ordered([PAIR, more, PAIR])
+
+    assert isinstance(task, Case)
+    assert Effort(2.0, True) == task.effort
+
+
+def test_the_better_card_has_more_compute_and_bandwidth() -> None:
+    """Of an A100 and an L40S that is the A100, though the L40S has more operations by its data sheet."""
+    assert ("a100", "a100") == PAIR.doubled().gpus
+
+
+def test_costs_from_several_sources_are_named_with_their_shares() -> None:
+    """One source is named alone."""
+    assert "modelled" == costs_in_words({"fitted": 0.6, "class": 0.4})
+    assert "tables 30% / modelled 70%" == costs_in_words({"table": 0.3, "fitted": 0.7})
+
+
+def test_both_scales_have_five_workloads_on_three_pairs() -> None:
+    """What the evaluation promises."""
+    for scale in (QUICK, FULL):
+        assert len({w.model for w in scale.workloads}) >= 5
+        assert len(set(scale.pairs)) >= 3
+    assert (2, 16) == (FULL.sizes[0], FULL.sizes[-1])
+
+
+def test_every_figure_says_what_was_published_and_why_it_differs() -> None:
+    """No figure stands alone."""
+    for figure in chosen(()):
+        assert PUBLISHED[figure.name].reports
+        assert PUBLISHED[figure.name].differs
+
+
+def test_an_unknown_figure_model_or_lone_gpu_is_refused() -> None:
+    """One line for each mistake."""
+    with pytest.raises(UnknownName, match="figure"):
+        chosen(["figure-9"])
+    with pytest.raises(UnknownName, match="model"):
+        narrowed(QUICK, ["llama-9"], [])
+    with pytest.raises(TesseraError, match="no pair"):
+        narrowed(QUICK, [], [("a100",)])
+
+
+def test_documents_are_merged_figure_by_figure() -> None:
+    """What was not made again stays, and unlike scales are called mixed."""
+    old = {"scale": "full", "figures": {"links": {"scale": "full"}}, "published": {"links": 1}, "links": [1]}
+    new = {"scale": "quick", "figures": {"cost": {"scale": "quick"}}, "published": {"cost": 2}, "cost": [2]}
+
+    both = merged(old, new)
+
+    assert ([1], [2], "mixed", {"links", "cost"}) == (
+        both["links"], both["cost"], both["scale"], set(both["figures"]),
+    )  # fmt: skip

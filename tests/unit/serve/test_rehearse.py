@@ -1,0 +1,94 @@
+"""Plans served in virtual time: what a service reaches, against what the plan says of itself."""
+
+import functools
+import itertools
+
+import pytest
+
+from tessera.capture import record
+from tessera.execute.lower import lower
+from tessera.flow import make_plan, make_unit, price
+from tessera.ir import Objective, Plan, WorkUnit
+from tessera.profile import make_cluster, parse_devices
+from tessera.serve.planning import Average, counts_of
+from tessera.serve.rehearse import best_served, pieces_of, rehearse
+from tessera.serve.steps import Served, served
+
+AVERAGE = Average(prompt=16, output=8)
+ROWS = 4
+
+
+@functools.cache
+def model(slots: int) -> Served:
+    """The tiny Llama."""
+    return served("tiny-llama", slots=slots, rows=ROWS, capacity=32, chunk=8)
+
+
+@functools.cache
+def unit() -> WorkUnit:
+    """Its steps, as often as four average requests need them."""
+    return make_unit([record(w) for w in model(1).workloads.values()], counts_of(model(1), AVERAGE))
+
+
+@functools.cache
+def plan(policy: str, slots: int, devices: str = "emu:a100,emu:l40s") -> Plan:
+    """One policy for so many slots."""
+    cluster = make_cluster(parse_devices(devices), "pcie4")
+    return make_plan(unit(), price(unit(), cluster), cluster, Objective.THROUGHPUT, slots, policy)
+
+
+def tokens_per_s(policy: str, slots: int, devices: str = "emu:a100,emu:l40s") -> float:
+    """Of a service."""
+    (rate,) = rehearse([plan(policy, slots, devices)], model(slots).shape, AVERAGE)
+    return rate
+
+
+def predicted(made: Plan) -> float:
+    """What the plan says of itself, in tokens."""
+    return made.throughput_per_s * ROWS * AVERAGE.output
+
+
+def test_one_device_is_served_at_nearly_the_plans_own_rate() -> None:
+    """Rows that are empty while their next prompt is read are all that is lost."""
+    found = tokens_per_s("single", 2, "emu:a100")
+
+    assert 0.75 < found / predicted(plan("single", 2, "emu:a100")) <= 1.05
+
+
+def test_two_devices_side_by_side_serve_more_than_one() -> None:
+    """Requests that stay on one device each add up."""
+    assert tokens_per_s("data-parallel", 4) > 1.3 * tokens_per_s("single", 4)
+
+
+def test_a_divided_plan_needs_slots() -> None:
+    """With one slot the devices wait for one another, which the plan's own figure does not know."""
+    one, many = (tokens_per_s("layer-pipeline", slots) for slots in (1, 6))
+
+    assert many > 1.2 * one
+    assert one < 0.9 * predicted(plan("layer-pipeline", 6))
+
+
+def test_the_best_plan_is_kept() -> None:
+    """The first stays unless another is clearly better, and every rate is told."""
+    single, parallel = plan("single", 4), plan("data-parallel", 4)
+    shape = model(4).shape
+
+    best, rates = best_served([single, parallel], shape, AVERAGE)
+    assert best is parallel
+    assert {"single", "data-parallel"} == set(rates)
+    assert best_served([parallel, single], shape, AVERAGE)[0] is parallel
+
+
+@pytest.mark.parametrize("policy", ["single", "attention-ffn", "layer-pipeline"])
+def test_pieces_hold_all_of_a_steps_work(policy: str) -> None:
+    """Each launch is in one piece, and neighbours are on different devices."""
+    made = plan(policy, 4)
+    for program in lower(made)[0]:
+        pieces = pieces_of(made, program)
+        launches = range(len(unit().graphs[program.step].trace.launches))
+        placed = made.lanes[0].placement.devices[program.step]
+        wanted = sum(made.costs[program.step].us(n, placed[n]) for n in launches)
+
+        assert wanted == pytest.approx(sum(piece.busy_us for piece in pieces))
+        assert all(a.device != b.device for a, b in itertools.pairwise(pieces))
+        assert 0.0 == pieces[-1].after_us
