@@ -1,10 +1,9 @@
-"""`tessera serve` on several machines: two hosts in network namespaces, and processes of torchrun."""
+"""`tessera serve` on several machines: two hosts in network namespaces; how processes of torchrun meet."""
 
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from tessera.cli import _main
+from tessera.cli.remote import Meeting, gathered
+from tessera.errors import MismatchError
+from tessera.profile import parse_devices, wire
 
 TESSERA = [sys.executable, "-m", "tessera"]
 SMALL = ["--max-len", "32", "--rows", "2", "--slots", "1", "--chunk", "8", "--policy", "latency"]
@@ -123,16 +126,27 @@ def test_two_hosts_serve_one_model(hosts: tuple[str, str], secret: Path, start: 
     assert 0 == worker.wait(LIMIT_S)
 
 
-def test_torchrun_starts_the_same_service(start: Start) -> None:
-    """Two processes of torchrun are the two devices; the first answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
-    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", port]
-    service = start([*launcher, *rendezvous, "-m", "tessera", *SERVE, "--torchrun"])
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, store: Any) -> Meeting:
+    """What a process of torchrun makes of its surroundings, which are a store, its rank and their number."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("torch.distributed.rendezvous.rendezvous", lambda url: iter([(store, rank, 2)]))
+    return Meeting.of(None, 0, None, True)
 
-    assert "length" == fetch(url_of(service))["finish_reason"]
+
+def test_processes_of_torchrun_find_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells where it listens through torchrun's own store, and there must be one process a device."""
+    store = HashStore()
+    first, second = (under_torchrun(monkeypatch, rank, store) for rank in (0, 1))
+    two, three = (wire(parse_devices(",".join(["cpu"] * n)), []) for n in (2, 3))
+    with gathered(two, "tiny-llama", first, None) as gathering:
+        assert gathering is not None
+        assert (1, gathering.gate.address) == (second.rank, second.address())
+    with (
+        pytest.raises(MismatchError, match=r"torchrun started 2 processes for 3 devices"),
+        gathered(three, "tiny-llama", first, None),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,11 @@ NUM_EVEN = 4, 5
 EVEN_DEPTHS = 1.0, 1.12, 0.9, 1.25
 # Rounds in which the best mixes' neighbours are looked at; how many mixes, how many new neighbours of each,
 # and how many are gone through to find those.
-ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 4, 2, 3, 20
+ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 2, 2, 3, 20
 # Single placements that are tried, by period and by path; mixes whose lanes are joined.
 NUM_SINGLE, NUM_SPLICED = 4, 10
 # Mixes that are simulated in full: of small units, of large ones; and single lanes besides.
-NUM_FINALISTS = 6, 2
+NUM_FINALISTS = 12, 2
 NUM_FINAL_SINGLE = 1
 
 

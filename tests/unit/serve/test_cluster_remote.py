@@ -104,7 +104,7 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
     )
     made = steps_factory.over_both()
     here = {made.cluster.names[0]: start_here(Call(gate.address, SECRET, BORN))}
-    gathering = Gathering(gate, made.cluster.names, here, replace_s=10.0)
+    gathering = Gathering(gate, made.cluster.names, here, replace_s=30.0)
     try:
         with Local(made, gathering=gathering) as local:
             service = Service(local.stepper, ByteText(), plans=made.plans, replace=local.replace)
@@ -146,6 +146,8 @@ def test_a_machine_that_does_not_come_back_is_planned_around(
     away: Away, expected: dict[Ask, list[int]]
 ) -> None:
     """The service goes on with the devices that are left, and says the same."""
+    assert away.local._gathering is not None
+    away.local._gathering.replace_s = 3.0
     away.host.vanish()
     asks = some_asks(6, 1)
     told = away.answers(asks)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from serving_factory import GREEDY, ToyStepper, expected, read, read_all, until, wait_for
 from tessera.adapt import Capability, Point
 from tessera.serve.meters import Times
@@ -13,21 +15,24 @@ from tessera.serve.text import ByteText
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 
-def test_the_monitor_switches_policies_under_load() -> None:
-    """A crowd comes: later slots follow the other policy, answers stay the same, the snapshot says why."""
-    quick = Capability("quick", 2e3, (Point(0.1, 1.0, 0.1), Point(1.9e3, 1.0, 2.0)))
-    wide = Capability("wide", 1e6, (Point(0.1, 2.0, 0.2), Point(9e5, 2.0, 100.0)))
+def test_the_monitor_switches_policies_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd is served by the wide policy, one that comes later by the quick one; answers stay the same."""
+    monkeypatch.setattr("tessera.serve.service.MIN_WINDOW_S", 0.5)
+    quick = Capability("quick", 200.0, (Point(0.1, 1.0, 0.1), Point(190.0, 1.0, 2.0)))
+    wide = Capability("wide", 1e4, (Point(0.1, 2.0, 0.2), Point(9e3, 2.0, 100.0)))
     asks = [Ask((n,), 30, GREEDY) for n in range(24)]
     stepper = ToyStepper(step_s=0.001)
     with Service(stepper, ByteText(), capabilities=(quick, wide)) as service:
         assert "quick" == service.snapshot().policy
-        alone = wait_for(read(service, asks[0]))
         found = wait_for(read_all(service, asks))
+        crowded = list(stepper.opened)
+        until(lambda: service.snapshot().policy == "quick")
+        alone = wait_for(read(service, asks[0]))
         snapshot = service.snapshot()
 
-    assert "quick" == stepper.policies[stepper.opened[0][1]]
-    assert "wide" == stepper.policies[stepper.opened[-1][1]]
-    assert "wide" in {decision.policy for decision in snapshot.decisions}
+    assert "wide" in {stepper.policies[policy] for _, policy in crowded}
+    assert "quick" == stepper.policies[stepper.opened[len(crowded)][1]]
+    assert ["wide", "quick"] == [decision.policy for decision in snapshot.decisions][:2]
     assert len(snapshot.decisions) == snapshot.decided["switch"]
     assert [expected(ask) for ask in asks] == [told.what for told in found]
     assert expected(asks[0]) == alone.what
