@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serve_process import Server, environment
+from benchmarks.serve_process import Server, Watched, environment
 
 from tessera.serve.load import Load, measure
 from tessera.serve.load_figures import figures
@@ -41,14 +41,16 @@ KEPT = (
 )  # fmt: skip
 
 
-def ask(server: Server, wanted: Load) -> dict[str, Any]:
-    """What `tessera bench serve` measures, and the processor time of the crowd, without those asked alone."""
+def ask(server: Server, wanted: Load, memory: Watched | None = None) -> dict[str, Any]:
+    """What `tessera bench serve` measures; processor time and memory of the crowd alone."""
     begun = server.processor_s()
 
     def on_done(what: str) -> None:
         nonlocal begun
         if what == "asked alone":
             begun = server.processor_s()
+            if memory is not None:
+                memory.samples.clear()
 
     measured = asyncio.run(measure(parse_target(server.url), wanted, on_done))
     used = server.processor_s() - begun
@@ -73,8 +75,7 @@ def load(asked: argparse.Namespace) -> list[dict[str, Any]]:
         with Server(command) as server, server.watched() as memory:
             warm = min(asked.clients, wanted.num_requests // 10)
             ask(server, replace(wanted, num_requests=warm, num_distinct=None))  # until memory has settled
-            memory.samples.clear()
-            found = ask(server, wanted)
+            found = ask(server, wanted, memory)
         rows.append({"server": name, "start_s": server.start_s, **found, "memory": memory.thirds()})
         print(shown(rows[-1]), flush=True)
     return rows
@@ -124,7 +125,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--plain", type=int, default=400, help="how many of them the plain server gets")
+    parser.add_argument("--plain", type=int, default=300, help="how many of them the plain server gets")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32)
@@ -139,6 +140,8 @@ def main() -> None:
     found: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "serve": " ".join(asked.serve),
+        "clients": asked.clients,
+        "plain": asked.plain,
     }
     for part in asked.parts:
         found |= {"load": _load_part, "faults": _faults_part}[part](asked)
@@ -168,6 +171,10 @@ def document(found: dict[str, Any]) -> str:
     if "load" in found:
         parts += ["## Load", table([_row(x["server"], x) | _memory(x) for x in found["load"]])]
         parts += ["Against the plain server, above 1 is ahead:", table(found["ahead"])]
+        parts += [
+            "Resident MB over the run, in twelfths; a slot takes its memory when it is first opened:",
+            "\n".join(f"- {x['server']}: {x['memory']['every_twelfth_mb']}" for x in found["load"]),
+        ]
     if "faults" in found:
         faults = found["faults"]
         parts += ["## Faults", table([_row(name, x) for name, x in faults["good"].items()])]

@@ -25,7 +25,8 @@ def table(whole: dict[str, Any]) -> str:
         parts = {name: part for name, part in whole.items() if name.split(" ")[0] == kind}
         if parts:
             lines += ["", *section(kind, parts)]
-    return "\n".join([*lines, "", *_unfinished(whole)]).rstrip() + "\n"
+    notes = ["", "## Notes", "", *(f"- {note}" for note in whole["notes"])] if "notes" in whole else []
+    return "\n".join([*lines, *notes, "", *_unfinished(whole)]).rstrip() + "\n"
 
 
 TITLES = {
@@ -61,7 +62,12 @@ def _against(kind: str, parts: dict[str, Any]) -> list[str]:
 
 
 def _pair(kind: str, parts: dict[str, Any]) -> list[str]:
-    lines = ["## Two unlike devices: the engine under a closed load, all rows in use"]
+    lines = [
+        "## Two unlike devices: the engine under a closed load, all rows in use",
+        "",
+        "The first policy of each table is the plan that was rehearsed best. 'rehearsed' is what the same "
+        "engine gave in virtual time before, 'predicted' the plan's own figure for work units.",
+    ]
     for name, part in parts.items():
         model, gains = part.get("model", {}), part.get("gain of the plan over", {})
         lines += [
@@ -70,15 +76,17 @@ def _pair(kind: str, parts: dict[str, Any]) -> list[str]:
             f"{model.get('steps us')}, runs of each {model.get('counts')}, scale {part.get('scale')}. Rates "
             f"are modelled: measured x scale. `{part['command']}`",
             "",
-            "| policy | tokens/s (modelled) | predicted by the plan | measured / predicted | plan / policy |",
-            f"|{'---|' * 5}",
+            "| policy | tokens/s (modelled) | rehearsed | measured / rehearsed | predicted by the plan | "
+            "measured / predicted | plan / policy |",
+            f"|{'---|' * 7}",
         ]
         for key, row in part.items():
             if not isinstance(row, dict) or "modelled tokens per s" not in row:
                 continue
-            policy = key.partition(" ")[2]
-            cells = [policy, row["modelled tokens per s"], row["predicted tokens per s"],
-                     row["measured / predicted"], gains.get(policy, "-")]  # fmt: skip
+            policy, rate = key.partition(" ")[2], row["modelled tokens per s"]
+            rehearsed = part.get("rehearsed, tokens per s", {}).get(policy)
+            cells = [policy, rate, rehearsed or "-", round(rate / rehearsed, 4) if rehearsed else "-"]
+            cells += [row["predicted tokens per s"], row["measured / predicted"], gains.get(policy, "-")]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
@@ -96,6 +104,8 @@ def _attention(kind: str, parts: dict[str, Any]) -> list[str]:
 def _unfinished(whole: dict[str, Any]) -> list[str]:
     lines = []
     for name, part in whole.items():
+        if not isinstance(part, dict):
+            continue
         errors = [v for v in part.values() if isinstance(v, dict) and "error" in v]
         errors += [part] if isinstance(part.get("error"), str) else []
         lines += [f"- {name}: {e['error'].strip().splitlines()[-1][:300]}" for e in errors]

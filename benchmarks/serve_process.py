@@ -30,8 +30,10 @@ class Watched:
         sums = [sum(sample.values()) / 1e6 for _, sample in self.samples]
         third = max(1, len(sums) // 3)
         first, last = sum(sums[:third]) / third, sum(sums[-third:]) / third
+        each = range(0, len(sums), max(1, len(sums) // 12))
         return {
             "samples": len(sums),
+            "every_twelfth_mb": [round(sums[i]) for i in each],
             "processes": len(self.samples[-1][1]),
             "first_third_mb": round(first, 1),
             "last_third_mb": round(last, 1),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+import torch
+import torch.distributed
 
 from tessera.cli import _main
 from tessera.cli.remote import Meeting, gathered
@@ -130,13 +131,14 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, store: Any) -> Me
     """What a process of torchrun makes of its surroundings, which are a store, its rank and their number."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr("torch.distributed.rendezvous.rendezvous", lambda url: iter([(store, rank, 2)]))
+    module = sys.modules["torch.distributed.rendezvous"]  # a function of that name hides it
+    monkeypatch.setattr(module, "rendezvous", lambda url: iter([(store, rank, 2)]))
     return Meeting.of(None, 0, None, True)
 
 
 def test_processes_of_torchrun_find_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells where it listens through torchrun's own store, and there must be one process a device."""
-    store = HashStore()
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
     first, second = (under_torchrun(monkeypatch, rank, store) for rank in (0, 1))
     two, three = (wire(parse_devices(",".join(["cpu"] * n)), []) for n in (2, 3))
     with gathered(two, "tiny-llama", first, None) as gathering:

@@ -2,9 +2,11 @@
 
 Load. There are two signs of it: arrivals counted over a window, and how many requests are in the system now,
 which by the policy's own figures belongs to some rate. The second is quick when a burst comes, the first is
-steady; the greater of the two is the load. Both are counts, with a standard error of their square root. A
-policy is left only if another one is better at both ends of the interval that this error makes: that is the
-hysteresis. Where the policies cross follows from their capabilities.
+steady; the greater of the two is the load. Both are counts, with a standard error of their square root, more
+where arrivals come in bursts (`meter`). Policies are compared by what is to be expected of a load known with
+that error, so one that a little more would overload is left in time; and a policy is left only if another is
+better at both ends of the interval that the error makes: that is the hysteresis. Where the policies cross
+follows from their capabilities.
 
 Costs. Times of kernels are collected until a window has passed; factors that explain them are fitted. If the
 same lanes in other shares would do `min_gain` more work, they are rebalanced at once; if the costs are off by
@@ -16,13 +18,14 @@ at the load where the policies cross, so that the standard error is a tenth.
 """
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, drift
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Ticked
+from tessera.adapt.meter import Meter
 from tessera.adapt.rebalance import rebalanced
 from tessera.ir import Decision, DecisionKind
 
@@ -59,7 +62,7 @@ class Monitor:
         self._policies = {policy.name: policy for policy in policies}
         self._order = tuple(self._policies)
         self.current = better(tuple(policies), 0.0).name
-        self._times: deque[float] = deque()
+        self._meter = Meter()
         self._start_s: float | None = None
         self._seen: dict[str, dict[tuple[tuple[str, float], ...], tuple[float, int]]] = defaultdict(dict)
         self._costs_since_s = 0.0
@@ -75,14 +78,17 @@ class Monitor:
         self.crossing_per_s = crossing_per_s(known)
         reference = self.crossing_per_s or max(p.capacity_per_s for p in known)
         self.window_s = self._config.window_s or WINDOW_REQUESTS / reference
+        # What came before the system was watched is not known: as much as makes neither policy better.
+        self._meter.set(self.window_s, self.crossing_per_s or 0.0)
 
     def observe(self, now_s: float, event: Event) -> tuple[Action, ...]:
         """What follows from an event; most often nothing."""
         if self._start_s is None:
             self._start_s = self._costs_since_s = now_s
+            self._meter.start(now_s)
         match event:
             case Arrived(num_requests):
-                self._times.append(now_s)
+                self._meter.arrived(now_s)
                 return self._judge_load(now_s, num_requests)
             case Ticked(num_requests):
                 return (*self._judge_load(now_s, num_requests), *self._judge_costs(now_s))
@@ -96,12 +102,8 @@ class Monitor:
 
     def load(self, now_s: float, num_requests: int, errors: float = 0.0) -> float:
         """Requests per second, so many standard errors above what is probable."""
-        while self._times and self._times[0] <= now_s - self.window_s:
-            self._times.popleft()
-        # What came before the system was watched is not known: as much as makes neither policy better.
-        unseen_s = max(0.0, self.window_s - (now_s - (self._start_s or 0.0)))
-        num_came = len(self._times) + unseen_s * (self.crossing_per_s or 0.0)
-        came, here = (n + errors * math.sqrt(n) for n in (num_came, num_requests))
+        num_came, spread = self._meter.count(now_s), errors * math.sqrt(self._meter.dispersion)
+        came, here = (n + spread * math.sqrt(n) for n in (num_came, num_requests))
         rate = came / self.window_s
         return max(0.0, rate, self._policies[self.current].rate_with(max(0.0, here), self.window_s))
 

@@ -46,6 +46,11 @@ class Inbox:
         """Puts a message in, from any thread."""
         self._queue.put((source, message))
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits to be taken."""
+        return self._queue.empty()
+
     def take(self, block: bool, timeout_s: float | None = None) -> tuple[int, Any] | None:
         """The next message; None if there is none and one need not wait, or not any longer."""
         if not block and self._queue.empty():  # the usual case of a worker, without an exception

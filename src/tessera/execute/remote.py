@@ -1,10 +1,10 @@
 """Workers of several machines: the engine has a gate, each worker calls there and says who it is.
 
-The call is authenticated both ways by a shared secret (see `handshake`) before anything else of it is looked at;
-after that only `messages` travel, which are JSON and bytes. Without a secret, only the loopback address is
-served. A worker either has the plan files itself, and is sent away if they are not the engine's; or it has
-none and is sent its briefing (see `briefing`). It makes its own weights. Transfers go over gloo between the
-workers.
+The call is authenticated both ways by a shared secret (see `handshake`) before anything else of it is
+looked at; after that only `messages` travel, which are JSON and bytes. Without a secret, only the loopback
+address is served. A worker either has the plan files itself, and is sent away if they are not the engine's;
+or it has none and is sent its briefing (see `briefing`). It makes its own weights. Transfers go over gloo
+between the workers.
 
 A worker elsewhere cannot be looked into: of a lost one the request is known that it had, not the
 instruction. Clocks of machines are compared once, when a worker is ready, to the time that one message

@@ -30,9 +30,11 @@ from tessera.execute.packing import pack, unpack
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.stand import Stand, make_stand
 from tessera.execute.transport import Arrived, Gone, Left, Parcel, Transport
-from tessera.ir import BufferKind, Instruction, Program, Recv, Run, Send, Trace
+from tessera.ir import BufferKind, Free, Instruction, Program, Recv, Run, Send, Signal, Trace, Wait
 
 ENGINE, PEERS = 0, 1
+# Free and Signal: the layout has done the work. Wait: its transfer has left when the job goes on.
+DONE_ALREADY = (Free, Signal, Wait)
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Worker:
         self._arena = Arena(setup.slots, setup.slot_bytes)
         # (slot, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
-        self._progress = None if setup.progress is None else setup.progress.numpy()
+        self._progress = None if setup.progress is None else setup.progress.numpy().reshape(-1).data
         # Where the worker is: (slot, ticket, position), for the message of an error.
         self.at = (-1, -1, -1)
         self._inbox = Inbox()
@@ -138,21 +140,35 @@ class Worker:
         return True
 
     def _go_on(self, job: Job) -> None:
-        """Runs one launch of a job and what goes with it; in the plain loop, one instruction."""
+        """Runs one launch of a job and what goes with it, and more while nothing else could be picked.
+
+        In the plain loop, one instruction.
+        """
         active = self._active[job.ticket]
-        for instruction in job.turn():
-            self._note(active.order, job.position - 1)
-            self._issue(instruction, active)
-            if self._setup.is_plain:
+        while True:
+            for instruction in job.turn():
+                if not isinstance(instruction, DONE_ALREADY):
+                    self._note(active.order, job.position - 1)
+                    self._issue(instruction, active)
+                if self._setup.is_plain:
+                    break
+            if self._setup.is_plain or not self._is_alone(job):
                 break
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
+        else:  # what it waits for is behind this
+            self._note(active.order, job.position - 1)
+
+    def _is_alone(self, job: Job) -> bool:
+        """True if this job can go on, and there is no other and no news."""
+        return len(self._queue) == 1 and self._inbox.is_empty and job.is_ready
 
     def _note(self, order: Begin, position: int) -> None:
         self.at = (order.slot, order.ticket, position)
         if self._progress is not None:
-            self._progress[order.slot] = (order.ticket, position)
+            self._progress[2 * order.slot] = order.ticket
+            self._progress[2 * order.slot + 1] = position
 
     def _issue(self, instruction: Instruction, active: _Active) -> None:
         match instruction:
@@ -166,7 +182,7 @@ class Worker:
                 transfer = active.stand.program.transfers[number]
                 place = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
                 place.copy_(self._transport.fetch(self._parcel(active, number)))
-            case _:  # Free and Signal: the layout has done the work. Wait: its transfer has left.
+            case _:  # see DONE_ALREADY
                 pass
 
     def _launch(self, launch: int, active: _Active) -> None:

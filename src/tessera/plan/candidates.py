@@ -1,8 +1,8 @@
 """Kernel-level candidates: what the linear program and the latency search propose for judgement.
 
 For throughput: the optimum by busy time; where a simulation judges, also
-  the optima under several limits (`limits`), without the lanes that few requests would follow: of depth, and
-  with the step that takes most time spread evenly by itself, because with few requests in flight devices that
+  the optima under several limits (`limits`), without the lanes that few requests would follow, and their
+  two main lanes joined to one: limits of depth, and with the step that takes most time spread evenly by itself, because with few requests in flight devices that
   are evenly busy over a whole request still wait for each other inside a step,
   even mixes of the placements found so far (`even`),
   and, where units are small enough to look at many, their single placements and what can be joined from them
@@ -29,19 +29,20 @@ from tessera.plan.problem import Mix
 
 MixKey = tuple[tuple[bytes, float], ...]
 
-# Limits that are tried: of large units, and of others so many launches over those of the unit.
-FEWEST, TRIED_LAUNCHES, MOST = 3, 24_000, 18
+# Limits that are tried: at least so many, so many launches over those of a small unit, at most so many; of
+# large units, which have more time, one for so many launches, at most so many.
+FEWEST, TRIED_LAUNCHES, MOST = 3, 36_000, 18
+LAUNCHES_A_TRY, MOST_LARGE = 1_700, 6
 # Even mixes at a depth: of large units, of others; and the depths, as multiples of the best limit's.
-NUM_EVEN = 4, 5
+NUM_EVEN = 1, 6
 EVEN_DEPTHS = 1.0, 1.12, 0.9, 1.25
 # Rounds in which the best mixes' neighbours are looked at; how many mixes, how many new neighbours of each,
 # and how many are gone through to find those.
 ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 2, 2, 3, 20
-# Single placements that are tried, by period and by path; mixes whose lanes are joined.
-NUM_SINGLE, NUM_SPLICED = 4, 10
-# Mixes that are simulated in full: of small units, of large ones; and single lanes besides.
-NUM_FINALISTS = 12, 2
-NUM_FINAL_SINGLE = 1
+# Single placements that are tried, by period and by path.
+NUM_SINGLE = 4
+# Mixes that are simulated in full: of small units, of large ones.
+NUM_FINALISTS = 8, 2
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
@@ -65,7 +66,10 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
 def _by_limits(task: Task, search: "_Search") -> float:
     """Looks at the optima under limits, around the best of them; gives the depth of the best."""
     launches = task.problem.unit.num_launches
-    num = FEWEST if task.is_large else min(MOST, max(FEWEST, TRIED_LAUNCHES // launches))
+    if task.is_large:
+        num = min(MOST_LARGE, max(FEWEST, launches // LAUNCHES_A_TRY))
+    else:
+        num = min(MOST, max(FEWEST, TRIED_LAUNCHES // launches))
     known = limits_of(task)
     left = list(known)
     best, center = 0.0, left[0]
@@ -73,7 +77,9 @@ def _by_limits(task: Task, search: "_Search") -> float:
         is_first = len(known) - len(left) < NUM_FIRST
         limits = left[0] if is_first else min(left, key=lambda x: distance(x, center))
         left.remove(limits)
-        figure = search.look(without_rare_lanes(throughput.generate(task.pool, limits).mix))
+        mix = without_rare_lanes(throughput.generate(task.pool, limits).mix)
+        joined = (Mix((c,), (1.0,)) for c in splices(task, mix))
+        figure = max(search.look(x) for x in (mix, *joined))
         if figure > best:
             best, center = figure, limits
     assert center.depth is not None, "all of the table have a depth"
@@ -82,9 +88,8 @@ def _by_limits(task: Task, search: "_Search") -> float:
 
 def _by_joining(task: Task, search: "_Search") -> None:
     """Looks at single placements and at what can be joined."""
-    columns = [c for mix in search.sorted()[:NUM_SPLICED] for c in splices(task, mix)]
     choices = step_choices(task)
-    columns += step_by_step(task, choices)
+    columns = list(step_by_step(task, choices))
     columns += sorted(task.pool.columns, key=period_us)[:NUM_SINGLE]
     columns += sorted(task.pool.columns, key=lambda c: c.path_us)[:NUM_SINGLE]
     for mix in (*one_step_split(task, choices), *(Mix((c,), (1.0,)) for c in columns)):
@@ -126,11 +131,8 @@ class _Search:
         return [mix for _, mix in sorted(self.found, key=lambda x: -x[0])]
 
     def finalists(self, num: int) -> tuple[Mix, ...]:
-        """The few that deserve a full simulation; a single lane among them, which a quick look sees best."""
-        listed = self.sorted()
-        single = [mix for mix in listed if len(mix.columns) == 1]
-        kept = {id(mix): mix for mix in (*listed[:num], *single[:NUM_FINAL_SINGLE])}
-        return tuple(kept.values())
+        """The few that deserve a full simulation."""
+        return tuple(self.sorted()[:num])
 
 
 def quick_mixes(task: Task) -> tuple[Mix, ...]:

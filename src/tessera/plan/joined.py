@@ -14,10 +14,10 @@ import numpy as np
 from tessera import ir
 from tessera.plan import throughput
 from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Floats, Mix, Problem, build
+from tessera.plan.problem import Column, Floats, Ints, Labels, Mix, Problem, build
 
-# Ways of joining two lanes that are compared.
-MAX_SPLICES = 32
+# Places to join two lanes at that are compared, links included.
+NUM_CUTS = 3
 # Placements of each step that are combined, and combinations that are tried.
 NUM_PER_STEP = 4
 NUM_COMBINED = 3
@@ -52,13 +52,26 @@ def splices(task: Task, mix: Mix) -> Iterator[Column]:
     rank, num = (np.arange(prob.num_nodes), prob.num_nodes) if found is None else found
     order = np.argsort([-s for s in mix.shares], kind="stable")
     first, second = (mix.columns[i].labels for i in order[:2])
-    cuts = np.unique(np.linspace(1, num - 1, MAX_SPLICES).astype(np.int64))
-    joined = (
-        prob.column(np.where(rank < cut, a, b)) for cut in cuts for a, b in ((first, second), (second, first))
-    )
+    joined = [
+        prob.column(np.where(rank < cut, a, b))
+        for a, b in ((first, second), (second, first))
+        for cut in _even_cuts(prob, rank, num, a, b)
+    ]
     fitting = [c for c in joined if task.pool.fits((c,))]
     if fitting:
         yield min(fitting, key=lambda c: (period_us(c), c.path_us))
+
+
+def _even_cuts(problem: Problem, rank: Ints, num: int, first: Labels, second: Labels) -> list[int]:
+    """Where to change over from one placement to another so that the devices are evenly busy; best first."""
+    done = np.zeros((num, problem.num_devices))
+    left = np.zeros((num, problem.num_devices))
+    nodes = np.arange(problem.num_nodes)
+    np.add.at(done, (rank, first), problem.load_us[nodes, first])
+    np.add.at(left, (rank, second), problem.load_us[nodes, second])
+    # Cut c: ranks below c from the first, the others from the second.
+    busy = np.cumsum(done, axis=0)[:-1] + left.sum(axis=0) - np.cumsum(left, axis=0)[:-1]
+    return [int(c) + 1 for c in np.argsort(busy.max(axis=1), kind="stable")[:NUM_CUTS]]
 
 
 def step_choices(task: Task) -> Choices:

@@ -44,6 +44,8 @@ class Judge:
     objective: ir.Objective
     policy: str
     simulate: Simulate | None
+    # The same, quicker and rougher.
+    glance: Simulate | None = None
     _rates: dict[int, tuple[Mix, float]] = field(default_factory=dict)
     _spans: dict[bytes, float] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -72,8 +74,10 @@ class Judge:
             return True
         return self.figure(mix, min(mix.rate_per_s, self.task.slots * 1e6 / self.latency_us(mix))) >= figure
 
-    def glances(self, glance: Simulate | None) -> Callable[[Mix], float] | None:
+    @property
+    def quick_rate(self) -> Callable[[Mix], float] | None:
         """What a search may ask often: a rougher figure of a mix, or the real one where there is no such."""
+        glance = self.glance
         if self.simulate is None or glance is None:
             return None if self.simulate is None else self.rate_per_s
         return lambda mix: min(mix.rate_per_s, glance(self._draft(mix)))
@@ -191,7 +195,9 @@ class Judge:
     def _at(self, plan: ir.Plan, slots: int) -> float:
         if slots == plan.slots or self.simulate is None:
             return plan.simulated_per_s
-        return min(plan.throughput_per_s, self.simulate(replace(plan, slots=slots)))
+        # Shown only, so of large units a rougher figure will do.
+        simulate = self.glance if self.glance is not None and self.task.is_large else self.simulate
+        return min(plan.throughput_per_s, simulate(replace(plan, slots=slots)))
 
     def plan(self, mix: Mix, baselines: tuple[ir.Baseline, ...] = ()) -> ir.Plan:
         """The record of a mix."""

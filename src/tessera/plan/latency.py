@@ -75,8 +75,11 @@ class Clock:
     def step_us(self, step: int, labels: Labels) -> float:
         """One run of one step for one request alone."""
         prob = self.problem
-        device = labels[prob.node_of[step]].tolist()
-        cost = prob.cost_us[step][np.arange(len(device)), device].tolist()
+        placed = labels[prob.node_of[step]]
+        own = prob.cost_us[step][np.arange(len(placed)), placed]
+        if len(placed) and (placed == placed[0]).all():  # nothing to wait for
+            return float(own.sum())
+        device, cost = placed.tolist(), own.tolist()
         per_byte, latency = prob.us_per_byte.tolist(), prob.latency_us.tolist()
         free = [0.0] * prob.num_devices
         end: list[float] = []

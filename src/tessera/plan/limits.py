@@ -14,9 +14,9 @@ from tessera.plan.throughput import Limits
 # busy), and how much of the other steps' time the main step may take on a device; None: any. First those in
 # the first line, then always the one that is nearest to the best so far.
 TRIED: tuple[tuple[float, float | None], ...] = (
-    (1.2, None), (1.08, 0.2), (1.35, 0.2),
+    (1.2, None), (1.12, 0.2), (1.35, 0.2),
     (1.02, None), (1.02, 0.2), (1.05, None), (1.05, 0.1), (1.05, 0.2), (1.05, 0.4), (1.08, 0.0), (1.08, 0.4),
-    (1.1, None), (1.12, 0.1), (1.12, 0.2), (1.12, 0.3), (1.15, None), (1.15, 0.2), (1.2, 0.0), (1.2, 0.2),
+    (1.1, None), (1.12, 0.1), (1.08, 0.2), (1.12, 0.3), (1.15, None), (1.15, 0.2), (1.2, 0.0), (1.2, 0.2),
     (1.2, 0.4), (1.28, None), (1.28, 0.0), (1.28, 0.2), (1.28, 0.4), (1.35, None), (1.35, 0.0), (1.35, 0.4),
     (1.42, None), (1.42, 0.0), (1.42, 0.2), (1.42, 0.4), (1.5, None), (1.5, 0.0), (1.5, 0.2), (1.65, None),
     (1.65, 0.2), (2.0, None),
@@ -43,7 +43,9 @@ def limits_of(task: Task) -> list[Limits]:
 
 def distance(one: Limits, other: Limits) -> float:
     """How unlike two of them are."""
-    return abs((one.depth or 0.0) - (other.depth or 0.0)) / (one.depth or 1.0) + OTHER_SHARE * (one.share != other.share)
+    return abs((one.depth or 0.0) - (other.depth or 0.0)) / (one.depth or 1.0) + OTHER_SHARE * (
+        one.share != other.share
+    )
 
 
 def _main_step(problem: Problem) -> tuple[int, float]:

@@ -57,9 +57,9 @@ def solve(
     planner = PLANNERS.get(name)
     check_wishes(unit, config.wishes)
     task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None)
-    judge = Judge(task, config.objective, name, simulate)
+    judge = Judge(task, config.objective, name, simulate, glance)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
-    task.glance = judge.glances(glance)
+    task.glance = judge.quick_rate
     mixes = planner(task)
     if not mixes:
         wishes = " with these wishes" if config.wishes else ""

@@ -168,6 +168,9 @@ class Engine:
         numbers = set(range(state.stepper.shape.slots)) - set(state.slots)
         widths = self._config.widths
         width = widths[state.policy] if state.policy < len(widths) else 1
+        if len(self._queue) >= state.stepper.shape.rows:
+            # A whole batch waits: it fills another slot as well as it would these, so all take requests.
+            width = state.stepper.shape.slots
         found = choose_slot(tuple(state.slots.values()), state.policy, width, bool(numbers))
         if found is False:
             return False

@@ -40,7 +40,7 @@ from tessera.serve.stepper import SlotsLost, Stepper, Tensors
 from tessera.serve.steps import ROWS, SLOTS, Served, served
 
 # Plans that are rehearsed against the plan for throughput.
-RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
+RIVALS = ("single-placement", "data-parallel", "prefill-decode", "layer-pipeline")
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30
 # A step of a served model that takes longer than this will never end.

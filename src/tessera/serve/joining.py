@@ -28,7 +28,8 @@ from tessera.ir import Step
 # After a session, how long no engine may answer until the worker leaves.
 AGAIN_S = 5.0
 # What a session imports: done once, by the process that sessions are forked from.
-PRELOADED = ["tessera.execute.calling", "tessera.flow"]
+# Most of the time goes into transformers, which is passed over where it is not installed.
+PRELOADED = ["tessera.execute.calling", "tessera.flow", "transformers.modeling_utils"]
 
 
 @dataclass(frozen=True)

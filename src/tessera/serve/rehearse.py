@@ -3,18 +3,19 @@
 A plan's own figures are those of work units that pass through its lanes one after another. A service is not
 like that: a slot keeps its lane while it has requests, and reads a prompt and answers by turns, so that its
 devices wait for one another unless there are enough slots. So the service's own engine runs here under a full
-load, over a stepper whose devices only count time: a step is its launches in order, those that follow one
-another on one device in one piece; a device serves one piece at a time, the shortest that waits first;
-between two pieces bytes take their link's time. What is counted is modelled, by the plan's costs.
+load, over a stepper whose devices only count time: a step is its launches in order, in pieces of at most a
+millisecond; a device serves one piece at a time, and first what is over soonest, as devices do in a run; from
+one device to another bytes take their link's time. What is counted is modelled, by the plan's costs.
 
 Not handled: launches of one step that could run on two devices at once, so divided steps look no better than
 they are; and what the CPU does between two steps.
 """
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from tessera.serve.state import EngineConfig
 from tessera.serve.stepper import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.text import ByteText
 
+# A device may turn to another step after so long.
+SLICE_US = 1000.0
 # Rounds of answers that are counted, after one in which the load becomes steady.
 COUNTED = 2
 GREEDY = Sampling(temperature=0.0)
@@ -44,6 +47,8 @@ class Piece:
     device: int
     busy_us: float
     after_us: float
+    # How long the device has still to do, this piece included, until the step goes on elsewhere or ends.
+    left_us: float
 
 
 def rehearse(plans: Sequence[Plan], shape: Shape, average: Average) -> list[float]:
@@ -143,7 +148,7 @@ class VirtualStepper:
                 return StepDone(slot, kind, {} if kind == "insert" else {"next_tokens": tokens}, 0.0)
             self._count += 1
             device = pieces[0].device
-            heapq.heappush(self._waiting[device], (pieces[0].busy_us, self._count, what))
+            heapq.heappush(self._waiting[device], (pieces[0].left_us, self._count, what))
             self._serve(device)
         return None
 
@@ -185,7 +190,14 @@ def pieces_of(plan: Plan, program: Program) -> tuple[Piece, ...]:
         else:
             runs.append((device, us))
     after_us = _wire_us(plan, program, len(runs) - 1) / max(1, len(runs) - 1)
-    return tuple(Piece(d, us, after_us if n < len(runs) - 1 else 0.0) for n, (d, us) in enumerate(runs))
+    pieces: list[Piece] = []
+    for number, (device, us) in enumerate(runs):
+        parts = max(1, math.ceil(us / SLICE_US))
+        left = [us * (parts - n) / parts for n in range(parts)]
+        pieces += [Piece(device, us / parts, 0.0, left_us) for left_us in left]
+        if number < len(runs) - 1:
+            pieces[-1] = replace(pieces[-1], after_us=after_us)
+    return tuple(pieces)
 
 
 def _wire_us(plan: Plan, program: Program, crossings: int) -> float:

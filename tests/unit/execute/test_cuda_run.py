@@ -6,6 +6,7 @@ import torch
 import cuda_stub
 import models
 from factories import make_plan
+from tessera.execute.cuda import measure as measuring
 from tessera.execute.cuda.captured import Captured
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pick import try_plans
@@ -19,6 +20,8 @@ from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
 @pytest.fixture(autouse=True)
 def _stub(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_stub.install(monkeypatch)
+    for name in ("REPEATS", "BESIDE"):  # what is measured here means nothing
+        monkeypatch.setattr(measuring, name, 3)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
 
@@ -75,10 +78,9 @@ def test_a_gpu_that_fails_is_told_with_the_results_there_are(monkeypatch: pytest
     assert 1 == len(ran.faults)
 
 
-@pytest.mark.parametrize("stretched", [False, True])
-def test_plans_are_tried_out_with_enough_requests(stretched: bool) -> None:
+def test_plans_are_tried_out_with_enough_requests() -> None:
     """One request is asked for again and again; each plan gets a rate."""
-    trials = try_out([make_whole(d, stretched) for d in range(2)], weights(), [make_request(0)])
+    trials = try_out([make_whole(d) for d in range(2)], weights(), [make_request(0)])
 
     assert [0, 1] == [t.plan for t in trials]
     assert all(t.per_s > 0.0 for t in trials)

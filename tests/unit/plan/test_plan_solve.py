@@ -18,7 +18,9 @@ from plan_factories import (
 from tessera import ir
 from tessera.errors import PlanInfeasible, UnknownName
 from tessera.plan import PlanConfig, solve
+from tessera.plan.latency import Clock
 from tessera.plan.policies import COARSE
+from tessera.plan.problem import build
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)
 LATENCY = PlanConfig(ir.Objective.LATENCY)
@@ -26,7 +28,11 @@ LATENCY = PlanConfig(ir.Objective.LATENCY)
 
 def little(plan: ir.Plan) -> float:
     """A stand-in for the simulator: busy time or Little's law, whichever is less."""
-    return min(plan.throughput_per_s, plan.slots * 1e6 / plan.latency_us)
+    problem = build(plan.unit, plan.costs, plan.cluster)
+    alone = [Clock(problem).makespan_us(problem.labels(lane.placement)) for lane in plan.lanes]
+    shares = [lane.rate_per_s / plan.throughput_per_s for lane in plan.lanes]
+    waits_us = sum(share * us for share, us in zip(shares, alone, strict=True))
+    return min(plan.throughput_per_s, plan.slots * 1e6 / waits_us)
 
 
 def rates(plan: ir.Plan) -> dict[str, float]:

@@ -17,7 +17,7 @@ from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute.gate import Gate
 from tessera.execute.handshake import Call
-from tessera.execute.remote import start_here
+from tessera.execute.remote import OwnProcess, RemoteHub, start_here
 from tessera.ir import Step
 from tessera.serve.gathering import BORN, Gathering
 from tessera.serve.joining import ModelHere, keep_working
@@ -73,20 +73,28 @@ class Away:
     local: Local
     host: Host
 
-    def answers(self, asks: Sequence[Ask], kills: int = 0) -> list[Told]:
-        """Answers to all; meanwhile workers of the other machine are killed."""
+    def answers(self, asks: Sequence[Ask], kills: str = "") -> list[Told]:
+        """Answers to all; meanwhile workers are killed: `t` there, `h` here."""
         return wait_for(self._answers(asks, kills), LIMIT_S)
 
-    async def _answers(self, asks: Sequence[Ask], kills: int) -> list[Told]:
-        rng = random.Random(kills)
+    async def _answers(self, asks: Sequence[Ask], kills: str) -> list[Told]:
+        rng = random.Random(len(kills))
         reading = [asyncio.ensure_future(read(self.service, ask)) for ask in asks]
-        for _ in range(kills):
+        for where in kills:
             await asyncio.sleep(rng.random() * 0.2)
-            while not self.host.workers() and not all(r.done() for r in reading):
+            while not (found := self._workers(where)) and not all(r.done() for r in reading):
                 await asyncio.sleep(0.05)
-            for pid in self.host.workers():
+            for pid in found:
                 os.kill(pid, signal.SIGKILL)
         return list(await asyncio.gather(*reading))
+
+    def _workers(self, where: str) -> list[int]:
+        if where == "t":
+            return self.host.workers()
+        hub = self.local.stepper._hub
+        assert isinstance(hub, RemoteHub)
+        own = [started.process for started in hub._started.values() if isinstance(started, OwnProcess)]
+        return [process.pid for process in own if process.is_alive() and process.pid is not None]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +114,8 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
     here = {made.cluster.names[0]: start_here(Call(gate.address, SECRET, BORN))}
     gathering = Gathering(gate, made.cluster.names, here, replace_s=30.0)
     try:
-        with Local(made, gathering=gathering) as local:
+        with pytest.MonkeyPatch.context() as patch, Local(made, gathering=gathering) as local:
+            patch.setattr("tessera.serve.local.MAX_LOSSES", 100)  # none is given up here for being killed
             service = Service(local.stepper, ByteText(), plans=made.plans, replace=local.replace)
             with service:
                 yield Away(service, local, Host(worker))
@@ -134,12 +143,29 @@ def test_a_killed_worker_is_replaced_and_no_request_is_lost(
 ) -> None:
     """Under load, its machine calls again: every request is answered as if nothing had happened."""
     asks = some_asks(24, 0)
-    told = away.answers(asks, kills=1)
+    told = away.answers(asks, kills="t")
 
     assert [expected[ask] for ask in asks] == [one.numbers for one in told]
     assert {"length"} == {one.finish.reason for one in told}
     assert away.service.snapshot().retried > 0
     assert 2 == len(away.local.prepared.cluster.devices)
+
+
+def test_whenever_workers_are_killed_every_request_has_one_end(
+    away: Away, expected: dict[Ask, list[int]]
+) -> None:
+    """Here and there, again and again: an answer is whole and right, or says which device was lost."""
+    asks = some_asks(24, 0)
+    told = away.answers(asks, kills="tht")
+
+    assert len(asks) == len(told)
+    for ask, one in zip(asks, told, strict=True):
+        if one.finish.reason == "error":
+            assert "lost again" in one.finish.message
+            assert "emu:" in one.finish.message
+            assert expected[ask][: len(one.numbers)] == one.numbers
+        else:
+            assert expected[ask] == one.numbers
 
 
 def test_a_machine_that_does_not_come_back_is_planned_around(

@@ -12,6 +12,7 @@ from tessera.execute.cuda import measure
 from tessera.ir import Cluster, Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.cards import Card
+from tessera.serve import gpu
 from tessera.serve.gpu import OnGpus, PreparedOnGpus, is_for_gpus, prepare_on_gpus
 from tessera.serve.planning import Average
 from tessera.serve.records import Ask
@@ -30,6 +31,7 @@ def _stub(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_stub.install(monkeypatch)
     for name in ("REPEATS", "BESIDE"):  # what is measured here means nothing
         monkeypatch.setattr(measure, name, 2)
+    monkeypatch.setattr(gpu, "RIVALS", ("data-parallel",))
 
 
 def make_devices(text: str) -> Cluster:

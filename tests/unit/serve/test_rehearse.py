@@ -79,6 +79,18 @@ def test_the_best_plan_is_kept() -> None:
     assert best_served([parallel, single], shape, AVERAGE)[0] is parallel
 
 
+def test_long_work_is_cut_so_that_short_work_can_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of one device add up to its run, and each says how much is left of it."""
+    monkeypatch.setattr("tessera.serve.rehearse.SLICE_US", 20.0)
+    made = plan("single", 4)
+    pieces = pieces_of(made, lower(made)[0][0])
+
+    assert len(pieces) > 2
+    assert max(piece.busy_us for piece in pieces) <= 20.0
+    assert pieces[0].left_us == pytest.approx(sum(piece.busy_us for piece in pieces))
+    assert all(a.left_us > b.left_us for a, b in itertools.pairwise(pieces))
+
+
 @pytest.mark.parametrize("policy", ["single", "attention-ffn", "layer-pipeline"])
 def test_pieces_hold_all_of_a_steps_work(policy: str) -> None:
     """Each launch is in one piece, and neighbours are on different devices."""

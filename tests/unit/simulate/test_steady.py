@@ -5,9 +5,11 @@ import pytest
 from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Recv
-from tessera.simulate import SteadyRates, simulate, steady, throughput_per_s
+from tessera.simulate import SteadyRates, simulate, throughput_per_s
 from tessera.simulate.columns import Column, Scripts, Stretch, Wires, script_of
 from tessera.simulate.cuts import Cuts
+from tessera.simulate.fluid import Fluid
+from tessera.simulate.window import Extent, Window
 
 CROSSING = [0, 1, 0, 0, 1, 1]
 
@@ -92,20 +94,38 @@ def long_run_plan() -> Plan:
     return make_plan([first, second], [[place, [0, 1, 0]]], counts=[1, 400], slots=4)
 
 
-def test_skipping_inside_a_long_run_changes_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While some slots repeat and one is in a long run, all of them are skipped ahead alike."""
-    jumps: list[int] = []
-    jump = steady._Steady._jump
+def test_samples_of_a_long_program_give_the_rate_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that are moved ahead at their paces finish as many requests as slots that do every launch."""
+    skips: list[float] = []
+    clear = Fluid._clear
 
-    def counted(self: steady._Steady, slot: int, busy_us: float, now: float) -> None:
-        jumps.append(slot)
-        jump(self, slot, busy_us, now)
+    def counted(self: Fluid, now: float) -> None:
+        skips.append(now)
+        clear(self, now)
 
-    monkeypatch.setattr(steady._Steady, "_jump", counted)
+    monkeypatch.setattr(Fluid, "_clear", counted)
     plan = long_run_plan()
+    scripts = Scripts(plan.unit, plan.costs, plan.cluster)
+    lanes = [scripts.of(lane.placement) for lane in plan.lanes]
+    whole = Window(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us()
 
-    assert SteadyRates()(plan) == pytest.approx(throughput_per_s(simulate(plan, 12, False)), rel=0.03)
-    assert jumps
+    assert Fluid(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us() == pytest.approx(whole, rel=0.03)
+    assert skips
+
+
+def test_nothing_is_skipped_while_state_is_under_way() -> None:
+    """A request whose state still moves has no pace, and waits for all of the transfer."""
+    first = make_trace([[(0, 0, 64, "rw")]] * 3, {0: BufferKind.STATE}, kind="prefill")
+    chain = [[(n, 0, 64, "r"), (n + 1, 0, 64, "w")] for n in range(1, 400)]
+    second = make_trace([[(0, 0, 64, "rw"), (1, 0, 64, "w")], *chain], {0: BufferKind.STATE})
+    place = [1, *((n // 3) % 2 for n in range(1, 400))]
+    cluster = make_cluster(latency_us=400.0)
+    plan = make_plan([first, second], [[[0] * 3, place]], counts=[1, 4], slots=2, cluster=cluster)
+    scripts = Scripts(plan.unit, plan.costs, plan.cluster)
+    lanes = [scripts.of(lane.placement) for lane in plan.lanes]
+    whole = Window(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us()
+
+    assert Fluid(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us() == pytest.approx(whole, rel=0.03)
 
 
 def test_a_cut_leaves_what_is_not_done() -> None:
@@ -126,6 +146,6 @@ def test_a_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second question about the same lanes is answered from memory."""
     rates, plan = SteadyRates(), make_plan([make_chain(6)], [[CROSSING]], slots=4)
     first = rates(plan)
-    monkeypatch.setattr(steady._Steady, "advance", lambda self: pytest.fail("simulated again"))
+    monkeypatch.setattr(Window, "advance", lambda self: pytest.fail("simulated again"))
 
     assert first == rates(plan)
