@@ -8,8 +8,9 @@ in a bursty stream is then not taken for a load that has gone.
 import math
 from collections import deque
 
-# Windows that are remembered, and how many windows of a Poisson stream are supposed before them.
-NUM_WINDOWS, NUM_SUPPOSED = 32, 4
+# Windows that are remembered, so that a load that has changed for good is soon known as steady, and how many
+# windows of a Poisson stream are supposed before them.
+NUM_WINDOWS, NUM_SUPPOSED = 8, 4
 
 
 class Meter:

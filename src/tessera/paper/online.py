@@ -1,6 +1,6 @@
 """Online latency: normalised latency against the request rate, for two fixed policies and a monitor.
 
-Also one bursty stream over time, with every switch of the monitor, so that one sees when and why it acts.
+Also one stream in phases over time, with every switch of the monitor, so that one sees when and why it acts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,14 +50,14 @@ def work(library: Library, task: Rates) -> dict[str, Any]:
     streams = [(x, f"poisson:{x * made.best_per_s:.5g}") for x in task.loads]
     streams += [(x, f"bursty:{x * made.best_per_s:.5g}") for x in task.bursts]
     rows = [_row(made, share, text, task.num_requests) for share, text in streams]
-    shown = f"bursty:{task.bursts[0] * made.best_per_s:.5g},4,0.15,20"
+    shown = made.phases(task.bursts[0])
     return {
         "source": made.source,
         "lengths": made.lengths,
         "capacity_per_s": {x.name: x.capacity_per_s for x in made.known},
         "crossing_per_s": crossing_per_s(made.known),
         "rates": rows,
-        "over_time": _over_time(made, shown, task.num_requests),
+        "over_time": _over_time(made, shown, 2 * task.num_requests),
     }
 
 
@@ -125,7 +125,7 @@ def document(scale: Scale, done: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def draw(figure: Any, found: dict[str, Any]) -> None:
-    """Latency over rate; below it the bursty stream over time with the policy in force."""
+    """Latency over rate; below it the stream in phases over time with the policy in force."""
     top, middle, low = figure.subplots(3, 1, height_ratios=(3, 2, 2))
     poisson = [r for r in found["rates"] if r["arrivals"].startswith("poisson")]
     for name in poisson[0]["normalised_ms"]:

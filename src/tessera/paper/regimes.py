@@ -92,5 +92,5 @@ def _heat(panel: Any, values: np.ndarray, title: str) -> None:
     panel.imshow(values, cmap="viridis", vmin=1.0, vmax=1.5, aspect="auto")
     panel.set_title(title, fontsize=8)
     for (row, column), value in np.ndenumerate(values):
-        text = "-" if np.isnan(value) else f"{value:.2f}"
-        panel.text(column, row, text, ha="center", va="center", fontsize=5, color="white")
+        text, colour = ("none", "grey") if np.isnan(value) else (f"{value:.2f}", "white")
+        panel.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)

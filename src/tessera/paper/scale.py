@@ -74,7 +74,7 @@ QUICK = Scale(
     other_effort=Effort(milp_s=3.0),
     served=LLAMA,
     loads=(0.2, 0.5, 0.65, 0.8, 0.95),
-    bursts=(0.5,),
+    bursts=(0.45,),
     num_requests=1500,
     windows=(0.1, 1.0, 10.0),
     thresholds=(0.0, 1.0, 3.0),

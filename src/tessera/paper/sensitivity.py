@@ -1,4 +1,4 @@
-"""Sensitivity: how latency depends on the monitor's window and on its threshold, under one bursty load.
+"""Sensitivity: how latency depends on the monitor's window and threshold, under a load in phases.
 
 Windows are multiples of the monitor's own (a hundred requests at the load where the policies cross). The
 threshold is the number of standard errors by which a counted load must be past the crossing.
@@ -39,7 +39,7 @@ def tasks(scale: Scale) -> list[Watching]:
 def work(library: Library, task: Watching) -> dict[str, Any]:
     """Every setting of the monitor on the same arrivals."""
     made = served(library, task.case)
-    text = f"bursty:{task.burst * made.best_per_s:.5g},4,0.15,20"
+    text = made.phases(task.burst)
     setting = made.setting(text, task.num_requests)
     fixed = compare(made.plans, setting)
     usual_s = Monitor(made.known).window_s

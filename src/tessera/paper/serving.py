@@ -34,6 +34,10 @@ class Served:
         """Requests per second of the policy that can do most."""
         return max(x.capacity_per_s for x in self.known)
 
+    def phases(self, share: float) -> str:
+        """A stream whose load is twice its mean in long phases and a third of it between them."""
+        return f"bursty:{share * self.best_per_s:.5g},2,0.4,100"
+
     def setting(self, arrivals: str, num: int, seed: int = 0) -> Setting:
         """A stream of requests with drawn lengths."""
         return Setting(make_arrivals(arrivals, num, seed, self.lengths))

@@ -27,6 +27,7 @@ class Fluid(Window):
         super().__init__(plan, scripts, lanes, extent)
         few = min(plan.slots, MANY_SLOTS)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
+        self._due = self._settled  # stretches until something is to be done about the sample
         # Slot -> runs begun since the sample began; time, work and busy times of runs when it did.
         self._begun: dict[int, int] = dict.fromkeys(range(self._slots), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
@@ -37,7 +38,7 @@ class Fluid(Window):
         if self._script.get(slot) is flight.left[-1][0]:
             self._begun[slot] += 1
         else:
-            self._count, self._mark = 0, None
+            self._start_again()
         super().begin(flight, now)
 
     def _until(self, work: float) -> tuple[float, float]:
@@ -46,19 +47,23 @@ class Fluid(Window):
         now: float | None = 0.0
         while self._done < work and now is not None:
             now = self.advance()
-            if self._count >= self._settled and now is not None:
+            if self._count >= self._due and now is not None:
                 self._watch(now)
         return (now or 0.0) + self._skipped_us, self._done
+
+    def _start_again(self) -> None:
+        """Whatever was sampled no longer holds."""
+        self._count, self._mark, self._due = 0, None, self._settled
 
     def _watch(self, now: float) -> None:
         """Settled: a sample begins, or ends in a skip."""
         if self._mark is None:
             done, run_us = self._so_far(now)
-            self._mark = (now, done, run_us)
+            self._mark, self._due = (now, done, run_us), self._sampled
             self._begun = dict.fromkeys(self._begun, 0)
-        elif self._count >= self._sampled:
+        else:
             self._skip(self._mark, now)
-            self._count, self._mark = 0, None
+            self._start_again()
 
     def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
         """Moves every slot ahead by as many samples as fit before a step ends or the work is done."""

@@ -1,6 +1,7 @@
 """A service on GPUs, with a stand-in for the GPU: the same answers as the model itself, and how it fails."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tessera.serve.gpu import OnGpus, PreparedOnGpus, is_for_gpus, prepare_on_gp
 from tessera.serve.planning import Average
 from tessera.serve.records import Ask
 from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.start import Options, started
 from tessera.serve.steps import served
 from tessera.serve.text import ByteText
 from tessera.serve.undivided import UndividedStepper
@@ -87,6 +89,19 @@ def test_a_gpu_that_fails_ends_every_answer_with_an_error(monkeypatch: pytest.Mo
 
             assert "error" == told.finish.reason
             assert "illegal memory access" in service.failure
+
+
+def test_the_command_serves_from_gpus_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a model's name and a GPU to a service that answers, without workers."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    monkeypatch.setattr(gpu, "prepare_on_gpus", partial(prepare_on_gpus, is_compiled=False))
+    options = Options(slots=1, rows=2, max_len=32, chunk=8)
+    with started("tiny-llama", make_devices("cuda:0"), options) as ready:
+        told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))
+
+        assert ("length", 4) == (told.finish.reason, len(told.numbers))
+        assert ["cuda:0"] == [device.name for device in ready.service.snapshot().devices]
 
 
 @pytest.mark.parametrize(
