@@ -107,7 +107,7 @@ def faults(asked: argparse.Namespace) -> dict[str, Any]:
     with Server(_served(asked.devices[0], asked)) as server, server.watched() as memory:
         alone = ask(server, few)
         command = [sys.executable, str(ROOT / "tests" / "bad_clients.py"), "--url", server.url]
-        command += ["--idle", str(asked.sockets), "--slow", "64", "--leave", "16", "--max-tokens", "64"]
+        command += ["--idle", str(asked.sockets), "--slow", "64", "--leave", "8", "--max-tokens", "64"]
         pipe = subprocess.PIPE
         bad = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment())
         assert bad.stdout is not None
@@ -210,18 +210,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 HEAD = """# Serving under load
 
 Made by `python -m benchmarks.bench_serve --out benchmarks/results/serve_202611`: the tiny Llama on this
-machine's CPU ({machine}), `tessera serve` with `{serve}`. The same requests went to both servers from
-{clients} clients, one server after the other; the plain one is FastAPI with `generate` in two threads and
-got the first {plain} of them, as it is slow. Other work on the machine slowed both, so rates are less than it
-can do; `processor ms a token` is of the servers' own processes and hardly depends on that. Every answer was
-compared with the one given when its prompt was asked alone. Memory is resident, of all processes of a server
-together."""
+machine's CPU ({machine}), `tessera serve` with
+`{serve}`.
+The same requests went to both servers from {clients} clients, one server after the other; the plain one is
+FastAPI with `generate` in two threads and got the first {plain} of them, as it is slow. Other work on the
+machine slowed both, so rates are less than it can do; `processor ms a token` is of the servers' own processes
+and hardly depends on that. Every answer was compared with the one given when its prompt was asked alone.
+Memory is resident, of all processes of a server together. The bad clients of the second part hold idle and
+half-open sockets (opened again when the server closes them), read slowly, or leave streams in the middle."""
 
 
 if __name__ == "__main__":

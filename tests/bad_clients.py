@@ -29,7 +29,7 @@ class Counts:
     """What the bad clients did, and what the server did to them."""
 
     idle: int = 0
-    # Idle sockets that the server closed.
+    # How often the server closed an idle socket; it was opened again.
     idle_closed: int = 0
     # Connections that were not made.
     refused: int = 0
@@ -81,18 +81,22 @@ class BadClients:
             return None
 
     async def _idle(self, number: int, dials: asyncio.Semaphore) -> None:
-        async with dials:
-            opened = await self._open()
-        if opened is None:
-            return
-        reader, writer = opened
-        self.counts.idle += 1
-        with contextlib.suppress(ConnectionError):
-            if number % 2:
-                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
-            await reader.read()
-        self.counts.idle_closed += 1
-        writer.close()
+        """A socket that is closed by the server is opened again."""
+        is_first = True
+        while True:
+            async with dials:
+                opened = await self._open()
+            if opened is None:
+                return
+            reader, writer = opened
+            self.counts.idle += is_first
+            is_first = False
+            with contextlib.suppress(ConnectionError):
+                if number % 2:
+                    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+                await reader.read()
+            self.counts.idle_closed += 1
+            writer.close()
 
     async def _slow(self) -> None:
         opened = await self._open(BUFFER_BYTES)

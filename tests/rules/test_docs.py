@@ -60,9 +60,13 @@ def problem_of(line: str) -> str:
     if words[0].startswith("-"):
         known = {o for p in root.params for o in p.opts} | {"-h", "--help"}
         return "" if words[0] in known else f"no option {words[0]}"
-    if words[0] not in root.commands:
-        return f"no command {words[0]}"
-    known = {o for p in root.commands[words[0]].params for o in p.opts} | {"-h", "--help"}
+    command = root
+    for word in words[:2]:
+        if hasattr(command, "commands"):  # the root, or a group such as `bench`
+            if word not in command.commands:
+                return f"no command {word}"
+            command = command.commands[word]
+    known = {o for p in command.params for o in p.opts} | {"-h", "--help"}
     unknown = [w for w in words if w.startswith("-") and w.partition("=")[0] not in known]
     return f"no option {unknown[0]} of {words[0]}" if unknown else ""
 
@@ -79,7 +83,16 @@ def test_a_command_exists(document: str, line: str) -> None:
     assert "" == problem_of(line), document
 
 
-@pytest.mark.parametrize("line", ["tessera teleport x", "tessera plan --fast", "tessera --fast"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tessera teleport x",
+        "tessera plan --fast",
+        "tessera --fast",
+        "tessera bench x",
+        "tessera bench serve -z",
+    ],
+)
 def test_a_made_up_command_is_found(line: str) -> None:
     """The check above does find a command that does not exist."""
     assert problem_of(line)

@@ -7,10 +7,10 @@ in a bursty stream is then not taken for a load that has gone.
 
 import math
 from collections import deque
+from itertools import pairwise
 
-# Windows that are remembered, so that a load that has changed for good is soon known as steady, and how many
-# windows of a Poisson stream are supposed before them.
-NUM_WINDOWS, NUM_SUPPOSED = 8, 4
+# Windows that are remembered, and how many windows of a Poisson stream are supposed before them.
+NUM_WINDOWS, NUM_SUPPOSED = 24, 4
 
 
 class Meter:
@@ -63,11 +63,14 @@ class Meter:
 
     @property
     def dispersion(self) -> float:
-        """Variance of a window's count over its mean; 1 for a Poisson stream, and never less here."""
-        if len(self._counts) < 2:
+        """Variance of a window's count over its mean; 1 for a Poisson stream, and never less here.
+
+        From differences of neighbouring windows, without the largest rise and the largest fall: a load that
+        has changed once is steady before and after.
+        """
+        steps = sorted(b - a for a, b in pairwise(self._counts))[1:-1]
+        mean = sum(self._counts) / max(1, len(self._counts))
+        if not steps or not mean:
             return 1.0
-        mean = sum(self._counts) / len(self._counts)
-        if not mean:
-            return 1.0
-        squares = sum((n - mean) ** 2 for n in self._counts) / mean
-        return max(1.0, (NUM_SUPPOSED + squares) / (NUM_SUPPOSED + len(self._counts) - 1))
+        squares = sum(step * step for step in steps) / 2 / mean
+        return max(1.0, (NUM_SUPPOSED + squares) / (NUM_SUPPOSED + len(steps)))

@@ -38,8 +38,10 @@ class Picked:
         }
 
 
-def check_pick(plans: Sequence[Plan]) -> None:
-    """There must be a choice, and devices whose time is worth measuring."""
+def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
+    """There must be a choice, and devices whose time is worth measuring, if plans are to be tried out."""
+    if not is_picked:
+        return
     if len(plans) < 2:
         raise TesseraError("there is one plan, and nothing to pick from", "Give several.", "--pick")
     emulated = [d.name for d in plans[0].cluster.devices if d.kind is DeviceKind.EMU]

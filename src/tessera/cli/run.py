@@ -67,8 +67,7 @@ def run(
     _check_counts(requests, switch_every)
     plans, place = [load(Plan, path) for path in plan], str(plan[0])
     _check_devices(plans[0], devices, place)
-    if pick:
-        check_pick(plans)
+    check_pick(plans, pick)
     started = time.perf_counter()
     total = requests * (2 if verify else 1) + 1 + pick
     if is_for_gpus(plans[0], place):
@@ -87,11 +86,17 @@ def run(
             check_runnable(graph.trace, place)
         with progress("building the model", total) as advance:
             ran, equal = _run(plans, requests, verify, 0 if pick else switch_every, options, advance)
-    first = ran.picked.number if ran.picked else 0
-    found = _document(plans, first, ran, equal, started) | _write_trace(plans[first], ran, trace)
-    found |= {"picked": ran.picked.document([str(p) for p in plan]) if ran.picked else None}
+    found = _found(plans, [str(path) for path in plan], ran, equal, started, trace)
     print_json(found) if as_json else _show(found, any(d.is_stretched for d in plans[0].cluster.devices))
     _judge(found, place)
+
+
+def _found(
+    plans: Sequence[Plan], paths: list[str], ran: Ran, equal: bool | None, started: float, trace: Path | None
+) -> dict[str, Any]:
+    first = ran.picked.number if ran.picked else 0
+    found = _document(plans, first, ran, equal, started) | _write_trace(plans[first], ran, trace)
+    return found | {"picked": ran.picked.document(paths) if ran.picked else None}
 
 
 def _run(

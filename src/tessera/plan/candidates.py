@@ -1,9 +1,10 @@
 """Kernel-level candidates: what the linear program and the latency search propose for judgement.
 
 For throughput: the optimum by busy time; where a simulation judges, also
-  the optima under several limits (`limits`), without the lanes that few requests would follow, and their
-  two main lanes joined to one: limits of depth, and with the step that takes most time spread evenly by itself, because with few requests in flight devices that
-  are evenly busy over a whole request still wait for each other inside a step,
+  the optima under several limits (`limits`), without the lanes that few requests would follow, and their two
+  main lanes joined to one. Limits are of depth, and such that the step that takes most time is spread evenly
+  by itself, because with few requests in flight devices that are evenly busy over a whole request still wait
+  for each other inside a step,
   even mixes of the placements found so far (`even`),
   and, where units are small enough to look at many, their single placements and what can be joined from them
   (`joined`).
@@ -31,7 +32,7 @@ MixKey = tuple[tuple[bytes, float], ...]
 
 # Limits that are tried: at least so many, so many launches over those of a small unit, at most so many; of
 # large units, which have more time, one for so many launches, at most so many.
-FEWEST, TRIED_LAUNCHES, MOST = 3, 36_000, 18
+FEWEST, TRIED_LAUNCHES, MOST = 2, 36_000, 18
 LAUNCHES_A_TRY, MOST_LARGE = 1_700, 6
 # Even mixes at a depth: of large units, of others; and the depths, as multiples of the best limit's.
 NUM_EVEN = 1, 6

@@ -92,7 +92,7 @@ class Explanation:
 
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
-    """Reads a plan back into words and figures; briefly: without the bound of the latency, which takes long."""
+    """Reads a plan back into words and figures; briefly: without the latency's bound, which takes long."""
     problem = build(plan.unit, plan.costs, plan.cluster)
     mix = _mix(problem, plan)
     devices, links = _usages(problem, mix, plan)

@@ -35,7 +35,7 @@ def test_bursts_have_a_large_dispersion() -> None:
 
 
 def test_a_load_that_has_changed_for_good_is_steady_again() -> None:
-    """After some windows the change is forgotten."""
+    """One fall is no burst."""
     made = meter()
     for rate, start in ((100, 0), (10, 5)):
         for window in range(start, start + (5 if rate == 100 else 9)):

@@ -119,7 +119,7 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("policy", [0, 1])
 def test_divided_steps_have_the_models_own_bits(stepper: CudaStepper, policy: int) -> None:
-    """Two slots, prompts in chunks, rows of different requests, several decodes: equal to the model itself."""
+    """Two slots, prompts in chunks, rows of different requests, several decodes: equal to the model."""
     with UndividedStepper(model()) as whole:
         for slot in range(SLOTS):
             stepper.open(slot, policy)
