@@ -127,7 +127,7 @@ class DeviceMemoryError(TesseraError):
 
 
 class AskError(TesseraError):
-    """A request that the service cannot serve as it stands: too long, empty, a wrong token; `place`: its field."""
+    """A request that cannot be served as it stands: too long, empty, a wrong token; `place` is its field."""
 
 
 class ServiceBusy(TesseraError):

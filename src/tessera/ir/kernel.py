@@ -107,8 +107,10 @@ def region(start: int, item_bytes: int, dims: tuple[tuple[int, int], ...]) -> Re
     for n, stride in live:
         if not merged and stride <= item_bytes:
             item_bytes += (n - 1) * stride
-        elif merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * n, merged[-1][1])
+        elif merged and stride % merged[-1][1] == 0 and stride // merged[-1][1] <= merged[-1][0]:
+            # Rows of the smaller stride without a hole between them are one longer row.
+            count, inner = merged[-1]
+            merged[-1] = (count + (n - 1) * (stride // inner), inner)
         else:
             merged.append((n, stride))
     return Region(start, item_bytes, tuple(reversed(merged)))

@@ -1,6 +1,6 @@
 """Regions: strided sets of bytes, compared byte by byte."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tessera.ir import Region, region
@@ -114,6 +114,7 @@ def test_what_is_too_dear_to_decide_overlaps() -> None:
     assert odd.overlaps(even)
 
 
+@example(1, [(13, 91)] * 3, 4, [(20, 98), (13, 98)], 1)
 @given(st.integers(1, 9), LARGE, st.integers(1, 9), LARGE, st.integers(0, 2000))
 def test_overlap_of_wide_strides_agrees_with_counting_bytes(
     item_a: int, dims_a: list[tuple[int, int]], item_b: int, dims_b: list[tuple[int, int]], shift: int

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +86,8 @@ class Away:
             while not (found := self._workers(where)) and not all(r.done() for r in reading):
                 await asyncio.sleep(0.05)
             for pid in found:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it ended by itself, since its engine hung up
+                    os.kill(pid, signal.SIGKILL)
         return list(await asyncio.gather(*reading))
 
     def _workers(self, where: str) -> list[int]:
