@@ -261,6 +261,7 @@ def write(rows: list[Figures], folder: Path) -> None:
     """planner_202611.json, .md and .png."""
     place = folder / "planner_202611"
     found = json.dumps(summary(rows))
+    place.parent.mkdir(parents=True, exist_ok=True)
     place.with_suffix(".json").write_text(
         json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n"
     )

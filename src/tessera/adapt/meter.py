@@ -7,10 +7,12 @@ in a bursty stream is then not taken for a load that has gone.
 
 import math
 from collections import deque
-from itertools import pairwise
+from itertools import accumulate
 
 # Windows that are remembered, and how many windows of a Poisson stream are supposed before them.
 NUM_WINDOWS, NUM_SUPPOSED = 24, 4
+# Levels that a steady load may have had in that time.
+NUM_LEVELS = 2
 
 
 class Meter:
@@ -25,11 +27,14 @@ class Meter:
         self._counts: deque[int] = deque(maxlen=NUM_WINDOWS)
         self._mark_s = 0.0
         self._num = 0
+        # Measured when it is asked for, once a window.
+        self._dispersion: float | None = None
 
     def set(self, window_s: float, before_per_s: float) -> None:
         """Another window; counts of windows of another length say nothing about it."""
         if window_s != self.window_s:
             self._counts.clear()
+            self._dispersion = None
             self._num = 0
             self._mark_s = self._times[-1] if self._times else self._start_s or 0.0
         self.window_s, self.before_per_s = window_s, before_per_s
@@ -50,6 +55,7 @@ class Meter:
         self._mark_s = max(self._mark_s, now_s - (NUM_WINDOWS + 1) * self.window_s)
         while now_s >= self._mark_s + self.window_s:
             self._counts.append(self._num)
+            self._dispersion = None
             self._num = 0
             self._mark_s += self.window_s
 
@@ -65,12 +71,22 @@ class Meter:
     def dispersion(self) -> float:
         """Variance of a window's count over its mean; 1 for a Poisson stream, and never less here.
 
-        From differences of neighbouring windows, without the largest rise and the largest fall: a load that
-        has changed once is steady before and after.
+        About a mean that may have changed once: such a load is steady before and after, and that is no burst.
         """
-        steps = sorted(b - a for a, b in pairwise(self._counts))[1:-1]
-        mean = sum(self._counts) / max(1, len(self._counts))
-        if not steps or not mean:
+        if self._dispersion is None:
+            self._dispersion = self._measure()
+        return self._dispersion
+
+    def _measure(self) -> float:
+        counts, num = list(self._counts), len(self._counts)
+        mean = sum(counts) / max(1, num)
+        if num <= NUM_LEVELS or not mean:
             return 1.0
-        squares = sum(step * step for step in steps) / 2 / mean
-        return max(1.0, (NUM_SUPPOSED + squares) / (NUM_SUPPOSED + len(steps)))
+        sums, squares = [0, *accumulate(counts)], [0, *accumulate(n * n for n in counts)]
+
+        def spread(a: int, b: int) -> float:
+            """Squares about the mean of windows a to b."""
+            return squares[b] - squares[a] - (sums[b] - sums[a]) ** 2 / (b - a) if b > a else 0.0
+
+        least = min(spread(0, cut) + spread(cut, num) for cut in range(num))
+        return max(1.0, (NUM_SUPPOSED + least / mean) / (NUM_SUPPOSED + num - NUM_LEVELS))
