@@ -133,7 +133,8 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPat
 
 def test_decoding_goes_on_beside_long_prompts() -> None:
     """In a slot with answers in progress, two chunks never follow one another."""
-    stepper = ToyStepper(Shape(1, 3, 48, 2, SHAPE.vocab_size))
+    # Slow steps: the second prompt comes long before the first answer ends.
+    stepper = ToyStepper(Shape(1, 3, 48, 2, SHAPE.vocab_size), step_s=0.02)
     with Service(stepper, ByteText()) as service:
         wait_for(read_all(service, [LONG, Ask((7,) * 30, 2, GREEDY)]))
     kinds = [kind for _, kind in stepper.log]
