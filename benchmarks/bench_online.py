@@ -3,8 +3,9 @@
     python benchmarks/bench_online.py [--requests 100000] [--real] [--out benchmarks/results/online_202611]
 
 An 8B decode workload (llama-3-8b recorded without a GPU, batch 32) on an A100 beside an L40S, answers of 200
-tokens on average. Four parts: growth; queues whose mean wait is known in closed form; a monitor against both
-fixed policies at several loads; and with --real, plans run by worker processes on this machine's CPU against
+tokens on average. Parts: growth; queues whose mean wait is known in closed form; a monitor against both
+fixed policies at several loads; what is regained when a kernel type was priced wrong and the monitor corrects
+the costs; and with --real, plans run by worker processes on this machine's CPU against
 the simulation of the same plans at costs measured here. There the gain of one plan over another is compared,
 since other work on the machine slows both. Other rates and latencies are simulated; seconds are of this run.
 """
@@ -25,14 +26,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
+from tessera.adapt import Monitor, MonitorConfig
+from tessera.cli.online import replanner
 from tessera.ir import Objective, Plan, Step
+from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.capability import capabilities, capacity_per_s
 from tessera.simulate.metrics import measured
+from tessera.simulate.online import ServeConfig, Server
+from tessera.simulate.policy import Policy, Truth, Workshop, scaled_costs
 from tessera.simulate.study import Setting, adapt, compare, known_of
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
 BURSTS = (0.4, 0.7)
+# (device, real over planned time) of the kernel type that takes most time there.
+WRONG = (("emu:l40s", 1.1), ("emu:l40s", 1.3), ("emu:a100", 1.3))
 
 
 def make_plans(slots: int = 4) -> list[tuple[str, Plan]]:
@@ -131,6 +140,68 @@ def policies(plans: list[tuple[str, Plan]], num: int = 3000) -> list[dict[str, A
     return rows
 
 
+def corrections(plans: list[tuple[str, Plan]], num: int = 1500) -> list[dict[str, Any]]:
+    """Requests per second at full load, simulated at true costs, of plans made with wrong ones.
+
+    `uncorrected` is the plan made with wrong prices, `shares` after a rebalance alone, `replanned` after new
+    plans too, `oracle` a plan made with the true prices.
+    """
+    true = dict(plans)["throughput"]
+    return [_correction(true, device, factor, num) for device, factor in WRONG]
+
+
+def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, Any]:
+    from tessera.flow import make_plan as plan_for
+
+    kernel = _costliest(true, device)
+    names = [[g.trace.kernel_of(n).name for n in range(len(c.costs))] for g, c in _steps(true)]
+
+    def wrong_by(name: str, where: str) -> float:
+        return 1.0 / factor if (name, where) == (kernel, device) else 1.0
+
+    costs = tuple(scaled_costs(c, own, wrong_by) for own, c in zip(names, true.costs, strict=True))
+    made = plan_for(true.unit, costs, true.cluster, true.objective, true.slots)
+
+    rates = {
+        "uncorrected": _rate(made, true, num),
+        "shares": _rate(_after(made, true, num, None), true, num),
+        "replanned": _rate(_after(made, true, num, replanner([made])), true, num),
+        "oracle": _rate(true, true, num),
+    }
+    lost = rates["oracle"] / rates["uncorrected"] - 1.0
+    return {"kernel": kernel, "device": device, "real_over_planned": factor, **rates, "oracle_gain": lost}
+
+
+def _steps(plan: Plan) -> list[Any]:
+    return list(zip(plan.unit.graphs, plan.costs, strict=True))
+
+
+def _costliest(plan: Plan, device: str) -> str:
+    at = plan.cluster.names.index(device)
+    found: dict[str, float] = {}
+    for graph, costs in _steps(plan):
+        for launch in range(len(costs.costs)):
+            name = graph.trace.kernel_of(launch).name
+            found[name] = found.get(name, 0.0) + costs.us(launch, at)
+    return max(found, key=lambda name: found[name])
+
+
+def _rate(plan: Plan, true: Plan, num: int) -> float:
+    policy = Policy(plan.policy, plan, Workshop(Truth(true)))
+    return capacity_per_s(policy, Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).demand(true))
+
+
+def _after(made: Plan, true: Plan, num: int, replan: Replan | None) -> Plan:
+    """The plan in force after requests were served at full load by a monitor."""
+    demand = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).demand(true)
+    known = capabilities([Policy(made.policy, made, Workshop(Truth(made)))], demand)
+    policy = Policy(made.policy, made, Workshop(Truth(true)))
+    monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
+    server = Server([policy], demand, ServeConfig(), Adaptive(monitor, replan, monitor.window_s))
+    server.run()
+    return server.policies[made.policy].plan
+
+
 def real(num: int = 60, rounds: int = 3) -> dict[str, Any]:
     """Two plans of a tiny model on two CPU devices: gain of the pipeline over one device, both ways.
 
@@ -183,6 +254,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--only", help="one part, by its name; others in the JSON beside --out stay")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     plans = make_plans()
@@ -191,9 +263,14 @@ def main() -> None:
         ("growth", lambda: growth(plans, options.requests)),
         ("queues", queues),
         ("policies", lambda: policies(plans)),
+        ("corrections", lambda: corrections(plans)),
         *([("real", real)] if options.real else []),
     ]
+    if options.only and options.out is not None and options.out.with_suffix(".json").exists():
+        found = json.loads(options.out.with_suffix(".json").read_text())
     for name, work in parts:
+        if options.only not in (None, name):
+            continue
         found[name] = work()
         print(shown(name, found[name]), flush=True)
         if options.out is not None:
@@ -215,7 +292,8 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 HEAD = """Made by `python benchmarks/bench_online.py --real --out benchmarks/results/online_202611`. Rates and
 latencies are simulated (costs fitted), but for `measured_per_s`. `process_s` is what the process itself used;
-the machine had other work, so `wall_s` is larger than it needs to be.
+the machine had other work, so `wall_s` is larger than it needs to be. `real` is of earlier code, with other
+work on both cores, so that two workers could hardly run side by side; it was not made again.
 """
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -143,20 +144,27 @@ def milp() -> Iterator[Figures]:
 
 
 def latency() -> Iterator[Figures]:
-    """One request alone."""
+    """One request alone: made-up models on two, four and eight devices, then captured ones."""
     specs = [Spec(family, 600, seed=seed) for family in FAMILIES for seed in (0, 1)]
     specs += [Spec(family, 5000) for family in ("dense", "moe", "random")]
-    specs += [Spec(family, 600, 4, 4) for family in ("dense", "moe")]
-    for spec in specs:
-        case = make_case(spec)
+    specs += [Spec(family, 600, 4, 4) for family in ("dense", "moe", "diffusion", "random")]
+    specs += [Spec(family, 600, 8, 4, seed=3) for family in ("moe", "diffusion")]
+    made = ((spec.name, make_case(spec)) for spec in specs)
+    for name, case in chain(made, captured_cases()):
         plan, row = by_busy_time(case, ir.Objective.LATENCY)
         problem = build(*case)
         row["latency_gap"] = plan.latency_us / bound_us(problem, Clock(problem)) - 1.0
-        yield {"part": "latency", "instance": spec.name} | row
+        yield {"part": "latency", "instance": name} | row
 
 
 def captured() -> Iterator[Figures]:
     """Built-in models at full size."""
+    for name, case in captured_cases():
+        yield {"part": "captured", "instance": name} | simulated(case, 4)[1]
+
+
+def captured_cases() -> Iterator[tuple[str, Case]]:
+    """Built-in models recorded at full size, on pairs of devices."""
     from tessera.capture import record_step
     from tessera.flow import make_unit, price
     from tessera.profile import make_cluster, parse_devices
@@ -166,8 +174,7 @@ def captured() -> Iterator[Figures]:
         unit = make_unit(traces, counts)
         for pair in PAIRS:
             cluster = make_cluster(parse_devices(pair), "pcie4")
-            case = (unit, price(unit, cluster), cluster)
-            yield {"part": "captured", "instance": f"{model} {pair}"} | simulated(case, 4)[1]
+            yield f"{model} {pair}", (unit, price(unit, cluster), cluster)
 
 
 PARTS: dict[str, Callable[[], Iterator[Figures]]] = {

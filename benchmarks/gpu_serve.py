@@ -140,18 +140,20 @@ def pair(log: Log, args: argparse.Namespace) -> None:
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
     from tessera.ir import Objective
     from tessera.serve.gpu import prepare_on_gpus
-    from tessera.serve.planning import Average
+    from tessera.serve.planning import Average, Wanted
 
     began, moments = time.monotonic(), list[Any]()
     prepared = prepare_on_gpus(
         model,
         cluster,
-        slots=args.slots,
-        rows=args.batch,
-        capacity=args.capacity,
-        chunk=args.chunk,
-        average=Average(args.prompt, args.output),
-        policies=(Objective.THROUGHPUT,),
+        Wanted(
+            args.slots,
+            args.batch,
+            args.capacity,
+            args.chunk,
+            Average(args.prompt, args.output),
+            (Objective.THROUGHPUT,),
+        ),
         coarse=coarse,
         advance=lambda what: moments.append([_since(began), what]),
     )

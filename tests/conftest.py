@@ -16,6 +16,12 @@ if importlib.util.find_spec("hypothesis") is not None:
     settings.load_profile("tessera")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Several processes keep the order of files: the slowest have few tests, and xdist runs them last."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests that depend on the clock."""
     if importlib.util.find_spec("pytest_rerunfailures") is None:

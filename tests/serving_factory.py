@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 
 from tessera.errors import WorkerError
+from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.records import Ask, Event, Finish, Piece, Sampling, Token
 from tessera.serve.rows import Request
 from tessera.serve.sampling import choose
 from tessera.serve.service import Service
-from tessera.serve.stepper import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.text import END, ByteText
 
 VOCAB = 258

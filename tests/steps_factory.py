@@ -6,10 +6,10 @@ from functools import cache
 import torch
 
 from tessera import flow
+from tessera.execute.serving import SlotsLost, StepDone, StepKind, Stepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.planning import POLICIES, Average, Prepared, prepare
-from tessera.serve.stepper import SlotsLost, StepDone, StepKind, Stepper
+from tessera.serve.planning import POLICIES, Average, Prepared, Wanted, prepare
 
 DEVICES = "emu:a100,emu:l40s"
 ROWS, CAPACITY, CHUNK = 3, 32, 8
@@ -22,12 +22,7 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
     return prepare(
         model,
         make_cluster(parse_devices(DEVICES), "pcie4"),
-        slots=2,
-        rows=ROWS,
-        capacity=CAPACITY,
-        chunk=CHUNK,
-        average=Average(prompt=12, output=8),
-        policies=policies,
+        Wanted(2, ROWS, CAPACITY, CHUNK, Average(prompt=12, output=8), policies),
     )
 
 

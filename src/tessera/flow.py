@@ -1,6 +1,6 @@
 """The stages put together: what several commands share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from tessera.ir import (
     Objective,
     Plan,
     Trace,
+    Variant,
     WorkUnit,
     verify,
 )
-from tessera.plan import PlanConfig, Wish, solve
+from tessera.ir.joining import check_counts, check_steps
+from tessera.plan import Batched, PlanConfig, Simulate, Wish, solve, solve_batches
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
 
@@ -38,10 +40,12 @@ kernel_launch.hand_in(interpret)
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
     """Joins the traces of one request; see `default_counts` for how often each runs."""
+    check_steps(traces)
+    if counts:
+        check_counts(counts, len(traces))  # before anything is built that grows with them
     graphs = tuple(build_graph(trace) for trace in traces)
     unit = WorkUnit(graphs, tuple(counts) if counts else default_counts(graphs))
-    if len(unit.counts) != len(graphs):
-        raise TesseraError(f"{len(unit.counts)} counts for {len(graphs)} traces", "Give one per trace.")
+    check_counts(unit.counts, len(graphs))
     check_joined(graphs)
     verify(unit)
     return unit
@@ -91,6 +95,21 @@ def make_plan(
     return solve(unit, tuple(costs), cluster, config, rates, rates.glance)
 
 
+def make_batched_plan(
+    variants: Sequence[Variant],
+    cluster: Cluster,
+    config: PlanConfig,
+    advance: Callable[[str], None] = lambda text: None,
+) -> Batched:
+    """A plan over the same steps at several batches; its lanes may be of unlike ones."""
+
+    def rates() -> tuple[Simulate, Simulate]:
+        made = SteadyRates()
+        return made, made.glance
+
+    return solve_batches(variants, cluster, config, rates, advance)
+
+
 def workload_of(trace: Trace) -> Workload:
     """The step of a trace, built again from its record, with the generators it draws from."""
     return build(trace.step).drawing(trace)
@@ -120,6 +139,37 @@ class UnitRequest:
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
         """The first run takes the request's own inputs; the others follow."""
         return self.first if step == run == 0 else self.workloads[step].follow(self.first, run, last)
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One request at any of a plan's batches: its lane says which."""
+
+    # [variant][step]
+    workloads: Sequence[Sequence[Workload]]
+    seed: int
+
+    def at(self, variant: int) -> UnitRequest:
+        """With inputs and state of that batch."""
+        steps = self.workloads[variant]
+        return UnitRequest(steps, steps[0].make_inputs(self.seed), self.seed)
+
+
+def requests_of(plan: Plan, num: int) -> tuple[Tensors, Sequence[UnitRequest | BatchRequest]]:
+    """(the model's weights, so many requests for a plan), built from the records of its steps."""
+    steps = [workloads_of(variant.unit) for variant in plan.every_variant]
+    weights = steps[0][0].weights()
+    if plan.variants:
+        return weights, [BatchRequest(steps, seed) for seed in range(num)]
+    first = steps[0]
+    return weights, [UnitRequest(first, first[0].make_inputs(seed), seed) for seed in range(num)]
+
+
+def as_run(plan: Plan, lane: int, request: UnitRequest | BatchRequest) -> tuple[WorkUnit, UnitRequest]:
+    """The steps that a request ran along a lane, and the request as it was there."""
+    chosen = plan.lanes[lane]
+    own = request.at(chosen.variant) if isinstance(request, BatchRequest) else request
+    return plan.unit_of(chosen), own
 
 
 @dataclass(frozen=True)

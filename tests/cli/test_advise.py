@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tessera.advise import search
+from tessera.advise.records import in_ms
 from tessera.cli import main
 from tessera.ir import Plan, load
 
@@ -50,7 +51,7 @@ def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.Captu
 
 def test_higher_rate_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
     """More work needs more or dearer GPUs."""
-    names = ("--gpus", "l40s,l4", "--max-devices", "3")
+    names = ("--gpus", "l40s,l4", "--max-devices", "3", "--batches", "2")
     low = advised("--rate", "50", *names, capsys=capsys)["choice"]
     high = advised("--rate", 1.2 * low["capacity"], *names, capsys=capsys)["choice"]
 
@@ -69,6 +70,10 @@ def test_latency_asked_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
 
 BAD: list[tuple[list[str], str]] = [
     (["--rate", "0"], "--rate: 0.0 is no load"),
+    (["--rate", "inf"], "--rate: inf is no load"),
+    (["--rate", "5", "--margin", "nan"], "--margin: nan is no margin"),
+    (["--rate", "5", "--slots", "0"], "--slots: 0 batches in flight carry nothing"),
+    (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: inf ms is no objective"),
     (["--rate", "1e9", "--gpus", "l4"], "even with free transfers"),
     (["--rate", "5", "--gpus", "h20"], "no GPU is left to rent (h20: no price is known)"),
     (["--rate", "5", "--gpus", "gtx"], "unknown GPU 'gtx'"),
@@ -91,13 +96,17 @@ def test_what_cannot_be_advised_is_said(
 
 def test_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     """GPUs, rent, rate and where the prices come from."""
-    code, out, _ = run("tiny-llama", *SMALL, "--rate", "10", "--gpus", "l4", capsys=capsys)
+    code, out, _ = run(
+        "tiny-llama", *SMALL, "--rate", "10", "--gpus", "l4", "--max-devices", "1", capsys=capsys
+    )
     flat = " ".join(out.split())
 
     assert 0 == code
     assert "choice" in flat
     assert "RunPod" in flat
     assert "skypilot-catalog" in flat
+    assert "One device: there is nothing to divide" in flat
+    assert "use data-parallel" not in flat
 
 
 def test_runner_up_is_found_where_divided_requests_disappoint(
@@ -111,3 +120,51 @@ def test_runner_up_is_found_where_divided_requests_disappoint(
     assert found["runner_up"]["capacity"] >= 50 * 1.1
     assert found["planned"] <= search.NUM_KEPT
     assert "each by itself" in found["caveat"]
+
+
+def test_smallest_batch_that_carries_the_rate_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an objective of latency a larger batch only makes requests wait for one another."""
+    found = advised("--rate", "5", "--gpus", "l4", "--max-devices", "1", capsys=capsys)["choice"]
+
+    assert 1 == found["batch"]
+
+
+def test_latency_counts_the_load_that_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU that is nearly idle makes no request wait; one that is nearly full does."""
+    names = ("--gpus", "l4", "--max-devices", "1", "--batches", "1")
+    idle = advised("--rate", "0.01", *names, capsys=capsys)["choice"]
+    full = advised("--rate", 0.9 * idle["capacity"], *names, capsys=capsys)["choice"]
+
+    assert full["tpot_ms"] == pytest.approx(4 * idle["tpot_ms"], rel=1e-2)
+
+
+def test_set_that_keeps_the_latency_is_found_behind_cheaper_ones_that_do_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are not spent on sets that are too slow for one request alone."""
+    monkeypatch.setattr(search, "MAX_PLANNED", search.NUM_KEPT)
+    fast, one = "rtx-pro-6000", ("--rate", "1", "--max-devices", "1", "--batches", "1")
+    alone = advised(*one, "--gpus", fast, capsys=capsys)["choice"]["tpot_ms"]
+    names = ("--gpus", f"t4,l4,{fast}", "--max-devices", "2")
+    found = advised(*one, *names, "--slo-tpot-ms", 1.05 * alone, capsys=capsys)
+
+    assert [fast] == found["choice"]["gpus"]
+
+
+def test_a_search_that_gave_up_does_not_speak_for_all_sets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says how many plans were made, and what the nearest gives."""
+    monkeypatch.setattr(search, "MAX_PLANNED", search.NUM_KEPT + 1)
+    alone = advised("--rate", "1", "--gpus", "a40", "--max-devices", "1", "--batches", "1", capsys=capsys)
+    slo = ("--slo-tpot-ms", 0.95 * alone["choice"]["tpot_ms"])
+    words = ("tiny-llama", *SMALL, "--rate", "1", "--gpus", "l4,a40", "--max-devices", "2", *slo)
+    code, _, err = run(*words, capsys=capsys)
+
+    assert 2 == code
+    assert "none of 2 plans, of the cheapest sets first" in " ".join(err.split())
+
+
+def test_milliseconds_have_no_exponent() -> None:
+    """Four digits where that is enough, all of them where it is not."""
+    assert ("0.9361 ms", "1453 ms", "12990 ms") == tuple(map(in_ms, (0.93611, 1453.4, 12990.2)))

@@ -1,29 +1,15 @@
-"""The command line, as a user runs it: real processes, real files."""
+"""The command line, as a user runs it, with real files; in a process of its own where that is the point."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from commands import answer, call
 from tessera.cli import _main
 from tessera.ir import Plan, Trace, load
-
-
-def call(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one command, in this process."""
-    code = _main([str(w) for w in words])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def answer(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The JSON document of a command that succeeds."""
-    code, out, err = call(*words, "--json", capsys=capsys)
-    assert 0 == code, err
-    return json.loads(out)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         ["simulate", "decode.plan", "--requests", "100", "--trace", "out.perfetto.json"],
     ]  # fmt: skip
-    for words in commands:
-        found = subprocess.run(
-            [sys.executable, "-m", "tessera", *words], cwd=path, capture_output=True, text=True, check=False
-        )
-        assert 0 == found.returncode, (words, found.stderr)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        for words in commands:
+            assert 0 == _main(words), words
     return path
 
 
@@ -53,6 +38,15 @@ def test_the_flow_writes_every_artifact(folder: Path) -> None:
     names = {"decode.trace", "decode.graph", "decode.costs", "decode.plan", "out.perfetto.json"}
 
     assert names <= {p.name for p in folder.iterdir()}
+
+
+def test_a_command_is_a_process_of_its_own(folder: Path) -> None:
+    """Started as a module in another folder, it reads the plan and prints one document."""
+    words = [sys.executable, "-m", "tessera", "simulate", "decode.plan", "--requests", "3", "--json"]
+    found = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+
+    assert 0 == found.returncode, found.stderr
+    assert "simulated" == json.loads(found.stdout)["clock"]
 
 
 def test_run_verifies_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,18 +60,14 @@ def test_run_verifies_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_state_larger_than_a_pipe_does_not_stall_a_run(tmp_path: Path) -> None:
     """Megabytes of state travel both ways at once, with several requests in flight."""
-    commands = [
-        ["capture", "tiny-llama", "--step", "decode", "--batch", "8", "--context", "512", "-o", "x.trace"],
-        ["plan", "x.trace", "--devices", "emu:a100,emu:l40s", "-o", "x.plan"],
-        ["run", "x.plan", "--verify", "--requests", "6"],
-    ]
-    for words in commands:
-        command = [sys.executable, "-m", "tessera", *words]
-        found = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-        )
+    trace, plan = str(tmp_path / "x.trace"), str(tmp_path / "x.plan")
+    assert 0 == _main(["capture", "tiny-llama", "--batch", "8", "--context", "512", "-o", trace])
+    divide = ["--devices", "emu:a100,emu:l40s", "--policy", "data-parallel"]
+    assert 0 == _main(["plan", trace, *divide, "-o", plan])
+    run = [sys.executable, "-m", "tessera", "run", plan, "--verify", "--requests", "6"]
+    found = subprocess.run(run, capture_output=True, text=True, timeout=180, check=False)
 
-        assert 0 == found.returncode, (words, found.stderr)
+    assert 0 == found.returncode, found.stderr
 
 
 def test_capture_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +169,13 @@ BAD = [
     (["plann"], "unknown command 'plann'; known: capture, analyze"),
     (["profile", "{decode.trace}", "--devices", "emu:a1000"], "unknown GPU 'a1000'; known: "),
     (["profile", "{decode.trace}", "--devices", "tpu:1"], "known: cpu, cuda, emu"),
+    (["profile", "{decode.trace}", "--devices", "a100"], "Write emu:a100 to plan for it."),
+    (["analyze", "{decode.trace}", "--explain", "mm"], "--explain: only the code of a PTX kernel"),
+    (["analyze", "missing.ptx", "-o", "graph"], "--output: PTX has no graph"),
+    (["demo", "--devices", "emu:a100"], "--devices: the demo divides work"),
+    (["bench"], "Missing command. See: tessera bench --help"),
+    (["plan", "{decode.trace}", "{decode.trace}", "--devices", "emu:a100"], "are the same decode"),
+    (["plan", "{decode.trace}", "--devices", "emu:a100", "--counts", "0"], "--counts: a step cannot run 0"),
     (["profile", "missing.trace", "--devices", "emu:a100"], "missing.trace: cannot read: No such file"),
     (["plan", "{decode.trace}"], "neither --costs nor --devices"),
     (["plan", "{decode.trace}", "--devices", "emu:a100,emu:l40s", "--link", "rope"], "unknown link 'rope'"),
@@ -215,6 +212,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert "Traceback" not in err
     assert "" == out
     assert [] == list(tmp_path.iterdir())
+
+
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever types the name alone is told what there is, and it is no error."""
+    code = _main([])
+    out, err = capsys.readouterr()
+
+    assert (0, "") == (code, err)
+    assert "Usage: tessera" in out
+    assert "capture" in out
 
 
 def test_costs_of_another_trace_are_refused(

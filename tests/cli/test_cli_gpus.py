@@ -1,20 +1,13 @@
 """`tessera gpus`: which sources cover the costs of every GPU."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from commands import answer
 from tables_factory import made_tables, write_table
 from tessera.cli import _main
 from tessera.profile import OpClass
-
-
-def answer(*words: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The JSON document of a command that succeeds."""
-    assert 0 == _main([*words, "--json"])
-    return json.loads(capsys.readouterr().out)
 
 
 def test_every_gpu_says_which_source_covers_each_class(

@@ -13,7 +13,7 @@ import pytest
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run of the demo."""
     folder = tmp_path_factory.mktemp("demo")
-    words = [sys.executable, "-m", "tessera", "demo", "--json", "--tokens", "8"]
+    words = [sys.executable, "-m", "tessera", "demo", "--json", "--tokens", "4"]
     found = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     assert 0 == found.returncode, found.stderr
     return json.loads(found.stdout), folder

@@ -2,28 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from commands import answer, call
 from tessera.cli import _main
 from tessera.ir import Costs, Plan, Source, load
 
 PNG = b"\x89PNG"
-
-
-def call(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one command."""
-    code = _main([str(w) for w in words])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def answer(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The JSON document of a command that succeeds."""
-    code, out, err = call(*words, "--json", capsys=capsys)
-    assert 0 == code, err
-    return json.loads(out)
 
 
 @pytest.fixture(scope="module")

@@ -69,12 +69,13 @@ def test_a_timeline_beside_its_plan_is_shown_instead_of_a_simulation(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nowhere", "no such folder"), ("", "holds no plan and no evaluation")],
+    [("nowhere", "no such folder"), ("", "holds no plan and no evaluation"), ("note", "is a file, not a")],
 )
 def test_a_folder_with_nothing_to_show_ends_in_one_line(
     name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message says what to put there."""
+    (tmp_path / "note").touch()
     assert 2 == _main(["report", str(tmp_path / name)])
     error = capsys.readouterr().err
     assert words in error

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed
 
+import netns
 from tessera.cli import _main
 from tessera.cli.remote import Meeting, gathered
 from tessera.errors import MismatchError
@@ -75,45 +75,18 @@ def fetch(url: str, prefix: Sequence[str] = ()) -> Any:
     return json.loads(found.stdout)["choices"][0]
 
 
-@pytest.fixture(scope="module")
-def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that all hosts have."""
-    path = tmp_path_factory.mktemp("secret") / "secret"
-    path.write_text("a secret of more than sixteen bytes\n")
-    return path
-
-
-def ip(*words: str) -> bool:
-    """Runs the ip tool; True if it did what it was told."""
-    return 0 == subprocess.run(["ip", *words], capture_output=True, check=False).returncode
-
-
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a wire: two machines as far as the network is concerned."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip tool")
-    names = (f"tessera-c{os.getpid()}", f"tessera-d{os.getpid()}")
-    ends = (f"tc{os.getpid()}", f"td{os.getpid()}")
-    try:
-        made = all(ip("netns", "add", name) for name in names)
-        made = made and ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for number, (name, end) in enumerate(zip(names, ends, strict=True)):
-            made = made and ip("link", "set", end, "netns", name)
-            made = made and ip("-n", name, "addr", "add", f"10.98.0.{number + 1}/24", "dev", end)
-            made = made and ip("-n", name, "link", "set", end, "up")
-            made = made and ip("-n", name, "link", "set", "lo", "up")
-        if not made:
-            pytest.skip("this machine does not permit network namespaces")
+    """Two machines; those that `start` starts on them end before the wire does."""
+    with netns.joined("10.98.0") as names:
         yield names
-    finally:
-        for name in names:
-            ip("netns", "del", name)
 
 
-def test_two_hosts_serve_one_model(hosts: tuple[str, str], secret: Path, start: Start) -> None:
+def test_two_hosts_serve_one_model(hosts: tuple[str, str], tmp_path: Path, start: Start) -> None:
     """One has the endpoint and a device, the other only a worker, which is sent what to run, and leaves."""
-    here, there = (["ip", "netns", "exec", name] for name in hosts)
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of more than sixteen bytes\n")
+    here, there = (netns.within(name) for name in hosts)
     meet = ["--rendezvous", "10.98.0.1:29500", "--secret-file", str(secret)]
     service = start([*here, *TESSERA, *SERVE, *meet])
     worker = start([*there, *TESSERA, "worker", *meet])

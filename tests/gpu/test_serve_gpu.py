@@ -13,7 +13,7 @@ from tessera.execute.serving import StepDone, StepKind, Tensors
 from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.gpu import OnGpus, PreparedOnGpus, prepare_on_gpus
-from tessera.serve.planning import Average
+from tessera.serve.planning import Average, Wanted
 from tessera.serve.records import Ask
 from tessera.serve.service import Service, ServiceConfig
 from tessera.serve.text import ByteText
@@ -36,12 +36,7 @@ def prepared(devices: str) -> PreparedOnGpus:
     return prepare_on_gpus(
         "tiny-llama",
         cluster,
-        slots=SLOTS,
-        rows=ROWS,
-        capacity=CAPACITY,
-        chunk=CHUNK,
-        average=Average(12, 8),
-        policies=(Objective.THROUGHPUT,),
+        Wanted(SLOTS, ROWS, CAPACITY, CHUNK, Average(12, 8), (Objective.THROUGHPUT,)),
         coarse=coarse,
     )
 

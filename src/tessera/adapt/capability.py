@@ -9,8 +9,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+# With so many times more than at the last point of a curve, a policy is taken to work at its capacity.
+NEXT = 0.5
 # Standard errors and weights that stand for a normal distribution: moments up to the fifth are right.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 
@@ -36,7 +39,7 @@ class Point(NamedTuple):
     num_requests: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Capability:
     """A policy in figures."""
 
@@ -51,37 +54,50 @@ class Capability:
         """Seconds per token at a load, between the points of the curve; flat outside them."""
         return _between([(p.rate_per_s, p.normalised_s) for p in self.curve], rate_per_s)
 
-    def rate_with(self, num_requests: float, window_s: float) -> float:
-        """The load at which so many requests are in the system; what is too many must go in a window."""
-        most = self.curve[-1].num_requests
-        if num_requests > most:
-            return self.capacity_per_s + (num_requests - most) / window_s
+    def served_per_s(self, num_requests: float) -> float:
+        """Requests that leave in a second when so many are there: the load at which so many are usual."""
+        return _between(self._by_number, num_requests)
+
+    @cached_property
+    def _by_rate(self) -> list[tuple[float, float]]:
+        return [(p.rate_per_s, p.num_requests) for p in self.curve]
+
+    @cached_property
+    def _by_number(self) -> list[tuple[float, float]]:
         points = [(0.0, 0.0)]
         for point in self.curve:  # a curve that was simulated need not ascend everywhere
             if point.num_requests > points[-1][0]:
                 points.append((point.num_requests, point.rate_per_s))
-        return _between(points, num_requests)
+        return [*points, (points[-1][0] * (1.0 + NEXT), self.capacity_per_s)]
 
-    def expected_s(self, rate_per_s: float, error_per_s: float, window_s: float) -> float:
-        """Seconds per token to be expected of a load that is known with a standard error.
+    def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
+        """Requests to be expected here over a window, on average, of a load known with a standard error.
 
-        Past the capacity a queue grows for as long as a window, which is when the load is known anew. So a
-        policy near its limit is judged by what happens if the load is really higher, too.
+        A policy near its limit is judged by what happens if the load is really higher, too.
         """
         return sum(
-            weight * self._lasting_s(max(0.0, rate_per_s + errors * error_per_s), window_s)
+            weight * self._over(max(0.0, rate_per_s + errors * error_per_s), num_requests, window_s)
             for errors, weight in NORMAL
         )
 
-    def _lasting_s(self, rate_per_s: float, window_s: float) -> float:
-        """Seconds per token while a load lasts for a window."""
+    def _over(self, rate_per_s: float, num_requests: float, window_s: float) -> float:
+        """The mean over a window that begins with so many here, as if requests were a fluid.
+
+        What is above the number that is usual for the load goes at the rate by which more leave than come;
+        what is below it comes likewise. Past the capacity the number grows for the whole window, which is
+        when the load is known anew.
+        """
+        usual = _between(self._by_rate, rate_per_s)
         over = rate_per_s - self.capacity_per_s
-        if over <= 0.0:
-            return self.normalised_s(rate_per_s)
-        last = self.curve[-1]
-        # By Little's law, latency is requests over rate; and it is tokens times seconds per token.
-        tokens = last.num_requests / last.rate_per_s / last.normalised_s
-        return last.normalised_s + over * window_s / self.capacity_per_s / tokens
+        if over >= 0.0:
+            return max(num_requests, usual) + over * window_s / 2
+        excess = num_requests - usual
+        going = self.served_per_s(usual + excess / 2) - rate_per_s
+        if going * excess <= 0.0:  # on a flat part of the curve: it stays
+            return num_requests
+        if excess / going > window_s:
+            return num_requests - going * window_s / 2
+        return usual + excess * (excess / going) / 2 / window_s
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
         """Less is better; a policy that can sustain the load is better than one that cannot."""

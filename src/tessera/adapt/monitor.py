@@ -1,12 +1,12 @@
 """Monitor: observe(now, event) -> actions. Keeps a running system on the right policy; runs nothing itself.
 
-Load. There are two signs of it: arrivals counted over a window, and how many requests are in the system now,
-which by the policy's own figures belongs to some rate. The second is quick when a burst comes, the first is
-steady; the greater of the two is the load. Both are counts, with a standard error of their square root, more
-where arrivals come in bursts (`meter`). Policies are compared by what is to be expected of a load known with
-that error, so one that a little more would overload is left in time; and a policy is left only if another is
-better at both ends of the interval that the error makes: that is the hysteresis. Where the policies cross
-follows from their capabilities.
+Load. Arrivals are counted over a window; a count has a standard error of its square root, more where arrivals
+come in bursts (`meter`). Policies are compared by how many requests there would be on average in the next
+window, with the load known to that error and with those that are here now: a backlog goes as fast as more
+leave than come, by the policy's own figures. So a burst is answered as soon as its backlog is worth it, and
+a few that came together, who are soon gone, are no load. A policy that a little more would overload is left
+in time; and a policy is left only if another is better at both ends of the interval that the error makes:
+that is the hysteresis. Where the policies cross follows from their capabilities.
 
 Costs. Times of kernels are collected until a window has passed; factors that explain them are fitted. If the
 same lanes in other shares would do `min_gain` more work, they are rebalanced at once; if the costs are off by
@@ -100,30 +100,30 @@ class Monitor:
             case Adopted():
                 return self._adopt(now_s, event)
 
-    def load(self, now_s: float, num_requests: int, errors: float = 0.0) -> float:
-        """Requests per second, so many standard errors above what is probable."""
-        num_came, spread = self._meter.count(now_s), errors * math.sqrt(self._meter.dispersion)
-        came, here = (n + spread * math.sqrt(n) for n in (num_came, num_requests))
-        rate = came / self.window_s
-        return max(0.0, rate, self._policies[self.current].rate_with(max(0.0, here), self.window_s))
+    def load(self, now_s: float) -> tuple[float, float]:
+        """Requests per second, and their standard error."""
+        num_came = self._meter.count(now_s)
+        error = math.sqrt(self._meter.dispersion * num_came)
+        return num_came / self.window_s, error / self.window_s
 
     def _judge_load(self, now_s: float, num_requests: int) -> tuple[Action, ...]:
-        load = self.load(now_s, num_requests)
-        error = self.load(now_s, num_requests, 1.0) - load
+        load, error = self.load(now_s)
         now = self._policies[self.current]
-        chosen = min(self._policies.values(), key=lambda policy: self._expected_s(policy, load, error))
+
+        def expected(policy: Capability, errors: float) -> float:
+            return policy.expected(max(0.0, load + errors * error), error, num_requests, self.window_s)
+
+        chosen = min(self._policies.values(), key=lambda policy: expected(policy, 0.0))
         if chosen is now:
             return ()
         for errors in (-self._config.errors, self._config.errors):
-            rate = max(0.0, load + errors * error)
-            if not self._expected_s(chosen, rate, error) < self._expected_s(now, rate, error):
+            if not expected(chosen, errors) < expected(now, errors):
                 return ()
-        old, self.current = self.current, chosen.name
-        why = f"{load:.3g} requests a second, {num_requests} here: {chosen.name} {_figure(chosen, load)}, "
-        return (self._action(now_s, DecisionKind.SWITCH, why + f"{old} {_figure(now, load)}"),)
-
-    def _expected_s(self, policy: Capability, rate_per_s: float, error_per_s: float) -> float:
-        return policy.expected_s(rate_per_s, error_per_s, self.window_s)
+        self.current = chosen.name
+        figures = (f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now))
+        come = f"{load:.3g} requests a second come, {num_requests} are here"
+        why = f"{come}; in the next {self.window_s:.3g} s there would be {', '.join(figures)}"
+        return (self._action(now_s, DecisionKind.SWITCH, why),)
 
     def _note(self, event: Measured) -> None:
         seen = self._seen[event.device]
@@ -151,7 +151,7 @@ class Monitor:
             if gain >= 1.0 + self._config.min_gain:
                 why = f"costs are off by {off:.0%}; the same lanes in other shares do {gain - 1:.0%} more"
                 return (
-                    self._action(now_s, DecisionKind.REBALANCE, why, rates_per_s=rates),
+                    self._action(now_s, DecisionKind.REBALANCE, why, rates, self._factors),
                     self._replan(now_s, off),
                 )
         return (self._replan(now_s, off),)
@@ -191,8 +191,3 @@ class Monitor:
     ) -> Action:
         self.counts[kind] += 1
         return Action(Decision(now_s, kind, self.current, why), rates_per_s, factors, without)
-
-
-def _figure(policy: Capability, rate_per_s: float) -> str:
-    is_full, value = policy.badness(rate_per_s)
-    return f"can do {policy.capacity_per_s:.3g}" if is_full else f"takes {value * 1e3:.3g} ms a token"

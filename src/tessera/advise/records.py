@@ -1,10 +1,14 @@
 """Load, Market, Choice, Advice: what is asked and what is answered."""
 
+import math
 from dataclasses import dataclass
 
 from tessera.errors import TesseraError
 from tessera.ir import Plan
 from tessera.plan.rent import Basket
+
+# Milliseconds to the first token, and of a token after it; None where there are no tokens.
+Times = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,30 @@ class Load:
     tpot_ms: float | None = None
     # Share of the rate that is kept free above it.
     margin: float = 0.1
+
+    @property
+    def needed_per_s(self) -> float:
+        """The rate with its margin."""
+        return self.rate_per_s * (1 + self.margin)
+
+    @property
+    def has_objective(self) -> bool:
+        """Is there a latency to keep?"""
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+    def stretch(self, capacity_per_s: float, most: float) -> float:
+        """How much the others in flight slow a batch down at the offered rate, if they share one server."""
+        free = 1.0 - self.rate_per_s / capacity_per_s
+        return min(most, 1.0 / free) if free > 0 else most
+
+    def excess(self, times_ms: Times) -> float:
+        """The largest part of an objective that (first token, a token after it) take; above one: missed."""
+        pairs = zip((self.ttft_ms, self.tpot_ms), times_ms, strict=True)
+        return max((ms / slo for slo, ms in pairs if slo is not None and ms is not None), default=0.0)
+
+    def is_kept(self, times_ms: Times) -> bool:
+        """Do these times keep the objectives of latency?"""
+        return self.excess(times_ms) <= 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +78,11 @@ class Choice:
     tpot_ms: float | None
 
     @property
+    def times_ms(self) -> Times:
+        """To the first token, and a token after it."""
+        return self.ttft_ms, self.tpot_ms
+
+    @property
     def usd_per_1k_requests(self) -> float:
         """Rent while a thousand requests are served at full load."""
         return self.basket.usd_per_hour / 3.6 / self.capacity_per_s
@@ -69,19 +102,28 @@ class Advice:
     caveat: str = ""
 
 
+def in_ms(ms: float) -> str:
+    """For people: four digits, and never an exponent."""
+    return f"{ms:.4g} ms" if ms < 1e4 else f"{ms:.0f} ms"
+
+
 def check(load: Load, market: Market) -> None:
     """Refuses what is no load or no market."""
     for name, value in (("--rate", load.rate_per_s), ("--prompt", load.prompt), ("--output", load.output)):
-        if not value > 0:
-            raise TesseraError(f"{value} is no load", "Give more than zero.", name)
+        if not 0 < value < math.inf:
+            raise TesseraError(f"{value} is no load", "Give a number above zero.", name)
     for name, slo in (("--slo-ttft-ms", load.ttft_ms), ("--slo-tpot-ms", load.tpot_ms)):
-        if slo is not None and not slo > 0:
-            raise TesseraError(f"{slo} ms cannot be met", "Give more than zero.", name)
+        if slo is not None and not 0 < slo < math.inf:
+            raise TesseraError(
+                f"{slo} ms is no objective", "Give a number above zero, or leave it out.", name
+            )
     if market.max_devices < 1:
         raise TesseraError(f"{market.max_devices} devices carry nothing", "Allow one.", "--max-devices")
+    if market.slots < 1:
+        raise TesseraError(f"{market.slots} batches in flight carry nothing", "Allow one.", "--slots")
     if not market.batches or min(market.batches) < 1:
         raise TesseraError("a batch has at least one request", "Write them as 1,4,16.", "--batches")
     if not 0 < market.memory_share <= 1:
         raise TesseraError(f"{market.memory_share} is no share", "Give 0 to 1.", "--memory-share")
-    if load.margin < 0:
-        raise TesseraError(f"{load.margin} is no margin", "Give zero or more.", "--margin")
+    if not 0 <= load.margin < math.inf:
+        raise TesseraError(f"{load.margin} is no margin", "Give zero or more, as 0.1.", "--margin")

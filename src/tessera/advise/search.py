@@ -6,26 +6,31 @@ free transfers are discarded, the others are planned by the policy `quick` and s
 carries the rate (and keeps the objectives of latency) is the advice, the next the runner-up. To keep the
 search short, a basket is also passed over if it would have to come nearer to its limit, by a twentieth, than
 any basket planned before it; so a cheaper one may be missed that splits far better than those did. The last
-few plans are kept for baskets whose GPUs carry the rate each by itself, so that a runner-up is found.
+few plans are kept for baskets whose GPUs carry the rate each by itself, so that a runner-up is found. Of
+several batches that would carry the rate on one basket the smallest is taken: it makes nobody wait longer.
 
 A work unit is one batch of requests that go together. Its first token comes after the batch has filled
-(batch - 1 arrivals) and been prefilled; both phases are stretched by the time that a full system makes a
-batch wait, by Little's law. All figures are modelled. Not modelled: batches that change while they run,
-prompts of unlike lengths, and arrivals in bursts, for which `margin` is kept free.
+(batch - 1 arrivals) and been prefilled. Both phases are stretched by the others in flight, as if the basket
+were one server that they share: by 1 / (1 - offered rate / capacity), at most by what a full system makes a
+batch wait by Little's law. A basket on which one batch alone misses an objective, or
+would unless it were slowed down less than any planned before it, is passed over. All figures
+are modelled. Not modelled: the wait for a free slot, batches that change while they run, prompts of unlike
+lengths, and arrivals in bursts, for which `margin` is kept free.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from tessera.advise.offers import offers_of
-from tessera.advise.records import Advice, Choice, Load, Market, check
+from tessera.advise.records import Advice, Choice, Load, Market, Times, check, in_ms
+from tessera.advise.sizes import Size
 from tessera.capture import known_models, record_step
 from tessera.errors import PlanInfeasible
 from tessera.flow import make_unit
-from tessera.ir import BufferKind, Cluster, Costs, Objective, Step, Trace, WorkUnit
+from tessera.ir import Cluster, Objective, Step, Trace
 from tessera.plan import PlanConfig, solve
-from tessera.plan.rent import Basket, Limit, baskets, limit_of, phases_us
+from tessera.plan.rent import Basket, baskets, phases_us
 from tessera.profile import estimate, gpu, make_cluster, parse_devices
 from tessera.simulate import SteadyRates
 
@@ -43,47 +48,6 @@ NUM_ADVISED = 2
 Advance = Callable[[str], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Size:
-    """The work at one batch, priced on one device of each GPU."""
-
-    batch: int
-    unit: WorkUnit
-    costs: tuple[Costs, ...]
-
-    @cached_property
-    def limit(self) -> Limit:
-        return limit_of(self.unit, self.costs)
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        return _total(self.unit, BufferKind.WEIGHT)
-
-    @cached_property
-    def state_bytes(self) -> int:
-        return _total(self.unit, BufferKind.STATE)
-
-    def apart_per_s(self, gpus: Sequence[str], market: Market) -> float:
-        """Requests per second of the GPUs that can, each doing whole batches of its own."""
-        slots = -(-market.slots // len(gpus))
-        need = self.weight_bytes + slots * self.state_bytes
-        able = [g for g in gpus if need <= gpu(g).memory_bytes * market.memory_share]
-        return self.batch * sum(self.limit.per_s((g,)) for g in able)
-
-    def on(self, cluster: Cluster) -> tuple[Costs, ...]:
-        """The prices of the devices of a cluster."""
-        at = [self.limit.column_of[d.gpu] for d in cluster.devices]
-        return tuple(
-            Costs(c.trace_digest, cluster.devices, tuple(tuple(row[i] for i in at) for row in c.costs))
-            for c in self.costs
-        )
-
-
-def _total(unit: WorkUnit, kind: BufferKind) -> int:
-    sizes = {b.name: b.size_bytes for g in unit.graphs for b in g.trace.buffers if b.kind is kind}
-    return sum(sizes.values())
-
-
 def advise(load: Load, market: Market, advance: Advance = lambda what: None) -> Advice:
     """The cheapest baskets that carry the load; PlanInfeasible says how far the best falls short."""
     check(load, market)
@@ -97,7 +61,7 @@ def advise(load: Load, market: Market, advance: Advance = lambda what: None) -> 
     for batch, steps in traces.items():
         advance(f"pricing batch {batch} on {len(offers)} GPUs")
         unit = make_unit(steps, _counts(load, steps))
-        sizes.append(_Size(batch, unit, tuple(estimate(g.trace, devices) for g in unit.graphs)))
+        sizes.append(Size(batch, unit, tuple(estimate(g.trace, devices) for g in unit.graphs)))
     listed = baskets(offers, market.max_devices, market.provider)
     found = _search(load, market, sizes, listed, advance)
     if not found.choices:
@@ -116,11 +80,6 @@ def _record(load: Load, batch: int) -> list[Trace]:
     return [record_step(Step(load.model, kinds[0], batch, load.prompt), "fake")]
 
 
-def _needed(load: Load) -> float:
-    """The rate with its margin."""
-    return load.rate_per_s * (1 + load.margin)
-
-
 def _counts(load: Load, traces: Sequence[Trace]) -> tuple[int, ...]:
     return (1, load.output) if len(traces) > 1 else (load.output,)
 
@@ -135,6 +94,8 @@ class _Found:
     num_planned: int = 0
     # The largest share of its limit that a basket has reached.
     reached: float = 0.0
+    # The smallest multiple of its shortest time that a basket has taken.
+    slowed: float = math.inf
 
     @property
     def is_over(self) -> bool:
@@ -156,56 +117,84 @@ class _Found:
         return f"after {tried} plans only sets were tried whose GPUs carry the rate each by itself"
 
     @property
+    def has_learned(self) -> bool:
+        """What does not fit teaches nothing."""
+        return self.num_planned >= NUM_LEARNED and self.reached > 0
+
+    @property
     def hope(self) -> float:
         """The share of its limit that a basket may be hoped to reach."""
-        has_learned = (
-            self.num_planned >= NUM_LEARNED and self.reached > 0
-        )  # what does not fit teaches nothing
-        return min(1.0, CHANCE * self.reached) if has_learned else 1.0
+        return min(1.0, CHANCE * self.reached) if self.has_learned else 1.0
+
+    @property
+    def slowness(self) -> float:
+        """The multiple of its shortest time that a basket may be hoped to take."""
+        has_learned = self.has_learned and self.slowed < math.inf
+        return max(1.0, self.slowed / CHANCE) if has_learned else 1.0
 
 
-def _search(load: Load, market: Market, sizes: list[_Size], listed: list[Basket], advance: Advance) -> _Found:
+def _search(load: Load, market: Market, sizes: list[Size], listed: list[Basket], advance: Advance) -> _Found:
     """Baskets that carry the load, cheapest first."""
     found = _Found([])
     for basket in listed:
-        for limit, size in _promising(load, market, sizes, basket, found.hope):
+        for limit, size in _promising(load, market, sizes, basket, found):
             if found.is_over:
                 return found
-            if not found.may_try and size.apart_per_s(basket.gpus, market) < _needed(load):
-                continue
             advance(f"planning {basket} at batch {size.batch}")
             found.num_planned += 1
             choice = _plan(load, market, size, basket)
             if choice is None:
                 continue
             found.reached = max(found.reached, choice.capacity_per_s / limit)
-            if _is_met(load, choice):
+            least = load.excess(size.least_ms(load, basket, market))
+            if least and len(basket.gpus) > 1:  # one GPU meets its shortest time, and says nothing of several
+                found.slowed = min(found.slowed, load.excess(choice.times_ms) / least)
+            if choice.capacity_per_s >= load.needed_per_s and load.is_kept(choice.times_ms):
                 found.choices.append(choice)
                 break
-            if found.near is None or choice.capacity_per_s > found.near.capacity_per_s:
-                found.near = choice
+            found.near = max(found.near or choice, choice, key=lambda one: _nearness(load, one))
     return found
 
 
+def _nearness(load: Load, choice: Choice) -> tuple[bool, float]:
+    """Larger is nearer: the rate comes first, then the latency."""
+    if choice.capacity_per_s < load.needed_per_s:
+        return False, choice.capacity_per_s
+    return True, -load.excess(choice.times_ms)
+
+
 def _promising(
-    load: Load, market: Market, sizes: list[_Size], basket: Basket, hope: float
-) -> list[tuple[float, _Size]]:
-    """(limit in requests per second, batch) at which the basket may carry the rate, most promising first."""
+    load: Load, market: Market, sizes: list[Size], basket: Basket, found: _Found
+) -> list[tuple[float, Size]]:
+    """(limit in requests per second, batch) at which the basket may carry the load, smallest batch first."""
     memory = sum(gpu(name).memory_bytes for name in basket.gpus) * market.memory_share
-    needed = _needed(load) / hope
-    rated = []
-    for size in sizes:
-        fits = size.weight_bytes + market.slots * size.state_bytes <= memory
-        if fits and size.batch * size.limit.hope_per_s(basket.gpus) >= needed:
-            limit = size.batch * size.limit.per_s(basket.gpus)
-            if limit >= needed:
-                rated.append((limit, size))
-    ranked = sorted(rated, key=lambda x: -x[0])
-    # With latency to keep, the smaller batches matter as much as the faster ones.
-    return ranked if load.ttft_ms or load.tpot_ms else ranked[:MAX_BATCHES]
+    rated, sure = [], []
+    for size in sorted(sizes, key=lambda x: x.batch):
+        if size.needs_bytes(market.slots) > memory:
+            continue
+        if size.batch * size.limit.hope_per_s(basket.gpus) < load.needed_per_s:
+            continue
+        limit = size.batch * size.limit.per_s(basket.gpus)
+        is_sure = size.is_sure(load, basket, market)
+        if is_sure or (found.may_try and _is_hopeful(load, market, size, basket, limit, found)):
+            rated.append((limit, size))
+            sure += [len(rated)] if is_sure else []
+    if sure:  # no larger one is needed
+        return rated[: sure[0]]
+    if load.has_objective:  # the larger batches may keep what the smaller ones do not
+        return rated
+    best = sorted(rated, key=lambda x: -x[0])[:MAX_BATCHES]
+    return sorted(best, key=lambda x: x[1].batch)
 
 
-def _plan(load: Load, market: Market, size: _Size, basket: Basket) -> Choice | None:
+def _is_hopeful(load: Load, market: Market, size: Size, basket: Basket, limit: float, found: _Found) -> bool:
+    """Would the basket carry the load if it came a little nearer to its limits than any before it?"""
+    if limit * found.hope < load.needed_per_s:
+        return False
+    return load.excess(size.least_ms(load, basket, market)) * found.slowness <= 1.0
+
+
+def _plan(load: Load, market: Market, size: Size, basket: Basket) -> Choice | None:
     """The basket's plan at one batch; None if it does not fit."""
     cluster = _cluster(basket, market)
     config = PlanConfig(Objective.THROUGHPUT, market.slots, policy="quick", shown_slots=())
@@ -215,11 +204,11 @@ def _plan(load: Load, market: Market, size: _Size, basket: Basket) -> Choice | N
         return None
     capacity = size.batch * made.simulated_per_s
     phases = phases_us(made)
-    stretch = max(1.0, market.slots * 1e6 / made.simulated_per_s / made.latency_us)
+    full = max(1.0, market.slots * 1e6 / made.simulated_per_s / made.latency_us)
+    stretch = load.stretch(capacity, full)
     ttft = tpot = None
     if "prefill" in phases:
-        filling_ms = (size.batch - 1) / load.rate_per_s * 1e3
-        ttft = filling_ms + stretch * phases["prefill"] / 1e3
+        ttft = size.filling_ms(load) + stretch * phases["prefill"] / 1e3
         tpot = stretch * phases["decode"] / 1e3
     return Choice(basket, size.batch, made, capacity, ttft, tpot)
 
@@ -234,39 +223,50 @@ def _cluster(basket: Basket, market: Market) -> Cluster:
     return make_cluster(usable, market.link)
 
 
-def _is_met(load: Load, choice: Choice) -> bool:
-    if choice.capacity_per_s < _needed(load):
-        return False
-    pairs = ((load.ttft_ms, choice.ttft_ms), (load.tpot_ms, choice.tpot_ms))
-    return all(slo is None or got is None or got <= slo for slo, got in pairs)
-
-
 def _shortfall(
-    load: Load, market: Market, sizes: list[_Size], listed: list[Basket], found: _Found
+    load: Load, market: Market, sizes: list[Size], listed: list[Basket], found: _Found
 ) -> PlanInfeasible:
     """Which constraint, and by how much."""
-    near = found.near
-    needed = _needed(load)
+    near, needed = found.near, load.needed_per_s
     what = f"no set of up to {market.max_devices} of these GPUs carries {needed:.4g} requests/s"
     remedy = "Raise --max-devices, or lower the rate or the margin."
-    least = min(size.weight_bytes + market.slots * size.state_bytes for size in sizes)
+    if not found.may_try:
+        what = (
+            f"none of {found.num_planned} plans, of the cheapest sets first, carries {needed:.4g} requests/s"
+        )
+        remedy = "Name fewer or larger GPUs with --gpus."
+    least = min(size.needs_bytes(market.slots) for size in sizes)
     most = max(sum(gpu(n).memory_bytes for n in b.gpus) for b in listed) * market.memory_share
     if least > most:
         have = f"the largest set has {most / 1e9:.3g} GB that may be filled"
         memory = f"the model needs {least / 1e9:.3g} GB at the smallest batch; {have}"
         return PlanInfeasible(memory, "Raise --max-devices, allow larger GPUs, or lower --slots.")
     if near is not None and near.capacity_per_s >= needed:
-        times = f"{near.ttft_ms:.4g} ms to the first token and {near.tpot_ms:.4g} ms a token"
-        slow = f"{near.basket} does with {times}, at batch {near.batch}"
-        return PlanInfeasible(f"{what} within the latency asked for; {slow}", "Loosen it, or add batches.")
-    if near is None and not found.may_try:
-        what = f"none of {found.num_planned} sets planned, the cheapest first, holds the model in its memory"
-        return PlanInfeasible(what, "Name fewer or larger GPUs with --gpus, or smaller --batches.")
-    if near is not None and not found.may_try:
-        what = f"none of {found.num_planned} sets planned, the cheapest first, carries {needed:.4g}/s"
-        carries = f"{near.basket} carries {near.capacity_per_s:.4g}"
-        return PlanInfeasible(f"{what}: {carries}", "Name fewer or larger GPUs with --gpus.")
+        times = f"{_times(near.times_ms)}, at batch {near.batch}"
+        slow = f"{near.basket} does with {times}"
+        return PlanInfeasible(f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}")
     if near is not None:
         return PlanInfeasible(f"{what}: {near.basket} carries {near.capacity_per_s:.4g}", remedy)
+    if found.num_planned:
+        what = f"none of {found.num_planned} plans, of the cheapest sets first, fits into the memory"
+        return PlanInfeasible(what, "Name fewer or larger GPUs with --gpus, or smaller --batches.")
     limit, basket = max((s.batch * s.limit.hope_per_s(b.gpus), str(b)) for s in sizes for b in listed[-64:])
+    if limit >= needed:
+        return _too_slow(load, market, what, sizes, listed)
     return PlanInfeasible(f"{what}: even with free transfers {basket} carries {limit:.4g}", remedy)
+
+
+def _too_slow(
+    load: Load, market: Market, what: str, sizes: list[Size], listed: list[Basket]
+) -> PlanInfeasible:
+    """No set was worth planning, for its latency: the fastest, and what it takes at least."""
+    timed = [(s.least_ms(load, b, market), b) for s in sizes for b in listed]
+    remedy = "Loosen it, raise --max-devices, or name larger GPUs with --gpus or smaller --batches."
+    times, basket = min(timed, key=lambda x: load.excess(x[0]))
+    slow = f"{basket} takes {_times(times)} for one batch alone, even with free transfers"
+    return PlanInfeasible(f"{what} within the latency asked for; {slow}", remedy)
+
+
+def _times(times_ms: Times) -> str:
+    first, each = ("n/a" if ms is None else in_ms(ms) for ms in times_ms)
+    return f"{first} to the first token and {each} a token"

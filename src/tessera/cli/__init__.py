@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str] | None) -> int:
     command: Any = typer.main.get_command(app)
     try:
-        words = list(argv) if argv is not None else None
+        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         code = command.main(args=words, prog_name="tessera", standalone_mode=False)
     except UsageError as error:
         return _complain(_usage(error))

@@ -111,12 +111,13 @@ def _choice(choice: "Choice") -> dict[str, Any]:
 
 
 def _show(load: "Load", found: "Advice", files: list[str]) -> None:
+    from tessera.advise.records import in_ms
     from tessera.plan import explain
 
     title = f"{load.rate_per_s:g} requests/s of {load.model}, {load.prompt} + {load.output} tokens (modelled)"
     table = Table("", "GPUs", "USD an hour", "carries", "batch", "first token", "a token", title=title)
     for name, choice in zip(("choice", "runner-up"), found.choices, strict=False):
-        times = (f"{ms:.4g} ms" if ms is not None else "n/a" for ms in (choice.ttft_ms, choice.tpot_ms))
+        times = ("n/a" if ms is None else in_ms(ms) for ms in choice.times_ms)
         rent = f"{choice.basket.usd_per_hour:.2f} ({choice.basket.provider})"
         carries = f"{choice.capacity_per_s:.4g}/s"
         table.add_row(name, str(choice.basket), rent, carries, str(choice.batch), *times)

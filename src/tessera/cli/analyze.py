@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tessera.cli.output import AsJson, cache_folder, console, print_json
-from tessera.errors import ArtifactError, UnknownName
+from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
 
 
@@ -21,8 +21,14 @@ def analyze(
 ) -> None:
     """Find what depends on what: between the launches of a trace, or in the code of PTX kernels."""
     if _is_ptx(file):
+        if output is not None:
+            remedy = "Leave it out, and use --json for what is found."
+            raise TesseraError("PTX has no graph of launches to write", remedy, "--output")
         _analyze_ptx(file, explain, as_json)
         return
+    if explain is not None:
+        remedy = "Give a file of PTX; `tessera plan --explain` says what a launch costs where."
+        raise TesseraError("only the code of a PTX kernel is explained line by line", remedy, "--explain")
     from tessera.analyze import build_graph
     from tessera.report import graph_table
 

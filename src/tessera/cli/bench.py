@@ -6,7 +6,7 @@ from tessera.cli import bench_paper, bench_serve
 
 app = typer.Typer(
     help="Measure a running server, or make the published evaluation again.",
-    no_args_is_help=True,
+    no_args_is_help=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -42,7 +42,9 @@ def capture(
         bool,
         typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU."),
     ] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The trace to write.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The trace to write.", show_default="STEP.trace")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Record the launches of one step of a model."""

@@ -34,6 +34,14 @@ PROMPTS = (
 )
 PROMPT_TOKENS = 48
 SIMULATED_REQUESTS = 12
+WORDS = (
+    "A lane is one way to place the launches; requests take turns among the lanes. "
+    "Rates by busy time alone leave out all waiting."
+)
+SMALL = (
+    "So small a model gains by a second GPU, but not by dividing a request between two: "
+    'for one that does, see "A plan with a gain" in the README.'
+)
 # Both objectives, and a policy that always divides every layer: whether the best plan divides so small a
 # model hangs on a per cent, and the comparison of bits should not.
 POLICIES = (
@@ -89,10 +97,14 @@ def _run(
     from tessera.capture import build, record
     from tessera.capture.text import prompt_inputs
     from tessera.execute import Engine
+    from tessera.execute.hub import FORKSERVER, hidden_main
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
     from tessera.profile import make_cluster, parse_devices
 
     cluster = make_cluster(parse_devices(devices), link)
+    if len(cluster.devices) < 2:
+        remedy = "Name two or more, such as emu:a100,emu:l40s."
+        raise TesseraError("the demo divides work, and one device divides none", remedy, "--devices")
     output.mkdir(parents=True, exist_ok=True)
     steps = (
         Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
@@ -120,7 +132,7 @@ def _run(
     for request in requests:
         reference.append(run_undivided(unit, request))
         advance("generating undivided, for comparison")
-    with Engine(plans, workloads[0].weights()) as engine:
+    with hidden_main(), Engine(plans, workloads[0].weights(), method=FORKSERVER) as engine:
         return [_run_policy(engine, plans, i, requests, reference, advance) for i in range(len(plans))]
 
 
@@ -218,7 +230,9 @@ def _show(policies: list[Policy], files: dict[str, str], found: dict[str, Any]) 
     if single:
         ratio = plan.simulated_per_s / single
         out.print(f"{ratio:.2f}x the throughput of the better of the two alone (modelled).")
-    out.print(explain(plan).verdict, markup=False)
+    said = explain(plan)
+    out.print(said.verdict, markup=False)
+    out.print(WORDS if said.is_gain else f"{WORDS} {SMALL}", markup=False)
     out.print(_generated(policies[0]))
     for policy in policies:
         word = "equal bit for bit" if policy.verified else "DIFFERENT"

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from tessera.cli.output import AsJson, console, print_json
@@ -66,7 +67,7 @@ def _table(found: tuple[Gpu, ...], tables: Tables | None) -> Table:
         " tessera gpus NAME"
     )
     if tables is None:
-        caption += f". {missing_note()}"
+        caption += f". {escape(missing_note())}"
     table = Table(title="GPUs that can be planned for", caption=caption, caption_justify="left")
     table.add_column("name", no_wrap=True)
     for title in ("GB", "TFLOP/s", "GB/s", "USD/h"):

@@ -10,7 +10,7 @@ from rich.table import Table
 from tessera.adapt import Capability, Factors, MonitorConfig, crossing_per_s
 from tessera.cli.output import console, print_json
 from tessera.errors import ArrivalsError
-from tessera.ir import Cluster, Costs, Objective, Plan, Quantiles, ServingReport, load
+from tessera.ir import Cluster, Costs, Objective, Plan, Quantiles, ServingReport, load, need_one_batch
 from tessera.simulate.adaptive import Replan
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
@@ -108,6 +108,8 @@ def run_online(paths: Sequence[Path], wanted: Wanted, has_monitor: bool, as_json
     """Simulates and shows."""
     setting = wanted.setting()
     plans = [(plan.policy, plan) for plan in (load(Plan, path) for path in paths)]
+    for path, (_, plan) in zip(paths, plans, strict=True):
+        need_one_batch(plan, "a simulation of arrivals", str(path))
     plans = _distinct(plans, paths)
     known: tuple[Capability, ...] = ()
     adaptive = None

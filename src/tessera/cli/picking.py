@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import TesseraError
-from tessera.ir import DeviceKind, Plan
+from tessera.ir import DeviceKind, Plan, need_one_batch
 
 if TYPE_CHECKING:
     from tessera.execute.pick import Trial
@@ -44,6 +44,8 @@ def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
         return
     if len(plans) < 2:
         raise TesseraError("there is one plan, and nothing to pick from", "Give several.", "--pick")
+    for plan in plans:
+        need_one_batch(plan, "trying plans out", "--pick")
     emulated = [d.name for d in plans[0].cluster.devices if d.kind is DeviceKind.EMU]
     if emulated:
         raise TesseraError(

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tessera.cli import batches
-from tessera.cli.batches import Tried, apart, best, by_batch
+from tessera.cli.batches import by_batch
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan_text import document, reasons, show, show_reasons
-from tessera.errors import MismatchError, PlanInfeasible, TesseraError, UnknownName
-from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
+from tessera.errors import MismatchError, TesseraError, UnknownName
+from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
 
 if TYPE_CHECKING:
-    from tessera.plan import Wish
+    from tessera.plan import Tried, Wish
 
 __all__ = ["document", "plan", "show", "show_reasons"]
 
@@ -24,7 +24,7 @@ LINK_HELP = (
     "emu:a100-emu:l40s=nvlink."
 )
 PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=emu:l40s', mm=..., decode=..."
-BATCH_HELP = "The traces are of several batches of the same steps: choose the batch."
+BATCH_HELP = "The traces are of several batches of the same steps: choose the batch, lane by lane."
 
 
 def plan(
@@ -47,7 +47,9 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan to write.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide which device runs which launch, and what that gives.
@@ -62,60 +64,61 @@ def plan(
     wishes = _wishes(pin or [], forbid or [])
 
     def prices(unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
-        return _prices(unit, costs or [], devices, link or [], bus or [])
+        known = {trace.digest for trace in loaded}
+        return _prices(unit, known, costs or [], devices, link or [], bus or [])
 
-    def make(unit: WorkUnit, cluster: Cluster, priced: tuple[Costs, ...]) -> Plan:
-        from tessera.flow import make_plan
-
-        return make_plan(unit, priced, cluster, goal, slots, policy, wishes)
-
-    with progress("building graphs", 3 * len(units)) as advance:
-        tried = [_try(chosen, _counts(counts), make, prices, advance) for chosen in units]
-    made = _made(tried, goal)
-    alone = apart(tried, slots) if batch_choices and not wishes else ()
+    with progress("building graphs", 3 * len(units) + (len(units) > 1)) as advance:
+        tried = [_variant(chosen, _counts(counts), prices, advance) for chosen in units]
+        cluster = tried[0][0]
+        made, alone = _planned(cluster, [v for _, v in tried], goal, slots, policy, wishes, advance)
     path = output or traces[-1].with_suffix(".plan")
     save(made, path)
     if as_json:
         seconds = round(time.perf_counter() - started, 3)
-        more = batches.document(tried, alone) if batch_choices else {}
+        more = batches.document(made, alone) if batch_choices else {}
         more |= {"explain": reasons(made)} if explain else {}
         print_json(document(made) | more | {"output": str(path), "seconds": seconds})
     else:
         show(made)
         if batch_choices:
-            batches.show(tried, alone, goal)
+            batches.show(made, alone)
         if explain:
             show_reasons(made)
         console().print(f"{path}: written", markup=False)
 
 
-def _try(
+def _variant(
     traces: Sequence[Trace],
     counts: tuple[int, ...] | None,
-    make: Callable[[WorkUnit, Cluster, tuple[Costs, ...]], Plan],
     prices: Callable[[WorkUnit], tuple[Cluster, tuple[Costs, ...]]],
     advance: Callable[[str], None],
-) -> Tried:
-    """One batch; that its plan is infeasible is kept, since another batch may not be."""
+) -> tuple[Cluster, Variant]:
+    """The steps of one batch, priced."""
     from tessera.flow import make_unit
 
     unit = make_unit(traces, counts)
     advance("pricing")
     cluster, costs = prices(unit)
     advance("planning")
-    try:
-        made: Plan | PlanInfeasible = make(unit, cluster, costs)
-    except PlanInfeasible as error:
-        made = error
-    advance("planned")
-    return Tried(traces[0].step.batch, unit, cluster, costs, made)
+    return cluster, Variant(unit, costs)
 
 
-def _made(tried: list[Tried], goal: Objective) -> Plan:
-    """The plan; of several batches the best."""
-    if len(tried) == 1 and isinstance(tried[0].made, PlanInfeasible):
-        raise tried[0].made
-    return best(tried, goal)
+def _planned(
+    cluster: Cluster,
+    variants: list[Variant],
+    goal: Objective,
+    slots: int,
+    policy: str | None,
+    wishes: "tuple[Wish, ...]",
+    advance: Callable[[str], None],
+) -> "tuple[Plan, tuple[Tried, ...]]":
+    """The plan, and what each batch by itself gives."""
+    from tessera.flow import make_batched_plan
+    from tessera.plan import PlanConfig
+
+    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=wishes)
+    found = make_batched_plan(variants, cluster, config, advance)
+    return found.plan, found.tried
 
 
 def _wishes(pins: list[str], forbidden: list[str]) -> "tuple[Wish, ...]":
@@ -142,9 +145,14 @@ def _counts(text: str | None) -> tuple[int, ...] | None:
 
 
 def _prices(
-    unit: WorkUnit, files: list[Path], devices: str | None, links: list[str], buses: list[str]
+    unit: WorkUnit,
+    known: set[str],
+    files: list[Path],
+    devices: str | None,
+    links: list[str],
+    buses: list[str],
 ) -> tuple[Cluster, tuple[Costs, ...]]:
-    """Costs from the files given, or made from the best source present."""
+    """Costs from the files given, or made from the best source present; known: digests of all traces."""
     from tessera.flow import price
     from tessera.profile import parse_devices, wire
 
@@ -161,7 +169,7 @@ def _prices(
     by_trace = {c.trace_digest: c for c in loaded.values()}
     steps = {g.trace.digest: g.trace.step for g in unit.graphs}
     for path, found in loaded.items():
-        if found.trace_digest not in steps:
+        if found.trace_digest not in known:
             raise MismatchError(
                 "these are costs of another trace", "Price this trace with `tessera profile`.", str(path)
             )

@@ -11,9 +11,8 @@ from tessera.ir import Plan
 
 def document(made: Plan) -> dict[str, Any]:
     """A plan in figures, all modelled."""
-    total = sum(lane.rate_per_s for lane in made.lanes)
+    total = sum(lane.rate_per_s * made.weight_of(lane) for lane in made.lanes)
     names = made.cluster.names
-    batch = made.unit.graphs[0].trace.step.batch
     return {
         "objective": made.objective.value,
         "policy": made.policy,
@@ -27,12 +26,13 @@ def document(made: Plan) -> dict[str, Any]:
         "slots": made.slots,
         "max_slots": made.max_slots,
         "by_slots": {str(slots): rate for slots, rate in made.by_slots},
-        "batch": batch,
-        "rows_per_s": batch * made.simulated_per_s,
+        "batch": made.batch,
+        "rows_per_s": made.rows_per_s,
         "lanes": [
             {
-                "share": lane.rate_per_s / total,
+                "share": lane.rate_per_s * made.weight_of(lane) / total,
                 "rate": lane.rate_per_s,
+                "batch": made.batch_of(lane),
                 "launches": {
                     name: sum(step.count(i) for step in lane.placement.devices)
                     for i, name in enumerate(names)
@@ -72,17 +72,29 @@ def reasons(made: Plan) -> dict[str, Any]:
 def show(made: Plan) -> None:
     """A plan for people."""
     from tessera.plan import explain
-    from tessera.report import comparison_table, devices_table, layer_picture
+    from tessera.report import comparison_table, devices_table, layer_picture, main_lane
 
     out = console()
     step = len(made.unit.graphs) - 1
-    lane = max(range(len(made.lanes)), key=lambda i: made.lanes[i].rate_per_s)
-    out.print(layer_picture(made, lane, step))
+    out.print(layer_picture(made, main_lane(made), step))
+    if made.variants:
+        out.print(_lanes(made))
+        out.print(f"Rates below count requests of batch {made.batch}.", markup=False)
     out.print(devices_table(made))
     out.print(comparison_table(made))
     out.print(explain(made).verdict, markup=False)
     for line in _money(made):
         out.print(line, markup=False)
+
+
+def _lanes(made: Plan) -> Table:
+    """Lanes of unlike batches."""
+    found = document(made)["lanes"]
+    table = Table("lane", "batch", "share of the rows", "requests/s", "launches on", title="Lanes (modelled)")
+    for number, lane in enumerate(found):
+        where = ", ".join(f"{name} {num:,}" for name, num in lane["launches"].items() if num)
+        table.add_row(str(number), str(lane["batch"]), f"{lane['share']:.0%}", f"{lane['rate']:.4g}", where)
+    return table
 
 
 def _money(made: Plan) -> list[str]:

@@ -17,7 +17,9 @@ DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this 
 def profile(
     trace: Annotated[Path | None, typer.Argument(help="The trace to price.", show_default=False)] = None,
     devices: Annotated[str, typer.Option(help=DEVICES_HELP)] = "",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The costs to write.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The costs to write.", show_default="TRACE.costs")
+    ] = None,
     store: Annotated[
         Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
     ] = None,
@@ -80,7 +82,9 @@ def _price(
             out.print(f"note: {remark}", markup=False)
         if plot is not None:
             out.print(f"{plot}: ratios of {len(costs.costs)} launches", markup=False)
-        how = f"{len(costs.costs)} launches on {len(costs.devices)} devices ({_sources(costs)})"
+        num = len(costs.devices)
+        where = f"{num} device{'s' if num > 1 else ''}"
+        how = f"{len(costs.costs)} launches on {where} ({_sources(costs)})"
         out.print(f"{path}: {how}", markup=False)
     return document
 

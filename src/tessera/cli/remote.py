@@ -66,7 +66,8 @@ class Meeting:
             from torch.distributed.rendezvous import rendezvous as meet
 
             if "RANK" not in os.environ:
-                raise TesseraError("this process was not started by torchrun", place="--torchrun")
+                remedy = "Start it so: torchrun ... -m tessera ..., or use --rendezvous."
+                raise TesseraError("this process was not started by torchrun", remedy, "--torchrun")
             store, own_rank, world = next(iter(meet("env://")))
             host = os.environ["MASTER_ADDR"]
             return Meeting(own_rank, host, 0, check_secret(host, secret), store, world)

@@ -34,7 +34,8 @@ def report(
     from tessera.report import write_report
 
     if not folder.is_dir():
-        raise TesseraError("there is no such folder", "Give the folder that holds the plans.", str(folder))
+        what = "this is a file, not a folder" if folder.exists() else "there is no such folder"
+        raise TesseraError(what, "Give the folder that holds the plans.", str(folder))
     plans = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) == "plan")
     evaluation = folder / EVALUATION
     if not plans and not evaluation.is_file():

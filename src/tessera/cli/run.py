@@ -19,7 +19,7 @@ from tessera.ir import Plan, load
 
 if TYPE_CHECKING:
     from tessera.execute import Engine, RunResult
-    from tessera.flow import UnitRequest
+    from tessera.flow import BatchRequest, UnitRequest
 
 __all__ = ["overlap", "per_device", "run"]
 
@@ -43,7 +43,7 @@ def run(
     plain: Annotated[
         bool, typer.Option("--plain", help="One instruction at a time, waiting for each.")
     ] = False,
-    transport: Annotated[str, typer.Option(help="How workers pass bytes on: shm or gloo.")] = "shm",
+    transport: Annotated[str, typer.Option(help="How workers pass bytes on: shm, gloo or nccl.")] = "shm",
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which a run counts its slowest device as lost.")
     ] = None,
@@ -82,7 +82,7 @@ def run(
                 serve_rank(plans, meeting, plain)
                 return
             options["hub"] = meeting.hub(plans)
-        for graph in plans[0].unit.graphs:
+        for graph in plans[0].graphs:
             check_runnable(graph.trace, place)
         with progress("building the model", total) as advance:
             ran, equal = _run(plans, requests, verify, 0 if pick else switch_every, options, advance)
@@ -109,25 +109,30 @@ def _run(
 ) -> tuple[Ran, bool | None]:
     """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
     from tessera.execute import Engine
-    from tessera.flow import UnitRequest, run_undivided, workloads_of
+    from tessera.execute.hub import FORKSERVER, hidden_main
+    from tessera.flow import as_run, requests_of, run_undivided
 
-    workloads = workloads_of(plans[0].unit)
-    work = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(num)]
+    weights, work = requests_of(plans[0], num)
     advance("starting workers")
-    with Engine(plans, workloads[0].weights(), **options) as engine:
+    with hidden_main(), Engine(plans, weights, method=FORKSERVER, **options) as engine:
         picked = None if switch_every else _try_out(engine, plans, work, advance)
         ran = replace(_through(engine, work, len(plans), switch_every, advance), picked=picked)
     if not verify:
         return ran, None
     equal = True
     for request, result in zip(work, ran.results, strict=True):
-        equal &= bool(result.error) or is_equal(run_undivided(plans[0].unit, request), result)
+        if not result.error:
+            unit, own = as_run(plans[result.policy], result.lane, request)
+            equal &= is_equal(run_undivided(unit, own), result)
         advance(f"compared request {request.seed}")
     return ran, equal
 
 
 def _try_out(
-    engine: "Engine", plans: Sequence[Plan], work: "Sequence[UnitRequest]", advance: Callable[[str], None]
+    engine: "Engine",
+    plans: Sequence[Plan],
+    work: "Sequence[UnitRequest | BatchRequest]",
+    advance: Callable[[str], None],
 ) -> Picked:
     """Tries every plan on the requests over and over; the fastest is the policy from then on."""
     from tessera.execute.pick import EACH, pick, try_all
@@ -146,7 +151,7 @@ def _try_out(
 
 def _through(
     engine: "Engine",
-    work: "Sequence[UnitRequest]",
+    work: "Sequence[UnitRequest | BatchRequest]",
     num_policies: int,
     switch_every: int,
     advance: Callable[[str], None],
@@ -184,6 +189,7 @@ def _document(
         "lanes": [
             sum(r.lane == i and r.policy == first for r in ran.results) for i in range(len(plan.lanes))
         ],
+        "batches": [plan.batch_of(lane) for lane in plan.lanes],
         "policies": {
             f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
             for n, p in enumerate(plans)

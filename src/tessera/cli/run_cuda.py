@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from tessera.cli.picking import Picked
 from tessera.cli.ran import Ran
 from tessera.errors import MismatchError
-from tessera.ir import DeviceKind, Plan
+from tessera.ir import DeviceKind, Plan, need_one_batch
 
 
 def is_for_gpus(plan: Plan, place: str) -> bool:
@@ -23,9 +23,10 @@ def is_for_gpus(plan: Plan, place: str) -> bool:
 
 
 def check_gpus(plan: Plan, place: str) -> None:
-    """Raises MismatchError if this machine lacks a GPU of the plan."""
+    """Raises MismatchError if this machine lacks a GPU of the plan, or the plan has several batches."""
     import torch
 
+    need_one_batch(plan, "a run on GPUs", place)
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     missing = [d.name for d in plan.cluster.devices if d.ordinal >= have]
     if missing:

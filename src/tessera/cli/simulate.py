@@ -124,6 +124,7 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """A simulated run in figures."""
     from tessera.simulate import throughput_per_s
 
+    reached = throughput_per_s(timeline)
     times = sorted(stop - start for start, stop in _service(timeline))
     busy = timeline.busy_us()
     whole = timeline.makespan_us or 1.0
@@ -132,7 +133,8 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "clock": timeline.clock.value,
         "requests": len(timeline.requests),
         "slots": plan.slots,
-        "throughput": throughput_per_s(timeline),
+        "throughput": reached,
+        "rows_per_s": plan.batch * reached,
         "makespan_us": timeline.makespan_us,
         "latency_us": {name: times[int(q * (len(times) - 1))] for name, q in QUANTILES.items()},
         "utilisation": {name: busy.get(name, 0.0) / whole for name in (*plan.cluster.names, *links)},
@@ -155,9 +157,10 @@ def _show(plan: Plan, timeline: Timeline, found: dict[str, Any]) -> None:
 
     out = console()
     out.print(devices_table(plan, timeline))
+    counted = f" (requests of batch {plan.batch})" if plan.variants else ""
     out.print(
         f"simulated: {found['requests']} requests in {duration(found['makespan_us'])}, "
-        f"{rate(found['throughput'])} with {plan.slots} in flight; one request "
+        f"{rate(found['throughput'])}{counted} with {plan.slots} in flight; one request "
         f"p50 {duration(found['latency_us']['p50'])}, p99 {duration(found['latency_us']['p99'])}"
     )
     for key in ("trace", "page"):

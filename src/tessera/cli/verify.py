@@ -33,7 +33,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of the orders.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Prove a trace's dependencies by running: legal orders agree bit for bit, broken ones do not."""
+    """Try a trace's dependencies by running: legal orders agree bit for bit, broken ones do not."""
     if orders < 1:
         raise TesseraError(f"{orders} orders prove nothing", "Use at least one.", "--orders")
     trace = load(Trace, file)

@@ -32,7 +32,7 @@ def worker(
 ) -> None:
     """Compute for a service that runs on another machine."""
     if rendezvous is None and not torchrun:
-        raise TesseraError("where to?", "Name the service's address.", "--rendezvous")
+        raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
     if rank < ANY:
         raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
     if not min(patience, again) >= 0:

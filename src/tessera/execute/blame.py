@@ -51,7 +51,7 @@ def whereabouts(plan: Plan, hub: Hub, device: int, flights: Mapping[int, Underwa
         if known is None or known[0] != ticket or flight.program is None or known[1] < 0:
             continue
         column = flight.program.instructions[device]
-        graph = plan.unit.graphs[flight.program.step]
+        graph = plan.graphs[flight.program.step]
         words = describe(graph, flight.program, column[known[1]])
         step = graph.trace.step.kind
         return f"at instruction {known[1]} of {len(column)}, {words}, {step} of {flight.what}"

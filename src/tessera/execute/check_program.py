@@ -46,7 +46,7 @@ def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
     """Raises RuleBroken with the first rule that a program of a lane breaks, and where."""
     for program in programs:
         verify(program)
-        _Checker(Case(plan, plan.unit.graphs[program.step], program)).check()
+        _Checker(Case(plan, plan.graphs[program.step], program)).check()
 
 
 class _Checker:

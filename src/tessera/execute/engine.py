@@ -13,6 +13,7 @@ silently and no process is left behind.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from tessera.errors import TesseraError, WorkerError
@@ -20,10 +21,12 @@ from tessera.execute.answers import problem_of
 from tessera.execute.blame import blame, whereabouts
 from tessera.execute.crew import MakeHub, make_crew
 from tessera.execute.flight import (
+    AnyBatch,
     Flight,
     Request,
     RunResult,
     Tensors,
+    check_batches,
     computes,
     make_flight,
     participants,
@@ -34,7 +37,7 @@ from tessera.execute.packing import Packed, pack, pack_all, unpack_all
 from tessera.execute.spans import SpanLog
 from tessera.ir import Plan, Program, Timeline
 
-__all__ = ["Engine", "Request", "RunResult", "Tensors"]
+__all__ = ["AnyBatch", "Engine", "Request", "RunResult", "Tensors"]
 
 
 class Engine:
@@ -68,7 +71,7 @@ class Engine:
         self._policy = 0
         self._log = SpanLog(self._plans[0], self._hub.clock_offset_s)
         self._flights: dict[int, Flight] = {}
-        self._pending: list[tuple[int, Request]] = []
+        self._pending: list[tuple[int, Request | AnyBatch]] = []
         self._results: dict[int, RunResult] = {}
         # One message for every device that was lost, in order.
         self.faults: list[WorkerError] = []
@@ -94,7 +97,7 @@ class Engine:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request | AnyBatch],
         on_done: Callable[[int], None] = lambda number: None,
         *,
         is_strict: bool = True,
@@ -104,6 +107,7 @@ class Engine:
         Where requests fail because of lost devices, raises the last fault; if not strict, returns their
         results with an error in each.
         """
+        check_batches(self._plans[0], requests)
         self._log.begin()
         self._routes.reset()
         self._abandon()
@@ -120,7 +124,11 @@ class Engine:
 
     def timeline(self) -> Timeline:
         """What the last `run` did, by this machine's clock: one span per launch and transfer."""
-        return self._log.timeline()
+        found = self._log.timeline()
+        if not self._plans[0].variants:
+            return found
+        lanes = [(self._plans[r.policy], r.lane) for r in (self._results[n] for n, _, _ in found.requests)]
+        return replace(found, weights=tuple(plan.weight_of(plan.lanes[lane]) for plan, lane in lanes))
 
     def compute_us(self) -> dict[str, float]:
         """Device -> CPU time of its launches in the last `run`."""
@@ -168,7 +176,7 @@ class Engine:
                 number, request = self._pending.pop()
                 self._admit(number, request, slot, 0)
 
-    def _admit(self, number: int, request: Request, slot: int, restarts: int) -> None:
+    def _admit(self, number: int, request: Request | AnyBatch, slot: int, restarts: int) -> None:
         route = self._routes.take(self._policy)
         if route is None:
             self._results[number] = RunResult(-1, self._policy, restarts=restarts, error=str(self.faults[-1]))
@@ -180,9 +188,10 @@ class Engine:
     def _send_run(self, flight: Flight) -> None:
         """Starts the next run of a request on every device that takes part in it."""
         index, run = flight.left.pop()
-        program = self._routes.all[flight.route].programs[index]
+        route = self._routes.all[flight.route]
+        program, step = route.programs[index], route.programs[index].step - route.first_step
         last = flight.result.outputs[-1] if flight.result.outputs else {}
-        inputs = pack_all(flight.request.inputs(program.step, run, last)) if computes(program) else {}
+        inputs = pack_all(flight.request.inputs(step, run, last)) if computes(program) else {}
         fresh = self._take_state(flight, program)
         devices = participants(program, set(fresh))
         self._tickets += 1
@@ -196,7 +205,7 @@ class Engine:
 
     def _take_state(self, flight: Flight, program: Program) -> dict[int, dict[str, Packed]]:
         """Device -> the state that lives there and that this run is the first to use."""
-        buffers = self._plans[0].unit.graphs[program.step].trace.buffers
+        buffers = self._plans[0].graphs[program.step].trace.buffers
         found: dict[int, dict[str, Packed]] = {}
         for buffer, device in program.homes:
             name = buffers[buffer].name
@@ -209,7 +218,7 @@ class Engine:
         if flight is None:  # cancelled in the meantime
             return
         assert flight.program is not None, "a flight with a ticket has a program"
-        trace = self._plans[0].unit.graphs[flight.program.step].trace
+        trace = self._plans[0].graphs[flight.program.step].trace
         wrong = problem_of(done, trace, flight.program, device, flight.missing)
         if wrong:
             self._lose(device, wrong)
@@ -253,7 +262,7 @@ class Engine:
             for other in flight.missing - self._routes.lost:
                 self._hub.order(other, Cancel(ticket))
         for flight in hit.values():
-            self._admit(flight.number, flight.request, flight.slot, flight.result.restarts + 1)
+            self._admit(flight.number, flight.given, flight.slot, flight.result.restarts + 1)
         self._admit_all()
         self._fail_pending()
 

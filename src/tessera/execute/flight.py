@@ -1,13 +1,14 @@
 """Flight: a request in a slot; and which lanes there are for one.
 
 The lanes of all loaded plans are numbered one after another. A policy is a plan; a request is admitted under
-one and follows one of its lanes, or, when devices are lost, any lane that avoids them.
+one and follows one of its lanes, or, when devices are lost, any lane that avoids them. Where lanes are of
+unlike batches the lane comes first: only then is the request asked for its inputs and state.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +27,14 @@ class Request(Protocol):
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
         """The inputs of the run-th run of a step, given the outputs of the run before it."""
+
+
+@runtime_checkable
+class AnyBatch(Protocol):
+    """A request that can be had at every batch that a plan's lanes have."""
+
+    def at(self, variant: int) -> Request:
+        """The request at the batch of one of the plan's variants; asked again, the same."""
 
 
 @dataclass
@@ -58,6 +67,9 @@ class Route:
     programs: tuple[Program, ...]
     # Devices that take part in any of its runs.
     devices: frozenset[int]
+    # The variant that its requests are of, and the number of its first step among those of all variants.
+    variant: int = 0
+    first_step: int = 0
 
 
 @dataclass
@@ -66,6 +78,8 @@ class Flight:
 
     number: int
     slot: int
+    # As it was given, and as it is at the batch of its lane.
+    given: Request | AnyBatch
     request: Request
     route: int
     result: RunResult
@@ -92,7 +106,7 @@ class Routes:
         _check_alike(plans)
         self._plans = plans
         self.all = [
-            Route(policy, lane, tuple(found), _devices(found))
+            _route(plans[policy], policy, lane, found)
             for policy, lanes in enumerate(programs)
             for lane, found in enumerate(lanes)
         ]
@@ -139,14 +153,29 @@ class Routes:
         return self._tables[policy][0]
 
 
+def _route(plan: Plan, policy: int, number: int, programs: Sequence[Program]) -> Route:
+    lane = plan.lanes[number]
+    devices = _devices(programs)
+    return Route(policy, number, tuple(programs), devices, lane.variant, plan.first_step(lane))
+
+
 def make_flight(
-    number: int, slot: int, request: Request, route: int, routes: Routes, origin_s: float
+    number: int, slot: int, given: Request | AnyBatch, route: int, routes: Routes, origin_s: float
 ) -> Flight:
     """A request before its first run."""
     found = routes.all[route]
+    request = given.at(found.variant) if isinstance(given, AnyBatch) else given
     left = [(i, run) for i, p in enumerate(found.programs) for run in range(p.count)][::-1]
     result = RunResult(found.lane, found.policy, start_s=time.monotonic() - origin_s, slot=slot)
-    return Flight(number, slot, request, route, result, left, dict(request.state()))
+    return Flight(number, slot, given, request, route, result, left, dict(request.state()))
+
+
+def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
+    """Raises MismatchError if the plan's lanes are of unlike batches and a request has one batch only."""
+    if plan.variants and not all(isinstance(request, AnyBatch) for request in requests):
+        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
+        message = f"the plan has lanes of batch {batches}, and a request says what it is at one batch only"
+        raise MismatchError(message, "Give requests that have `at(variant)`, or plan for one batch.")
 
 
 def computes(program: Program) -> bool:
@@ -169,7 +198,8 @@ def _check_alike(plans: Sequence[Plan]) -> None:
     """Plans that run together are for the same steps on the same devices."""
     first = plans[0]
     for plan in plans[1:]:
-        same = [g.trace.digest for g in plan.unit.graphs] == [g.trace.digest for g in first.unit.graphs]
+        same = [g.trace.digest for g in plan.graphs] == [g.trace.digest for g in first.graphs]
+        same &= len(plan.variants) == len(first.variants)
         if not same or plan.cluster != first.cluster or plan.unit.counts != first.unit.counts:
             raise MismatchError(
                 f"the {plan.policy} plan is for other steps or devices than the {first.policy} plan",

@@ -90,7 +90,7 @@ def _weights(plan: Plan, programs: Programs, device: int) -> list[tuple[str, int
     found = []
     for lane in programs:
         for program in lane:
-            trace = plan.unit.graphs[program.step].trace
+            trace = plan.graphs[program.step].trace
             for buffer in program.weights[device]:
                 weight = trace.buffers[buffer]
                 name = f"{weight.name} of step {program.step}" if weight.constant_hex else weight.name

@@ -154,7 +154,8 @@ class LocalHub:
     setups: Sequence[worker.Setup]
     programs: Programs
     transport: str = "shm"
-    # How processes are started: spawn, or forkserver where many engines are started in a row.
+    # How processes are started: by themselves (spawn), or from one process that imports torch for all of them
+    # (forkserver); that one stays until the program ends, so it is for programs that are Tessera's own.
     method: str = "spawn"
     _orders: list[Connection] = field(default_factory=list)
     _processes: list[BaseProcess] = field(default_factory=list)

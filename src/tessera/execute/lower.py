@@ -32,7 +32,7 @@ def lower(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 def lower_lane(plan: Plan, lane: int) -> tuple[Program, ...]:
     """The programs of one lane in the order a request runs them."""
     programs: list[Program] = []
-    for step in range(len(plan.unit.graphs)):
+    for step in range(len(plan.unit_of(plan.lanes[lane]).graphs)):
         if step > 0:
             programs += _migration(plan, lane, step)
         programs.append(_lower_step(plan, lane, step))
@@ -42,15 +42,16 @@ def lower_lane(plan: Plan, lane: int) -> tuple[Program, ...]:
 
 
 def _lower_step(plan: Plan, lane: int, step: int) -> Program:
-    graph = plan.unit.graphs[step]
-    place = plan.lanes[lane].placement.devices[step]
+    chosen = plan.lanes[lane]
+    unit, place = plan.unit_of(chosen), chosen.placement.devices[step]
+    graph = unit.graphs[step]
     num_devices = len(plan.cluster.devices)
     transfers = _transfers(graph, place)
     lists = _instructions(graph, place, transfers, num_devices)
     return Program(
         lane,
-        step,
-        plan.unit.counts[step],
+        plan.first_step(chosen) + step,
+        unit.counts[step],
         tuple(tuple(column) for column in lists),
         transfers,
         _weights(graph.trace, place, num_devices),
@@ -147,11 +148,11 @@ def _outputs(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[str, int], ...
 
 def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
     """State that an earlier step left on one device and this step wants on another; empty if none."""
-    placement = plan.lanes[lane].placement.devices
-    wanted = _state_homes(plan.unit.graphs[step], placement[step])
+    placement, graphs = plan.lanes[lane].placement.devices, plan.unit_of(plan.lanes[lane]).graphs
+    wanted = _state_homes(graphs[step], placement[step])
     programs = []
     for before in range(step - 1, -1, -1):  # the last step that had it is where it lives
-        graph = plan.unit.graphs[before]
+        graph = graphs[before]
         transfers = []
         for buffer, device in _homes(graph, placement[before]):
             name = graph.trace.buffers[buffer].name
@@ -178,4 +179,5 @@ def _moves(plan: Plan, lane: int, step: int, transfers: list[Transfer]) -> Progr
         lists[transfer.dst].append(Recv(number))
     none: tuple[tuple[int, ...], ...] = tuple(() for _ in plan.cluster.devices)
     columns = tuple(tuple(column) for column in lists)
-    return Program(lane, step, 1, columns, tuple(transfers), none, (), ())
+    number = plan.first_step(plan.lanes[lane]) + step
+    return Program(lane, number, 1, columns, tuple(transfers), none, (), ())

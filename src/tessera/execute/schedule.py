@@ -149,15 +149,17 @@ LEAD = 1.5
 class LaneTable:
     """Which lane the next request takes.
 
-    The lane of the request that has just ended, so that the slots stay divided among the lanes as they are
-    and none of the devices runs dry; unless that lane is more than `LEAD` requests ahead of its share, or
-    nothing has ended yet: then the lane that is furthest behind. Shares are those of the plan's table, or of
-    the lanes' rates where there is no table.
+    With a table, slots follow lanes: entry i is the lane of slot i, and so on from the beginning where there
+    are more slots. A request takes the first entry that no request in flight holds, so with all slots full
+    the lane of the one that has just ended.
+
+    Without one, the lane of the request that has just ended, unless that lane is more than `LEAD` requests
+    ahead of its share by the lanes' rates, or nothing has ended yet: then the lane that is furthest behind.
     """
 
     def __init__(self, lanes: Sequence[Lane], slots: int, table: Sequence[int] = ()) -> None:
-        counts = [float(table.count(i)) for i in range(len(lanes))] if table else []
-        rates = counts or [lane.rate_per_s for lane in lanes]
+        self._order = [table[i % len(table)] for i in range(slots)] if table else []
+        rates = [lane.rate_per_s for lane in lanes]
         self._share = [rate / sum(rates) for rate in rates]
         self._cap = [max(1, -int(-slots * share // 1)) for share in self._share]
         self._started = [0] * len(lanes)
@@ -166,12 +168,25 @@ class LaneTable:
 
     def take(self) -> int:
         """Chooses a lane for one request."""
+        if self._order:
+            lane = self._first_free()
+            self._running[lane] += 1
+            return lane
         lane = self._ended.pop() if self._ended else self._behind()
         if self._started[lane] + 1 - self._share[lane] * (sum(self._started) + 1) > LEAD:
             lane = self._behind()
         self._started[lane] += 1
         self._running[lane] += 1
         return lane
+
+    def _first_free(self) -> int:
+        """The lane of the first slot that is free; if none is, as if the slots began again."""
+        held = self._running.copy()
+        for lane in self._order:
+            if held[lane] == 0:
+                return lane
+            held[lane] -= 1
+        return self._order[sum(self._running) % len(self._order)]
 
     def _behind(self) -> int:
         """Of the lanes that hold no more than their share of the slots, the one furthest behind."""

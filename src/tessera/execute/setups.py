@@ -25,13 +25,13 @@ def make_setups(
     is_plain: bool = False,
 ) -> list[Setup]:
     """One a device, with the weights that some lane reads there."""
-    traces = tuple(g.trace for g in plans[0].unit.graphs)
+    traces = tuple(g.trace for g in plans[0].graphs)
     lanes = [route.programs for route in routes.all]
     setups = []
     for device, footprint in enumerate(found):
         names = {traces[p.step].buffers[b].name for lane in lanes for p in lane for b in p.weights[device]}
         own = {name: tensor for name, tensor in weights.items() if name in names}
         slots, size = footprint.slots, footprint.slot_bytes
-        us = tuple(tuple(row[device].us for row in costs.costs) for costs in plans[0].costs)
+        us = tuple(tuple(row[device].us for row in costs.costs) for costs in plans[0].prices)
         setups.append(Setup(device, traces, lanes, own, slots, size, num_threads, is_plain, us=us))
     return setups

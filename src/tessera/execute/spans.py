@@ -28,7 +28,7 @@ class SpanLog:
     def add(self, device: int, done: Done, program: Program, request: int, slot: int) -> None:
         """Takes in what one worker did for one run."""
         names = self._plan.cluster.names
-        trace = self._plan.unit.graphs[program.step].trace
+        trace = self._plan.graphs[program.step].trace
         spans = self._spans.setdefault(request, [])
         for launch, start, stop, cpu_s in done.spans:
             label = trace.kernel_of(int(launch)).name

@@ -79,7 +79,7 @@ class StateRegion:
 def with_memory(plan: Plan, programs: Sequence[Program]) -> tuple[Program, ...]:
     """The programs of one lane, each with places, signals and waits."""
     state = _state_regions(plan, programs)
-    return tuple(_placed(plan.unit.graphs[p.step], p, state) for p in programs)
+    return tuple(_placed(plan.graphs[p.step], p, state) for p in programs)
 
 
 def lower_bound(graph: Graph, program: Program, device: int) -> int:
@@ -106,7 +106,7 @@ def _state_regions(plan: Plan, programs: Sequence[Program]) -> list[StateRegion]
     """Per device, all state that lives there in some program of the lane."""
     regions = [StateRegion() for _ in plan.cluster.devices]
     for program in programs:
-        buffers = plan.unit.graphs[program.step].trace.buffers
+        buffers = plan.graphs[program.step].trace.buffers
         lives = [*program.homes, *((t.buffer, d) for t in program.transfers for d in (t.src, t.dst))]
         for buffer, device in lives:
             if buffers[buffer].kind is BufferKind.STATE:

@@ -25,7 +25,7 @@ from tessera.execute.inbox import Hangup, Wake
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Failed, PeerLost
 from tessera.execute.packing import pack_all, unpack_all
 from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
-from tessera.ir import BufferKind, Plan, Program
+from tessera.ir import BufferKind, Plan, Program, need_one_batch
 
 
 @dataclass
@@ -65,6 +65,8 @@ class WorkerStepper:
         method: str = "spawn",
         hub: MakeHub | None = None,
     ) -> None:
+        for plan in plans:
+            need_one_batch(plan, "a service")
         crew = make_crew(plans, weights, num_threads, transport, False, method, hub)
         self._plans, self._routes, self._hub = crew.plans, crew.routes, crew.hub
         self.footprints, self.shape = crew.footprints, shape

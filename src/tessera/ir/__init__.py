@@ -9,7 +9,17 @@ from tessera.ir.costs import Cost, Costs, Source
 from tessera.ir.files import digest, kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.kernel import Access, Kernel, Origin, Region, region
-from tessera.ir.plan import Baseline, Lane, Objective, Placement, Plan, Robust, lane_sequence
+from tessera.ir.plan import (
+    Baseline,
+    Lane,
+    Objective,
+    Placement,
+    Plan,
+    Robust,
+    Variant,
+    lane_sequence,
+    need_one_batch,
+)
 from tessera.ir.program import (
     Free,
     Instruction,
@@ -43,6 +53,7 @@ __all__ = [
     "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Free", "Graph", "Hazard",
     "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Place", "Placement", "Plan",
     "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Signal", "Source",
-    "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "View", "Wait", "WorkUnit",
-    "arg_views", "digest", "kind_of", "lane_sequence", "load", "region", "save", "verify",
+    "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View", "Wait",
+    "WorkUnit", "arg_views", "digest", "kind_of", "lane_sequence", "load", "need_one_batch", "region", "save",
+    "verify",
 ]  # fmt: skip

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from tessera.ir.cluster import Device
 
+# A launch that takes longer than a day is a mistake; sums of such figures would also lose the small ones.
+MAX_COST_US = 24 * 3600 * 1e6
+
 
 class Source(StrEnum):
     """Where a number came from, best first."""
@@ -26,6 +29,11 @@ class Cost:
     # Of a table: which one, and how far its nearest point was. Of a launch that does more than move bytes and
     # multiply: what was added, and where that was measured. Else empty.
     detail: str = ""
+
+    @property
+    def is_sane(self) -> bool:
+        """Finite, not negative, and no longer than a day; NaN is none of these."""
+        return 0 <= self.us <= MAX_COST_US
 
 
 @dataclass(frozen=True)

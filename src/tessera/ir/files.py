@@ -22,7 +22,9 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Format 3 added lanes of unlike batches; records without such are written as before, and read as before.
+BEFORE_BATCHES = 2
 
 KINDS: dict[str, type] = {
     "trace": Trace,
@@ -54,7 +56,7 @@ def save(record: Any, path: str | Path) -> None:
     kind = next(k for k, cls in KINDS.items() if isinstance(record, cls))
     body = _body(record)
     checksum = hashlib.sha256(body).hexdigest()
-    header = {"tessera": kind, "version": FORMAT_VERSION, "bytes": len(body), "sha256": checksum}
+    header = {"tessera": kind, "version": _version(record), "bytes": len(body), "sha256": checksum}
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -76,7 +78,8 @@ def load(cls: type[T], path: str | Path) -> T:
         record = decode(cls, json.loads(body))
         verify(record)
     except (Undecodable, RuleBroken, json.JSONDecodeError, RecursionError) as error:
-        raise ArtifactError(f"not a valid {wanted}: {error}", _again(wanted), place) from error
+        what = "not valid costs" if wanted == "costs" else f"not a valid {wanted}"
+        raise ArtifactError(f"{what}: {error}", _again(wanted), place) from error
     return record
 
 
@@ -94,6 +97,18 @@ def _body(record: Any) -> bytes:
     return json.dumps(encode(record), separators=(",", ":"), allow_nan=False).encode()
 
 
+def _version(record: Any) -> int:
+    """The oldest format that has all that the record holds."""
+    is_new = (isinstance(record, Plan) and record.variants) or (
+        isinstance(record, Timeline) and record.weights
+    )
+    return FORMAT_VERSION if is_new else BEFORE_BATCHES
+
+
+def _expected(kind: str) -> str:
+    return "costs are expected" if kind == "costs" else f"a {kind} is expected"
+
+
 def _again(kind: str) -> str:
     return f"Make it again with `{MADE_BY[kind]}`."
 
@@ -109,18 +124,18 @@ def _split(place: str, wanted: str) -> tuple[Any, bytes]:
     except ValueError:
         head = None
     if not isinstance(head, dict) or "tessera" not in head:
-        raise ArtifactError(f"not a Tessera file; a {wanted} is expected", _again(wanted), place)
+        raise ArtifactError(f"not a Tessera file; {_expected(wanted)}", _again(wanted), place)
     return head, body
 
 
 def _check_header(head: dict[str, Any], body: bytes, wanted: str, place: str) -> None:
     kind, version = head["tessera"], head.get("version")
     if kind != wanted:
-        raise ArtifactError(f"this is a {kind} file; a {wanted} is expected", _again(wanted), place)
+        raise ArtifactError(f"this is a {kind} file; {_expected(wanted)}", _again(wanted), place)
     if not isinstance(version, int) or version > FORMAT_VERSION:
         message = f"written in format {version}; this Tessera reads up to {FORMAT_VERSION}"
         raise ArtifactError(message, "Upgrade Tessera, or make the file again with this one.", place)
-    if version < FORMAT_VERSION:
+    if version < BEFORE_BATCHES:
         raise ArtifactError(f"written in the old format {version}", _again(wanted), place)
     if head.get("bytes") != len(body):
         raise ArtifactError(f"truncated: {len(body)} of {head.get('bytes')} bytes", _again(wanted), place)

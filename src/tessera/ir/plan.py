@@ -2,16 +2,22 @@
 
 A placement sends every launch of a work unit to a device. A plan is a mix of placements, its
 lanes: a share of the requests follows each. Every figure in a plan is modelled.
+
+Lanes may be of unlike batches. Then the plan holds the same steps several times, a variant a batch, and its
+rates count work units of the first one: a lane of twice that batch counts double. Steps of all variants are
+numbered one after another, the first variant's first.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import count
 
+from tessera.errors import MismatchError
 from tessera.ir.cluster import Cluster
 from tessera.ir.costs import Costs
-from tessera.ir.graph import WorkUnit
+from tessera.ir.graph import Graph, WorkUnit
 
 
 class Objective(StrEnum):
@@ -36,8 +42,10 @@ class Lane:
     """One placement and how much of the work follows it."""
 
     placement: Placement
-    # Work units per second through this lane when the system is full.
+    # Work units of its own variant per second through this lane when the system is full.
     rate_per_s: float
+    # Which of the plan's variants its requests are of; 0: the plan's own unit.
+    variant: int = 0
 
 
 def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
@@ -49,6 +57,20 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
         lane = min(due or range(len(shares)), key=lambda i: ((taken[i] + 1) / shares[i], i))
         taken[lane] += 1
         yield lane
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The steps of a work unit at one batch, with their prices."""
+
+    unit: WorkUnit
+    # One per step of the unit.
+    costs: tuple[Costs, ...]
+
+    @property
+    def batch(self) -> int:
+        """Rows of one request."""
+        return self.unit.graphs[0].trace.step.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +122,9 @@ class Plan:
     # One request alone, start to end.
     latency_us: float
     baselines: tuple[Baseline, ...] = ()
-    # A short sequence of lanes that repeats, evenly spread: a scheduler gives each lane as many requests as
-    # it has entries. Empty: by the lanes' rates.
+    # The lane that each slot follows; with more slots it begins again. Empty: by the lanes' rates.
     lane_table: tuple[int, ...] = ()
-    # Share of the rate by busy time that the table's rounding of the lanes' shares costs.
+    # Share of the simulated rate that whole slots cost, against requests that keep to the lanes' rates.
     rounding_loss: float = 0.0
     # (requests in flight, work units per second as simulated) of these same lanes.
     by_slots: tuple[tuple[int, float], ...] = ()
@@ -114,6 +135,53 @@ class Plan:
     joules_per_unit: float | None = None
     # What the user asked for: "--pin attention=emu:a100".
     wishes: tuple[str, ...] = ()
+    # The same steps at other batches, for the lanes that say so; variant 0 is `unit` and `costs`.
+    variants: tuple[Variant, ...] = ()
+
+    @cached_property
+    def every_variant(self) -> tuple[Variant, ...]:
+        """By the numbers that lanes use."""
+        return (Variant(self.unit, self.costs), *self.variants)
+
+    @cached_property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The steps of all variants, one variant after the other: what `Program.step` counts."""
+        return tuple(graph for variant in self.every_variant for graph in variant.unit.graphs)
+
+    @cached_property
+    def prices(self) -> tuple[Costs, ...]:
+        """The costs of those steps."""
+        return tuple(costs for variant in self.every_variant for costs in variant.costs)
+
+    @property
+    def batch(self) -> int:
+        """Rows of a work unit as rates count it."""
+        return self.every_variant[0].batch
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows of all batches per second, as simulated."""
+        return self.batch * self.simulated_per_s
+
+    def unit_of(self, lane: Lane) -> WorkUnit:
+        """The steps that requests of a lane run."""
+        return self.every_variant[lane.variant].unit
+
+    def costs_of(self, lane: Lane) -> tuple[Costs, ...]:
+        """Their prices."""
+        return self.every_variant[lane.variant].costs
+
+    def batch_of(self, lane: Lane) -> int:
+        """Rows of one request of a lane."""
+        return self.every_variant[lane.variant].batch
+
+    def weight_of(self, lane: Lane) -> float:
+        """Work units, as rates count them, in one request of a lane."""
+        return self.batch_of(lane) / self.batch
+
+    def first_step(self, lane: Lane) -> int:
+        """Number of a lane's first step among the steps of all variants."""
+        return lane.variant * len(self.unit.graphs)
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -137,3 +205,11 @@ class Plan:
     def gap(self) -> float:
         """How far below the bound the plan is, as a fraction of the bound."""
         return max(0.0, 1.0 - self.throughput_per_s / self.bound_per_s) if self.bound_per_s else 0.0
+
+
+def need_one_batch(plan: Plan, what: str, place: str = "") -> None:
+    """Raises MismatchError if lanes of the plan are of unlike batches, which `what` cannot take."""
+    if plan.variants:
+        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
+        remedy = "Plan without --batch-choices, from the traces of one batch."
+        raise MismatchError(f"the plan has lanes of batch {batches}; {what} takes one batch", remedy, place)

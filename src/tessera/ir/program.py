@@ -104,6 +104,7 @@ class Program:
     """What every device does for one run of one step along one lane."""
 
     lane: int
+    # Number of its step among those of all the plan's variants; see `Plan.graphs`.
     step: int
     # Number of runs of this step in one request.
     count: int

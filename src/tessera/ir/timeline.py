@@ -38,6 +38,8 @@ class Timeline:
     spans: tuple[Span, ...]
     # (request, arrival, completion) in microseconds.
     requests: tuple[tuple[int, float, float], ...]
+    # Work units in each of them, where lanes are of unlike batches; empty: one in each.
+    weights: tuple[float, ...] = ()
 
     @property
     def makespan_us(self) -> float:

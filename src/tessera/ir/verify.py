@@ -6,9 +6,10 @@ from typing import Any
 
 from tessera.errors import RuleBroken
 from tessera.ir.cluster import Cluster
-from tessera.ir.costs import Costs
+from tessera.ir.costs import Cost, Costs
 from tessera.ir.graph import Graph, WorkUnit
 from tessera.ir.plan import Plan
+from tessera.ir.plan_rules import PLAN_RULES
 from tessera.ir.program import Free, Program, Recv, Run, Send
 from tessera.ir.serving import ARRIVALS_RULES, Arrivals
 from tessera.ir.timeline import Timeline
@@ -120,64 +121,36 @@ CLUSTER_RULES: list[Rule] = [
 COSTS_RULES: list[Rule] = [
     ("every launch is priced on every device", lambda c: _all(len(r) == len(c.devices) for r in c.costs)),
     (
-        "every time is finite and not negative",
-        lambda c: _all(math.isfinite(x.us) and x.us >= 0 for row in c.costs for x in row),
+        "every time is finite, not negative and at most a day",
+        lambda c: _all(x.is_sane for row in c.costs for x in row),
     ),
     (
         "every relative error is finite and not negative",
-        lambda c: _all(math.isfinite(x.rel_error) and x.rel_error >= 0 for row in c.costs for x in row),
+        lambda c: _all(_is_error(x) for row in c.costs for x in row),
     ),
 ]
+
+
+def _is_error(cost: Cost) -> bool:
+    return math.isfinite(cost.rel_error) and cost.rel_error >= 0
+
+
+def _bad_cost(costs: Costs) -> str:
+    """The first launch and device whose figures break a rule."""
+    for launch, row in enumerate(costs.costs):
+        for device, cost in zip(costs.devices, row, strict=False):
+            if not (cost.is_sane and _is_error(cost)):
+                return f" (launch {launch} on {device.name}: {cost.us:g} us, error {cost.rel_error:g})"
+        if len(row) != len(costs.devices):
+            return f" (launch {launch}: {len(row)} costs for {len(costs.devices)} devices)"
+    return ""
+
 
 UNIT_RULES: list[Rule] = [
     ("a work unit has a step", lambda u: len(u.graphs) > 0),
     (
         "every step has a multiplicity of at least one",
         lambda u: len(u.counts) == len(u.graphs) and _all(n >= 1 for n in u.counts),
-    ),
-]
-
-PLAN_RULES: list[Rule] = [
-    ("a plan has a lane", lambda p: len(p.lanes) > 0),
-    (
-        "every launch of every step is placed in every lane",
-        lambda p: _all(
-            [len(step) for step in lane.placement.devices] == [len(g.trace.launches) for g in p.unit.graphs]
-            for lane in p.lanes
-        ),
-    ),
-    (
-        "every launch is placed on a device of the cluster",
-        lambda p: _all(
-            0 <= d < len(p.cluster.devices)
-            for lane in p.lanes
-            for step in lane.placement.devices
-            for d in step
-        ),
-    ),
-    (
-        "launches that share state share a device",
-        lambda p: _all(
-            len({lane.placement.devices[s][x] for x in group}) == 1
-            for lane in p.lanes
-            for s, g in enumerate(p.unit.graphs)
-            for group in g.groups
-        ),
-    ),
-    (
-        "there is one price list per step, made for that step's trace",
-        lambda p: [c.trace_digest for c in p.costs] == [g.trace.digest for g in p.unit.graphs],
-    ),
-    (
-        "the price lists are for the cluster's devices",
-        lambda p: _all(c.devices == p.cluster.devices for c in p.costs),
-    ),
-    ("every lane has a rate above zero", lambda p: _all(lane.rate_per_s > 0 for lane in p.lanes)),
-    ("the plan does not exceed its bound", lambda p: p.throughput_per_s <= p.bound_per_s * (1 + 1e-6)),
-    ("at least one request is in flight", lambda p: p.slots >= 1),
-    (
-        "the lane table names lanes of the plan, and every lane, or is empty",
-        lambda p: not p.lane_table or set(p.lane_table) == set(range(len(p.lanes))),
     ),
 ]
 
@@ -221,6 +194,10 @@ TIMELINE_RULES: list[Rule] = [
         lambda t: _all(a.start_us <= b.start_us for a, b in zip(t.spans, t.spans[1:], strict=False)),
     ),
     ("no request completes before it arrives", lambda t: _all(a <= b for _, a, b in t.requests)),
+    (
+        "every request has a weight above zero, or none has one",
+        lambda t: not t.weights or (len(t.weights) == len(t.requests) and min(t.weights) > 0),
+    ),
 ]
 
 RULES: dict[type, list[Rule]] = {
@@ -238,8 +215,10 @@ RULES: dict[type, list[Rule]] = {
 PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Graph: lambda g: (g.trace,),
     WorkUnit: lambda u: u.graphs,
-    Plan: lambda p: (p.unit, p.cluster, *p.costs),
+    Plan: lambda p: (p.cluster, *(part for v in p.every_variant for part in (v.unit, *v.costs))),
 }
+# Where in a record a rule is broken; none: the rule says enough.
+PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost}
 
 
 def verify(record: Any) -> None:
@@ -248,7 +227,8 @@ def verify(record: Any) -> None:
         verify(part)
     for sentence, holds in RULES[type(record)]:
         if not holds(record):
-            raise RuleBroken(f"{type(record).__name__.lower()} breaks the rule: {sentence}")
+            where = PLACES.get(type(record), lambda _: "")(record)
+            raise RuleBroken(f"{type(record).__name__.lower()} breaks the rule: {sentence}{where}")
 
 
 def _flat(program: Program) -> Iterator[Any]:

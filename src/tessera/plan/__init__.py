@@ -4,9 +4,13 @@ Read `solve` for the decision, `throughput` and `latency` for the mathematics, `
 policies that every plan is compared with.
 """
 
+from tessera.plan.batches import Batched, Tried, solve_batches
 from tessera.plan.explain import Explanation, explain
 from tessera.plan.policies import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
 from tessera.plan.wishes import Wish, parse_wish
 
-__all__ = ["PLANNERS", "Explanation", "PlanConfig", "Simulate", "Wish", "explain", "parse_wish", "solve"]
+__all__ = [
+    "PLANNERS", "Batched", "Explanation", "PlanConfig", "Simulate", "Tried", "Wish", "explain", "parse_wish",
+    "solve", "solve_batches",
+]  # fmt: skip

@@ -42,6 +42,7 @@ class Holdings:
     num_bytes: Floats
     pin_item: Ints
     pin_node: Ints
+    names: tuple[str, ...] = ()
 
     def present(self, labels: Labels, num_devices: int) -> Bools:
         """[item, device]: does the device hold the item?"""
@@ -181,4 +182,6 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
                     sizes[item] = max(sizes[item], buffer.size_bytes)
                     pins.add((item, node[index]))
     listed = np.array(sorted(pins), dtype=np.int64).reshape(-1, 2)
-    return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy())
+    return Holdings(
+        np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy(), tuple(item_of)
+    )

@@ -5,7 +5,7 @@ For throughput: the optimum by busy time; where a simulation judges, also
   main lanes joined to one. Limits are of depth, and such that the step that takes most time is spread evenly
   by itself, because with few requests in flight devices that are evenly busy over a whole request still wait
   for each other inside a step,
-  even mixes of the placements found so far (`even`),
+  teams of the placements found so far: which slots follow which (`teams`),
   and, where units are small enough to look at many, their single placements and what can be joined from them
   (`joined`).
 Which of them are worth a full simulation is found by quick ones. How many are tried depends on the size of
@@ -15,7 +15,6 @@ the unit alone, so that the same work gives the same plan.
 from dataclasses import dataclass, field
 
 from tessera.plan import latency, throughput
-from tessera.plan.even import even_mixes, neighbours
 from tessera.plan.joined import (
     one_step_split,
     period_us,
@@ -27,23 +26,26 @@ from tessera.plan.joined import (
 from tessera.plan.limits import NUM_FIRST, distance, limits_of
 from tessera.plan.policies import Task
 from tessera.plan.problem import Mix
+from tessera.plan.teams import filled, neighbours, pairs
 
-MixKey = tuple[tuple[bytes, float], ...]
+MixKey = tuple[tuple[bytes, int, float], ...]
 
 # Limits that are tried: at least so many, so many launches over those of a small unit, at most so many; of
 # large units, which have more time, one for so many launches, at most so many.
-FEWEST, TRIED_LAUNCHES, MOST = 2, 36_000, 18
+FEWEST, TRIED_LAUNCHES, MOST = 2, 36_000, 12
 LAUNCHES_A_TRY, MOST_LARGE = 1_700, 6
-# Even mixes at a depth: of large units, of others; and the depths, as multiples of the best limit's.
-NUM_EVEN = 1, 6
-EVEN_DEPTHS = 1.0, 1.12, 0.9, 1.25
+# Pairs at a depth: of large units, of others; and the depths, as multiples of the best limit's.
+NUM_PAIRS = 1, 4
+PAIR_DEPTHS = 1.0, 1.2
+# Teams with slots that stay on a device: of large units, of others.
+NUM_FILLED = 2, 18
 # Rounds in which the best mixes' neighbours are looked at; how many mixes, how many new neighbours of each,
 # and how many are gone through to find those.
-ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 2, 2, 3, 20
+ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 3, 2, 4, 20
 # Single placements that are tried, by period and by path.
 NUM_SINGLE = 4
 # Mixes that are simulated in full: of small units, of large ones.
-NUM_FINALISTS = 8, 2
+NUM_FINALISTS = 6, 2
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
@@ -53,14 +55,16 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
         return (best,)
     search = _Search(task)
     depth = _by_limits(task, search)
-    for factor in EVEN_DEPTHS[:1] if task.is_large else EVEN_DEPTHS:
-        for mix in even_mixes(task, factor * depth, NUM_EVEN[not task.is_large]):
+    for factor in PAIR_DEPTHS[:1] if task.is_large else PAIR_DEPTHS:
+        for mix in pairs(task, factor * depth, NUM_PAIRS[not task.is_large]):
             search.look(mix)
+    for mix in filled(task, NUM_FILLED[not task.is_large]):
+        search.look(mix)
     if not task.is_large:
         _by_joining(task, search)
         search.look(best)
         for _ in range(ROUNDS):
-            _climb(task, search, max(EVEN_DEPTHS) * depth)
+            _climb(task, search, max(PAIR_DEPTHS) * depth)
     return search.finalists(NUM_FINALISTS[task.is_large])
 
 
@@ -159,4 +163,7 @@ def latency_mixes(task: Task) -> tuple[Mix, ...]:
 
 
 def _key(mix: Mix) -> MixKey:
-    return tuple(sorted((c.key, round(s, 6)) for c, s in zip(mix.columns, mix.shares, strict=True)))
+    slots = mix.slots or (0,) * len(mix.columns)
+    return tuple(
+        sorted((c.key, n, round(s, 6)) for c, n, s in zip(mix.columns, slots, mix.shares, strict=True))
+    )

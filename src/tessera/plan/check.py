@@ -53,10 +53,11 @@ def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Clust
         if len(row) != len(costs.devices):
             raise MismatchError(f"launch {launch} is not priced on every device", remedy, place)
         for device, cost in zip(cluster.names, row, strict=True):
-            if not (math.isfinite(cost.us) and cost.us >= 0):
+            if not cost.is_sane:
                 name = trace.kernel_of(launch).name
                 message = f"launch {launch} ({name}) costs {cost.us} us on {device}"
-                raise RuleBroken(message, f"A cost is finite and not negative. {remedy}", place)
+                limits = "A cost is finite, not negative and at most a day."
+                raise RuleBroken(message, f"{limits} {remedy}", place)
 
 
 def check_load(load: npt.NDArray[np.float64], cluster: ir.Cluster) -> None:

@@ -4,6 +4,9 @@ Figures are per average request and follow from the plan's own costs. The error 
 what their stated errors leave when errors are shared by all launches of a kernel and independent between
 kernels: the root of the summed squares of (share of the work x relative error). A gain below it is not
 called a gain. Under the cost and energy objectives gains are of work per dollar and per joule.
+
+Where lanes are of unlike batches, figures are per work unit as the plan's rates count it, what a kernel
+costs is the mean over the batches by their shares of the work, and reasons are those of the main lane.
 """
 
 import re
@@ -12,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera import ir
+from tessera.plan.joint import JointTask
 from tessera.plan.latency import Clock, bound_us
+from tessera.plan.policies import Task
 from tessera.plan.problem import Column, Labels, Mix, Problem, build
 from tessera.plan.reasons import Reason, reasons
 from tessera.plan.remarks import remarks
@@ -93,8 +98,9 @@ class Explanation:
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     """Reads a plan back into words and figures; briefly: without the latency's bound, which takes long."""
-    problem = build(plan.unit, plan.costs, plan.cluster)
-    mix = _mix(problem, plan)
+    task = _task(plan)
+    problem, mix = task.problem, _mix(task, plan)
+    main = task.problems[mix.columns[int(np.argmax(mix.shares))].variant]
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(_gain(plan, b) for b in plan.baselines)
@@ -104,24 +110,34 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
         devices=devices,
         links=links,
         bottleneck=busiest.name,
-        kernels=_kernels(plan, mix, problem),
+        kernels=_kernels(plan, mix, task),
         gains=gains,
         num_transfers=mix.num_messages,
-        transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
+        transfer_bytes=sum(s * _bytes(task, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
-        latency_bound_us=0.0 if is_brief else bound_us(problem, Clock(problem)),
+        latency_bound_us=0.0 if is_brief else min(bound_us(p, Clock(p)) for p in task.problems),
         is_gain=is_gain,
         verdict=verdict,
-        memory=_memory(problem, mix),
-        reasons=reasons(problem, mix, _nodes(plan, problem)),
+        memory=_memory(task, mix),
+        reasons=reasons(main, mix, _nodes(main), task.weight_of),
         remarks=tuple(remarks(plan)),
     )
 
 
-def _mix(problem: Problem, plan: ir.Plan) -> Mix:
-    total = sum(lane.rate_per_s for lane in plan.lanes)
-    columns = tuple(problem.column(problem.labels(lane.placement)) for lane in plan.lanes)
-    return Mix(columns, tuple(lane.rate_per_s / total for lane in plan.lanes))
+def _task(plan: ir.Plan) -> JointTask:
+    """The plan's batches, most often one."""
+    parts = [Task(build(v.unit, v.costs, plan.cluster), plan.slots) for v in plan.every_variant]
+    return JointTask(parts[0].problem, plan.slots, parts=tuple(parts))
+
+
+def _mix(task: JointTask, plan: ir.Plan) -> Mix:
+    problems = task.problems
+    columns = tuple(
+        task.scaled(x.variant, problems[x.variant].column(problems[x.variant].labels(x.placement)))
+        for x in plan.lanes
+    )
+    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
+    return Mix(columns, tuple(rate / sum(rates) for rate in rates))
 
 
 def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
@@ -139,18 +155,18 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
     return devices, links
 
 
-def _memory(problem: Problem, mix: Mix) -> tuple[Room, ...]:
-    weights, per_slot = problem.footprint(mix.columns)
+def _memory(task: JointTask, mix: Mix) -> tuple[Room, ...]:
+    weights, per_slot = task.footprint(mix.columns)
     return tuple(
         Room(device.name, device.memory_bytes, int(w), int(s))
-        for device, w, s in zip(problem.cluster.devices, weights, per_slot, strict=True)
+        for device, w, s in zip(task.problem.cluster.devices, weights, per_slot, strict=True)
     )
 
 
-def _nodes(plan: ir.Plan, problem: Problem) -> dict[tuple[str, str], Labels]:
+def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
     """(kernel, scope) -> its nodes, heaviest first."""
     found: dict[tuple[str, str], set[int]] = {}
-    for step, graph in enumerate(plan.unit.graphs):
+    for step, graph in enumerate(problem.unit.graphs):
         nodes = problem.node_of[step].tolist()
         for index, launch in enumerate(graph.trace.launches):
             key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
@@ -164,27 +180,34 @@ def _kind_of(scope: str) -> str:
     return re.sub(r"\b\d+\b", "*", scope)
 
 
-def _bytes(problem: Problem, column: Column) -> float:
+def _bytes(task: JointTask, column: Column) -> float:
+    """Of one work unit."""
+    problem = task.problems[column.variant]
     value, _, _ = problem.crossings(column.labels)
-    return float((problem.values.num_bytes * problem.values.runs)[value].sum())
+    total = float((problem.values.num_bytes * problem.values.runs)[value].sum())
+    return total / task.weight_of(column)
 
 
-def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
+def _kernels(plan: ir.Plan, mix: Mix, task: JointTask) -> tuple[KernelUse, ...]:
     """Heaviest first."""
-    num = problem.num_devices
-    runs: dict[tuple[str, str], int] = {}
+    num = task.problem.num_devices
+    runs: dict[tuple[str, str], float] = {}
     tables: dict[tuple[str, str], np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
-    shares = np.array(mix.shares)
-    for step, (graph, count) in enumerate(zip(plan.unit.graphs, plan.unit.counts, strict=True)):
-        placed = np.array([c.labels[problem.node_of[step]] for c in mix.columns])
-        for index, launch in enumerate(graph.trace.launches):
-            key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
-            runs[key] = runs.get(key, 0) + count
-            table = tables.setdefault(key, np.zeros((2, num)))
-            table[0] += count * problem.cost_us[step][index]
-            table[1] += count * np.bincount(placed[:, index], weights=shares, minlength=num)
+    for variant, problem in enumerate(task.problems):
+        lanes = [n for n, c in enumerate(mix.columns) if c.variant == variant]
+        # Requests of each lane in an average work unit, and of all lanes of this batch.
+        shares = np.array([mix.shares[n] for n in lanes]) / task.weights[variant]
+        each = float(shares.sum()) if plan.variants else 1.0
+        for step, (graph, count) in enumerate(zip(problem.unit.graphs, problem.unit.counts, strict=True)):
+            placed = np.array([mix.columns[n].labels[problem.node_of[step]] for n in lanes])
+            for index, launch in enumerate(graph.trace.launches):
+                key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
+                runs[key] = runs.get(key, 0.0) + each * count
+                table = tables.setdefault(key, np.zeros((2, num)))
+                table[0] += each * count * problem.cost_us[step][index]
+                table[1] += count * np.bincount(placed[:, index], weights=shares, minlength=num)
     found = [
-        KernelUse(key[0], key[1], runs[key], tuple(us.tolist()), tuple((on / runs[key]).tolist()))
+        KernelUse(key[0], key[1], round(runs[key]), tuple(us.tolist()), tuple((on / runs[key]).tolist()))
         for key, (us, on) in tables.items()
     ]
     return tuple(sorted(found, key=lambda k: (-max(k.us), k.scope, k.kernel)))
@@ -209,13 +232,13 @@ def _error(plan: ir.Plan, mix: Mix) -> float:
     """Shared within a kernel, independent between kernels; weighed by the time the plan spends on each."""
     spread: dict[str, float] = {}
     total = 0.0
-    placements = [lane.placement.devices for lane in plan.lanes]
-    for step, (graph, count) in enumerate(zip(plan.unit.graphs, plan.unit.counts, strict=True)):
-        for index, row in enumerate(plan.costs[step].costs):
-            name = graph.trace.kernel_of(index).name
-            for share, devices in zip(mix.shares, placements, strict=True):
-                cost = row[devices[step][index]]
-                us = share * count * cost.us
+    for share, lane in zip(mix.shares, plan.lanes, strict=True):
+        unit, each = plan.unit_of(lane), share / plan.weight_of(lane)
+        for step, (graph, count) in enumerate(zip(unit.graphs, unit.counts, strict=True)):
+            for index, row in enumerate(plan.costs_of(lane)[step].costs):
+                name = graph.trace.kernel_of(index).name
+                cost = row[lane.placement.devices[step][index]]
+                us = each * count * cost.us
                 total += us
                 spread[name] = spread.get(name, 0.0) + us * cost.rel_error
     return float(np.sqrt(sum(x * x for x in spread.values())) / total) if total else 0.0
@@ -226,6 +249,8 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
     if plan.policy in {g.name for g in gains}:
         return False, f"The policy {plan.policy}, as asked for; {where}."
+    if len(plan.cluster.devices) == 1:
+        return False, f"One device: there is nothing to divide; {where}."
     if not known:
         return True, f"No coarser policy applies; {where}."
     ratio, name = min(known)

@@ -15,7 +15,7 @@ from functools import cached_property
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import objectives
-from tessera.plan.lanes import lane_table
+from tessera.plan.lanes import slot_table
 from tessera.plan.latency import Clock
 from tessera.plan.policies import Task
 from tessera.plan.problem import Column, Mix
@@ -51,12 +51,17 @@ class Judge:
     _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @cached_property
-    def _clock(self) -> Clock:
-        return Clock(self.task.problem)
+    def _clocks(self) -> tuple[Clock, ...]:
+        """One a batch."""
+        return tuple(Clock(problem) for problem in self.task.problems)
 
-    @cached_property
+    @property
     def _sampler(self) -> Sampler:
-        return Sampler(self.task.problem)
+        return self.task.sampler
+
+    def know(self, mix: Mix, rate_per_s: float) -> None:
+        """The rate of a mix that was simulated elsewhere."""
+        self._rates[id(mix)] = (mix, rate_per_s)
 
     def rate_per_s(self, mix: Mix) -> float:
         """The figure that throughput is judged by."""
@@ -64,15 +69,36 @@ class Judge:
             return mix.rate_per_s
         known = self._rates.get(id(mix))  # the mix is kept beside its rate, so its id stays its own
         if known is None:
-            known = (mix, min(mix.rate_per_s, self.simulate(self._draft(mix))))
+            known = (mix, min(self._hope_per_s(mix), self.simulate(self._draft(mix))))
             self._rates[id(mix)] = known
         return known[1]
 
     def _can_reach(self, mix: Mix, figure: float) -> bool:
-        """False where no simulation could: by Little's law, as no request is faster than one alone."""
+        """False where no simulation could."""
         if self.simulate is None:
             return True
-        return self.figure(mix, min(mix.rate_per_s, self.task.slots * 1e6 / self.latency_us(mix))) >= figure
+        return self.figure(mix, self._hope_per_s(mix)) >= figure
+
+    def _hope_per_s(self, mix: Mix) -> float:
+        """What no run exceeds: by busy time, and by Little's law, as no request is faster than one alone."""
+        held = self._slots(mix)
+        spans = [self.task.weight_of(c) / self._span_us(c) for c in mix.columns]
+        return min(mix.rate_per_s, 1e6 * sum(n * x for n, x in zip(held, spans, strict=True)))
+
+    def _slots(self, mix: Mix) -> list[int]:
+        """Slots that follow each column; of more columns than slots, some have none."""
+        table = slot_table(mix, self.task.slots)[: self._num_slots(mix)]
+        return [table.count(n) for n in range(len(mix.columns))]
+
+    def _num_slots(self, mix: Mix) -> int:
+        """Requests in flight; fewer than were asked for where memory has no room for more."""
+        return sum(mix.slots) or self.task.slots
+
+    def _units(self, mix: Mix) -> float:
+        """Work units in an average request."""
+        if not self.task.variants:
+            return 1.0
+        return 1.0 / sum(s / self.task.weight_of(c) for s, c in zip(mix.shares, mix.columns, strict=True))
 
     @property
     def quick_rate(self) -> Callable[[Mix], float] | None:
@@ -80,15 +106,18 @@ class Judge:
         glance = self.glance
         if self.simulate is None or glance is None:
             return None if self.simulate is None else self.rate_per_s
-        return lambda mix: min(mix.rate_per_s, glance(self._draft(mix)))
+        return lambda mix: min(self._hope_per_s(mix), glance(self._draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
         """One request alone."""
+        if self.task.variants:
+            parts = zip(mix.shares, mix.columns, strict=True)
+            return self._units(mix) * sum(s / self.task.weight_of(c) * self._span_us(c) for s, c in parts)
         return sum(s * self._span_us(c) for s, c in zip(mix.shares, mix.columns, strict=True))
 
     def _span_us(self, column: Column) -> float:
         if column.key not in self._spans:
-            self._spans[column.key] = self._clock.makespan_us(column.labels)
+            self._spans[column.key] = self._clocks[column.variant].makespan_us(column.labels)
         return self._spans[column.key]
 
     def figure(self, mix: Mix, rate_per_s: float) -> float:
@@ -170,7 +199,16 @@ class Judge:
         plan = replace(
             self.plan(mix, baselines), robust=self.robust(mix, others), joules_per_unit=self._joules(mix)
         )
-        return replace(plan, by_slots=self._by_slots(plan, shown_slots))
+        return replace(
+            plan, by_slots=self._by_slots(plan, shown_slots), rounding_loss=self._rounding_loss(plan)
+        )
+
+    def _rounding_loss(self, plan: ir.Plan) -> float:
+        """What slots that follow lanes do less than requests that keep to the lanes' rates."""
+        simulate = self.glance or self.simulate
+        if simulate is None or len(plan.lanes) < 2:
+            return 0.0
+        return max(0.0, 1.0 - simulate(plan) / max(simulate(replace(plan, lane_table=())), 1e-12))
 
     def _usd(self, mix: Mix, rate_per_s: float) -> float | None:
         cluster, devices = self.task.problem.cluster, objectives.used(mix)
@@ -208,16 +246,16 @@ class Judge:
             bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
             latency_us=self.latency_us(mix),
             baselines=baselines,
-            max_slots=self.task.problem.slots_that_fit(mix.columns),
+            max_slots=self.task.slots_that_fit(mix.columns),
         )
 
     def _draft(self, mix: Mix) -> ir.Plan:
         """The record of a mix as far as a simulation needs it; its figures are those of busy time."""
-        prob, rate = self.task.problem, mix.rate_per_s
+        task, prob, rate = self.task, self.task.problem, mix.rate_per_s
         lanes = tuple(
-            ir.Lane(prob.placement(c.labels), s * rate) for s, c in zip(mix.shares, mix.columns, strict=True)
+            ir.Lane(task.problems[c.variant].placement(c.labels), s * rate / task.weight_of(c), c.variant)
+            for s, c in zip(mix.shares, mix.columns, strict=True)
         )
-        table, loss = lane_table(mix)
         return ir.Plan(
             unit=prob.unit,
             cluster=prob.cluster,
@@ -225,14 +263,14 @@ class Judge:
             objective=self.objective,
             policy=self.policy,
             lanes=lanes,
-            slots=self.task.slots,
+            slots=self._num_slots(mix),
             throughput_per_s=rate,
             simulated_per_s=rate,
             bound_per_s=rate,
             latency_us=0.0,
-            lane_table=table,
-            rounding_loss=loss,
+            lane_table=slot_table(mix, task.slots),
             wishes=tuple(str(wish) for wish in prob.wishes),
+            variants=task.variants,
         )
 
     def _bound_per_s(self, mix: Mix) -> float:

@@ -1,9 +1,8 @@
-"""From shares to a lane table: a short sequence of lane numbers that repeats, for a scheduler to keep to.
+"""From shares to slots: which lane each slot follows.
 
-With n lanes and a table of L entries, each lane's share becomes a whole number of L-ths by largest
-remainder, and the entries are spread as evenly as they can be. The shortest table is taken whose shares
-cost at most `GOOD` of the rate by busy time and are within `CLOSE` of the exact ones; failing that, the
-one that costs least.
+By Little's law a lane holds slots in proportion to its share of the requests times how long one of them
+takes, its path; in whole numbers, by largest remainder. The entries of a table are spread evenly, so that any first
+part of it is a fair choice where fewer requests are in flight.
 """
 
 from itertools import islice
@@ -13,29 +12,21 @@ import numpy as np
 from tessera import ir
 from tessera.plan.problem import Floats, Ints, Mix
 
-MAX_TABLE = 64
-# Rounding that costs less than this is not worth a longer table.
-GOOD = 1e-3
-# Shares further off than this are another plan, even if busy time does not mind.
-CLOSE = 0.02
+
+def slot_table(mix: Mix, slots: int) -> tuple[int, ...]:
+    """The lane of every slot; of more lanes than slots, each once, those with most requests first."""
+    counts = slot_counts(mix, slots)
+    if len(counts) > slots:
+        return tuple(np.argsort(-np.array(mix.shares), kind="stable").tolist())
+    return tuple(islice(ir.lane_sequence(counts), sum(counts)))
 
 
-def lane_table(mix: Mix) -> tuple[tuple[int, ...], float]:
-    """(lanes in the order requests take them, share of the mix's rate that rounding costs)."""
-    shares = np.array(mix.shares)
-    busy = np.array([c.busy_us for c in mix.columns])
-    best = (np.inf, np.inf, np.ones(len(shares), dtype=np.int64))
-    for length in range(len(shares), max(MAX_TABLE, len(shares)) + 1):
-        counts = rounded(shares, length)
-        rate = 1e6 / float((counts / length @ busy).max())
-        loss = max(0.0, 1.0 - rate / mix.rate_per_s)
-        off = max(CLOSE, float(np.abs(counts / length - shares).max()))
-        if (off, loss) < best[:2]:
-            best = (off, loss, counts)
-        if best[0] <= CLOSE and best[1] <= GOOD:
-            break
-    _, loss, counts = best
-    return tuple(islice(ir.lane_sequence(counts.tolist()), int(counts.sum()))), float(loss)
+def slot_counts(mix: Mix, slots: int) -> tuple[int, ...]:
+    """Slots that follow each column of a mix, at least one each."""
+    if mix.slots:
+        return mix.slots
+    held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
+    return tuple(rounded(held / held.sum(), max(slots, len(held))).tolist())
 
 
 def rounded(shares: Floats, length: int) -> Ints:

@@ -4,10 +4,12 @@ The clock: devices run their launches in trace order, one at a time; a value arr
 bandwidth after its producer ends; links do not queue. A step's runs follow one another, and state that
 changes its home crosses between them, one latency and all its bytes per link.
 
-Every step alone is placed by a front of schedules (`latency_front`), which also proves a bound; both are
-exact where the front stays within its width, as on chains and on most models. The steps are then joined, with
-state moving freely, at its price, or hardly at all. `solve` takes the best of these and of other starts
-(each device alone, a greedy earliest finish, cuts where the bound is not met), improved by local search.
+Every step alone is placed in stretches between its gates (`latency_gates`), then by a front of schedules
+(`latency_front`); both also prove a bound, and are exact where the fronts stay within their width, as on
+chains and on most models. Graphs that no launch separates, on devices of many kinds, are where plan and bound
+stay apart most. The steps are then joined, with state moving freely, at its price, or hardly at all. `solve`
+takes the best of these and of other starts (each device alone, a greedy earliest finish, cuts where the bound
+is not met), improved by local search.
 
 The bound is the sum of the steps' own, with what the moving of state adds at least (`latency_moves`); it
 leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a
@@ -24,7 +26,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan.latency_layout import NEVER_US
 from tessera.plan.latency_moves import tolls_of
-from tessera.plan.latency_steps import MET, StepBest, best_of_step, joined
+from tessera.plan.latency_steps import MET, StepFrame, best_of_step, frame_of, joined
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Labels, Problem
 
@@ -147,25 +149,32 @@ def _by_fronts(
 ) -> tuple[Labels, float, float]:
     """The fastest of the known placements and those that fronts find, how fast, and the bound."""
     kept = [x for x in known if problem.is_allowed(x)]
+    frames = [frame_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
-        best_of_step(problem, step, min((clock.step_us(step, x) for x in kept), default=NEVER_US))
-        for step in range(len(problem.node_of))
+        best_of_step(frame, min((clock.step_us(frame.step, x) for x in kept), default=NEVER_US))
+        for frame in frames
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
-    ways = JOINED if len(steps) > 1 else JOINED[:1]
-    found = [x for price, sign in ways if (x := joined(problem, steps, price, sign)) is not None]
-    best, best_us = _fastest(clock, [*kept, *found], allowed)
-    # Only the moving of state is left to be proved, or more than that: then the work is not worth while.
-    for share in TOLL_SHARES if found and len(steps) > 1 and all(x.is_met for x in steps) else ():
-        if bound * (1 + MET) < best_us < np.inf:
-            bound = max(bound, _tolled_us(problem, clock, steps, (best, found[0]), share))
+    best, best_us = _fastest(clock, kept, allowed)
+    shares = list(TOLL_SHARES) if len(steps) > 1 and all(x.is_met for x in steps) else []
+    wished: Labels | None = None
+    for number, (price, sign) in enumerate(JOINED if len(steps) > 1 else JOINED[:1]):
+        # What the moving of state adds at least is worth knowing once its price has been heeded.
+        while number > 1 and shares and wished is not None and bound * (1 + MET) < best_us < np.inf:
+            bound = max(bound, _tolled_us(clock, frames, (best, wished), shares.pop(0)))
+        if best_us <= bound * (1 + MET):
+            break
+        found = joined(frames, steps, price, sign)
+        wished = found if number == 0 else wished
+        if found is not None:
+            better, better_us = _fastest(clock, [found], allowed)
+            best, best_us = (better, better_us) if better_us < best_us else (best, best_us)
     return best, best_us, bound
 
 
-def _tolled_us(
-    problem: Problem, clock: Clock, steps: list[StepBest], plans: tuple[Labels, Labels], share: float
-) -> float:
+def _tolled_us(clock: Clock, frames: list[StepFrame], plans: tuple[Labels, Labels], share: float) -> float:
     """The bound with the moving of state, see `latency_moves`; by the plan and what it would be without."""
+    problem = clock.problem
     plan, wished = plans
     counts = problem.unit.counts
     step_us = [clock.step_us(step, plan) for step in range(len(counts))]
@@ -174,7 +183,7 @@ def _tolled_us(
     total = -tolls.excess_us
     for step, (count, us, toll) in enumerate(zip(counts, step_us, tolls.toll_us, strict=True)):
         paid = float(toll[np.arange(len(toll)), plan[problem.node_of[step]]].sum())
-        total += count * best_of_step(problem, step, us + paid, toll, steps[step].width).bound_us
+        total += count * best_of_step(frames[step], us + paid, toll).bound_us
     return total
 
 
@@ -234,7 +243,8 @@ def _search(
             trials -= 1
             if trials < 0:
                 break
-            moved_us = clock.makespan_us(moved) if allowed(moved) else np.inf
+            is_usable = problem.is_allowed(moved) and allowed(moved)
+            moved_us = clock.makespan_us(moved) if is_usable else np.inf
             if moved_us < us * (1 - 1e-9):
                 labels, us, improved = moved, moved_us, True
                 break

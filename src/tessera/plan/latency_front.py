@@ -9,6 +9,8 @@ rows: what remains is a placement, not always the best. `bound_us` merges rows t
 taking its earliest time: the merged row is no later than any of them, so what remains is a lower bound.
 
 Tolls (`latency_moves`) are part of all times from the launch that pays them on, and never negative.
+
+Arrays of rows are [column, device, row].
 """
 
 from dataclasses import dataclass
@@ -16,28 +18,37 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera.plan.arrays import Floats, Ints
-from tessera.plan.latency_layout import NEVER_US, Layout, Move
+from tessera.plan.latency_layout import NEVER_US, Layout, Move, Work
+from tessera.plan.latency_unbeaten import unbeaten
 
 # Weights of devices in the bound by remaining work: each alone, and mixtures.
 MIXTURES = 9
-# Times that differ by less than this share are the same; bounds are lowered by what that may add up to.
-SAME = 1e-13
+# Bounds are lowered by more than what rounding may add up to.
 ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What the launches from each place on add to any weighted sum of the devices' times."""
+class Course:
+    """A step that is to be gone through, and what is known of its rest."""
 
-    # [mixture, device]; every row sums to one.
+    work: Work
+    layout: Layout
+    # [launch, device, 1]: from the launch's start there to the end, no placement takes less.
+    tail_us: Floats
+    # Weights of the devices, [mixture, device]; every row sums to one.
     weights: Floats
-    # [launch, mixture]
+    # [launch, mixture, 1]: what the launches from each on add to the weighted sum of the devices' times.
     rest_us: Floats
 
+    @property
+    def least_us(self) -> float:
+        """No placement takes less, by the tails alone."""
+        return float(self.tail_us.min(axis=1).max())
 
-def work_of(layout: Layout) -> Work:
-    """By mixtures of the devices."""
-    cost = np.array([m.cost_us for m in layout.moves])
+
+def course_of(work: Work, layout: Layout, tail_us: Floats) -> Course:
+    """By tails and by mixtures of the devices."""
+    cost = work.cost_us
     num = cost.shape[1]
     mixed = np.random.default_rng(0).dirichlet(np.ones(num), size=MIXTURES)
     if num == 2:
@@ -46,24 +57,21 @@ def work_of(layout: Layout) -> Work:
     weights = np.concatenate([np.eye(num), mixed])
     least = (cost[:, None, :] * weights[None]).min(axis=2)
     rest = np.concatenate([least[::-1].cumsum(axis=0)[::-1], np.zeros((1, len(weights)))])
-    return Work(weights, rest)
+    return Course(work, layout, tail_us[:, :, None], weights, rest[:, :, None])
 
 
-def search(layout: Layout, width: int, known_us: float) -> tuple[Ints, float] | None:
+def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
     """Devices of the launches of a placement faster than a known one, and when it ends."""
-    work = work_of(layout)
-    rows = _first(layout)
+    rows = _first(course)
     trail: list[tuple[Ints, Ints]] = []
-    for launch, move in enumerate(layout.moves[:-1]):
-        rows, parent, device = advance(layout, move, rows)
-        ends = _ends(layout, work, launch, rows)
-        keep = _unbeaten(rows, ends, known_us)
-        keep = keep[np.argsort(ends[keep], kind="stable")][:width]
-        rows = rows[keep]
-        trail.append((parent[keep], device[keep]))
+    for launch in range(len(course.layout.moves) - 1):
+        rows, parent, device = _advance(course, launch, rows)
+        keep = _kept(rows, _ends(course, launch, rows), known_us)[:width]
         if not len(keep):
             return None
-    last = _last(layout, rows)
+        rows = rows.take(keep, axis=2)
+        trail.append((parent[keep], device[keep]))
+    last = _last(course, rows)
     at = int(last.argmin())
     found_us = float(last[at])
     devices: list[int] = []
@@ -73,98 +81,126 @@ def search(layout: Layout, width: int, known_us: float) -> tuple[Ints, float] | 
     return np.array(devices[::-1], dtype=np.int64), found_us
 
 
-def bound_us(layout: Layout, width: int, known_us: float) -> float:
+def bound_us(course: Course, width: int, known_us: float) -> float:
     """No placement of the step ends before this; `known_us` is when some placement does."""
-    work = work_of(layout)
-    rows = _first(layout)
+    rows = _first(course)
     proved = 0.0
-    for launch, move in enumerate(layout.moves[:-1]):
-        rows, _, _ = advance(layout, move, rows)
-        ends = _ends(layout, work, launch, rows)
-        keep = _unbeaten(rows, ends, known_us)
+    for launch in range(len(course.layout.moves) - 1):
+        rows, _, _ = _advance(course, launch, rows)
+        ends = _ends(course, launch, rows)
+        keep = _kept(rows, ends, known_us)
         if not len(keep):
             return known_us * (1.0 - ROUNDING)
-        rows, ends = rows[keep], ends[keep]
-        proved = max(proved, float(ends.min()))
-        if len(rows) > width:
-            rows = _merged(rows, ends, width)
-    proved = max(proved, float(_last(layout, rows).min()))
+        rows = rows.take(keep, axis=2)
+        proved = max(proved, float(ends[keep[0]]))
+        if len(keep) > width:
+            rows = merged(rows, ends[keep], width)
+    proved = max(proved, float(_last(course, rows).min()))
     return min(known_us, proved) * (1.0 - ROUNDING)
 
 
-def _first(layout: Layout) -> Floats:
-    return np.zeros((1, 1, len(layout.least_wait_us)))
+def _first(course: Course) -> Floats:
+    return np.zeros((1, len(course.layout.least_wait_us), 1))
 
 
-def _last(layout: Layout, rows: Floats) -> Floats:
+def _last(course: Course, rows: Floats) -> Floats:
     """When all that the step's end waits for has ended."""
-    return np.asarray(rows[:, list(layout.moves[-1].reads)].max(axis=1).min(axis=1))
+    return np.asarray(rows[course.layout.moves[-1].reads[1:]].max(axis=0).min(axis=0))
 
 
-def advance(layout: Layout, move: Move, rows: Floats) -> tuple[Floats, Ints, Ints]:
-    """Every row with the launch on every device it may run on: (rows, which row before, device)."""
-    num = rows.shape[2]
-    start = rows[:, [0, *move.reads]].max(axis=1)
-    end = start + move.cost_us
-    parent, device = np.nonzero(end < NEVER_US)
-    stop = end[parent, device]
-    before = rows[parent]
-    after = np.empty((len(parent), len(move.folds), num))
-    after[:, 0] = before[:, 0]
-    after[np.arange(len(parent)), 0, device] = stop
-    waits = stop[:, None, None] + move.makes.transpose(1, 0, 2)[device]
-    for column in range(1, len(move.folds)):
-        old, new = move.folds[column], move.made[column]
-        if old:
-            after[:, column] = before[:, old[0]] if len(old) == 1 else before[:, list(old)].max(axis=1)
-            if new:
-                np.maximum(after[:, column], waits[:, list(new)].max(axis=1), out=after[:, column])
-        else:
-            after[:, column] = waits[:, new[0]] if len(new) == 1 else waits[:, list(new)].max(axis=1)
-    if move.raises:
-        floor = stop[:, None] + layout.least_wait_us[device]
-        raised = list(move.raises)
-        after[:, raised] = np.maximum(after[:, raised], floor[:, None])
-    # A clock that is ahead by the toll in every column ends ahead by the toll.
-    after += move.toll_us[device][:, None, None]
+def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, Ints]:
+    work, move = course.work, course.layout.moves[launch]
+    after, parent, device = advance(course.layout, move, rows, work.cost_us[launch][:, None])
+    toll = work.toll_us[launch]
+    if toll.any():
+        # A clock that is ahead by the toll in every column ends ahead by the toll.
+        after += toll[device]
     return after, parent, device
 
 
-def _ends(layout: Layout, work: Work, launch: int, rows: Floats) -> Floats:
+def advance(layout: Layout, move: Move, rows: Floats, cost_us: Floats) -> tuple[Floats, Ints, Ints]:
+    """Every row with the launch on every device it may run on: (rows, which row before, device).
+
+    Costs are [device, row], or [device, 1] for all rows.
+    """
+    end = rows.take(move.reads, axis=0).max(axis=0) + cost_us
+    device, parent = np.nonzero(end < NEVER_US)
+    stop = end[device, parent]
+    after = rows.take(move.kept, axis=0).take(parent, axis=2)
+    after[0, device, np.arange(len(parent))] = stop
+    for column, before in move.folds:
+        np.maximum(after[column], rows[before].take(parent, axis=1), out=after[column])
+    for column, is_new, wait in move.makes:
+        there = wait.take(device, axis=1)
+        there += stop
+        if is_new:
+            after[column] = there
+        else:
+            np.maximum(after[column], there, out=after[column])
+    if len(move.raises):
+        floor = layout.least_wait_us.take(device, axis=1)
+        floor += stop
+        after[move.raises] = np.maximum(after[move.raises], floor)
+    return after, parent, device
+
+
+def paths_us(move: Move, rows: Floats, tail_us: Floats) -> Floats:
+    """No way to go on from a row ends before this, by what follows single launches; [pair, device, row]."""
+    ends = rows.take(move.column, axis=0)
+    ends += tail_us
+    return np.asarray(ends.min(axis=1).max(axis=0))
+
+
+def _ends(course: Course, launch: int, rows: Floats) -> Floats:
     """No way to go on from a row ends before this."""
-    column, reader = np.array(layout.moves[launch].pairs).T
-    paths = (rows[:, column] + layout.tail_us[reader]).min(axis=2).max(axis=1)
+    move = course.layout.moves[launch]
+    paths = paths_us(move, rows, course.tail_us.take(move.reader, axis=0))
     # A device that will not be used again counts only up to a time that the step surely lasts.
-    free = np.minimum(rows[:, 0], paths[:, None])
-    spread = (free @ work.weights.T + work.rest_us[launch + 1]).max(axis=1)
+    free = np.minimum(rows[0], paths)
+    spread = (course.weights @ free + course.rest_us[launch + 1]).max(axis=0)
     return np.asarray(np.maximum(paths, spread))
 
 
-def _unbeaten(rows: Floats, ends: Floats, known_us: float) -> Ints:
-    """Rows that may end before the known placement and are not as late as another row in everything."""
+def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
+    """Rows that may end before the known placement and are not as late as another; most promising first."""
     keep = np.flatnonzero(ends < known_us * (1.0 - ROUNDING / 2))
     if len(keep) < 2:
         return keep
-    flat = rows[keep].reshape(len(keep), -1)
-    order = np.argsort(flat.sum(axis=1), kind="stable")
-    keep, flat = keep[order], flat[order]
-    # Only a row with a smaller sum, or an equal earlier one, can be no later in everything.
-    no_later = np.asarray(flat[:, None] <= (flat * (1.0 + SAME))[None]).all(axis=2)
-    return keep[~np.triu(no_later, 1).any(axis=0)]
+    flat = rows.reshape(-1, rows.shape[2]).take(keep, axis=1)
+    # No row is dropped for one that comes after it: a row that is no later has no greater figure, nor sum.
+    order = np.lexsort((np.minimum(flat, NEVER_US).sum(axis=0), ends[keep]))
+    return np.asarray(keep[order[unbeaten(flat.take(order, axis=1))]])
 
 
-def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
+def merged(rows: Floats, ends: Floats, width: int) -> Floats:
     """At most `width` rows, each no later than those it stands for."""
-    flat = np.minimum(rows.reshape(len(rows), -1), NEVER_US)
-    centre = int(ends.argmin())
-    apart = np.abs(flat - flat[centre]).max(axis=1)
-    owner = np.zeros(len(rows), dtype=np.int64)
-    for index in range(1, width):
-        centre = int(apart.argmax())
-        away = np.abs(flat - flat[centre]).max(axis=1)
-        nearer = away < apart
-        owner[nearer] = index
-        apart = np.minimum(apart, away)
-    merged = np.full((width, *rows.shape[1:]), np.inf)
-    np.minimum.at(merged, owner, rows)
-    return merged[np.unique(owner)]
+    while (num := rows.shape[2]) > width:
+        one, other = _pairs(np.minimum(rows.reshape(-1, num), NEVER_US), ends, num - width)
+        rows[:, :, one] = np.minimum(rows[:, :, one], rows[:, :, other])
+        ends[one] = np.minimum(ends[one], ends[other])
+        rows, ends = np.delete(rows, other, axis=2), np.delete(ends, other)
+    return rows
+
+
+def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
+    """Up to so many pairs of rows that lose little by being merged; no row is in two.
+
+    Pairs are neighbours in some column. A merged row still ends no sooner than either row's own figure less
+    the most that a column loses: pairs for which that is latest come first.
+    """
+    order = flat.argsort(axis=1)
+    left, right = order[:, :-1].ravel(), order[:, 1:].ravel()
+    apart = flat.take(left, axis=1) - flat.take(right, axis=1)
+    left_ends = ends[left] - np.maximum(apart.max(axis=0), 0.0)
+    right_ends = ends[right] + np.minimum(apart.min(axis=0), 0.0)
+    rank = np.argsort(-np.maximum(left_ends, right_ends), kind="stable")
+    taken: set[int] = set()
+    found: tuple[list[int], list[int]] = ([], [])
+    for one, other in zip(left[rank].tolist(), right[rank].tolist(), strict=True):
+        if one not in taken and other not in taken:
+            taken |= {one, other}
+            found[0].append(one)
+            found[1].append(other)
+            if len(found[0]) == num:
+                break
+    return found

@@ -8,73 +8,125 @@ the group's first launch when that ends (the device is busy until then), and nev
 The step's end is one more launch, which costs nothing, anywhere, and waits for what nobody else reads.
 A column whose remaining readers all descend from a launch cannot be of use before that launch has ended;
 `raises` lists such columns, so that differences that cannot matter any more are forgotten.
+
+All times are rounded down to multiples of one power of two, fine enough to change nothing that matters and
+coarse enough for sums to be exact: schedules that take equally long are equal, in whatever order one adds.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tessera.plan.arrays import Floats, Ints
+from tessera.plan.latency_unbeaten import unbeaten
 from tessera.plan.problem import Problem
 
-# Later than any real time, on devices where a group's launches may not run.
+# Later than any real time, on devices where a launch may not run.
 NEVER_US = 1e15
+# Readers of one column that paths are followed from, at most.
+MAX_READERS = 8
+# Bits of a sum of all times; a float carries 53, the rest is for tolls.
+TIME_BITS = 44
+# Sizes of what has none: a group, and what only the end waits for.
+GROUP, LAST = -1, -2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """Something that later launches wait for."""
+
+    readers: tuple[int, ...]
+    # [producer's device, reader's device]; infinite for a group, which never is elsewhere.
+    wait_us: Floats
+    # Items of equal size have equal waits.
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """Who waits for whom: launches in order, the last of them the end."""
+
+    # Of each launch: what it makes, and the groups that it is the first of.
+    items: Sequence[Sequence[Item]]
+    # Bit sets: which launches each launch waits for, directly or not.
+    above: Sequence[int]
+    # [source, destination]: no chain of transfers between the two is faster.
+    least_wait_us: Floats
+    # All times are multiples of it.
+    grid_us: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What is to be timed."""
+
+    outline: Outline
+    # [launch, device]
+    cost_us: Floats
+    toll_us: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """How one launch changes the columns; column 0 holds the times at which devices are free."""
 
-    # Of one run on each device; NEVER_US where wishes forbid it.
-    cost_us: Floats
-    # What running on each device adds to the step's time, whatever runs meanwhile.
-    toll_us: Floats
-    # Columns that the launch waits for.
-    reads: tuple[int, ...]
-    # Each column after the launch: columns before it, of which the latest counts.
-    folds: tuple[tuple[int, ...], ...]
-    # [new value][device of the launch, reader's device]: the wait from the launch's end.
-    makes: Floats
-    # Each column after the launch: new values that fold into it.
-    made: tuple[tuple[int, ...], ...]
+    # Columns that the launch waits for, 0 among them.
+    reads: Ints
+    # Each column after the launch: the first column before it that it holds (0 where it holds none).
+    kept: Ints
+    # (column after, column before): the others; the latest counts.
+    folds: tuple[tuple[int, int], ...]
+    # (column after, is it new, [reader's device, launch's device]: wait from the launch's end).
+    makes: tuple[tuple[int, bool, Floats], ...]
     # Columns after the launch that wait at least for the launch itself.
-    raises: tuple[int, ...]
-    # (column after the launch, reader) pairs; not all where many launches read one value.
-    pairs: tuple[tuple[int, int], ...]
+    raises: Ints
+    # Pairs of a column after the launch and one of its readers; not all where many launches read one value.
+    column: Ints
+    reader: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A step, ready to be timed launch by launch."""
+    """An outline, ready to be timed launch by launch."""
 
     moves: tuple[Move, ...]
-    # tail_us[launch, device]: from the launch's start there to the step's end, no placement takes less.
-    tail_us: Floats
-    # [source, destination]: no chain of transfers between the two is faster.
+    # [destination, source]
     least_wait_us: Floats
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """Something that later launches wait for."""
-
-    readers: tuple[int, ...]
-    # [producer's device, reader's device]
-    wait_us: Floats
-
-
-def layout_of(
-    problem: Problem, step: int, toll_us: Floats | None = None, fixed: Ints | None = None
-) -> Layout:
-    """The columns of a step; with tolls [launch, device], and devices of some launches (-1: free) given."""
+def outline_of(problem: Problem, step: int) -> Outline:
+    """Of one step."""
     items = _items(problem, step)
+    finite = (float(x.wait_us[np.isfinite(x.wait_us)].max()) for made in items for x in made)
+    total = max(1e-9, float(problem.cost_us[step].max(axis=1).sum()) + sum(finite))
+    grid = float(2.0 ** (np.ceil(np.log2(total)) - TIME_BITS))
+    rounded: dict[int, Floats] = {}
+    for made in items:
+        for item in made:
+            rounded.setdefault(item.num_bytes, _floor(item.wait_us, grid))
+    floored = [[Item(x.readers, rounded[x.num_bytes], x.num_bytes) for x in made] for made in items]
+    return Outline(floored, ancestors(items), _closure(_floor(problem.latency_us, grid)), grid)
+
+
+def work_of(
+    problem: Problem, step: int, outline: Outline, toll_us: Floats | None = None, fixed: Ints | None = None
+) -> Work:
+    """With tolls [launch, device], and devices of some launches (-1: free) given."""
     cost = _costs(problem, step, fixed)
     toll = np.zeros_like(cost)
     if toll_us is not None:
         toll[:-1] = toll_us
-    above = _ancestors(len(cost), items)
-    return Layout(tuple(_moves(cost, toll, items, above)), _tails(cost, items), _closure(problem.latency_us))
+    return Work(outline, _floor(cost, outline.grid_us), _floor(toll, outline.grid_us))
+
+
+def layout_of(outline: Outline, tail_us: Floats | None = None) -> Layout:
+    """The columns; readers that others outlast by the tails [launch, device] are left out of the pairs."""
+    return Layout(tuple(_moves(outline, tail_us)), np.ascontiguousarray(outline.least_wait_us.T))
+
+
+def _floor(times: Floats, grid: float) -> Floats:
+    return np.asarray(np.floor(times / grid) * grid)
 
 
 def _costs(problem: Problem, step: int, fixed: Ints | None) -> Floats:
@@ -87,31 +139,34 @@ def _costs(problem: Problem, step: int, fixed: Ints | None) -> Floats:
     return np.concatenate([cost, np.zeros((1, problem.num_devices))])
 
 
-def _items(problem: Problem, step: int) -> list[list[_Item]]:
+def _items(problem: Problem, step: int) -> list[list[Item]]:
     """Of each launch: the values it makes, and the groups it is the first of."""
     graph, nodes = problem.unit.graphs[step], problem.node_of[step].tolist()
-    items: list[list[_Item]] = [[] for _ in [*nodes, None]]
+    items: list[list[Item]] = [[] for _ in [*nodes, None]]
+    num = problem.num_devices
+    apart = ~np.eye(num, dtype=np.bool_)
+    waits: dict[int, Floats] = {GROUP: np.where(apart, np.inf, 0.0), LAST: np.zeros((num, num))}
     for value in graph.values:
         if value.producer is not None and value.readers:
-            wait = problem.latency_us + value.num_bytes * problem.us_per_byte
-            np.fill_diagonal(wait, 0.0)
-            items[value.producer].append(_Item(tuple(sorted(set(value.readers))), wait))
+            size = value.num_bytes
+            if size not in waits:
+                waits[size] = (problem.latency_us + size * problem.us_per_byte) * apart
+            items[value.producer].append(Item(tuple(sorted(set(value.readers))), waits[size], size))
     members: dict[int, list[int]] = {}
     for launch, node in enumerate(nodes):
         members.setdefault(node, []).append(launch)
-    num = problem.num_devices
     for first, *others in members.values():
         if others:
-            items[first].append(_Item(tuple(others), NEVER_US * (1.0 - np.eye(num))))
+            items[first].append(Item(tuple(others), waits[GROUP], GROUP))
     for made in items[:-1]:
         if not made:
-            made.append(_Item((len(nodes),), np.zeros((num, num))))
+            made.append(Item((len(nodes),), waits[LAST], LAST))
     return items
 
 
-def _ancestors(num: int, items: list[list[_Item]]) -> list[int]:
-    """Bit sets: which launches each launch waits for, directly or not."""
-    above = [0] * num
+def ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
+    """Bit sets: which launches each launch waits for."""
+    above = [0] * len(items)
     for launch, made in enumerate(items):
         own = above[launch] | 1 << launch
         for item in made:
@@ -120,37 +175,42 @@ def _ancestors(num: int, items: list[list[_Item]]) -> list[int]:
     return above
 
 
-def _moves(cost: Floats, toll: Floats, items: list[list[_Item]], above: list[int]) -> Iterator[Move]:
-    num = len(cost)
+def _moves(outline: Outline, tail_us: Floats | None) -> Iterator[Move]:
+    num, above = len(outline.items), outline.above
     # What all launches from each on, but the end, wait for.
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):
         rest[launch] = rest[launch + 1] & above[launch]
     columns: list[tuple[int, ...]] = [()]
-    for launch, made in enumerate(items):
+    followed = _Followed(tail_us)
+    for launch, made in enumerate(outline.items):
         left: dict[tuple[int, ...], list[int]] = {}
         for index, readers in enumerate(columns[1:], start=1):
             after = readers[1:] if readers[0] == launch else readers
             if after:
                 left.setdefault(after, []).append(index)
-        new: dict[tuple[int, ...], list[int]] = {}
-        for index, item in enumerate(made):
-            new.setdefault(item.readers, []).append(index)
-        keys = [*left, *(k for k in new if k not in left)]
+        keys = [*left, *dict.fromkeys(x.readers for x in made if x.readers not in left)]
+        at = {readers: index for index, readers in enumerate(keys, start=1)}
+        first = {x.readers: x for x in reversed(made) if x.readers not in left}
+        raised = _raised(launch, keys, above, rest[launch + 1]) if launch < num - 1 else ()
+        pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in followed.of(k)]
         yield Move(
-            cost_us=cost[launch],
-            toll_us=toll[launch],
-            reads=tuple(i for i, readers in enumerate(columns) if i and readers[0] == launch),
-            folds=((0,), *(tuple(left.get(k, ())) for k in keys)),
-            makes=np.array([item.wait_us for item in made]).reshape(len(made), cost.shape[1], cost.shape[1]),
-            made=((), *(tuple(new.get(k, ())) for k in keys)),
-            raises=tuple(_raised(launch, keys, above, rest[launch + 1])) if launch < num - 1 else (),
-            pairs=tuple((i, r) for i, k in enumerate(keys, start=1) for r in k[:8]),
+            reads=_indices([0, *(i for i, readers in enumerate(columns) if i and readers[0] == launch)]),
+            kept=_indices([0, *(left[k][0] if k in left else 0 for k in keys)]),
+            folds=tuple((at[k], other) for k, others in left.items() for other in others[1:]),
+            makes=tuple((at[x.readers], first.get(x.readers) is x, x.wait_us.T) for x in made),
+            raises=_indices(raised),
+            column=_indices(i for i, _ in pairs),
+            reader=_indices(r for _, r in pairs),
         )
         columns = [(), *keys]
 
 
-def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: list[int], rest: int) -> Iterator[int]:
+def _indices(listed: Iterable[int]) -> Ints:
+    return np.fromiter(listed, dtype=np.int64)
+
+
+def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: Sequence[int], rest: int) -> Iterator[int]:
     if rest >> launch & 1:
         yield 0
     for index, readers in enumerate(keys, start=1):
@@ -159,15 +219,36 @@ def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: list[int], rest
             yield index
 
 
-def _tails(cost: Floats, items: list[list[_Item]]) -> Floats:
-    tails = np.array(cost)
-    for launch in range(len(cost) - 1, -1, -1):
-        after = np.zeros(cost.shape[1])
-        for item in items[launch]:
-            for reader in item.readers:
-                after = np.maximum(after, (item.wait_us + tails[reader]).min(axis=1))
-        tails[launch] += after
-    return tails
+class _Followed:
+    """Which readers of a column matter to how long a schedule still takes: those with the longest tails."""
+
+    def __init__(self, tail_us: Floats | None) -> None:
+        self._tail_us = tail_us
+        self._of: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, readers: tuple[int, ...]) -> tuple[int, ...]:
+        """Some of the readers."""
+        if readers not in self._of:
+            self._of[readers] = self._longest(readers[:MAX_READERS])
+        return self._of[readers]
+
+    def _longest(self, readers: tuple[int, ...]) -> tuple[int, ...]:
+        if self._tail_us is None or len(readers) == 1:
+            return readers
+        tails = self._tail_us[list(readers)]
+        # Of equal ones the first stays.
+        order = np.argsort(-tails.sum(axis=1), kind="stable")
+        kept = order[unbeaten(-tails[order].T)]
+        return tuple(readers[i] for i in kept.tolist())
+
+
+def after_us(outline: Outline, tails: Floats, launch: int) -> Floats:
+    """[..., device]: what follows the launch's end, at least; `tails` are [launch, ..., device]."""
+    after = np.zeros(tails.shape[1:])
+    for item in outline.items[launch]:
+        for reader in item.readers:
+            np.maximum(after, (item.wait_us + tails[reader][..., None, :]).min(axis=-1), out=after)
+    return after
 
 
 def _closure(latency_us: Floats) -> Floats:

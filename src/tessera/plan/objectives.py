@@ -92,7 +92,7 @@ def planner(objective: ir.Objective) -> Callable[[Task], tuple[Mix, ...]]:
 def _widened(task: Task, devices: Devices, mix: Mix) -> Mix:
     """A mix of some devices as one of all."""
     at = np.array(devices)
-    return Mix(tuple(task.problem.column(at[c.labels]) for c in mix.columns), mix.shares)
+    return Mix(tuple(task.problem.column(at[c.labels]) for c in mix.columns), mix.shares, mix.slots)
 
 
 def _glance(task: Task, devices: Devices) -> Callable[[Mix], float] | None:

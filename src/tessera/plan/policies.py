@@ -20,7 +20,7 @@ most of its work would go; strict prefill-decode does not apply then.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
@@ -28,9 +28,11 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan import scopes, throughput
+from tessera.plan.lanes import slot_counts
 from tessera.plan.pipeline import orders, pipeline, two_stages
 from tessera.plan.problem import Column, Ints, Labels, Mix, Problem
 from tessera.plan.registry import Registry
+from tessera.plan.robust import Sampler
 
 # Candidates of one kind that are worth judging.
 KEEP = 2
@@ -59,6 +61,10 @@ class Task:
         """Columns known so far."""
         return throughput.Pool(self.problem, self.slots)
 
+    def fits_with(self, columns: Sequence[Column], slots: int) -> bool:
+        """Do these placements fit together with so many requests in flight?"""
+        return self.pool.fits(columns) if slots == self.slots else self.problem.fits(columns, slots)
+
     @cached_property
     def coarse(self) -> dict[str, tuple[Mix, ...] | None]:
         """The candidates of every coarse policy; their columns are in the pool."""
@@ -74,6 +80,29 @@ class Task:
         """The optimum by busy time alone, and its bound."""
         throughput.seed(self.pool, [m for mixes in self.coarse.values() for m in mixes or ()])
         return throughput.generate(self.pool)
+
+    @property
+    def variants(self) -> tuple[ir.Variant, ...]:
+        """Batches besides the problem's own that columns may be of; see `joint`."""
+        return ()
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Costs as wrong as they may be."""
+        return Sampler(self.problem)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """One a batch, by the columns' numbers of variants."""
+        return (self.problem,)
+
+    def weight_of(self, column: Column) -> float:
+        """Work units in one request of a column."""
+        return 1.0
+
+    def slots_that_fit(self, columns: Iterable[Column]) -> int | None:
+        """The most requests in flight that memory allows on these columns; None: any number."""
+        return self.problem.slots_that_fit(columns)
 
     @cached_property
     def layer_of_node(self) -> tuple[Ints, int] | None:
@@ -151,11 +180,16 @@ def single(task: Task) -> tuple[Mix, ...] | None:
 
 def data_parallel(task: Task) -> tuple[Mix, ...] | None:
     """A replica on every device that can hold one."""
-    columns = [c for c in _alone(task.problem) if task.pool.fits((c,))]
-    if not columns:
-        return None
-    speeds = [1.0 / float(c.busy_us.max()) for c in columns]
-    return (Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds)),)
+    found: list[Mix] = []
+    # Where memory is short, more devices take part if fewer requests are in flight; one each keeps them busy.
+    for slots in range(task.slots, 0, -1):
+        columns = [c for c in _alone(task.problem) if task.fits_with((c,), slots)]
+        is_fair = slots == task.slots or 1 < len(columns) <= slots
+        if is_fair and len(columns) > (len(found[-1].columns) if found else 0):
+            speeds = [1.0 / float(c.busy_us.max()) for c in columns]
+            mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
+            found.append(mix if slots == task.slots else replace(mix, slots=slot_counts(mix, slots)))
+    return tuple(found) or None
 
 
 def prefill_decode(task: Task) -> tuple[Mix, ...] | None:

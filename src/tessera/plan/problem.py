@@ -58,11 +58,14 @@ class Column:
     path_us: float
     # Transfers of one request.
     num_messages: float
+    # Which batch the request is of, where there are several: then all of the above is of one work unit of the
+    # first of them; see `joint`.
+    variant: int = 0
 
     @cached_property
     def key(self) -> bytes:
         """Equal placements, equal keys."""
-        return self.labels.tobytes()
+        return self.labels.tobytes() + (bytes((self.variant,)) if self.variant else b"")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,8 @@ class Mix:
 
     columns: tuple[Column, ...]
     shares: tuple[float, ...]
+    # Slots that follow each; empty: by the shares, see `lanes`.
+    slots: tuple[int, ...] = ()
 
     @cached_property
     def busy_us(self) -> Floats:
@@ -202,10 +207,11 @@ class Problem:
         per_slot = np.zeros(num)
         for column in columns:
             held |= self.weights.present(column.labels, num)
-            per_slot = np.maximum(per_slot, self._per_slot(column.labels))
+            per_slot = np.maximum(per_slot, self.slot_bytes(column.labels))
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), per_slot
 
-    def _per_slot(self, labels: Labels) -> Floats:
+    def slot_bytes(self, labels: Labels) -> Floats:
+        """State and temporaries of one request on each device, at most."""
         num = self.num_devices
         peaks = [step.peak_bytes(labels, num) for step in self.temporaries]
         return np.asarray(self.states.bytes_on(labels, num) + np.max([np.zeros(num), *peaks], axis=0))

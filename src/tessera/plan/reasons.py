@@ -5,6 +5,7 @@ every other device in turn, and the mix is priced again at the same shares. What
 move alone; several moves together may pay where each alone does not.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,16 +55,27 @@ def _ms(us: float) -> str:
     return f"{us / 1e3:.3g} ms"
 
 
-def reasons(problem: Problem, mix: Mix, kernels: dict[tuple[str, str], Labels]) -> tuple[Reason, ...]:
-    """kernels: (kernel, scope) -> its nodes, heaviest first."""
+def reasons(
+    problem: Problem,
+    mix: Mix,
+    kernels: dict[tuple[str, str], Labels],
+    weight_of: Callable[[Column], float] = lambda column: 1.0,
+) -> tuple[Reason, ...]:
+    """kernels: (kernel, scope) -> its nodes, heaviest first; the problem is the main lane's.
+
+    weight_of: work units in a request of a column, where lanes are of unlike batches.
+    """
     if problem.num_devices < 2:
         return ()
     main = int(np.argmax(mix.shares))
-    found = (_reason(problem, mix, main, name, nodes) for name, nodes in kernels.items())
+    weight = weight_of(mix.columns[main])
+    found = (_reason(problem, mix, main, name, nodes, weight) for name, nodes in kernels.items())
     return tuple(r for r in found if r is not None)[:MAX_REASONS]
 
 
-def _reason(problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes: Labels) -> Reason | None:
+def _reason(
+    problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes: Labels, weight: float
+) -> Reason | None:
     column = mix.columns[main]
     placed = column.labels[nodes]
     here = int(np.bincount(placed, minlength=problem.num_devices).argmax())
@@ -74,18 +86,18 @@ def _reason(problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes:
             labels = column.labels.copy()
             labels[moved] = there
             if problem.is_allowed(labels):
-                options.append((_period(mix, main, problem.column(labels)), there))
+                options.append((_period(mix, main, problem.column(labels), weight), there))
     if not options:
         return None
     period, there = min(options)
     labels = column.labels.copy()
     labels[moved] = there
     here_us, there_us = (float(problem.load_us[moved, d].sum()) for d in (here, there))
-    added = problem.column(labels).path_us - column.path_us - (there_us - here_us)
+    added = problem.column(labels).path_us - column.path_us * weight - (there_us - here_us)
     names = problem.cluster.names
     return Reason(*name, names[here], names[there], here_us, there_us, added, period)
 
 
-def _period(mix: Mix, main: int, column: Column) -> float:
-    columns = tuple(column if n == main else c for n, c in enumerate(mix.columns))
-    return float(Mix(columns, mix.shares).busy_us.max() / mix.busy_us.max())
+def _period(mix: Mix, main: int, column: Column, weight: float) -> float:
+    moved = column.busy_us / weight - mix.columns[main].busy_us
+    return float((mix.busy_us + mix.shares[main] * moved).max() / mix.busy_us.max())

@@ -9,9 +9,14 @@ def remarks(plan: ir.Plan) -> Iterator[str]:
     """One sentence each."""
     below = 1.0 - plan.simulated_per_s / plan.bound_per_s
     yield f"The simulated rate is {below:.1%} below the bound that no mix of placements exceeds."
+    if plan.variants:
+        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
+        yield f"Lanes are of batch {batches}; rates count requests of batch {plan.batch}."
     if plan.lane_table and len(plan.lanes) > 1:
-        loss = f"{plan.rounding_loss:.2%} of the rate (modelled)"
-        yield f"Requests follow a table of {len(plan.lane_table)} lanes; rounding to it costs {loss}."
+        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.slots)]
+        held = ", ".join(f"{order.count(n)}" for n in range(len(plan.lanes)))
+        loss = f"{plan.rounding_loss:.2%} of the rate (simulated)"
+        yield f"Slots that follow each lane: {held}; rounding to whole slots costs {loss}."
     if plan.by_slots:
         listed = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_slots)
         yield f"With other numbers of requests in flight (simulated): {listed}."

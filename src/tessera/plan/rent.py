@@ -2,7 +2,8 @@
 
 A basket is a choice of GPUs from one provider, since devices that exchange activations must stand together,
 and of one maker, since a kernel runs on all of them. The bound spreads every launch freely over the
-basket, transfers free and memory endless; it discards baskets and recommends none.
+basket, transfers free and memory endless; it discards baskets and recommends none. So does the shortest time
+of a step, in which every launch runs where it is fastest and waits only for what it reads.
 """
 
 from collections import Counter
@@ -98,6 +99,23 @@ def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
             rows[tuple(cost.us for cost in row)] += count
     load = np.array([[us * count for us in row] for row, count in rows.items()])
     return Limit({d.gpu: n for n, d in enumerate(costs[0].devices)}, load)
+
+
+def shortest_us(graph: ir.Graph, costs: ir.Costs, columns: Sequence[int], num_devices: int) -> float:
+    """No placement runs the step faster on so many devices of the GPUs in these columns of the costs."""
+    fastest = [min(row[column].us for column in columns) for row in costs.costs]
+    ready = [0.0] * len(fastest)
+    made: dict[int, list[int]] = {}
+    for value in graph.values:
+        if value.producer is not None:
+            made.setdefault(value.producer, []).extend(value.readers)
+    longest = 0.0
+    for launch, us in enumerate(fastest):
+        end = ready[launch] + us
+        longest = max(longest, end)
+        for reader in made.get(launch, ()):
+            ready[reader] = max(ready[reader], end)
+    return max(longest, sum(fastest) / num_devices)
 
 
 def phases_us(plan: ir.Plan) -> dict[str, float]:

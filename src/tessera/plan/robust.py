@@ -4,10 +4,11 @@ A sample draws one factor per kernel and GPU, log-normal with median one and the
 relative error as its spread: errors are shared by all launches of a kernel, which hurts far more than
 errors that are independent per launch. Busy time is linear in the factors, so re-pricing a mix is one
 product of matrices; nothing is simulated again. A candidate keeps the share of its busy-time rate that
-its simulation gave. Links keep their figures. The draws are seeded: equal inputs, equal samples.
+its simulation gave. Links keep their figures. The draws are seeded: equal inputs, equal samples. A kernel of
+several batches has one factor for all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,25 +27,22 @@ class Sampler:
     """Factors for one problem, and the rates of its mixes under them."""
 
     problem: Problem
+    # The same work at other batches: the problem, and its requests' work units as columns count them.
+    others: tuple[tuple[Problem, float], ...] = ()
+
+    @cached_property
+    def _tables(self) -> list[tuple[Ints, Ints, Floats, Floats]]:
+        """Of all launches of all steps: (kernel number, node, us per work unit, relative error), by device.
+
+        One for every batch.
+        """
+        return list(_tables(((self.problem, 1.0), *self.others)))
 
     @cached_property
     def _launches(self) -> tuple[Ints, Ints, Floats, Floats]:
-        """Of all launches of all steps: (kernel number, node, us per request, relative error), by device."""
-        prob = self.problem
-        number: dict[str, int] = {}
-        kernel = [
-            number.setdefault(g.trace.kernel_of(i).name, len(number))
-            for g in prob.unit.graphs
-            for i in range(len(g.trace.launches))
-        ]
-        us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
-        errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
-        return (
-            np.array(kernel, dtype=np.int64),
-            np.concatenate(prob.node_of),
-            us,
-            np.array(errors, dtype=np.float64),
-        )
+        """Those of all batches."""
+        kernel, node, us, error = zip(*self._tables, strict=True)
+        return np.concatenate(kernel), np.concatenate(node), np.concatenate(us), np.concatenate(error)
 
     @cached_property
     def _factors(self) -> Floats:
@@ -76,13 +74,27 @@ class Sampler:
 
     def _by_kernel(self, column: Column) -> Floats:
         """[device, kernel]: busy time of one request."""
-        kernel, node, us, _ = self._launches
-        num = int(kernel.max()) + 1
+        kernel, node, us, _ = self._tables[column.variant]
+        num = int(self._launches[0].max()) + 1
         device = column.labels[node]
         own = us[np.arange(len(device)), device]
         size = self.problem.num_devices * num
         table = np.bincount(device * num + kernel, weights=own, minlength=size)
         return np.asarray(table.reshape(-1, num), dtype=np.float64)
+
+
+def _tables(problems: Sequence[tuple[Problem, float]]) -> Iterator[tuple[Ints, Ints, Floats, Floats]]:
+    number: dict[str, int] = {}
+    for prob, weight in problems:
+        kernel = [
+            number.setdefault(g.trace.kernel_of(i).name, len(number))
+            for g in prob.unit.graphs
+            for i in range(len(g.trace.launches))
+        ]
+        us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
+        errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
+        nodes, error = np.concatenate(prob.node_of), np.array(errors, dtype=np.float64)
+        yield np.array(kernel, dtype=np.int64), nodes, us / weight, error
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:

@@ -18,7 +18,7 @@ from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.judge import SLOTS_SHOWN, Judge, Simulate
 from tessera.plan.policies import COARSE, PLANNERS, Task
-from tessera.plan.problem import build
+from tessera.plan.problem import Mix, build
 from tessera.plan.wishes import Wish, check_wishes
 
 __all__ = ["PlanConfig", "Simulate", "solve"]
@@ -39,6 +39,17 @@ class PlanConfig:
     shown_slots: tuple[int, ...] = SLOTS_SHOWN
 
 
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """A plan, and what was found on the way to it."""
+
+    plan: ir.Plan
+    task: Task
+    # The mix that the plan is of, and what else was judged: coarse policies, and the planner's own.
+    chosen: Mix
+    mixes: tuple[Mix, ...]
+
+
 def solve(
     unit: ir.WorkUnit,
     costs: tuple[ir.Costs, ...],
@@ -51,6 +62,18 @@ def solve(
 
     `glance` is a quicker and rougher simulation to search by; without it, `simulate` serves for that too.
     """
+    return work_out(unit, costs, cluster, config, simulate, glance).plan
+
+
+def work_out(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    config: PlanConfig,
+    simulate: Simulate | None = None,
+    glance: Simulate | None = None,
+) -> Solution:
+    """As `solve`, with what was found on the way."""
     if config.slots < 1:
         raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one slot.")
     name = config.policy or config.objective.value
@@ -72,7 +95,7 @@ def solve(
     baselines = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
     plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_slots)
     ir.verify(plan)
-    return plan
+    return Solution(plan, task, chosen, (*others, *mixes))
 
 
 def _remedy(name: str) -> str:

@@ -80,6 +80,9 @@ def _numbered(devices: Sequence[Device]) -> Iterable[Device]:
 def _device(word: str, cards: Cards) -> Device:
     kind, _, rest = word.partition(":")
     if kind not in tuple(DeviceKind):
+        if word in {one.name for one in known_gpus()}:
+            remedy = f"Write emu:{word} to plan for it."
+            raise TesseraError(f"'{word}' is a GPU, but no kind of device", remedy, PLACE)
         raise UnknownName("kind of device", kind, tuple(DeviceKind))
     makers: dict[str, Callable[[], Device]] = {
         DeviceKind.EMU: lambda: _emulated(word, rest),

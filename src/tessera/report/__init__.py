@@ -3,6 +3,7 @@
 Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich and the standard library.
 """
 
+from tessera.report.figures import main_lane
 from tessera.report.folder_page import write_report
 from tessera.report.layer import layer_picture
 from tessera.report.page import Shown, write_page
@@ -11,6 +12,6 @@ from tessera.report.tables import comparison_table, devices_table, graph_table, 
 from tessera.report.units import duration, percent, rate, ratio, size
 
 __all__ = [
-    "Shown", "comparison_table", "devices_table", "duration", "graph_table", "layer_picture", "percent",
-    "rate", "ratio", "size", "where_time_goes", "write_page", "write_perfetto", "write_report",
+    "Shown", "comparison_table", "devices_table", "duration", "graph_table", "layer_picture", "main_lane",
+    "percent", "rate", "ratio", "size", "where_time_goes", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ LINE_PX, WIDTH_PX = 22, 88
 def dependencies(plan: Plan) -> str:
     """One figure a step, placed along the lane that most work follows."""
     lane = plan.lanes[main_lane(plan)]
-    steps = list(enumerate(plan.unit.graphs))[:MAX_STEPS]
+    steps = list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]
     return "\n".join(_figure(graph, lane.placement.devices[step]) for step, graph in steps)
 
 

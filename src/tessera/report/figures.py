@@ -1,6 +1,7 @@
 """Figures that tables and pages share, all derived from a plan and so all modelled.
 
-A mix of lanes is averaged by rate: "launches on a device" are those of an average work unit.
+A mix of lanes is averaged by rate: "launches on a device" are those of an average work unit. Where lanes are
+of unlike batches, a request of a larger one is several work units, and its launches count for all of them.
 """
 
 from collections import Counter, defaultdict
@@ -11,13 +12,14 @@ from tessera.report.kernels import kernel_class
 
 def shares(plan: Plan) -> tuple[float, ...]:
     """Fraction of the work units that follow each lane."""
-    total = sum(lane.rate_per_s for lane in plan.lanes)
-    return tuple(lane.rate_per_s / total for lane in plan.lanes)
+    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
+    return tuple(rate / sum(rates) for rate in rates)
 
 
 def main_lane(plan: Plan) -> int:
     """The lane that most work follows."""
-    return max(range(len(plan.lanes)), key=lambda n: plan.lanes[n].rate_per_s)
+    found = shares(plan)
+    return max(range(len(found)), key=lambda n: found[n])
 
 
 def step_title(step: Step) -> str:
@@ -29,7 +31,7 @@ def step_us(plan: Plan, lane: Lane, step: int) -> tuple[float, ...]:
     """Busy time of each device in one run of one step along a lane."""
     busy = [0.0] * len(plan.cluster.devices)
     for launch, device in enumerate(lane.placement.devices[step]):
-        busy[device] += plan.costs[step].us(launch, device)
+        busy[device] += plan.costs_of(lane)[step].us(launch, device)
     return tuple(busy)
 
 
@@ -37,9 +39,10 @@ def launches_on(plan: Plan) -> tuple[float, ...]:
     """Launches of an average work unit that each device runs."""
     placed = [0.0] * len(plan.cluster.devices)
     for share, lane in zip(shares(plan), plan.lanes, strict=True):
-        for count, devices in zip(plan.unit.counts, lane.placement.devices, strict=True):
+        each = share / plan.weight_of(lane)
+        for count, devices in zip(plan.unit_of(lane).counts, lane.placement.devices, strict=True):
             for device, num in Counter(devices).items():
-                placed[device] += share * count * num
+                placed[device] += each * count * num
     return tuple(placed)
 
 
@@ -47,7 +50,7 @@ def modelled_utilisation(plan: Plan) -> tuple[float, ...]:
     """Fraction of the time each device is busy when every lane runs at its rate."""
     busy = [0.0] * len(plan.cluster.devices)
     for lane in plan.lanes:
-        for step, count in enumerate(plan.unit.counts):
+        for step, count in enumerate(plan.unit_of(lane).counts):
             for device, us in enumerate(step_us(plan, lane, step)):
                 busy[device] += lane.rate_per_s * count * us / 1e6
     return tuple(busy)
@@ -57,7 +60,7 @@ def weight_bytes(plan: Plan) -> tuple[int, ...]:
     """Bytes of weights that each device reads in any lane; steps share weights of the same name."""
     held: list[dict[str, int]] = [{} for _ in plan.cluster.devices]
     for lane in plan.lanes:
-        for graph, devices in zip(plan.unit.graphs, lane.placement.devices, strict=True):
+        for graph, devices in zip(plan.unit_of(lane).graphs, lane.placement.devices, strict=True):
             for launch, device in zip(graph.trace.launches, devices, strict=True):
                 for access in launch.accesses:
                     buffer = graph.trace.buffers[access.buffer]
@@ -97,14 +100,22 @@ def class_times(plan: Plan) -> dict[str, tuple[float, tuple[float, ...], tuple[f
     launches: dict[str, float] = defaultdict(float)
     placed: dict[str, list[float]] = defaultdict(lambda: [0.0] * num)
     alone: dict[str, list[float]] = defaultdict(lambda: [0.0] * num)
-    for step, graph in enumerate(plan.unit.graphs):
-        count, costs = plan.unit.counts[step], plan.costs[step]
+    for number, graph in enumerate(plan.graphs):
+        variant, step = divmod(number, len(plan.unit.graphs))
+        # (requests of the lane in an average work unit, the lane)
+        mine = [
+            (s / plan.weight_of(x), x)
+            for s, x in zip(shares(plan), plan.lanes, strict=True)
+            if x.variant == variant
+        ]
+        count, costs = plan.every_variant[variant].unit.counts[step], plan.prices[number]
+        each = count * sum(share for share, _ in mine) if plan.variants else count
         for index, launch in enumerate(graph.trace.launches):
             name = kernel_class(graph.trace.kernels[launch.kernel], launch.scope)
-            launches[name] += count
+            launches[name] += each
             for device in range(num):
-                alone[name][device] += count * costs.us(index, device)
-            for share, lane in zip(shares(plan), plan.lanes, strict=True):
+                alone[name][device] += each * costs.us(index, device)
+            for share, lane in mine:
                 device = lane.placement.devices[step][index]
                 placed[name][device] += share * count * costs.us(index, device)
     order = sorted(launches, key=lambda name: -sum(placed[name]))

@@ -42,7 +42,7 @@ class LayerPicture:
         room = (options.max_width - MODULE_WIDTH - TIME_WIDTH - 4) // max(1, len(columns))
         width = max(MIN_WIDTH, min(MAX_WIDTH, room))
         title = f"{self.picture.subject} ({self.picture.step}; {self.picture.lane})"
-        yield Text(title, style="bold", no_wrap=True, overflow="ellipsis")
+        yield Text(title, style="bold")
         yield self._table(width, options.ascii_only)
         yield from self._summary()
 

@@ -76,7 +76,11 @@ def _template(name: str) -> str:
 def _subtitle(plan: Plan) -> str:
     steps = zip(plan.unit.counts, plan.unit.graphs, strict=True)
     unit = " + ".join(f"{count} {graph.trace.step.kind}" for count, graph in steps)
-    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one request is {unit}"
+    batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
+    others = (
+        f"; lanes of batch {batches}, rates count requests of batch {plan.batch}" if plan.variants else ""
+    )
+    return f"{plan.policy} plan on {', '.join(plan.cluster.names)}; one request is {unit}{others}"
 
 
 def _run(timeline: Timeline) -> str:
@@ -87,7 +91,8 @@ def _run(timeline: Timeline) -> str:
 
 def _tiles(plan: Plan, timeline: Timeline) -> str:
     total = end_us(timeline)
-    reached = len(timeline.requests) / total * 1e6 if total > 0 else 0.0
+    num = sum(timeline.weights) if timeline.weights else len(timeline.requests)
+    reached = num / total * 1e6 if total > 0 else 0.0
     factor = gain(plan, plan)
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     values = [

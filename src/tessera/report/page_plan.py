@@ -99,7 +99,8 @@ def _usage(name: str, kind: str, busy: float, style: str, facts: str) -> str:
 
 def lanes(plan: Plan) -> str:
     """Each lane's share and rate, and how it divides each step's time among the devices."""
-    order = sorted(range(len(plan.lanes)), key=lambda n: -plan.lanes[n].rate_per_s)
+    found = shares(plan)
+    order = sorted(range(len(found)), key=lambda n: -found[n])
     parts = [_lane(plan, number) for number in order[:MAX_LANES]]
     if len(order) > MAX_LANES:
         parts.append(f"<p class='note'>{len(order) - MAX_LANES} smaller lanes are not listed.</p>")
@@ -108,10 +109,11 @@ def lanes(plan: Plan) -> str:
 
 def _lane(plan: Plan, number: int) -> str:
     lane = plan.lanes[number]
-    about = f"{percent(shares(plan)[number])} of the work, {rate(lane.rate_per_s)}"
+    batch = f", batch {plan.batch_of(lane)}" if plan.variants else ""
+    about = f"{percent(shares(plan)[number])} of the work, {rate(lane.rate_per_s)}{batch}"
     head = f"<div class='lane'><h3>Lane {number} <small>{about}</small></h3>"
     steps = []
-    for step, graph in list(enumerate(plan.unit.graphs))[:MAX_STEPS]:
+    for step, graph in list(enumerate(plan.unit_of(lane).graphs))[:MAX_STEPS]:
         times = step_us(plan, lane, step)
         steps.append(
             f"<div class='split'><div class='name'>{cut(graph.trace.step.kind)}</div>"

@@ -130,7 +130,9 @@ def picture(plan: Plan, lane: int, step: int, max_rows: int = MAX_ROWS) -> Pictu
     """How one lane of a plan places one layer of one step."""
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
-    placed = Placed(plan.unit.graphs[step], plan.lanes[lane].placement.devices[step], plan.costs[step])
+    chosen = plan.lanes[lane]
+    graph, costs = plan.unit_of(chosen).graphs[step], plan.costs_of(chosen)[step]
+    placed = Placed(graph, chosen.placement.devices[step], costs)
     layer = layer_of(placed.graph.trace)
     inside = layer.launches if layer else tuple(range(len(placed.devices)))
     rows = _rows(placed, layer.scope if layer else "", inside, max_rows)

@@ -8,7 +8,7 @@
     /metrics       for Prometheus
     /version, /openapi.json
 
-The application only translates: what is endpoint is handed in, and is started and stopped by `server`.
+The application only translates: the endpoint is handed in; `start` makes it and ends it, `server` listens.
 """
 
 import asyncio

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 
 from tessera.adapt import Live
+from tessera.execute.serving import StepDone
 from tessera.serve.meters import Meters, Observer
 from tessera.serve.outlet import Bell
 from tessera.serve.records import Finish, Reason, Token
 from tessera.serve.rows import Request, Slot
 from tessera.serve.sampling import choose
-from tessera.serve.stepper import StepDone
 
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
 

@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 from tessera.adapt import Live
 from tessera.errors import ServiceClosing, TesseraError
+from tessera.execute.serving import SlotsLost, StepDone, Stepper
 from tessera.serve.admission import choose_slot
 from tessera.serve.delivery import Delivery
 from tessera.serve.meters import LOOK_S, Meters, NoObserver, Observer
 from tessera.serve.queue import FairQueue
 from tessera.serve.rows import Request, Slot
 from tessera.serve.state import EngineConfig, State
-from tessera.serve.stepper import SlotsLost, StepDone, Stepper
 
 # Makes a stepper for one that is lost. Both are its owner's to close; the old one is not used again.
 Replace = Callable[[SlotsLost], Stepper]

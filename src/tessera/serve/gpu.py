@@ -22,7 +22,7 @@ from torch.nn.attention import sdpa_kernel
 
 from tessera import flow
 from tessera.analyze.accesses import triton_accesses
-from tessera.capture import Workload, build, known_models, record
+from tessera.capture import Workload, known_models, record
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
 from tessera.errors import PlanInfeasible, TesseraError, WorkerError
@@ -32,19 +32,17 @@ from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.run import scale_of
 from tessera.execute.cuda.stepper import CudaStepper
 from tessera.execute.footprint import footprints, ready_programs
-from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Step, Trace, WorkUnit
+from tessera.execute.serving import SlotsLost, Stepper, Tensors
+from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
-from tessera.serve.planning import POLICIES, Average, Prepared, counts_of
+from tessera.serve.planning import Prepared, Wanted, counts_of
 from tessera.serve.rehearse import best_served
-from tessera.serve.stepper import SlotsLost, Stepper, Tensors
-from tessera.serve.steps import ROWS, SLOTS, Served, served
+from tessera.serve.steps import STEP_TIMEOUT_S, Served, served, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
 RIVALS = ("single-placement", "data-parallel", "prefill-decode", "layer-pipeline")
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30
-# A step of a served model that takes longer than this will never end.
-STEP_TIMEOUT_S = 60.0
 PLACE = "--devices"
 
 
@@ -93,14 +91,8 @@ def is_for_gpus(cluster: Cluster) -> bool:
 def prepare_on_gpus(
     model: str,
     cluster: Cluster,
+    wanted: Wanted,
     *,
-    slots: int = SLOTS,
-    rows: int = ROWS,
-    capacity: int | None = None,
-    chunk: int | None = None,
-    average: Average | None = None,
-    policies: Sequence[Objective] = POLICIES,
-    seed: int = 0,
     coarse: Sequence[str] = (),
     is_compiled: bool = True,
     advance: Callable[[str], None] = lambda what: None,
@@ -111,8 +103,11 @@ def prepare_on_gpus(
     """
     card = str(driver.card(cluster.devices[0].ordinal))
     advance(f"building {model}")
+    slots, seed = wanted.slots, wanted.seed
     with _made_on(card, model, seed):
-        plain = served(model, slots=slots, rows=rows, capacity=capacity, chunk=chunk, seed=seed)
+        plain = served(
+            model, slots=slots, rows=wanted.rows, capacity=wanted.capacity, chunk=wanted.chunk, seed=seed
+        )
     if "encode" in plain.workloads:
         raise TesseraError(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
@@ -120,18 +115,18 @@ def prepare_on_gpus(
     made = replace(plain, workloads={k: blank(on_device(w, card)) for k, w in plain.workloads.items()})
     advance("capturing its steps")
     traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
-    unit = flow.make_unit(traces, counts_of(made, average or Average()))
+    unit = flow.make_unit(traces, counts_of(made, wanted.average))
     still = Still(tuple(made.workloads.values()))
     advance("pricing its launches")
     costs = _prices(unit, cluster, made.weights(), still, kernels)
     advance("planning")
-    wanted = policies if len(cluster.devices) > 1 else policies[:1]
-    plans = tuple(flow.make_plan(unit, costs, cluster, x, slots) for x in wanted)
+    policies = wanted.policies if len(cluster.devices) > 1 else wanted.policies[:1]
+    plans = tuple(flow.make_plan(unit, costs, cluster, x, slots) for x in policies)
     rehearsed: dict[str, float] = {}
     if len(cluster.devices) > 1 and plans[0].objective is Objective.THROUGHPUT:
         advance("rehearsing")
         rivals = (plans[0], *_others(unit, costs, cluster, slots, RIVALS))
-        best, rehearsed = best_served(rivals, made.shape, average or Average())
+        best, rehearsed = best_served(rivals, made.shape, wanted.average)
         plans = (best, *plans[1:])
     plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
@@ -190,18 +185,12 @@ def _prices(
 @contextmanager
 def _made_on(card: str, model: str, seed: int) -> Iterator[None]:
     """While entered, a large built-in model is made on the GPU; the GPU's own random numbers go on after."""
-    if model not in known_models() or _weight_bytes(model) <= LARGE_BYTES:
+    if model not in known_models() or weight_bytes(model) <= LARGE_BYTES:
         yield
         return
     with torch.random.fork_rng(devices=[torch.device(card)]), torch.device(card):
         torch.cuda.manual_seed(seed)
         yield
-
-
-def _weight_bytes(model: str) -> int:
-    with torch.device("meta"):
-        module = build(Step(model, "decode", 1, 1)).module
-    return sum(p.numel() * p.itemsize for p in module.parameters())
 
 
 class OnGpus:

@@ -13,17 +13,16 @@ from types import TracebackType
 
 from tessera.errors import WorkerError
 from tessera.execute.hub import FORKSERVER, hidden_main
+from tessera.execute.serving import SlotsLost, Stepper
 from tessera.execute.stepper import WorkerStepper
 from tessera.serve.gathering import Gathering
 from tessera.serve.planning import Prepared
-from tessera.serve.stepper import SlotsLost, Stepper
+from tessera.serve.steps import STEP_TIMEOUT_S
 
 # So often within so long a device is given new workers.
 MAX_LOSSES, LOSSES_S = 2, 600.0
 # Workers that are lost while they start are started again so often.
 MAX_STARTS = 3
-# A step of a served model that takes longer than this will never end.
-STEP_TIMEOUT_S = 60.0
 
 
 class Local:

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from tessera.execute.serving import StepKind, Use
 from tessera.serve.records import Finish
-from tessera.serve.stepper import StepKind, Use
 
 # Seconds between two looks at what the stepper counts.
 LOOK_S = 0.5

@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from tessera import __version__
+from tessera.execute.serving import StepKind
 from tessera.ir import DecisionKind
 from tessera.serve.meters import Times
 from tessera.serve.records import Finish, Snapshot
-from tessera.serve.stepper import StepKind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # vLLM's buckets, with finer ones below for small models.

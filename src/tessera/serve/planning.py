@@ -40,6 +40,21 @@ class Average:
     output: int = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a service is planned for; None: a size that suits the model."""
+
+    slots: int = SLOTS
+    rows: int = ROWS
+    capacity: int | None = None
+    chunk: int | None = None
+    average: Average = Average()
+    # One plan each.
+    policies: tuple[Objective, ...] = POLICIES
+    # Of random weights.
+    seed: int = 0
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A model with the plans to serve it by."""
@@ -70,14 +85,8 @@ class Prepared:
 def prepare(
     model: str,
     cluster: Cluster,
+    wanted: Wanted,
     *,
-    slots: int = SLOTS,
-    rows: int = ROWS,
-    capacity: int | None = None,
-    chunk: int | None = None,
-    average: Average | None = None,
-    policies: Sequence[Objective] = POLICIES,
-    seed: int = 0,
     store: Path | None = None,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Prepared:
@@ -93,22 +102,22 @@ def prepare(
     advance(f"building {model}")
     made = served(
         model,
-        slots=slots,
-        rows=rows,
-        capacity=capacity,
-        chunk=chunk,
-        seed=seed,
+        slots=wanted.slots,
+        rows=wanted.rows,
+        capacity=wanted.capacity,
+        chunk=wanted.chunk,
+        seed=wanted.seed,
         max_bytes=MAX_BYTES,
         room_bytes=ROOM * min(device.memory_bytes for device in cluster.devices),
     )
     for_cpu(made)
     advance("capturing its steps")
     traces = [record(workload) for workload in made.workloads.values()]
-    unit = flow.make_unit(traces, counts_of(made, average or Average()))
+    unit = flow.make_unit(traces, counts_of(made, wanted.average))
     advance("pricing its launches")
     costs = tuple(_price(trace, cluster, store or default_store(), advance) for trace in traces)
     advance("planning")
-    return _planned(made, cluster, unit, costs, tuple(policies))
+    return _planned(made, cluster, unit, costs, wanted.policies)
 
 
 def counts_of(model: Served, average: Average) -> tuple[int, ...]:

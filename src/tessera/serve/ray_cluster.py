@@ -110,10 +110,6 @@ class Seat:
 
         serve_call(Call(address, secret), rank, ModelHere(model))
 
-    def node(self) -> str:
-        """Where it is."""
-        return str(ray_module().get_runtime_context().get_node_id())
-
 
 @dataclass(frozen=True)
 class RayWorker:

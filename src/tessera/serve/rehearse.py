@@ -23,6 +23,7 @@ import torch
 from tessera.execute.flight import Routes
 from tessera.execute.lower import lower
 from tessera.execute.pick import Trial, pick
+from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.ir import Plan, Program, Run
 from tessera.serve.admission import width_of
 from tessera.serve.engine import Engine
@@ -30,7 +31,6 @@ from tessera.serve.planning import Average
 from tessera.serve.records import Ask, Sampling
 from tessera.serve.rows import Request
 from tessera.serve.state import EngineConfig
-from tessera.serve.stepper import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.text import ByteText
 
 # A device may turn to another step after so long.

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import torch
 
+from tessera.execute.serving import Shape, StepKind, Tensors
 from tessera.serve.meters import Times
 from tessera.serve.outlet import Outlet
 from tessera.serve.records import Ask
 from tessera.serve.sampling import Pick
-from tessera.serve.stepper import Shape, StepKind, Tensors
 from tessera.serve.stops import StopWatch
 from tessera.serve.text import Reader
 

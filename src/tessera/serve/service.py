@@ -16,6 +16,7 @@ from types import TracebackType
 
 from tessera.adapt import Capability, Hands, Live, Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
+from tessera.execute.serving import Shape, Stepper
 from tessera.ir import Plan
 from tessera.serve.admission import width_of
 from tessera.serve.capability import capabilities_of
@@ -26,7 +27,6 @@ from tessera.serve.records import Ask, DeviceView, Snapshot
 from tessera.serve.rows import Request
 from tessera.serve.sampling import check_sampling
 from tessera.serve.state import EngineConfig
-from tessera.serve.stepper import Shape, Stepper
 from tessera.serve.text import Text
 
 AUTO = "auto"

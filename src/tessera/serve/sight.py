@@ -17,7 +17,7 @@ import torch
 
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.capture.models.vision import grid_of
-from tessera.serve.stepper import Shape, SlotsLost, StepDone, StepKind, Stepper, Tensors, Use
+from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Stepper, Tensors, Use
 from tessera.serve.steps import Served
 
 GRID = grid_of(PICTURE_TOKENS)

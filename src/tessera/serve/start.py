@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tessera.errors import UnknownName
 from tessera.ir import Cluster, DeviceKind, Objective
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from tessera.serve.gpu import OnGpus
     from tessera.serve.local import Local
 
-Plans = TypeVar("Plans")
-
-# Policies that a service can be told to follow; auto has both, and the monitor decides.
-POLICIES = {
+# Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
+OBJECTIVES = {
     AUTO: (Objective.THROUGHPUT, Objective.LATENCY),
     "throughput": (Objective.THROUGHPUT,),
     "latency": (Objective.LATENCY,),
@@ -74,49 +72,40 @@ def started(
     advance: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Ready]:
     """Plans, starts workers, and stops them at the end; `advance` hears what is done next."""
-    wanted = options or Options()
-    local = _steppers(model, cluster, wanted, gathering, advance)
-    with local, _serving(model, local, wanted) as ready:
+    options = options or Options()
+    local = _steppers(model, cluster, options, gathering, advance)
+    with local, _serving(model, local, options) as ready:
         yield ready
 
 
 def _steppers(
     model: str,
     cluster: Cluster,
-    wanted: Options,
+    options: Options,
     gathering: "Gathering | None",
     advance: Callable[[str], None],
 ) -> "Local | OnGpus":
     """What makes the service's steppers: on worker processes, or on GPUs of this process."""
+    from tessera.serve.planning import Wanted, prepare
 
-    def prepared(prepare: Callable[..., Plans]) -> Plans:
-        return prepare(
-            model,
-            cluster,
-            slots=wanted.slots or SLOTS,
-            rows=wanted.rows or ROWS,
-            capacity=wanted.max_len,
-            chunk=wanted.chunk,
-            policies=_objectives(wanted.policy),
-            advance=advance,
-        )
-
+    policies = _objectives(options.policy)
+    slots, rows = options.slots or SLOTS, options.rows or ROWS
+    wanted = Wanted(slots, rows, options.max_len, options.chunk, policies=policies)
     if any(device.kind is DeviceKind.CUDA for device in cluster.devices):
         from tessera.serve.gpu import OnGpus, prepare_on_gpus
 
-        on_gpus = prepared(prepare_on_gpus)
+        on_gpus = prepare_on_gpus(model, cluster, wanted, advance=advance)
         advance("capturing graphs")
         return OnGpus(on_gpus)
     from tessera.serve.local import Local
-    from tessera.serve.planning import prepare
 
-    on_workers = prepared(prepare)
+    on_workers = prepare(model, cluster, wanted, advance=advance)
     advance("starting workers")
     return Local(on_workers, gathering=gathering)
 
 
 @contextmanager
-def _serving(model: str, local: "Local | OnGpus", wanted: Options) -> Iterator[Ready]:
+def _serving(model: str, local: "Local | OnGpus", options: Options) -> Iterator[Ready]:
     """A service over steppers that are started."""
     from tessera.serve.app import create_app
     from tessera.serve.metrics import Metrics
@@ -125,14 +114,14 @@ def _serving(model: str, local: "Local | OnGpus", wanted: Options) -> Iterator[R
     from tessera.serve.sight import with_sight
 
     shape, plans = local.stepper.shape, local.prepared.plans
-    text, name = open_text(model, shape.vocab_size), wanted.name or Path(model).name
+    text, name = open_text(model, shape.vocab_size), options.name or Path(model).name
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     service = Service(
         with_sight(local.stepper, local.prepared.model),
         text,
         model=name,
         plans=plans,
-        config=ServiceConfig(max_waiting=wanted.max_waiting),
+        config=ServiceConfig(max_waiting=options.max_waiting),
         observer=metrics,
         replace=lambda lost: with_sight(local.replace(lost), local.prepared.model),
     )
@@ -147,11 +136,11 @@ def _serving(model: str, local: "Local | OnGpus", wanted: Options) -> Iterator[R
         eyes_of(local.prepared.model),
     )
     with service:
-        app = create_app(endpoint, metrics, wanted.limits, wanted.keys, wanted.is_local)
+        app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
         yield Ready(name, service, app)
 
 
 def _objectives(policy: str) -> tuple[Objective, ...]:
-    if policy not in POLICIES:
-        raise UnknownName("policy", policy, POLICIES)
-    return POLICIES[policy]
+    if policy not in OBJECTIVES:
+        raise UnknownName("policy", policy, OBJECTIVES)
+    return OBJECTIVES[policy]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from tessera.execute.serving import Stepper
 from tessera.serve.rows import Slot
-from tessera.serve.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True)

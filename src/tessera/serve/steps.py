@@ -17,13 +17,15 @@ from tessera.capture import Workload, build, known_models
 from tessera.capture.models import another
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
+from tessera.execute.serving import Shape, StepKind
 from tessera.ir import Step
-from tessera.serve.stepper import Shape, StepKind
 
 # What is served where nobody says otherwise.
 SLOTS, ROWS, CAPACITY, CHUNK = 2, 8, 1024, 64
 # Rows are made no shorter than this to fit.
 MIN_CAPACITY = 64
+# A step that takes longer than this will never end.
+STEP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from tessera.errors import TesseraError
-from tessera.serve.stepper import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
+from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.steps import Served
 
 DEVICE = "cpu"

@@ -2,7 +2,8 @@
 
 The monitor sees what an engine would show it: arrivals, the queue, times of kernels. New plans come from a
 function that is handed in; they take effect `replan_s` after they were asked for (modelled), and the old plan
-runs on until then.
+runs on until then. New shares and new plans are adopted only where a simulation at the corrected costs says
+that they are better, unless a device is lost.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ from tessera.adapt import Action, Adopted, Arrived, Event, Factors, Lost, Measur
 from tessera.errors import TesseraError
 from tessera.ir import DecisionKind, Plan
 from tessera.simulate.capability import capabilities
+from tessera.simulate.judged import LEAST_GAIN, corrected_costs, gain_of
 from tessera.simulate.online import Server
 from tessera.simulate.policy import Lane, Policy
 from tessera.simulate.seats import Slot
@@ -44,6 +46,8 @@ class Adaptive:
 
     def _tick(self, server: Server) -> None:
         for (policy, lane), num in self._runs.items():
+            if server.policies.get(policy.name) is not policy:
+                continue  # what it planned with is corrected already
             planned, true = policy.busy_us(lane), policy.true_us(lane)
             for device, kernels in planned.items():
                 for kernel, us in kernels.items():
@@ -79,18 +83,23 @@ class Adaptive:
         if kind is DecisionKind.SWITCH and server.can_serve(action.decision.policy):
             server.switch(action.decision.policy)
         elif kind is DecisionKind.REBALANCE:
-            self._rebalance(server, action.rates_per_s)
+            self._rebalance(server, action)
         elif kind is DecisionKind.REPLAN and self.replan is not None:
             server.at(server.now_s + self.replan_s, lambda: self._adopt(server, action))
         server.decisions.append(action.decision)
 
-    def _rebalance(self, server: Server, rates_per_s: tuple[float, ...]) -> None:
-        policy = server.current
+    def _rebalance(self, server: Server, action: Action) -> None:
+        assert action.factors is not None, "a rebalance comes with factors"
+        policy, rates = server.current, action.rates_per_s
         lanes = tuple(
-            replace(lane, rate_per_s=rate) for lane, rate in zip(policy.plan.lanes, rates_per_s, strict=True)
+            replace(lane, rate_per_s=rate) for lane, rate in zip(policy.plan.lanes, rates, strict=True)
         )
         plan = replace(policy.plan, lanes=lanes, lane_table=())
-        server.adopt([Policy(policy.name, plan, server.shop)], policy.name)
+        if self._is_better(server, policy.plan, plan, action.factors):
+            server.adopt([Policy(policy.name, plan, server.shop)], policy.name)
+
+    def _is_better(self, server: Server, old: Plan, new: Plan, factors: Factors) -> bool:
+        return gain_of(old, new, corrected_costs(old, factors), server.demand) >= LEAST_GAIN
 
     def _adopt(self, server: Server, action: Action) -> None:
         assert self.replan is not None, "only a replan is adopted"
@@ -100,8 +109,20 @@ class Adaptive:
         except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing
             self._tell(server, Adopted((), f"no new plans: {error.message}"))
             return
+        if not action.without:
+            plans = [self._better(server, name, plan, action.factors) for name, plan in plans]
         made = [Policy(name, plan, server.shop) for name, plan in plans]
         figures = capabilities(made, server.demand)
-        self._tell(server, Adopted(figures, f"{len(made)} new plans are in force"))
+        num = sum(policy.plan.lanes != server.policies[policy.name].plan.lanes for policy in made)
+        self._tell(
+            server, Adopted(figures, f"{num} of {len(made)} plans are new; the others stay as they are")
+        )
         server.adopt(made, self.monitor.current)
         server.open_slots()
+
+    def _better(self, server: Server, name: str, new: Plan, factors: Factors) -> tuple[str, Plan]:
+        """The new plan, or the old one with costs that are right."""
+        old = server.policies[name].plan
+        if self._is_better(server, old, new, factors):
+            return name, new
+        return name, replace(old, costs=new.costs)

@@ -15,11 +15,13 @@ class _Simulation(Core):
         wires = Wires(plan.cluster)
         super().__init__(plan, wires.num_buses)
         self._plan, self._is_detailed = plan, is_detailed
-        us = [[[c.us for c in row] for row in costs.costs] for costs in plan.costs]
+        us = [[[c.us for c in row] for row in costs.costs] for costs in plan.prices]
         self._lanes = [[script_of(p, us[p.step], wires) for p in lane] for lane in lower(plan)]
         self._pending = list(range(num_requests - 1, -1, -1))
         self._spans: list[Span] = []
         self._done: list[tuple[int, float, float]] = []
+        # Work units in every request, by number; empty where all are of one batch.
+        self._weights: dict[int, float] = {}
 
     def run(self) -> Timeline:
         """All requests, from first to last."""
@@ -28,7 +30,9 @@ class _Simulation(Core):
         while self.advance() is not None:
             pass
         spans = tuple(sorted(self._spans, key=lambda s: (s.start_us, s.stop_us, s.track)))
-        timeline = Timeline(Clock.SIMULATED, spans, tuple(sorted(self._done)))
+        done = tuple(sorted(self._done))
+        weights = tuple(self._weights[number] for number, _, _ in done) if self._weights else ()
+        timeline = Timeline(Clock.SIMULATED, spans, done, weights)
         verify(timeline)
         return timeline
 
@@ -36,7 +40,10 @@ class _Simulation(Core):
         if self._pending:
             lane = self.table.take()
             runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
-            self.begin(Flight(self._pending.pop(), slot, lane, runs[::-1]), now)
+            number = self._pending.pop()
+            if self._plan.variants:
+                self._weights[number] = self._plan.weight_of(self._plan.lanes[lane])
+            self.begin(Flight(number, slot, lane, runs[::-1]), now)
 
     def on_request_end(self, flight: Flight, now: float) -> None:
         """Writes the request down; its slot takes the next."""
@@ -49,12 +56,13 @@ class _Simulation(Core):
         """A span per launch, or one for all of them."""
         state = self.devices[device]
         track = self._plan.cluster.devices[device].name
-        trace = self._plan.unit.graphs[script.step].trace
+        trace = self._plan.graphs[script.step].trace
         if not self._is_detailed:
             if stop_us > state.since_us:
                 self._span(track, trace.step.kind, flight, state.since_us, stop_us)
             return
-        place = self._plan.lanes[flight.lane].placement.devices[script.step]
+        lane = self._plan.lanes[flight.lane]
+        place = lane.placement.devices[script.step - self._plan.first_step(lane)]
         ends, first = stretch.ends_us, stretch.ends_us[state.start]
         for launch in range(state.start, state.stop):
             if place[launch] == device:

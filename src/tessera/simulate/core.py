@@ -33,7 +33,7 @@ class Flight:
     left: list[tuple[Script, float]]
     # Devices that have not finished the current run.
     waiting: int = 0
-    # One over the request's busy time.
+    # Work units in the request over its busy time.
     per_us: float = 0.0
 
 

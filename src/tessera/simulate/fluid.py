@@ -15,7 +15,7 @@ from tessera.simulate.core import Flight
 from tessera.simulate.window import Extent, Window
 
 # Stretches that settle and that are measured: of each slot on average, where there are no more than these.
-SETTLE, SAMPLE, MANY_SLOTS = 20, 60, 4
+SETTLE, SAMPLE, MANY_SLOTS = 10, 30, 4
 # A skip shorter than this many samples is not worth the settling behind it.
 MIN_SKIP = 1.0
 
@@ -49,7 +49,7 @@ class Fluid(Window):
             now = self.advance()
             if self._count >= self._due and now is not None:
                 self._watch(now)
-        return (now or 0.0) + self._skipped_us, self._done
+        return self._stand(now)
 
     def _start_again(self) -> None:
         """Whatever was sampled no longer holds."""

@@ -1,59 +1,33 @@
 """Server: requests that come over time, through one policy or several, on a virtual clock.
 
 Devices, links and queues are those of the simulator's one loop; this module only says what each slot runs
-next. A switch of policy drains nothing: a slot goes over between two decodes, its state moves where
-the new lane wants it, and its requests go on where they were. A lost device takes down what runs on it:
-those requests wait again and start anew on lanes that avoid it. Deterministic by seed.
+next. A switch of policy drains nothing: a slot goes over between two decodes, or its requests take seats in
+slots that do; state moves where the new lane wants it, and requests go on where they were. A lost device
+takes down what runs on it: those requests wait again and start anew on lanes that avoid it. Deterministic by
+seed.
 
 Not handled: memory of rows at different lengths, and plans whose policies differ in batch.
 """
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 
-from tessera.execute.schedule import LaneTable
 from tessera.ir import Decision
 from tessera.simulate.machine import Machine, Work
 from tessera.simulate.patience import Patience
-from tessera.simulate.policy import Lane, Policy, Workshop
+from tessera.simulate.places import Places
+from tessera.simulate.policy import Policy, Workshop
 from tessera.simulate.repeats import Repeats
 from tessera.simulate.seats import Demand, Ledger, Seats, Slot
+from tessera.simulate.served import ServeConfig, Served
+from tessera.simulate.turns import Turns
 from tessera.simulate.watcher import Watcher
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
-    """What happens beside the arrivals."""
-
-    seed: int = 0
-    # Each run takes exp(jitter * normal) times as long.
-    jitter: float = 0.0
-    # Requests that come while so many wait are turned away; None: none are.
-    max_waiting: int | None = None
-    # True: a slot goes over to another policy between two decodes, and its state moves. False: requests keep
-    # the lane they were admitted to, as `execute.Engine` does, and a slot of the old policy takes no more.
-    moves_state: bool = True
-    # (device, second)
-    losses: tuple[tuple[str, float], ...] = ()
-    # (device, second, factor)
-    slowdowns: tuple[tuple[str, float, float], ...] = ()
-
-
-@dataclass
-class Served:
-    """The raw result of a simulation."""
-
-    demand: Demand
-    ledger: Ledger
-    policy: str
-    duration_us: float
-    # Devices, then buses.
-    busy_us: list[float]
-    decisions: list[Decision] = field(default_factory=list)
+__all__ = ["ServeConfig", "Served", "Server"]
 
 
 class Server:
@@ -71,10 +45,9 @@ class Server:
         self._machine = Repeats(Machine(first.shop.truth.plan, first.shop.scripts.wires.num_buses))
         self._slots: dict[int, Slot] = {}
         self._unused: list[int] = []  # numbers of closed slots, smallest first
-        self._patience = Patience()
+        self._patience, self._turns = Patience(), Turns()
+        self._places = Places(is_shared=demand.rows > 1)
         self._names = count()
-        self._tables: dict[str, tuple[LaneTable, tuple[Lane, ...]] | None] = {}
-        self._lost: frozenset[str] = frozenset()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._next = 0  # the next arrival
@@ -99,7 +72,7 @@ class Server:
 
     def can_serve(self, name: str) -> bool:
         """True if some lane of a policy avoids all lost devices."""
-        return self._table(self.policies[name]) is not None
+        return self._places.can_serve(self.policies[name])
 
     def at(self, second: float, action: Callable[[], None]) -> None:
         """Does something at a time to come."""
@@ -157,10 +130,11 @@ class Server:
 
     def open_slots(self) -> None:
         """Opens slots for waiting requests that have no seat in an open one, where that pays."""
-        usable = self._table(self.current)
-        while usable and len(self._slots) < self.current.plan.slots and self._wants_slot():
+        can_serve = self._places.can_serve(self.current)
+        while can_serve and len(self._slots) < self.current.plan.slots and self._wants_slot():
             number = heapq.heappop(self._unused) if self._unused else next(self._names)
-            self._slots[number] = self._occupy(*usable)
+            self._slots[number] = self._places.open(self.current)
+            self.seats.num_free += self.demand.rows
             self._go_on(number)
 
     def _wants_slot(self) -> bool:
@@ -172,24 +146,14 @@ class Server:
         return self._patience.opens(self.current, len(taking), seated, without)
 
     def _takes(self, slot: Slot) -> bool:
-        return slot.policy is self.current or self._config.moves_state
+        return slot.policy is self.current or slot.target >= 0
 
     def _free_seats(self, before: int | None = None) -> int:
         """Seats that waiting requests will find in open slots, or in those with smaller numbers."""
         if not self.current.has_body:
             return 0
         slots = [s for n, s in self._slots.items() if (before is None or n < before) and self._takes(s)]
-        return sum(self.demand.rows - len(s.seats) - len(s.joining) for s in slots)
-
-    def _occupy(self, table: LaneTable, lanes: tuple[Lane, ...]) -> Slot:
-        self.seats.num_free += self.demand.rows
-        taken = table.take()
-        return Slot(self.current, lanes[taken], taken)
-
-    def _table(self, policy: Policy) -> tuple[LaneTable, tuple[Lane, ...]] | None:
-        if policy.name not in self._tables:
-            self._tables[policy.name] = policy.table(self._lost)
-        return self._tables[policy.name]
+        return sum(map(self.seats.free_in, slots))
 
     def _boundary(self, number: int) -> None:
         """A slot has finished a run."""
@@ -198,22 +162,28 @@ class Server:
         self.seats.finish_run(slot, self._machine.now_us)
         if was_decode and self._watcher is not None:
             self._watcher.on_run(self, slot)
-        self._go_on(number)
+        for other in (number, *self._turns.end(number)):
+            self._go_on(other)
         self.open_slots()  # fewer are seated now, so those who wait may be enough
 
     def _go_on(self, number: int) -> None:
         """Begins what a slot runs next, or closes it."""
         slot = self._slots[number]
         if not slot.ahead:
-            if not slot.seats and not self._renew(number, slot):
+            if self._is_left(slot) or not (slot.seats or slot.coming or self._renew(number, slot)):
                 self._close(number)
                 return
-            if slot.policy is not self.current and self._config.moves_state:
-                self._go_over(slot)
+            if slot.target >= 0 or slot.coming:
+                self._move(slot)
             if not slot.ahead and self.seats.waiting and self._takes(slot):
                 self.seats.join(slot, self._free_seats(number))
+        now_us = self._machine.now_us
+        if slot.seats and not slot.ahead and self._turns.holds(number, slot, now_us):
+            return  # until a head is done that has waited for long enough
         work = self.seats.next_work(slot)
         assert work is not None, "a slot without requests is closed"
+        if not slot.is_decoding and self.demand.rows > 1:
+            self._turns.begin(number, work, now_us)
         self._machine.start(number, work if not self._config.jitter else self._jittered(work))
 
     def _jittered(self, work: Work) -> Work:
@@ -224,34 +194,35 @@ class Server:
         """An empty slot that was used takes the next lane, if somebody waits for whom there is no seat."""
         if not slot.is_used:
             return True
-        self._give_back(slot)
-        slot.taken = -1
-        usable = self._table(self.current)
         has_guests = len(self.seats.waiting) > self._free_seats(number)
-        if not has_guests or usable is None or len(self._slots) > self.current.plan.slots:
+        is_one_too_many = len(self._slots) > self.current.plan.slots
+        if not has_guests or is_one_too_many or not self._places.can_serve(self.current):
+            self._places.give_back(slot, self.current)
             return False
-        slot.policy, slot.taken, slot.is_used = self.current, usable[0].take(), False
-        slot.lane = usable[1][slot.taken]
+        self._places.go_over(slot, self.current)
+        slot.is_used = False
         return True
 
-    def _give_back(self, slot: Slot) -> None:
-        usable = self._tables.get(slot.policy.name)
-        if usable is not None and slot.taken >= 0 and usable[1][slot.taken] is slot.lane:
-            usable[0].give_back(slot.taken)
+    def _is_left(self, slot: Slot) -> bool:
+        """Has everybody gone from a slot of another policy to seats of the one in force?"""
+        if self._takes(slot) or not (slot.seats and self._config.moves_state and slot.policy.has_body):
+            return False
+        homes = [other for other in self._slots.values() if self._takes(other)]
+        if slot.coming or not self.seats.send(slot, homes):
+            return False
+        self._places.give_back(slot, self.current)
+        return True
 
-    def _go_over(self, slot: Slot) -> None:
-        """To the policy in force: state moves, nothing is drained."""
-        usable = self._table(self.current)
-        if usable is None:
-            return
-        self._give_back(slot)
-        taken = usable[0].take()
-        lane = usable[1][taken]
-        share = len(slot.seats) / self.demand.rows
-        work = self.current.handover(slot.lane, lane, share) if self.current.has_body else None
-        slot.policy, slot.lane, slot.taken = self.current, lane, taken
-        if work is not None:
-            slot.ahead.append(work)
+    def _move(self, slot: Slot) -> None:
+        """To the policy in force, with those who come from elsewhere: state moves, nothing is drained."""
+        moves = [(slot.lane, len(slot.seats))] if slot.target >= 0 else []
+        if slot.target >= 0:
+            self._places.go_over(slot, self.current)
+        moves += [(group.lane, len(group.rows)) for group in self.seats.welcome(slot)]
+        for old, num in moves if slot.policy.has_body else ():
+            work = slot.policy.handover(old, slot.lane, num / self.demand.rows)
+            if work is not None:
+                slot.ahead.append(work)
 
     def _close(self, number: int) -> None:
         del self._slots[number]
@@ -260,16 +231,20 @@ class Server:
 
     def _lose(self, device: str) -> None:
         """A device is gone: what needs it is dropped, and lanes that use it are closed."""
-        self._lost |= {device}
+        free: list[int] = []
         for number, slot in list(self._slots.items()):
             if device in slot.lane.devices:
                 self._machine.drop(number)
+                free += self._turns.end(number)
                 self.seats.leave(slot)
                 del self._slots[number]
                 heapq.heappush(self._unused, number)
-        self._tables.clear()
-        for slot in self._slots.values():
-            slot.taken = -1  # of a table that is no more
+        self._places.lost |= {device}
+        self._places.forget()
+        self._share_out(len(self._slots))
+        for number in free:
+            if number in self._slots:
+                self._go_on(number)
         if self._watcher is not None:
             self._watcher.on_lost(self, device)
 
@@ -282,16 +257,17 @@ class Server:
     def adopt(self, policies: Iterable[Policy], name: str) -> None:
         """Replaces policies by name, and puts one in force; slots go over one by one."""
         self.policies |= {policy.name: policy for policy in policies}
-        self._tables.clear()
-        for slot in self._slots.values():
-            slot.taken = -1
+        self._places.forget()
         self.current = self.policies[name]
         self.shop = self.current.shop
+        self._share_out(len(self._slots))
 
     def switch(self, name: str) -> None:
-        """Puts another policy in force; slots go over one by one, and its lanes are shared out anew."""
+        """Puts another policy in force; slots go over one by one, as many as the requests need."""
         self.current = self.policies[name]
-        self._tables.pop(name, None)
-        for slot in self._slots.values():
-            if slot.policy is self.current:
-                slot.taken = -1  # of a table that is no more
+        seated = sum(len(slot.requests) for slot in self._slots.values())
+        self._share_out(-(-seated // self.demand.rows))
+
+    def _share_out(self, num: int) -> None:
+        slots = list(self._slots.values())
+        self._places.share_out(self.current, slots, num if self._config.moves_state else 0)

@@ -24,6 +24,7 @@ from tessera.execute.schedule import LaneTable
 from tessera.ir import BufferKind, Cluster, Costs, Placement, Plan, Recv
 from tessera.simulate.columns import Script, Scripts, Stretch, Wire, make_column
 from tessera.simulate.machine import Work
+from tessera.simulate.open_lanes import OpenLanes, Table
 
 # Heads are timed in this many parts of a whole one.
 PARTS = 16
@@ -135,13 +136,20 @@ class Policy:
         """True if requests may join and leave between decodes."""
         return self.lanes[0].body is not None
 
-    def table(self, without: frozenset[str] = frozenset()) -> tuple[LaneTable, tuple[Lane, ...]] | None:
-        """Who goes where, on lanes that avoid some devices; None if there is no such lane."""
+    def table(
+        self, without: frozenset[str] = frozenset(), is_shared: bool = False
+    ) -> tuple[Table, tuple[Lane, ...]] | None:
+        """Who goes where, on lanes that avoid some devices; None if there is no such lane.
+
+        Requests come and go in slots that are shared; else a slot is one request.
+        """
         usable = tuple(lane for lane in self.lanes if not lane.devices & without)
         if not usable:
             return None
         kept = [self.plan.lanes[lane.index] for lane in usable]
         order = self.plan.lane_table if len(usable) == len(self.lanes) else ()
+        if is_shared and self.has_body:
+            return OpenLanes(kept, order), usable
         return LaneTable(kept, self.plan.slots, order), usable
 
     def body(self, lane: Lane) -> Work:

@@ -60,8 +60,10 @@ class Slot:
 
     policy: Policy
     lane: Lane
-    # Index of the lane among those that the policy's table knows.
+    # Index of the lane among those that the policy's table knows; -1: not from the table that holds now.
     taken: int
+    # Where it goes at its next boundary, in the table of the policy in force; -1: nowhere.
+    target: int = -1
     # (decode after which it leaves, request)
     seats: list[tuple[int, int]] = field(default_factory=list)
     # Decodes done.
@@ -72,13 +74,27 @@ class Slot:
     joining: list[int] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
     is_decoding: bool = False
+    # Requests that take seats here at the next boundary, with the lane that their state is in.
+    coming: list["Guests"] = field(default_factory=list)
     # True once somebody sat here under this lane.
     is_used: bool = False
 
     @property
     def requests(self) -> list[int]:
-        """All that sit here."""
-        return [request for _, request in self.seats] + self.joining
+        """All that sit here, or will."""
+        guests = [request for group in self.coming for _, request in group.rows]
+        return [request for _, request in self.seats] + self.joining + guests
+
+
+@dataclass(frozen=True, slots=True)
+class Guests:
+    """Requests on their way from one slot to another."""
+
+    lane: Lane
+    # (decodes to go, request)
+    rows: tuple[tuple[int, int], ...]
+    # Of these, the ones that have not given a token yet.
+    silent: tuple[int, ...]
 
 
 @dataclass
@@ -157,6 +173,34 @@ class Seats:
             slot.silent += joiners
             for request in joiners:
                 heapq.heappush(slot.seats, (slot.clock + demand.decodes[request], request))
+
+    def free_in(self, slot: Slot) -> int:
+        """Seats of a slot that nobody has."""
+        coming = sum(len(group.rows) for group in slot.coming) if slot.coming else 0
+        return self.demand.rows - len(slot.seats) - len(slot.joining) - coming
+
+    def send(self, slot: Slot, homes: Sequence[Slot]) -> bool:
+        """All requests of a slot find seats in others, or none does; True if they do."""
+        if sum(map(self.free_in, homes)) < len(slot.seats):
+            return False
+        for home in homes:
+            here, slot.seats = slot.seats[: self.free_in(home)], slot.seats[self.free_in(home) :]
+            if here:
+                rows = tuple((stop - slot.clock, request) for stop, request in here)
+                silent = tuple(request for _, request in rows if request in slot.silent)
+                home.coming.append(Guests(slot.lane, rows, silent))
+        slot.silent.clear()
+        return True
+
+    def welcome(self, slot: Slot) -> list[Guests]:
+        """Those who were on their way sit down; says who, since their state has to be moved."""
+        groups, slot.coming = slot.coming, []
+        for group in groups:
+            slot.silent += group.silent
+            slot.is_used = True
+            for left, request in group.rows:
+                heapq.heappush(slot.seats, (slot.clock + left, request))
+        return groups
 
     def leave(self, slot: Slot) -> None:
         """A slot is lost under its requests: they wait again, before all others, and start anew."""

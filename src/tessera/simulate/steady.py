@@ -9,19 +9,22 @@ from tessera.ir import Plan
 from tessera.simulate.columns import Scripts
 from tessera.simulate.fluid import Fluid
 from tessera.simulate.repeated import Repeated
-from tessera.simulate.window import WINDOW, extent_of, longest_list
+from tessera.simulate.window import Extent, extent_of, longest_list
 
 # Lists of more items than this are sampled; in a quick look, those of more than the second.
 LONG_LISTS, QUICK_LISTS = 400, 60
-# Requests' worth of work that is looked at in long lists, which average out sooner, and in a quick look.
-LONG_WINDOW, QUICK_WINDOW = 3.0, 2.0
+# Requests' worth of work before the clock counts, and while it does: slots that start spread over their
+# requests fall in and out of step over several of them. Of long lists, and in a quick look, less.
+SHORT, LONG = Extent(4.0, 10.0), Extent(5.0, 8.0)
+QUICK_SHORT, QUICK_LONG = Extent(3.0, 6.0), Extent(1.0, 3.0)
 
 
 class SteadyRates:
     """Work units per second of plans with their slots full; plans of one unit share what they can."""
 
     def __init__(self) -> None:
-        self._scripts: Scripts | None = None
+        # One a variant.
+        self._scripts: tuple[Scripts, ...] = ()
         # What was simulated -> its rate per microsecond.
         self._known: dict[object, float] = {}
 
@@ -34,25 +37,27 @@ class SteadyRates:
         return 1e6 * self._rate(plan, is_quick=True)
 
     def _rate(self, plan: Plan, is_quick: bool) -> float:
-        if self._scripts is None or not self._shares(plan):
-            self._scripts = Scripts(plan.unit, plan.costs, plan.cluster)
+        if not self._shares(plan):
+            self._scripts = tuple(Scripts(v.unit, v.costs, plan.cluster) for v in plan.every_variant)
             self._known.clear()
         # Rates of lanes matter only where no table says which lane comes next.
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
-        key = (tuple(lane.placement for lane in plan.lanes), shares, plan.slots, is_quick)
+        followed = tuple((lane.variant, lane.placement) for lane in plan.lanes)
+        key = (followed, shares, plan.slots, is_quick)
         rate = self._known.get(key)
         if rate is None:
-            lanes = [self._scripts.of(lane.placement) for lane in plan.lanes]
+            lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
             longest = longest_list(lanes)
-            window = QUICK_WINDOW if is_quick else LONG_WINDOW if longest > LONG_LISTS else WINDOW
-            extent = extent_of(plan, window)
+            extents = (QUICK_SHORT, QUICK_LONG) if is_quick else (SHORT, LONG)
+            extent = extent_of(plan, extents[longest > LONG_LISTS])
             kind = Fluid if longest > (QUICK_LISTS if is_quick else LONG_LISTS) else Repeated
-            rate = self._known[key] = kind(plan, self._scripts, lanes, extent).rate_per_us()
+            rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
         return rate
 
     def _shares(self, plan: Plan) -> bool:
         """Is it of the unit, the costs and the cluster that are known?"""
-        known = self._scripts
-        return known is not None and (
-            known.unit is plan.unit and known.costs is plan.costs and known.cluster is plan.cluster
+        known, wanted = self._scripts, plan.every_variant
+        return len(known) == len(wanted) and all(
+            one.unit is other.unit and one.costs is other.costs and one.cluster is plan.cluster
+            for one, other in zip(known, wanted, strict=True)
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tessera.adapt import Capability, Monitor, MonitorConfig
 from tessera.errors import ArrivalsError, MismatchError
-from tessera.ir import Arrivals, Plan, ServingReport
+from tessera.ir import Arrivals, Plan, ServingReport, need_one_batch
 from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.capability import capabilities, capacity_per_s, check_limits
 from tessera.simulate.metrics import Limit, report_of
@@ -37,7 +37,8 @@ class Setting:
         return demand_of(plan.unit, self.arrivals, self.rows)
 
     def check(self, plan: Plan) -> None:
-        """Devices that are lost or slow are devices of the plan, at a time that comes."""
+        """Devices that are lost or slow are devices of the plan, at a time that comes; all is one batch."""
+        need_one_batch(plan, "a simulation of arrivals")
         for device, second in (*self.config.losses, *((d, s) for d, s, _ in self.config.slowdowns)):
             if device not in plan.cluster.names:
                 known = ", ".join(plan.cluster.names)

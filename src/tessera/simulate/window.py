@@ -2,7 +2,8 @@
 
 Slots start spread over their requests instead of all at the beginning, so the system is full at once and a
 quarter of a request's time with four slots sees every phase of a request once. Work is counted as fractions
-of a request: a stretch's share of its request's busy time. What is skipped in between is up to subclasses.
+of a request: a stretch's share of its request's busy time, times the work units in the request. What is
+skipped in between is up to subclasses.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,8 @@ from tessera.simulate.columns import Script, Scripts, Stretch
 from tessera.simulate.core import Core, Flight
 from tessera.simulate.cuts import Cuts
 
-# Requests' worth of work: before the clock counts, and while it does; but at least so many runs of each slot.
-WARM_UP, MIN_WARM_UP_RUNS = 1.0, 2
-WINDOW, MIN_WINDOW_RUNS = 4.0, 6
+# Runs of each slot, at least: before the clock counts, and while it does.
+MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
 # With fewer slots than this, less work is looked at.
 MANY_SLOTS = 4
 
@@ -32,13 +32,22 @@ def longest_list(lanes: list[tuple[Script, ...]]) -> int:
     return max(sum(len(c.items) for script in lane for c in script.columns) for lane in lanes)
 
 
-def extent_of(plan: Plan, window: float = WINDOW) -> Extent:
-    """How much of a plan is looked at."""
+def extent_of(plan: Plan, wanted: Extent) -> Extent:
+    """How much of a plan is looked at: less with few slots, but some runs of each."""
     few, num_runs = min(1.0, plan.slots / MANY_SLOTS), sum(plan.unit.counts)
+    each = mean_weight(plan)
     return Extent(
-        max(few * WARM_UP, plan.slots * MIN_WARM_UP_RUNS / num_runs),
-        max(few * window, plan.slots * MIN_WINDOW_RUNS / num_runs),
+        each * max(few * wanted.warm_up, plan.slots * MIN_WARM_UP_RUNS / num_runs),
+        each * max(few * wanted.window, plan.slots * MIN_WINDOW_RUNS / num_runs),
     )
+
+
+def mean_weight(plan: Plan) -> float:
+    """Work units in an average request; 1 where all are of one batch."""
+    if not plan.variants:
+        return 1.0
+    rates = [lane.rate_per_s for lane in plan.lanes]
+    return sum(r * plan.weight_of(lane) for r, lane in zip(rates, plan.lanes, strict=True)) / sum(rates)
 
 
 class Window(Core):
@@ -47,6 +56,7 @@ class Window(Core):
     def __init__(self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: Extent) -> None:
         super().__init__(plan, scripts.wires.num_buses)
         self._lanes, self._slots, self._extent = lanes, plan.slots, extent
+        self._weights = [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
         self._done = self._target = self._skipped_us = 0.0
         self._count = 0  # stretches so far; a subclass may start again
         self._flights: dict[int, Flight] = {}
@@ -57,7 +67,7 @@ class Window(Core):
         self._cuts: dict[int, Cuts] = {}  # by the script's id, which the lanes keep
 
     def rate_per_us(self) -> float:
-        """Requests per microsecond."""
+        """Work units per microsecond."""
         for slot in range(self._slots):
             self._admit(slot, 0.0, slot / self._slots)
         since_us, since = self._until(self._extent.warm_up)
@@ -70,7 +80,12 @@ class Window(Core):
         now: float | None = 0.0
         while self._done < work and now is not None:
             now = self.advance()
-        return (now or 0.0) + self._skipped_us, self._done
+        return self._stand(now)
+
+    def _stand(self, now: float | None) -> tuple[float, float]:
+        """(time, work done), stretches that run counted as far as they are: whole ones are long in a prefill."""
+        at = now or 0.0
+        return at + self._skipped_us, self._so_far(at)[0]
 
     def _admit(self, slot: int, now: float, skipped: float = 0.0) -> None:
         """A request begins; of the first ones, the runs that make up the skipped share are left out."""
@@ -83,7 +98,8 @@ class Window(Core):
             if spent > skipped * total:
                 break
             first += 1
-        flight = Flight(0, slot, lane, runs[first:][::-1], per_us=1.0 / total if total else 0.0)
+        per_us = self._weights[lane] / total if total else 0.0
+        flight = Flight(0, slot, lane, runs[first:][::-1], per_us=per_us)
         self._flights[slot] = flight
         self.begin(flight, now)
 

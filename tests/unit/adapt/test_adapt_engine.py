@@ -7,6 +7,7 @@ import models
 from factories import make_cluster, make_plan
 from tessera.adapt import Capability, Hands, Live, Monitor, Point, measured_of
 from tessera.execute import Engine
+from tessera.execute.hub import FORKSERVER
 from tessera.execute.replay import same_bits
 from tessera.flow import UnitRequest, run_undivided
 from tessera.ir import Plan
@@ -37,7 +38,7 @@ def test_a_switch_in_flight_changes_no_bit() -> None:
     workloads = [models.workload("prefill"), models.workload("decode")]
     requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(NUM)]
     plans = [scattered(0), scattered(1)]
-    with Engine(plans, workloads[0].weights()) as engine:
+    with Engine(plans, workloads[0].weights(), method=FORKSERVER) as engine:
         hands = Hands(lambda name: engine.switch(("quick", "wide").index(name)))
         with Live(Monitor([QUICK, WIDE]), hands) as live:
             results = engine.run(requests, lambda number: crowd(live))

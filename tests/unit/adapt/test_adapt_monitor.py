@@ -79,8 +79,9 @@ def test_a_reason_is_one_line_with_the_figures() -> None:
     (action,) = arrivals(Monitor([QUICK, WIDE]), 15.0, 300)
 
     assert "\n" not in action.decision.why
-    assert "wide" in action.decision.why
-    assert "quick can do 10" in action.decision.why
+    assert "requests a second come" in action.decision.why
+    assert "with wide (20/s)" in action.decision.why
+    assert "with quick (10/s)" in action.decision.why
 
 
 def test_a_steady_load_at_the_crossing_does_not_flap() -> None:
@@ -192,10 +193,28 @@ def test_new_plans_move_the_crossing() -> None:
 
 def test_a_policy_near_its_limit_is_judged_by_what_a_higher_load_would_do() -> None:
     """The same estimate is worse for a policy that it might overload."""
-    sure, unsure = (QUICK.expected_s(8.0, error, window_s=10.0) for error in (0.0, 2.0))
+    sure, unsure = (QUICK.expected(8.0, error, 21.0, window_s=10.0) for error in (0.0, 2.0))
 
-    assert sure == pytest.approx(QUICK.normalised_s(8.0))
-    assert unsure > WIDE.expected_s(8.0, 2.0, window_s=10.0) > sure - 1.0
+    assert sure == pytest.approx(21.2, abs=0.1)
+    assert unsure > sure + 0.5
+
+
+def test_a_backlog_is_judged_by_how_fast_it_goes() -> None:
+    """At a load that both sustain, fifty who wait are sooner gone with the policy that can do more."""
+    few, many = (
+        [policy.expected(3.0, 0.0, here, window_s=10.0) for policy in (QUICK, WIDE)] for here in (3.0, 50.0)
+    )
+
+    assert few[0] < few[1]
+    assert many[0] > many[1]
+
+
+def test_a_few_more_than_usual_are_no_load() -> None:
+    """An excess that is gone long before the window is over does not outweigh the load that lasts."""
+    monitor = Monitor([QUICK, WIDE])
+    arrivals(monitor, 2.0, 100)
+
+    assert () == monitor.observe(60.0, Arrived(8))
 
 
 def test_a_few_early_arrivals_are_no_load() -> None:

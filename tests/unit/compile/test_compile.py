@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,15 +21,20 @@ import torch
 from tessera.compile import backend
 from tessera.compile.workers import Workers
 from tessera.errors import TesseraError, UnknownName, WorkerError
-from tessera.execute import RunResult
+from tessera.execute import Engine, RunResult
+from tessera.execute.hub import FORKSERVER
 
 ONE = {"devices": "emu:a100"}
 TWO = {"devices": ["emu:a100", "emu:l40s"]}
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """One thread, as in a worker; whatever a test leaves to Dynamo is let go."""
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, as in a worker; whatever a test leaves to Dynamo is let go.
+
+    Workers are forked from one process that has imported torch; the script of its own below spawns them.
+    """
+    monkeypatch.setattr("tessera.compile.workers.Engine", partial(Engine, method=FORKSERVER))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()

@@ -6,7 +6,6 @@ import torch
 import cuda_stub
 import models
 from factories import make_plan
-from tessera.execute.cuda import measure as measuring
 from tessera.execute.cuda.captured import Captured
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pick import try_plans
@@ -20,8 +19,6 @@ from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
 @pytest.fixture(autouse=True)
 def _stub(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_stub.install(monkeypatch)
-    for name in ("REPEATS", "BESIDE"):  # what is measured here means nothing
-        monkeypatch.setattr(measuring, name, 3)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
 

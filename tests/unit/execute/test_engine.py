@@ -13,13 +13,17 @@ import pytest
 import torch
 
 import models
+import slices_model
 from factories import make_cluster, make_plan
+from tessera.analyze import build_graph
+from tessera.capture import record
 from tessera.errors import WorkerError
 from tessera.execute import Engine
 from tessera.execute.engine import RunResult
+from tessera.execute.hub import FORKSERVER
 from tessera.execute.replay import same_bits
 from tessera.flow import UnitRequest, run_undivided
-from tessera.ir import Plan
+from tessera.ir import Plan, Step
 
 
 def make_requests(num: int) -> list[UnitRequest]:
@@ -38,6 +42,15 @@ def make_random_plan(seed: int, num_devices: int, lanes: int = 2, slots: int = 3
     return make_plan(traces, placements, models.unit().counts, cluster, slots=slots)
 
 
+def make_sliced() -> tuple[Plan, UnitRequest]:
+    """A step without transformers, whose import takes seconds, on two devices at random."""
+    workload = slices_model.step(Step("slices_model:step", "decode", 1, 8))
+    graph = build_graph(record(workload))
+    placement = models.random_placement(graph, random.Random(0), 2)
+    plan = make_plan([graph.trace], [[placement]], [1], make_cluster(2))
+    return plan, UnitRequest([workload], workload.make_inputs(0), 0)
+
+
 def assert_equal_to_undivided(requests: Sequence[UnitRequest], results: Sequence[RunResult]) -> None:
     """Every output of every run, and the state at the end."""
     for request, result in zip(requests, results, strict=True):
@@ -53,7 +66,7 @@ def test_scattered_launches_give_the_undivided_bits(num_devices: int) -> None:
     """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
     requests = make_requests(5)
     plan = make_random_plan(num_devices, num_devices)
-    with Engine(plan, requests[0].workloads[0].weights()) as engine:
+    with Engine(plan, requests[0].workloads[0].weights(), method=FORKSERVER) as engine:
         results = engine.run(requests)
         assert_equal_to_undivided(requests, results)
         assert_equal_to_undivided(requests, engine.run(requests))  # slots can be used again
@@ -78,7 +91,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left() -> None:
     plan = make_random_plan(0, 2)
     requests = make_requests(4)
     before = {p.pid for p in multiprocessing.active_children()}
-    with Engine(plan, requests[0].workloads[0].weights()) as engine:
+    with Engine(plan, requests[0].workloads[0].weights(), method=FORKSERVER) as engine:
         victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d1")
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
@@ -95,11 +108,11 @@ import test_engine as t
 from tessera.execute import Engine
 
 if __name__ == "__main__":
-    requests = t.make_requests(1)
-    with Engine(t.make_random_plan(0, 2), requests[0].workloads[0].weights()) as engine:
+    plan, request = t.make_sliced()
+    with Engine(plan, request.workloads[0].weights()) as engine:
         print(*(p.pid for p in t.multiprocessing.active_children()), flush=True)
         while True:
-            engine.run(requests)
+            engine.run([request])
 """
 
 

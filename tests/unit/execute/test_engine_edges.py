@@ -9,6 +9,7 @@ from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
 from tessera.execute import Engine
+from tessera.execute.hub import FORKSERVER
 from tessera.execute.replay import same_bits
 from tessera.ir import Step, Trace
 
@@ -47,7 +48,7 @@ def run_alternating(call: Call, module: torch.nn.Module | None = None) -> dict[s
     """Every other launch on another worker."""
     workload, trace = capture(call, module)
     plan = make_plan([trace], [[[i % 2 for i in range(len(trace.launches))]]])
-    with Engine(plan, workload.weights()) as engine:
+    with Engine(plan, workload.weights(), method=FORKSERVER) as engine:
         return engine.run([Once(torch.arange(8.0))])[0].outputs[0]
 
 
@@ -79,7 +80,7 @@ def test_an_error_in_a_worker_names_device_and_cause() -> None:
     workload, trace = capture(lambda inputs: {"y": inputs["x"][inputs["x"].long()]})
     plan = make_plan([trace], [[[0] * len(trace.launches)]])
     with (
-        Engine(plan, workload.weights()) as engine,
+        Engine(plan, workload.weights(), method=FORKSERVER) as engine,
         pytest.raises(WorkerError, match=r"device d0: .*out of (bounds|range)"),
     ):
         engine.run([Once(torch.full((8,), 99.0))])

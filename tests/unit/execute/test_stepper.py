@@ -10,9 +10,9 @@ import torch
 
 import steps_factory as factory
 from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.execute.serving import StepDone
 from tessera.execute.stepper import WorkerStepper
 from tessera.ir import Lane, Placement, Plan
-from tessera.serve.stepper import StepDone
 from tessera.serve.undivided import UndividedStepper
 
 

@@ -97,6 +97,8 @@ def test_another_kind_of_artifact_is_named(trace_file: Path) -> None:
     """A trace where a plan is wanted says what it is."""
     with pytest.raises(ArtifactError, match="this is a trace file; a plan is expected"):
         load(Plan, trace_file)
+    with pytest.raises(ArtifactError, match="this is a trace file; costs are expected"):
+        load(Costs, trace_file)
 
 
 def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:

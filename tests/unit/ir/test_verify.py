@@ -61,12 +61,12 @@ def test_costs_of_another_trace_are_refused() -> None:
         verify(replace(plan, costs=other.costs))
 
 
-@pytest.mark.parametrize("us", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("us", [-1.0, float("nan"), float("inf"), 1e300])
 def test_a_cost_that_is_no_time_is_refused(us: float) -> None:
-    """Times are finite and not negative."""
+    """Times are finite, not negative and at most a day; the launch and the device are named."""
     costs = make_plan([make_chain(1)], [[[0]]]).costs[0]
 
-    with pytest.raises(RuleBroken, match="every time is finite"):
+    with pytest.raises(RuleBroken, match=r"every time is finite.*launch 0 on d0"):
         verify(replace(costs, costs=((Cost(us, Source.FITTED, 0.1),) * 2,)))
 
 

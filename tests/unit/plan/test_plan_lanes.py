@@ -1,6 +1,7 @@
 """From shares to a table of lanes."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -10,8 +11,8 @@ from plan_factories import chain, layered_case, make_cluster, make_costs, make_u
 from tessera import ir
 from tessera.execute.schedule import LaneTable
 from tessera.plan import PlanConfig, solve
-from tessera.plan.lanes import GOOD, MAX_TABLE, lane_table, rounded
-from tessera.plan.problem import Column, Mix, build
+from tessera.plan.lanes import rounded, slot_counts, slot_table
+from tessera.plan.problem import Mix, build
 
 
 def mix_of(*shares: float) -> Mix:
@@ -22,43 +23,32 @@ def mix_of(*shares: float) -> Mix:
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.75, 0.25), (0.9, 0.08, 0.02), (1 / 3, 2 / 3)])
-def test_table_holds_every_lane_about_as_often_as_its_share(shares: tuple[float, ...]) -> None:
-    """Each is there, and none is off by more than one entry."""
-    table, _ = lane_table(mix_of(*shares))
-    counted = Counter(table)
+def test_slots_are_held_by_share_and_path(shares: tuple[float, ...]) -> None:
+    """By Little's law, every lane at least one, none off by more than the lanes that were raised to one."""
+    mix = mix_of(*shares)
+    counts = slot_counts(mix, 8)
+    held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
 
-    assert len(table) <= MAX_TABLE
-    assert set(counted) == set(range(len(shares)))
-    assert all(abs(counted[n] - s * len(table)) <= 1 for n, s in enumerate(shares))
-
-
-def test_simple_shares_make_short_tables_without_loss() -> None:
-    """Three to one needs four entries."""
-    table, loss = lane_table(mix_of(0.75, 0.25))
-
-    assert 4 == len(table)
-    assert 0.0 == loss
+    assert 8 == sum(counts)
+    assert min(counts) >= 1
+    assert np.abs(np.array(counts) - 8 * held / held.sum()).max() <= len(shares)
 
 
-def test_loss_is_what_the_rounded_shares_cost() -> None:
-    """The rate by busy time at the table's shares, against that at the best ones."""
-    problem = build(*layered_case(1))
-    fast, slow = (problem.column(np.full(problem.num_nodes, d)) for d in (1, 0))
-    # So much slower that the best share is smaller than any entry of a table.
-    dear = Column(slow.labels, slow.busy_us * 500, slow.path_us, 0.0)
-    speeds = [1 / c.busy_us.max() for c in (fast, dear)]
-    mix = Mix((fast, dear), tuple(x / sum(speeds) for x in speeds))
-    table, loss = lane_table(mix)
-    counted = Counter(table)
-    shares = tuple(counted[n] / len(table) for n in range(2))
+def test_a_mix_may_say_how_many_slots_follow_each() -> None:
+    """Then the shares are not asked."""
+    mix = replace(mix_of(0.9, 0.1), slots=(1, 3))
 
-    assert loss == pytest.approx(1 - Mix(mix.columns, shares).rate_per_s / mix.rate_per_s)
-    assert loss > GOOD
+    assert Counter({0: 1, 1: 3}) == Counter(slot_table(mix, 4))
+
+
+def test_of_more_lanes_than_slots_the_busiest_come_first() -> None:
+    """Every lane is in the table once."""
+    assert (2, 0, 1) == slot_table(mix_of(0.3, 0.2, 0.5), 2)
 
 
 def test_table_is_smooth() -> None:
     """After any number of entries no lane is more than one ahead of its share."""
-    table, _ = lane_table(mix_of(0.6, 0.3, 0.1))
+    table = slot_table(mix_of(0.6, 0.3, 0.1), 10)
     for stop in range(1, len(table) + 1):
         counted = Counter(table[:stop])
         for lane, share in Counter(table).items():
@@ -72,18 +62,27 @@ def test_rounding_keeps_the_sum() -> None:
     assert [5, 1, 1] == counts.tolist()
 
 
-def test_scheduler_keeps_to_the_table() -> None:
-    """In the long run each lane gets its entries' share of the requests, whatever the lanes' rates say."""
+def test_a_slot_keeps_its_lane() -> None:
+    """However often one lane's requests end, the slots stay divided as the table has them."""
     lanes = [ir.Lane(ir.Placement(((0,),)), rate) for rate in (1.0, 1.0)]
     table = LaneTable(lanes, slots=4, table=(0, 0, 0, 1))
     running = [table.take() for _ in range(4)]
-    counted = Counter(running)
     for _ in range(400):
-        table.give_back(running.pop(0))
+        ended = running.pop(0)
+        table.give_back(ended)
         running.append(table.take())
-        counted[running[-1]] += 1
 
-    assert counted[0] / counted.total() == pytest.approx(0.75, abs=0.02)
+        assert ended == running[-1]
+        assert Counter({0: 3, 1: 1}) == Counter(running)
+
+
+def test_more_slots_begin_the_table_again() -> None:
+    """Twice as many slots hold every lane twice as often, fewer the first entries."""
+    lanes = [ir.Lane(ir.Placement(((0,),)), 1.0) for _ in range(2)]
+
+    for slots, expected in ((6, [1, 0, 0, 1, 0, 0]), (2, [1, 0])):
+        table = LaneTable(lanes, slots=slots, table=(1, 0, 0))
+        assert expected == [table.take() for _ in range(slots)]
 
 
 def test_sequence_without_a_table_follows_the_rates() -> None:

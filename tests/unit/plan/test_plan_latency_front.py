@@ -7,9 +7,10 @@ import pytest
 
 from plan_factories import Draft, Named, chain, layered_case, make_cluster, make_costs, make_unit
 from tessera.plan.latency import Clock, bound_us, solve
+from tessera.plan.latency_front import Course, course_of, search
 from tessera.plan.latency_front import bound_us as front_bound_us
-from tessera.plan.latency_front import search
-from tessera.plan.latency_layout import NEVER_US, layout_of
+from tessera.plan.latency_gates import tails_of
+from tessera.plan.latency_layout import NEVER_US, layout_of, outline_of, work_of
 from tessera.plan.problem import Problem, build
 
 WIDE = 1000
@@ -30,6 +31,13 @@ def random_problem(seed: int, devices: int = 2) -> Problem:
     return build(unit, make_costs(unit, cluster, rng.uniform(1, 60, (1, num, devices)).tolist()), cluster)
 
 
+def course(problem: Problem) -> Course:
+    """Of the first step, without gates."""
+    work = work_of(problem, 0, outline_of(problem, 0))
+    tails = tails_of(work, (), ())
+    return course_of(work, layout_of(work.outline, tails), tails)
+
+
 def brute_us(problem: Problem, step: int = 0) -> float:
     """The least time of the step over all placements."""
     clock = Clock(problem)
@@ -42,13 +50,13 @@ def brute_us(problem: Problem, step: int = 0) -> float:
 def test_wide_front_is_exact(seed: int, devices: int) -> None:
     """A front that is never narrowed finds the fastest placement and proves that it is."""
     problem = random_problem(seed, devices)
-    layout, best = layout_of(problem, 0), brute_us(problem)
+    way, best = course(problem), brute_us(problem)
 
-    found = search(layout, WIDE, NEVER_US)
+    found = search(way, WIDE, NEVER_US)
 
     assert found is not None
     assert best == pytest.approx(found[1])
-    assert best == pytest.approx(front_bound_us(layout, WIDE, 2 * best))
+    assert best == pytest.approx(front_bound_us(way, WIDE, 2 * best))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
@@ -56,11 +64,11 @@ def test_wide_front_is_exact(seed: int, devices: int) -> None:
 def test_narrow_front_stays_sound(seed: int, width: int) -> None:
     """However narrow the front, the bound is not above the best and the placement not below it."""
     problem = random_problem(seed)
-    layout, best = layout_of(problem, 0), brute_us(problem)
+    way, best = course(problem), brute_us(problem)
 
-    found = search(layout, width, NEVER_US)
+    found = search(way, width, NEVER_US)
 
-    assert front_bound_us(layout, width, 2 * best) <= best
+    assert front_bound_us(way, width, 2 * best) <= best
     assert found is not None
     assert best <= found[1] * (1 + 1e-9)
 
@@ -69,7 +77,7 @@ def test_narrow_front_stays_sound(seed: int, width: int) -> None:
 def test_found_time_is_the_clocks(seed: int) -> None:
     """The end that the front gives its placement is what the clock measures, and groups stay together."""
     problem = random_problem(seed)
-    found = search(layout_of(problem, 0), 2, NEVER_US)
+    found = search(course(problem), 2, NEVER_US)
     assert found is not None
     labels = np.zeros(problem.num_nodes, dtype=np.int64)
     labels[problem.node_of[0]] = found[0]
@@ -81,10 +89,10 @@ def test_found_time_is_the_clocks(seed: int) -> None:
 def test_known_placement_that_is_best_is_proved() -> None:
     """Where nothing beats a known placement, the search says so and the bound is its time."""
     problem = random_problem(3)
-    layout, best = layout_of(problem, 0), brute_us(problem)
+    way, best = course(problem), brute_us(problem)
 
-    assert search(layout, WIDE, best) is None
-    assert best == pytest.approx(front_bound_us(layout, WIDE, best))
+    assert search(way, WIDE, best) is None
+    assert best == pytest.approx(front_bound_us(way, WIDE, best))
 
 
 def test_forbidden_device_is_not_used() -> None:
@@ -95,7 +103,7 @@ def test_forbidden_device_is_not_used() -> None:
     allowed = np.array([[True, True], [False, True], [True, True]])
     problem = Problem(**{f: getattr(free, f) for f in free.__dataclass_fields__} | {"allowed": allowed})
 
-    found = search(layout_of(problem, 0), WIDE, NEVER_US)
+    found = search(course(problem), WIDE, NEVER_US)
 
     assert found is not None
     assert [0, 1, 0] == found[0].tolist()

@@ -108,7 +108,7 @@ def test_placement_and_labels_are_inverse() -> None:
     assert labels.tolist() == problem.labels(problem.placement(labels)).tolist()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 1e300])
 def test_senseless_cost_is_named(bad: float) -> None:
     """A cost that is no duration is refused with its launch and device."""
     unit, cluster = make_unit(chain(2)), make_cluster()

@@ -175,6 +175,7 @@ def test_a_machine_that_does_not_come_back_is_planned_around(
 ) -> None:
     """The service goes on with the devices that are left, and says the same."""
     assert away.local._gathering is not None
+    away.answers(some_asks(1, 2))  # workers killed above are replaced, with the patience of before
     away.local._gathering.replace_s = 3.0
     away.host.vanish()
     asks = some_asks(6, 1)

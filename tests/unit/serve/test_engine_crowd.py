@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from serving_factory import GREEDY, ToyStepper
+from tessera.execute.serving import Shape
 from tessera.serve.records import Ask
 from tessera.serve.service import Service
-from tessera.serve.stepper import Shape
 from tessera.serve.text import ByteText
 
 SHAPE = Shape(slots=3, rows=4, capacity=48, chunk=4, vocab_size=258)

@@ -21,9 +21,9 @@ from serving_factory import (
     wait_for,
 )
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
+from tessera.execute.serving import Shape, SlotsLost, Stepper
 from tessera.serve.records import Ask, Finish, Sampling
 from tessera.serve.service import Service, ServiceConfig
-from tessera.serve.stepper import Shape, SlotsLost, Stepper
 from tessera.serve.text import ByteText
 
 NO_CHUNKS = Shape(slots=2, rows=3, capacity=48, chunk=0, vocab_size=SHAPE.vocab_size)

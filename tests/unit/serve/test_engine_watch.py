@@ -6,10 +6,10 @@ import pytest
 
 from serving_factory import GREEDY, ToyStepper, expected, read, read_all, until, wait_for
 from tessera.adapt import Capability, Point
+from tessera.execute.serving import StepKind
 from tessera.serve.meters import Times
 from tessera.serve.records import Ask, Finish
 from tessera.serve.service import Service
-from tessera.serve.stepper import StepKind
 from tessera.serve.text import ByteText
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)

@@ -16,6 +16,7 @@ pytest.importorskip("fastapi")
 import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper
+from tessera.execute.serving import Shape
 from tessera.serve.limits import Limits
 from tessera.serve.load import Load, Measured, measure
 from tessera.serve.load_figures import figures
@@ -23,7 +24,6 @@ from tessera.serve.load_http import parse_target
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai_ports import Endpoint
 from tessera.serve.service import Service
-from tessera.serve.stepper import Shape
 from tessera.serve.text import ByteText
 
 SHAPE = Shape(slots=2, rows=8, capacity=256, chunk=32, vocab_size=258)

@@ -9,13 +9,12 @@ import pytest
 import cuda_stub
 from serving_factory import GREEDY, random_ask, read, read_all, wait_for
 from tessera.errors import TesseraError
-from tessera.execute.cuda import measure
 from tessera.ir import Cluster, Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.cards import Card
 from tessera.serve import gpu
 from tessera.serve.gpu import OnGpus, PreparedOnGpus, is_for_gpus, prepare_on_gpus
-from tessera.serve.planning import Average
+from tessera.serve.planning import Average, Wanted
 from tessera.serve.records import Ask
 from tessera.serve.service import Service, ServiceConfig
 from tessera.serve.start import Options, started
@@ -31,8 +30,6 @@ CARD = Card("NVIDIA H200", 141 << 30, 132)
 @pytest.fixture(autouse=True)
 def _stub(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_stub.install(monkeypatch)
-    for name in ("REPEATS", "BESIDE"):  # what is measured here means nothing
-        monkeypatch.setattr(measure, name, 2)
     monkeypatch.setattr(gpu, "RIVALS", ("data-parallel",))
 
 
@@ -46,9 +43,7 @@ def prepare(text: str, *coarse: str) -> PreparedOnGpus:
     return prepare_on_gpus(
         "tiny-llama",
         make_devices(text),
-        **SIZES,
-        average=Average(8, 3),
-        policies=(Objective.THROUGHPUT,),
+        Wanted(**SIZES, average=Average(8, 3), policies=(Objective.THROUGHPUT,)),
         coarse=coarse,
         is_compiled=False,
     )

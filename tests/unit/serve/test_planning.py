@@ -9,12 +9,12 @@ import steps_factory as factory
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.hub import FORKSERVER
 from tessera.execute.lower import lower
+from tessera.execute.serving import SlotsLost
 from tessera.execute.stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Objective
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.local import MAX_LOSSES, Local
-from tessera.serve.planning import Average, counts_of, prepare
-from tessera.serve.stepper import SlotsLost
+from tessera.serve.planning import Average, Wanted, counts_of, prepare
 from tessera.serve.steps import servable_models, served
 from tessera.serve.undivided import UndividedStepper
 
@@ -49,7 +49,7 @@ def test_a_plan_apart_in_phases_is_among_the_policies() -> None:
 
 def test_one_device_has_one_plan() -> None:
     """With nothing to decide there is one policy."""
-    made = prepare("tiny-llama", emulated("emu:a100"), rows=2, capacity=16, chunk=8)
+    made = prepare("tiny-llama", emulated("emu:a100"), Wanted(rows=2, capacity=16, chunk=8))
     assert [plan.policy for plan in made.plans] == ["throughput"]
 
 
@@ -93,13 +93,13 @@ def test_too_little_memory_says_what_to_lower() -> None:
     """The key/value budget is checked before anything starts, in the words of the command."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 20_000_000)
     with pytest.raises((PlanInfeasible, DeviceMemoryError), match=r"--slots, --rows or --max-len"):
-        prepare("tiny-llama", Cluster((small,), ()), slots=2, rows=4, capacity=512)
+        prepare("tiny-llama", Cluster((small,), ()), Wanted(slots=2, rows=4, capacity=512))
 
 
 def test_rows_are_as_long_as_memory_allows() -> None:
     """Where nobody says how long, a small device gets shorter rows in place of a refusal."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 40_000_000)
-    made = prepare("tiny-llama", Cluster((small,), ()), slots=2, rows=4)
+    made = prepare("tiny-llama", Cluster((small,), ()), Wanted(slots=2, rows=4))
     assert made.model.shape.capacity == 256
     assert made.footprints[0].peak_bytes <= small.memory_bytes
 
@@ -107,7 +107,7 @@ def test_rows_are_as_long_as_memory_allows() -> None:
 def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> None:
     """Emulated devices compute on the CPU, so the weights must fit there."""
     with pytest.raises(TesseraError, match=r"llama-3-8b has 16\.1 GB of weights; these devices"):
-        prepare("llama-3-8b", emulated("emu:a100"))
+        prepare("llama-3-8b", emulated("emu:a100"), Wanted())
 
 
 @pytest.fixture(scope="module")

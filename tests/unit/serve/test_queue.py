@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from serving_factory import GREEDY, SHAPE
 from tessera.errors import ServiceBusy
+from tessera.execute.serving import Shape
 from tessera.serve.admission import choose_slot
 from tessera.serve.queue import FairQueue
 from tessera.serve.records import Ask
 from tessera.serve.rows import MAX_CHUNKS, Request, Slot
-from tessera.serve.stepper import Shape
 from tessera.serve.text import ByteText
 
 

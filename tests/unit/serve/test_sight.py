@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("transformers")
 
 from tessera.capture.models.seeing import PICTURE_TOKENS
+from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.records import Ask, Finish, Picture, Sampling
 from tessera.serve.service import Service
 from tessera.serve.sight import GRID, rotary, with_sight
-from tessera.serve.stepper import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
 from tessera.serve.steps import Served, served
 from tessera.serve.text import ByteText
 from tessera.serve.undivided import UndividedStepper

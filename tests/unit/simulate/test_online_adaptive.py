@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from factories import make_chain, make_plan
-from online_factory import RUN_US, alone_plan, both_plans
+from online_factory import RUN_US, alone_plan, both_plans, split_plan
 from tessera.adapt import Capability, Factors, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
@@ -125,3 +125,18 @@ def test_rebalancing_lanes_in_flight_loses_nothing() -> None:
     assert any(d.kind is DecisionKind.REBALANCE for d in adaptive.decisions)
     assert 3000 == adaptive.num_finished
     assert adaptive.requests_per_s > 0.98 * fixed.requests_per_s
+
+
+def test_a_price_is_corrected_once() -> None:
+    """Runs under a plan that was replaced say nothing of the new prices: one replan is enough."""
+    asked: list[float] = []
+
+    def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
+        asked.append(factors.usual["d1"])
+        right = factors.apply(split_plan().unit, split_plan().costs)
+        return [("throughput", replace(split_plan(), costs=right))]
+
+    wanted = setting("batch:4000", config=ServeConfig(slowdowns=(("d1", 0.0, 1.5),)))
+    adapt([("throughput", split_plan())], wanted, MonitorConfig(window_s=0.02), replan, 0.01)
+
+    assert [pytest.approx(1.5, rel=0.05)] == asked

@@ -17,6 +17,14 @@ from tessera.ir import Step
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Masks are made this much wider than needed, to a multiple, so that no kernel has to pad them.
 MASK_ALIGNMENT = 8
+# What a configuration must say; older families (gpt2, opt, bloom) do not, and keep caches of their own.
+NEEDED = (
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,13 @@ class CacheShape:
 
 
 def cache_shape(config: Any, step: Step) -> CacheShape:
-    """The cache of a step, refused where the configuration asks for a kind of layer that is unknown here."""
+    """The cache of a step, refused where the configuration asks for a kind of cache that is unknown here."""
+    absent = [name for name in NEEDED if getattr(config, name, None) is None]
+    if absent:
+        raise CaptureError(
+            f"a {config.model_type} is not known here: its configuration has no {', '.join(absent)}",
+            "Use a model made like Llama, or write a module:callable that returns a Workload.",
+        )
     capacity = step.context + step.reserve
     most = config.max_position_embeddings
     if capacity > most:

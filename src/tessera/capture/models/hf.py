@@ -133,7 +133,7 @@ def _model(config: Any, seed: int, dtype: torch.dtype, folder: Path | None) -> A
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)  # and no other device\'s
                 model = auto.from_config(config, **options)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError) as error:  # a KeyError: its attention cannot be chosen by name
         said = str(error).partition("\n")[0]
         remedy = "Use a causal language model, or write a module:callable that returns a Workload."
         raise CaptureError(f"a {config.model_type} cannot be built: {said}", remedy) from error

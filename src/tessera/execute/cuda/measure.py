@@ -133,7 +133,7 @@ def _timed(
     with Captured(plans, weights, kernels) as captured:
         _visit(captured, request)
         programs = [captured.programs[d][0] for d in devices]
-        alone = [[replay_us(captured, 0, p) for p in programs[d]] for d in devices]
+        alone = [[replay_us(captured, 0, p, REPEATS) for p in programs[d]] for d in devices]
         around = [Around(captured, d, alone) for d in devices]
         whole = [
             [replay_us(captured, 0, p, BESIDE, around[d]) if around[d].others else alone[d][p.step]

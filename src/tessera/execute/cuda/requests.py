@@ -8,7 +8,7 @@ import torch
 from tessera.errors import MismatchError, WorkerError
 from tessera.execute.cuda.launches import bytes_of
 from tessera.execute.flight import RunResult
-from tessera.ir import Plan, Program
+from tessera.ir import Plan, Program, need_one_batch
 
 
 class TimedOut(Exception):
@@ -20,6 +20,8 @@ def check_same(plans: Sequence[Plan]) -> None:
     if not plans:
         raise MismatchError("no plan to run", "Give at least one.")
     first = plans[0]
+    for plan in plans:
+        need_one_batch(plan, "a run on GPUs")
     for plan in plans[1:]:
         if plan.cluster.devices != first.cluster.devices:
             raise MismatchError("the plans are for different devices", "Make them for the same ones.")

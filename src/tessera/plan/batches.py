@@ -1,0 +1,291 @@
+"""Batch as a decision: the same steps at several batches in, one plan out, with lanes of unlike batches.
+
+Every batch is planned by itself first. Under the throughput objective mixes over all of them follow, judged
+by the same simulation, in work units of the batch whose own plan is best:
+  the optimum of the joint linear program (`joint`), with and without limits of depth, over all known
+  placements and over those that the batches' own plans and rivals use,
+  every device by itself at its best batch, which is data-parallel with batches chosen,
+  teams of unlike batches (`unlike`).
+The plan is never below the best one-batch plan, nor below a coarse policy at the best of the batches;
+data-parallel may have a batch a device for that. Its bound holds for mixes of all batches. Other objectives,
+and other policies than these two, get the best one-batch plan.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tessera import ir
+from tessera.errors import MismatchError, PlanInfeasible
+from tessera.plan import throughput
+from tessera.plan.joined import without_rare_lanes
+from tessera.plan.joint import JointTask, optimum
+from tessera.plan.judge import Judge
+from tessera.plan.lanes import slot_counts
+from tessera.plan.problem import Column, Mix
+from tessera.plan.solve import PlanConfig, Simulate, Solution, work_out
+from tessera.plan.unlike import changed, filled, most_paired, pairs
+
+# Depths that the joint optimum is limited to, as multiples of the number of devices.
+DEPTHS = (1.1, 1.35, 1.02, 1.05, 1.2, 1.5, 2.0)
+# Pairs of unlike batches: their depths, likewise, and the placements of each batch that are paired.
+PAIR_DEPTHS, MAX_COLUMNS = (1.1, 1.35, 2.0), 60
+# Pairs at a depth, filled placements, and changes of one slot of a batch's own plan.
+NUM_PAIRS, NUM_FILLED, NUM_CHANGED = 4, 8, 4
+# Of large units, the first so many depths of each.
+NUM_LARGE = 2
+# Mixes that are simulated in full: of small units, of large ones.
+NUM_FINALISTS = 6, 2
+# The policies that may have lanes of unlike batches.
+JOINT_POLICIES = (None, "throughput", "data-parallel")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One batch: its steps and prices, and its own plan or why it has none."""
+
+    variant: ir.Variant
+    made: ir.Plan | PlanInfeasible
+
+    def figure(self, goal: ir.Objective) -> float:
+        """By the objective and per row of the batch; more is better, and no plan is worst."""
+        made, batch = self.made, self.variant.batch
+        if isinstance(made, PlanInfeasible):
+            return -1.0
+        if goal is ir.Objective.LATENCY:
+            return 1.0 / made.latency_us
+        if goal is ir.Objective.COST and made.usd_per_1k_units:
+            return batch / made.usd_per_1k_units
+        if goal is ir.Objective.ENERGY and made.joules_per_unit:
+            return batch / made.joules_per_unit
+        return batch * made.simulated_per_s
+
+
+@dataclass(frozen=True)
+class Batched:
+    """The plan, and what each batch by itself would give."""
+
+    plan: ir.Plan
+    tried: tuple[Tried, ...]
+
+
+def solve_batches(
+    variants: Sequence[ir.Variant],
+    cluster: ir.Cluster,
+    config: PlanConfig,
+    make_simulate: Callable[[], tuple[Simulate, Simulate | None]] | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> Batched:
+    """The best plan over all batches; `make_simulate` gives a simulation and a quicker one for one batch."""
+    if len({v.batch for v in variants}) < len(variants):
+        raise MismatchError("a batch was given twice", "Give the steps of every batch once.")
+    tried: list[Tried] = []
+    solved: list[Solution] = []
+    for variant in variants:
+        advance(f"planning batch {variant.batch}")
+        simulate, glance = (None, None) if make_simulate is None else make_simulate()
+        try:
+            found = work_out(variant.unit, variant.costs, cluster, config, simulate, glance)
+            solved.append(found)
+            tried.append(Tried(variant, found.plan))
+        except PlanInfeasible as error:
+            tried.append(Tried(variant, error))
+    best = max(tried, key=lambda t: t.figure(config.objective)).made
+    if isinstance(best, PlanInfeasible):
+        raise _nothing_fits(tried)
+    is_joint = config.objective is ir.Objective.THROUGHPUT and config.policy in JOINT_POLICIES
+    if len(solved) > 1 and is_joint:
+        advance("joining batches")
+        first = next(s for s in solved if s.plan is best)
+        simulate, glance = (None, None) if make_simulate is None else make_simulate()
+        ordered = [first, *(s for s in solved if s is not first)]
+        best = _Joining(ordered, config, simulate, glance).plan()
+    return Batched(best, tuple(tried))
+
+
+def _nothing_fits(tried: Sequence[Tried]) -> PlanInfeasible:
+    smallest = min(tried, key=lambda t: t.variant.batch)
+    if len(tried) == 1 and isinstance(smallest.made, PlanInfeasible):
+        return smallest.made
+    return PlanInfeasible(f"no batch fits; at batch {smallest.variant.batch}: {smallest.made}")
+
+
+class _Joining:
+    """Batches that have a plan each, the best one's first, on the way to one plan."""
+
+    def __init__(
+        self,
+        solved: Sequence[Solution],
+        config: PlanConfig,
+        simulate: Simulate | None,
+        glance: Simulate | None,
+    ) -> None:
+        self._solved, self._config = solved, config
+        first = solved[0].task
+        parts = tuple(s.task for s in solved)
+        self._task = JointTask(first.problem, config.slots, simulate is not None, parts=parts)
+        name = config.policy or config.objective.value
+        self._judge = Judge(self._task, config.objective, name, simulate, glance)
+        # The batches' own plans as mixes of all, with the rates they were judged at.
+        self._own = [self._task.scaled_mix(v, s.chosen) for v, s in enumerate(solved)]
+        for variant, mix in enumerate(self._own):
+            rate = solved[variant].plan.simulated_per_s * self._task.weights[variant]
+            self._judge.know(mix, rate)
+
+    def plan(self) -> ir.Plan:
+        """The best of the batches' own plans and of mixes over all."""
+        apart = self._judge.best(self._aparts())
+        baselines = self._baselines(apart)
+        mixes = [] if self._config.policy == "data-parallel" else self._finalists(apart)
+        chosen = self._judge.simplest([*self._own[1:], *mixes], [self._own[0], apart])
+        bound = self._task.free.bound_per_s
+        for variant, mix in enumerate(self._own):
+            if chosen is mix:
+                weight = self._task.weights[variant]
+                own = self._solved[variant].plan
+                found = replace(own, baselines=tuple(_scaled(b, 1 / weight) for b in baselines))
+                return replace(found, bound_per_s=max(bound / weight, own.throughput_per_s))
+        others = [*self._own, apart, *mixes]
+        made = _rebased(self._judge.finished(chosen, baselines, others, self._config.shown_slots))
+        ir.verify(made)
+        return made
+
+    def _aparts(self) -> list[Mix]:
+        """Every device by itself at its best batch, as data-parallel would; where none can, the best plan.
+
+        Where memory is short, more devices or larger batches take part if fewer requests are in flight.
+        """
+        found: list[Mix] = []
+        for slots in range(self._config.slots, 0, -1):
+            best = self._alone(slots)
+            speeds = [1.0 / float(c.busy_us.max()) for c in best]
+            if not best or (slots < self._config.slots and len(best) > slots):
+                continue
+            mix = Mix(tuple(best), tuple(s / sum(speeds) for s in speeds))
+            if not found or mix.rate_per_s > found[-1].rate_per_s * (1 + 1e-9):
+                is_full = slots == self._config.slots
+                found.append(mix if is_full else replace(mix, slots=slot_counts(mix, slots)))
+        known = {_key(m): m for m in self._own}
+        return [known.get(_key(m), m) for m in found] or [self._own[0]]
+
+    def _alone(self, slots: int) -> list[Column]:
+        """One placement a device that can serve alone with so many requests in flight, at its best batch."""
+        best: list[Column] = []
+        for device in range(self._task.problem.num_devices):
+            columns = [
+                self._task.scaled(v, p.column(np.full(p.num_nodes, device, dtype=np.int64)))
+                for v, p in enumerate(self._task.problems)
+            ]
+            fitting = [c for c in columns if self._task.fits_with((c,), slots)]
+            best += sorted(fitting, key=lambda c: float(c.busy_us.max()))[:1]
+        return best
+
+    def _baselines(self, apart: Mix) -> tuple[ir.Baseline, ...]:
+        """Of every coarse policy the best over the batches; data-parallel may have a batch a device."""
+        listed = [
+            [_scaled(b, weight) for b in s.plan.baselines]
+            for s, weight in zip(self._solved, self._task.weights, strict=True)
+        ]
+        if apart is not self._own[0]:
+            mixed = self._judge.baseline("data-parallel", apart)
+            listed.append([mixed if b.name == mixed.name else b for b in listed[0]])
+        return tuple(
+            max(column, key=lambda b: b.throughput_per_s or 0.0) for column in zip(*listed, strict=True)
+        )
+
+    def _finalists(self, apart: Mix) -> list[Mix]:
+        """The few candidates over unlike batches that deserve a full simulation, best first."""
+        quick = self._judge.quick_rate
+        best = max(self._judge.rate_per_s(m) for m in (*self._own, apart))
+        seen = {_key(apart)}
+        found: list[tuple[float, Mix]] = []
+        for mix in self._candidates(apart):
+            # By busy time it could not win, or it is known.
+            if mix.rate_per_s <= best or _key(mix) in seen or len({c.variant for c in mix.columns}) < 2:
+                continue
+            seen.add(_key(mix))
+            found.append((mix.rate_per_s if quick is None else quick(mix), mix))
+        num = NUM_FINALISTS[self._task.is_large]
+        return [mix for _, mix in sorted(found, key=lambda x: -x[0])[:num]]
+
+    def _candidates(self, apart: Mix) -> Iterator[Mix]:
+        task = self._task
+        yield from _twice(task.free.mix)
+        good = {c.key: c for m in (*self._own, apart, *self._rivals()) for c in m.columns}
+        most = NUM_LARGE if task.is_large else None
+        limits = [throughput.FREE]
+        limits += [throughput.Limits(x * task.problem.num_devices) for x in DEPTHS[:most]]
+        for columns in (list(good.values()), task.columns):
+            for limit in limits:
+                mix = optimum(task, columns, limit)
+                if mix is not None:
+                    yield from _twice(mix)
+        recent, alone = self._recent(), self._alone(task.slots)
+        for depth in PAIR_DEPTHS[:most]:
+            for columns in (list(good.values()), recent):
+                yield from pairs(task, columns, depth * task.problem.num_devices, NUM_PAIRS)
+        yield from filled(task, [*good.values(), *recent], alone, NUM_FILLED)
+        for mix in self._own:
+            yield from changed(task, mix, [*alone, *good.values()], NUM_CHANGED)
+
+    def _rivals(self) -> list[Mix]:
+        """What was judged with the batches' own plans."""
+        return [self._task.scaled_mix(v, m) for v, s in enumerate(self._solved) for m in s.mixes]
+
+    def _recent(self) -> list[Column]:
+        """The placements that each batch found last."""
+        parts = self._task.parts
+        most = min(MAX_COLUMNS, max(1, most_paired(parts[0].pool.columns) // len(parts)))
+        return [self._task.scaled(v, c) for v, part in enumerate(parts) for c in part.pool.columns[-most:]]
+
+
+def _twice(mix: Mix) -> Iterator[Mix]:
+    yield mix
+    few = without_rare_lanes(mix)
+    if few is not mix:
+        yield few
+
+
+def _key(mix: Mix) -> frozenset[tuple[bytes, int, float]]:
+    slots = mix.slots or (0,) * len(mix.columns)
+    return frozenset((c.key, n, round(s, 6)) for c, n, s in zip(mix.columns, slots, mix.shares, strict=True))
+
+
+def _scaled(baseline: ir.Baseline, weight: float) -> ir.Baseline:
+    """In work units of which its own hold `weight`."""
+    return replace(
+        baseline,
+        throughput_per_s=_times(baseline.throughput_per_s, weight),
+        usd_per_1k_units=_times(baseline.usd_per_1k_units, 1 / weight),
+        joules_per_unit=_times(baseline.joules_per_unit, 1 / weight),
+    )
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _rebased(plan: ir.Plan) -> ir.Plan:
+    """The plan with the variants that its lanes use only; rates count the first lane's."""
+    used = list(dict.fromkeys(lane.variant for lane in plan.lanes))
+    kept = [plan.every_variant[v] for v in used]
+    factor = plan.batch / kept[0].batch
+    robust = plan.robust
+    if robust is not None:
+        low, middle, high = (x * factor for x in (robust.p10_per_s, robust.p50_per_s, robust.p90_per_s))
+        robust = replace(robust, p10_per_s=low, p50_per_s=middle, p90_per_s=high)
+    return replace(
+        plan,
+        unit=kept[0].unit,
+        costs=kept[0].costs,
+        variants=tuple(kept[1:]),
+        lanes=tuple(replace(lane, variant=used.index(lane.variant)) for lane in plan.lanes),
+        throughput_per_s=plan.throughput_per_s * factor,
+        simulated_per_s=plan.simulated_per_s * factor,
+        bound_per_s=plan.bound_per_s * factor,
+        baselines=tuple(_scaled(b, factor) for b in plan.baselines),
+        by_slots=tuple((slots, rate * factor) for slots, rate in plan.by_slots),
+        joules_per_unit=_times(plan.joules_per_unit, 1 / factor),
+        robust=robust,
+    )
