@@ -39,7 +39,7 @@ WORDS = (
     "Rates by busy time alone leave out all waiting."
 )
 SMALL = (
-    "So small a model gains by a second GPU, but not by dividing a request between two: "
+    "So small a model seldom gains by dividing a request between two GPUs; "
     'for one that does, see "A plan with a gain" in the README.'
 )
 # Both objectives, and a policy that always divides every layer: whether the best plan divides so small a

@@ -41,7 +41,7 @@ PAIR_DEPTHS = 1.0, 1.2
 NUM_FILLED = 2, 18
 # Rounds in which the best mixes' neighbours are looked at; how many mixes, how many new neighbours of each,
 # and how many are gone through to find those.
-ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 3, 2, 4, 20
+ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 4, 3, 3, 20
 # Single placements that are tried, by period and by path.
 NUM_SINGLE = 4
 # Mixes that are simulated in full: of small units, of large ones.

@@ -1,8 +1,8 @@
 """From shares to slots: which lane each slot follows.
 
 By Little's law a lane holds slots in proportion to its share of the requests times how long one of them
-takes, its path; in whole numbers, by largest remainder. The entries of a table are spread evenly, so that any first
-part of it is a fair choice where fewer requests are in flight.
+takes, its path; in whole numbers, by largest remainder. The entries of a table are spread evenly, so that any
+first part of it is a fair choice where fewer requests are in flight.
 """
 
 from itertools import islice

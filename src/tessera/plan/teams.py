@@ -3,8 +3,8 @@
 A slot keeps to one placement: when its request ends, the next one follows the same. So the devices stay in
 balance at any moment and not on average only, and a slot whose placement never leaves its device always has
 work for it there. By the queue's rule such a request, which has most to do until it waits, goes last: it
-fills what the divided ones leave free. Which shares of the requests follow from that is seen in a simulation; here
-teams are proposed by rough figures:
+fills what the divided ones leave free. Which shares of the requests follow from that is seen in a simulation;
+here teams are proposed by rough figures:
 
   pairs       two placements whose mix keeps the busiest device or link least busy
   filled      a divided placement, with slots that stay on one device

@@ -83,7 +83,7 @@ class Window(Core):
         return self._stand(now)
 
     def _stand(self, now: float | None) -> tuple[float, float]:
-        """(time, work done), stretches that run counted as far as they are: whole ones are long in a prefill."""
+        """(time, work done), stretches that run counted as far as they are: those of a prefill are long."""
         at = now or 0.0
         return at + self._skipped_us, self._so_far(at)[0]
 

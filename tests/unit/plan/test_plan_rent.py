@@ -1,11 +1,14 @@
 """What can be rented together, and what it cannot exceed."""
 
+import numpy as np
 import pytest
 
-from plan_factories import layered_case
+from plan_factories import layered_case, random_case
 from tessera import ir
 from tessera.plan import PlanConfig, solve
-from tessera.plan.rent import Basket, Limit, Offer, baskets, limit_of, phases_us
+from tessera.plan.latency import Clock
+from tessera.plan.problem import build
+from tessera.plan.rent import Basket, Limit, Offer, baskets, limit_of, phases_us, shortest_us
 
 OFFERS = (
     Offer("big", "N", (("east", 4.0), ("west", 3.0))),
@@ -71,3 +74,17 @@ def test_phases_add_up_to_the_latency() -> None:
 
     assert {"prefill", "decode"} == set(found)
     assert found["prefill"] + 8 * found["decode"] <= made.latency_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_placement_undercuts_the_shortest_time_of_a_step(seed: int) -> None:
+    """On one device the shortest time is the step's own; any placement on two takes at least theirs."""
+    unit, costs, cluster = random_case(seed)
+    problem = build(unit, costs, cluster)
+    clock = Clock(problem)
+    rng = np.random.default_rng(seed)
+    for step, graph in enumerate(unit.graphs):
+        both = shortest_us(graph, costs[step], (0, 1), 2)
+        for labels in rng.integers(0, 2, (40, int(problem.node_of[-1].max()) + 1)):
+            assert both <= clock.step_us(step, labels) * (1 + 1e-9)
+        assert costs[step].total_us(0) == pytest.approx(shortest_us(graph, costs[step], (0,), 1))

@@ -71,6 +71,13 @@ def test_picture_names_devices_and_kernels() -> None:
     assert all(word in text for word in ("emu:a100", "emu:l40s", "sdpa_flash", "mlp.gate_proj", "52.0 us"))
 
 
+def test_title_is_whole_on_a_narrow_terminal() -> None:
+    """The lane and its share stand at the end of the title, which wraps and is not cut."""
+    text = text_of(layer_picture(make_plan(), 0, 1), width=60)
+
+    assert "of the work)" in " ".join(text.split())
+
+
 def test_rows_keep_every_launch_in_order() -> None:
     """Merging loses no launch, and time is that of the chosen device."""
     shown = picture(make_plan(), 0, 1)

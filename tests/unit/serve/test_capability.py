@@ -49,7 +49,7 @@ def test_latency_follows_from_requests_in_the_system() -> None:
     (wide,) = capabilities_of([WIDE], ROWS)
 
     assert 2 / 44.0 / 64 == pytest.approx(wide.normalised_s(ROWS * 44.0))
-    assert ROWS * 44.0 == pytest.approx(wide.rate_with(2 * ROWS, 1.0))
+    assert ROWS * 44.0 == pytest.approx(wide.served_per_s(2 * ROWS))
 
 
 def test_plans_without_figures_decide_nothing() -> None:
