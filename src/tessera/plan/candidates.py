@@ -32,13 +32,13 @@ MixKey = tuple[tuple[bytes, int, float], ...]
 
 # Limits that are tried: at least so many, so many launches over those of a small unit, at most so many; of
 # large units, which have more time, one for so many launches, at most so many.
-FEWEST, TRIED_LAUNCHES, MOST = 2, 36_000, 12
+FEWEST, TRIED_LAUNCHES, MOST = 2, 36_000, 15
 LAUNCHES_A_TRY, MOST_LARGE = 1_700, 6
 # Pairs at a depth: of large units, of others; and the depths, as multiples of the best limit's.
 NUM_PAIRS = 1, 4
 PAIR_DEPTHS = 1.0, 1.2
 # Teams with slots that stay on a device: of large units, of others.
-NUM_FILLED = 2, 18
+NUM_FILLED = 2, 24
 # Rounds in which the best mixes' neighbours are looked at; how many mixes, how many new neighbours of each,
 # and how many are gone through to find those.
 ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 4, 3, 3, 20

@@ -12,11 +12,10 @@ from tessera.simulate.repeated import Repeated
 from tessera.simulate.window import Extent, extent_of, longest_list
 
 # Lists of more items than this are sampled; in a quick look, those of more than the second.
-LONG_LISTS, QUICK_LISTS = 400, 60
+LONG_LISTS, QUICK_LISTS = 150, 60
 # Requests' worth of work before the clock counts, and while it does: slots that start spread over their
-# requests fall in and out of step over several of them. Of long lists, and in a quick look, less.
-SHORT, LONG = Extent(4.0, 10.0), Extent(5.0, 8.0)
-QUICK_SHORT, QUICK_LONG = Extent(3.0, 6.0), Extent(1.0, 3.0)
+# requests fall in and out of step over several of them.
+FULL, QUICK = Extent(4.0, 10.0), Extent(2.0, 4.0)
 
 
 class SteadyRates:
@@ -48,8 +47,7 @@ class SteadyRates:
         if rate is None:
             lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
             longest = longest_list(lanes)
-            extents = (QUICK_SHORT, QUICK_LONG) if is_quick else (SHORT, LONG)
-            extent = extent_of(plan, extents[longest > LONG_LISTS])
+            extent = extent_of(plan, QUICK if is_quick else FULL)
             kind = Fluid if longest > (QUICK_LISTS if is_quick else LONG_LISTS) else Repeated
             rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
         return rate
