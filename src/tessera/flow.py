@@ -88,9 +88,10 @@ def make_plan(
     slots: int,
     policy: str | None = None,
     wishes: tuple[Wish, ...] = (),
+    is_served: bool = False,
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective=objective, slots=slots, policy=policy, wishes=wishes)
+    config = PlanConfig(objective, slots, policy, wishes, is_served)
     rates = SteadyRates()
     return solve(unit, tuple(costs), cluster, config, rates, rates.glance)
 

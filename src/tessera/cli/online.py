@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -16,6 +16,9 @@ from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.online import ServeConfig
 from tessera.simulate.study import Setting, adapt, compare
+
+if TYPE_CHECKING:
+    from tessera.plan import Wish
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,17 @@ def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
     name, plan = plans[0]
     is_latency = plan.objective is Objective.LATENCY
     other = Objective.THROUGHPUT if is_latency else Objective.LATENCY
-    made = make_plan(plan.unit, plan.costs, plan.cluster, other, plan.slots)
+    wishes = tuple(_wish(text) for text in plan.wishes)
+    made = make_plan(plan.unit, plan.costs, plan.cluster, other, plan.slots, None, wishes, is_served=True)
     return [(name, plan), (other.value, made)]
+
+
+def _wish(text: str) -> "Wish":
+    """Back from a plan's own words, `--pin attention=emu:a100`."""
+    from tessera.plan import parse_wish
+
+    option, _, wish = text.partition(" ")
+    return parse_wish(wish, option == "--pin")
 
 
 def replanner(plans: Sequence[Plan]) -> Replan:
@@ -158,7 +170,8 @@ def replanner(plans: Sequence[Plan]) -> Replan:
         for plan in plans:
             costs = total[0].apply(plan.unit, plan.costs)
             cluster, left = without_devices(plan.cluster, costs, without)
-            made.append((plan.policy, make_plan(plan.unit, left, cluster, plan.objective, plan.slots)))
+            new = make_plan(plan.unit, left, cluster, plan.objective, plan.slots, is_served=True)
+            made.append((plan.policy, new))
         return made
 
     return replan

@@ -51,7 +51,7 @@ def served(library: Library, case: Case) -> Served:
     plans = []
     for goal in GOALS:
         rates = SteadyRates()
-        config = PlanConfig(goal, case.slots, shown_slots=())
+        config = PlanConfig(goal, case.slots, is_served=True, shown_slots=())
         plans.append((goal.value, solve(unit, costs, cluster, config, rates, rates.glance)))
     lengths = f"geometric:{case.workload.prompt},{case.workload.output}"
     known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))

@@ -26,7 +26,7 @@ from tessera.plan.joined import (
 from tessera.plan.limits import NUM_FIRST, distance, limits_of
 from tessera.plan.policies import Task
 from tessera.plan.problem import Mix
-from tessera.plan.teams import filled, neighbours, pairs
+from tessera.plan.teams import filled, is_filled, neighbours, pairs
 
 MixKey = tuple[tuple[bytes, int, float], ...]
 
@@ -58,7 +58,7 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     for factor in PAIR_DEPTHS[:1] if task.is_large else PAIR_DEPTHS:
         for mix in pairs(task, factor * depth, NUM_PAIRS[not task.is_large]):
             search.look(mix)
-    for mix in filled(task, NUM_FILLED[not task.is_large]):
+    for mix in () if task.is_served else filled(task, NUM_FILLED[not task.is_large]):
         search.look(mix)
     if not task.is_large:
         _by_joining(task, search)
@@ -124,6 +124,8 @@ class _Search:
     def look(self, mix: Mix) -> float:
         """The quick figure of a mix; 0 where it could not win or is known."""
         if _key(mix) in self._seen or mix.rate_per_s < self.best:
+            return 0.0
+        if self.task.is_served and is_filled(mix):
             return 0.0
         self._seen.add(_key(mix))
         figure = mix.rate_per_s if self.task.glance is None else self.task.glance(mix)

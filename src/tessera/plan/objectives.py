@@ -113,7 +113,7 @@ def _worthwhile(task: Task, objective: ir.Objective) -> Iterator[tuple[Devices, 
         part = restricted(prob, devices)
         if part is None:
             continue
-        alone = Task(part, task.slots, task.is_judged, _glance(task, devices))
+        alone = Task(part, task.slots, task.is_judged, task.is_served, _glance(task, devices))
         try:
             mix = alone.free.mix
         except PlanInfeasible:  # does not fit: no candidate

@@ -48,6 +48,8 @@ class Task:
     slots: int
     # Whether a simulation will judge; if not, busy time does, and no other candidate can win.
     is_judged: bool = False
+    # Whether slots decode for ever; see `PlanConfig`.
+    is_served: bool = False
     # A quick figure of a mix, in requests per second, to search by; set once the judge is there.
     glance: Callable[[Mix], float] | None = None
 

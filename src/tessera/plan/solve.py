@@ -35,6 +35,8 @@ class PlanConfig:
     policy: str | None = None
     # What the user wants where.
     wishes: tuple[Wish, ...] = ()
+    # Requests come over time and a slot decodes for ever: then none may live on what other slots leave free.
+    is_served: bool = False
     # Requests in flight that the chosen plan is simulated with besides.
     shown_slots: tuple[int, ...] = SLOTS_SHOWN
 
@@ -79,7 +81,8 @@ def work_out(
     name = config.policy or config.objective.value
     planner = PLANNERS.get(name)
     check_wishes(unit, config.wishes)
-    task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None)
+    is_served = config.is_served or unit.is_served
+    task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None, is_served)
     judge = Judge(task, config.objective, name, simulate, glance)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
     task.glance = judge.quick_rate

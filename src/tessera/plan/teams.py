@@ -100,6 +100,11 @@ def _stayings(task: Task) -> list[tuple[int, ...]]:
     return [*one, tuple(range(devices))] if slots > devices > 1 else one
 
 
+def is_filled(mix: Mix) -> bool:
+    """Do some slots stay on one device beside divided ones? They get what those leave, and no more."""
+    return len({bool((c.labels == c.labels[0]).all()) for c in mix.columns}) > 1
+
+
 def neighbours(task: Task, mix: Mix, depth: float, num: int) -> Iterator[Mix]:
     """The best so many teams in which one slot follows another placement, best first."""
     if task.slots < 2:

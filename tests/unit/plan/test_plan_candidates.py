@@ -13,7 +13,7 @@ from tessera.plan.judge import Judge
 from tessera.plan.limits import limits_of
 from tessera.plan.policies import Task
 from tessera.plan.problem import Mix, build
-from tessera.plan.teams import filled, neighbours, pairs
+from tessera.plan.teams import filled, is_filled, neighbours, pairs
 from tessera.simulate import SteadyRates, simulate
 
 
@@ -140,6 +140,15 @@ def test_a_slot_that_stays_keeps_its_device_busy() -> None:
     busy = timeline.busy_us()
 
     assert min(busy[d.name] for d in task.problem.cluster.devices) / timeline.makespan_us > 0.9
+
+
+def test_where_slots_decode_for_ever_none_lives_on_what_others_leave() -> None:
+    """Candidates of a service mix no placement that stays on a device with divided ones."""
+    task = judged_task()
+    task.is_served = True
+
+    assert not any(is_filled(mix) for mix in throughput_mixes(task))
+    assert any(is_filled(mix) for mix in filled(pooled_task(), 6))
 
 
 def test_neighbours_differ_in_one_slot() -> None:
