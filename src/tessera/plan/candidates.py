@@ -125,7 +125,7 @@ class _Search:
         """The quick figure of a mix; 0 where it could not win or is known."""
         if _key(mix) in self._seen or mix.rate_per_s < self.best:
             return 0.0
-        if self.task.is_served and is_filled(mix):
+        if self.task.is_served and is_filled(self.task, mix):
             return 0.0
         self._seen.add(_key(mix))
         figure = mix.rate_per_s if self.task.glance is None else self.task.glance(mix)

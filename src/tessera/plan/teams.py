@@ -18,7 +18,7 @@ import numpy as np
 from tessera.plan import throughput
 from tessera.plan.lanes import slot_counts
 from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Floats, Mix
+from tessera.plan.problem import Column, Floats, Ints, Mix
 
 # Placements that are paired, the most: the last ones found.
 MAX_COLUMNS, MAX_ENTRIES = 120, 2_000_000
@@ -100,9 +100,14 @@ def _stayings(task: Task) -> list[tuple[int, ...]]:
     return [*one, tuple(range(devices))] if slots > devices > 1 else one
 
 
-def is_filled(mix: Mix) -> bool:
-    """Do some slots stay on one device beside divided ones? They get what those leave, and no more."""
-    return len({bool((c.labels == c.labels[0]).all()) for c in mix.columns}) > 1
+def is_filled(task: Task, mix: Mix) -> bool:
+    """Do some slots stay on one device in a step that others divide? They get what those leave, no more."""
+
+    def stays(column: Column, nodes: Ints) -> bool:
+        here = column.labels[nodes]
+        return bool((here == here[0]).all())
+
+    return any(len({stays(c, nodes) for c in mix.columns}) > 1 for nodes in task.problem.node_of)
 
 
 def neighbours(task: Task, mix: Mix, depth: float, num: int) -> Iterator[Mix]:

@@ -147,8 +147,8 @@ def test_where_slots_decode_for_ever_none_lives_on_what_others_leave() -> None:
     task = judged_task()
     task.is_served = True
 
-    assert not any(is_filled(mix) for mix in throughput_mixes(task))
-    assert any(is_filled(mix) for mix in filled(pooled_task(), 6))
+    assert not any(is_filled(task, mix) for mix in throughput_mixes(task))
+    assert any(is_filled(task, mix) for mix in filled(pooled_task(), 6))
 
 
 def test_neighbours_differ_in_one_slot() -> None:
