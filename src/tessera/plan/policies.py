@@ -209,7 +209,9 @@ def prefill_decode_fractional(task: Task) -> tuple[Mix, ...] | None:
     if columns is None:
         return None
     mix = throughput.balanced(task.pool, columns.values())
-    return None if mix is None else (mix,)
+    # By busy time it is the best; with few slots, which are whole numbers, simpler mixes of its kind may be.
+    simpler = (*(data_parallel(task) or ()), *(prefill_decode(task) or ()))
+    return None if mix is None else (mix, *simpler)
 
 
 def attention_ffn(task: Task) -> tuple[Mix, ...] | None:
