@@ -38,7 +38,7 @@ LAUNCHES_A_TRY, MOST_LARGE = 1_700, 6
 NUM_PAIRS = 1, 4
 PAIR_DEPTHS = 1.0, 1.2
 # Teams with slots that stay on a device: of large units, of others.
-NUM_FILLED = 2, 24
+NUM_FILLED = 1, 24
 # Rounds in which the best mixes' neighbours are looked at; how many mixes, how many new neighbours of each,
 # and how many are gone through to find those.
 ROUNDS, NUM_CLIMBING, NUM_NEIGHBOURS, MAX_NEIGHBOURS = 4, 3, 3, 20

@@ -226,7 +226,9 @@ class Judge:
         """The same lanes with more or fewer requests in flight, as far as memory goes."""
         if self.simulate is None or not slots:
             return ()
-        shown = sorted({*slots, plan.slots})
+        # The more slots, the longer it takes; of large units no more than twice the plan's are shown.
+        most = 2 * plan.slots if self.task.is_large else max(slots)
+        shown = sorted({*(n for n in slots if n <= most), plan.slots})
         fitting = [n for n in shown if plan.max_slots is None or n <= plan.max_slots]
         return tuple((n, self._at(plan, n)) for n in fitting)
 

@@ -14,8 +14,9 @@ from tessera.simulate.window import Extent, extent_of, longest_list
 # Lists of more items than this are sampled; in a quick look, those of more than the second.
 LONG_LISTS, QUICK_LISTS = 150, 60
 # Requests' worth of work before the clock counts, and while it does: slots that start spread over their
-# requests fall in and out of step over several of them.
-FULL, QUICK = Extent(4.0, 10.0), Extent(2.0, 4.0)
+# requests fall in and out of step over several of them. Very long lists average out sooner.
+FULL, QUICK, VERY_LONG = Extent(4.0, 10.0), Extent(2.0, 4.0), Extent(3.0, 6.0)
+VERY_LONG_LISTS = 1000
 
 
 class SteadyRates:
@@ -47,7 +48,8 @@ class SteadyRates:
         if rate is None:
             lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
             longest = longest_list(lanes)
-            extent = extent_of(plan, QUICK if is_quick else FULL)
+            full = VERY_LONG if longest > VERY_LONG_LISTS else FULL
+            extent = extent_of(plan, QUICK if is_quick else full)
             kind = Fluid if longest > (QUICK_LISTS if is_quick else LONG_LISTS) else Repeated
             rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
         return rate
