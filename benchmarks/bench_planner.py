@@ -11,10 +11,11 @@ captured  quality, for the built-in models recorded at full size without a GPU a
 
 Every figure but the seconds is modelled or simulated. `cpu s` is this process's time, which other work on the
 machine hardly changes; `wall s` is the clock's. A bound is that of busy time: it holds for any slots. Shares
-of the bound are those of requests that start spread over time, seen for ten requests' worth of work behind four
-to settle, six behind three of very long programs. `of_bound_depth` is the share of the bound with one row more: all launches and transfers of
-a request in series, at most as many periods as there are slots. A request that overlaps with itself may beat
-that bound; it only says how little of the distance Little's law explains.
+of the bound are those of requests that start spread over time, seen for ten requests' worth of work behind
+four to settle, six behind three of very long programs. `of_bound_depth` is the share of the bound with one
+row more: all launches and transfers of a request in series, at most as many periods as there are slots. A
+request that overlaps with itself may beat that bound; it only says how little of the distance Little's law
+explains.
 """
 
 import argparse

@@ -76,6 +76,15 @@ def test_document_says_what_else_is_known(folder: Path, capsys: pytest.CaptureFi
     assert found["max_slots"] > 4
 
 
+def test_a_latency_plan_says_how_near_its_bound_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bound is no more than the plan's own latency, and the gap is the distance between them."""
+    found = planned(folder, "--objective", "latency", capsys=capsys)
+    near = found["latency_bound_us"] / found["latency_us"]
+
+    assert 0.0 < near <= 1 + 1e-9
+    assert found["latency_gap"] == pytest.approx(max(0.0, 1 - near))
+
+
 def test_pins_and_prohibitions_are_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the plan that is written, not only in its figures."""
     words = ("--pin", "attention=emu:l40s", "--forbid", "lm_head=emu:l40s")

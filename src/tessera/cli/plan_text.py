@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from tessera.cli.output import console
-from tessera.ir import Plan
+from tessera.ir import Objective, Plan
 
 
 def document(made: Plan) -> dict[str, Any]:
@@ -52,7 +52,17 @@ def document(made: Plan) -> dict[str, Any]:
         "baseline_latency_us": {b.name: b.latency_us for b in made.baselines},
         "baseline_usd_per_1k_units": {b.name: b.usd_per_1k_units for b in made.baselines},
         "baseline_joules_per_unit": {b.name: b.joules_per_unit for b in made.baselines},
-    }
+    } | _latency(made)
+
+
+def _latency(made: Plan) -> dict[str, float]:
+    """How near a latency plan is to what no placement beats; of others that is not asked."""
+    if made.objective is not Objective.LATENCY:
+        return {}
+    from tessera.plan import latency_bound_us
+
+    bound = latency_bound_us(made)
+    return {"latency_bound_us": bound, "latency_gap": max(0.0, 1.0 - bound / made.latency_us)}
 
 
 def _robust(made: Plan) -> dict[str, float] | None:

@@ -5,12 +5,12 @@ policies that every plan is compared with.
 """
 
 from tessera.plan.batches import Batched, Tried, solve_batches
-from tessera.plan.explain import Explanation, explain
+from tessera.plan.explain import Explanation, explain, latency_bound_us
 from tessera.plan.policies import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
 from tessera.plan.wishes import Wish, parse_wish
 
 __all__ = [
-    "PLANNERS", "Batched", "Explanation", "PlanConfig", "Simulate", "Tried", "Wish", "explain", "parse_wish",
-    "solve", "solve_batches",
+    "PLANNERS", "Batched", "Explanation", "PlanConfig", "Simulate", "Tried", "Wish", "explain",
+    "latency_bound_us", "parse_wish", "solve", "solve_batches",
 ]  # fmt: skip

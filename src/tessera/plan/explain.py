@@ -115,13 +115,22 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
         num_transfers=mix.num_messages,
         transfer_bytes=sum(s * _bytes(task, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
-        latency_bound_us=0.0 if is_brief else min(bound_us(p, Clock(p)) for p in task.problems),
+        latency_bound_us=0.0 if is_brief else _latency_bound_us(task),
         is_gain=is_gain,
         verdict=verdict,
         memory=_memory(task, mix),
         reasons=reasons(main, mix, _nodes(main), task.weight_of),
         remarks=tuple(remarks(plan)),
     )
+
+
+def latency_bound_us(plan: ir.Plan) -> float:
+    """No placement makes one request alone faster than this."""
+    return _latency_bound_us(_task(plan))
+
+
+def _latency_bound_us(task: JointTask) -> float:
+    return min(bound_us(p, Clock(p)) for p in task.problems)
 
 
 def _task(plan: ir.Plan) -> JointTask:
