@@ -93,9 +93,11 @@ def _split(words: Sequence[str], place: str) -> list[tuple[str, str, str]]:
 def _slowdown(word: str, device: str, rest: str) -> tuple[str, float, float]:
     time, _, factor = rest.partition("x")
     found = _number(factor or "nan", word, "--slow")
-    if not found > 0.0:
+    if not 0.0 < found < float("inf"):
         raise ArrivalsError(
-            f"'{word}' has no factor", "Write DEVICE@SECONDSxFACTOR: emu:l40s@30x1.5.", "--slow"
+            f"'{word}' has no finite factor above zero",
+            "Write DEVICE@SECONDSxFACTOR: emu:l40s@30x1.5.",
+            "--slow",
         )
     return device, _number(time, word, "--slow"), found
 

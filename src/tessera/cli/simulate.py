@@ -37,7 +37,7 @@ def simulate(
     lengths: LengthsText = None,
     speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
     rows: Annotated[int | None, typer.Option(help="Requests that share a slot. [default: the batch]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
     noise: Annotated[
         float, typer.Option(help="Misprice every kernel type on every device by about this.")
     ] = 0.0,

@@ -96,6 +96,8 @@ FORMULAS: dict[str, Callable[[Sequence[float], int | None, int], Floats]] = {
 }
 # Requests of a stream without an end.
 DEFAULT_NUM = 1000
+# No rate, length or number of seconds that anyone means is larger; more would not fit a draw.
+MOST = 1e9
 
 
 def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -128,6 +130,7 @@ def _numbers(text: str, rest: str, place: str = "--arrivals") -> list[float]:
     except ValueError:
         message = f"'{rest}' in '{text}' is not a list of numbers"
         raise ArrivalsError(message, "Write numbers with commas between.", place) from None
-    if not all(0.0 < x < float("inf") for x in found):
-        raise ArrivalsError(f"the numbers of '{text}' must be above zero and finite", "", place)
+    if not all(0.0 < x <= MOST for x in found):
+        message = f"the numbers of '{text}' must be above zero and at most {MOST:g}"
+        raise ArrivalsError(message, "Write rates a second, seconds and shares.", place)
     return found

@@ -58,7 +58,7 @@ def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
 def _rows(path: Path) -> Iterator[tuple[int, float, int, int]]:
     """(line, seconds, prompt, answer) of every row."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark first
             reader = csv.DictReader(file)
             form = _form(reader.fieldnames or (), path)
             for row in reader:

@@ -121,6 +121,21 @@ def test_a_log_with_a_hole_is_refused_with_its_line(tmp_path: Path, row: str, me
         read_arrivals(written(tmp_path, BURST_GPT + row + "\n"))
 
 
+def test_a_mark_at_the_beginning_of_a_log_is_no_part_of_it(tmp_path: Path) -> None:
+    """Spreadsheets write one before the first column's name."""
+    text = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n1,ChatGPT,9,5,14,API log\n"
+    path = tmp_path / "log.csv"
+    path.write_text(text, encoding="utf-8-sig")
+
+    assert (9,) == read_arrivals(path).prompts
+
+
+def test_a_rate_beyond_all_reason_is_refused() -> None:
+    """With the limit, instead of an error of the generator."""
+    with pytest.raises(ArrivalsError, match="at most 1e"):
+        make_arrivals("bursty:20,4,0.1,1e25", 10)
+
+
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00\x01"])
 def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
     """The message names the columns that would do."""
