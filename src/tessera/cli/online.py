@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -16,9 +16,6 @@ from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.online import ServeConfig
 from tessera.simulate.study import Setting, adapt, compare
-
-if TYPE_CHECKING:
-    from tessera.plan import Wish
 
 
 @dataclass(frozen=True)
@@ -140,21 +137,13 @@ def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
     if len(plans) > 1:
         return list(plans)
     from tessera.flow import make_plan
+    from tessera.plan import wishes_of
 
     name, plan = plans[0]
     is_latency = plan.objective is Objective.LATENCY
     other = Objective.THROUGHPUT if is_latency else Objective.LATENCY
-    wishes = tuple(_wish(text) for text in plan.wishes)
-    made = make_plan(plan.unit, plan.costs, plan.cluster, other, plan.slots, None, wishes, is_served=True)
+    made = make_plan(plan.unit, plan.costs, plan.cluster, other, plan.slots, None, wishes_of(plan), True)
     return [(name, plan), (other.value, made)]
-
-
-def _wish(text: str) -> "Wish":
-    """Back from a plan's own words, `--pin attention=emu:a100`."""
-    from tessera.plan import parse_wish
-
-    option, _, wish = text.partition(" ")
-    return parse_wish(wish, option == "--pin")
 
 
 def replanner(plans: Sequence[Plan]) -> Replan:

@@ -8,9 +8,9 @@ from tessera.plan.batches import Batched, Tried, solve_batches
 from tessera.plan.explain import Explanation, explain, latency_bound_us
 from tessera.plan.policies import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
-from tessera.plan.wishes import Wish, parse_wish
+from tessera.plan.wishes import Wish, parse_wish, wishes_of
 
 __all__ = [
     "PLANNERS", "Batched", "Explanation", "PlanConfig", "Simulate", "Tried", "Wish", "explain",
-    "latency_bound_us", "parse_wish", "solve", "solve_batches",
+    "latency_bound_us", "parse_wish", "solve", "solve_batches", "wishes_of",
 ]  # fmt: skip

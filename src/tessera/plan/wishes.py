@@ -45,6 +45,12 @@ def parse_wish(text: str, is_pin: bool) -> Wish:
     return Wish(pattern, names, is_pin)
 
 
+def wishes_of(plan: ir.Plan) -> tuple[Wish, ...]:
+    """What a plan was asked for, read back from its own words."""
+    words = [text.partition(" ") for text in plan.wishes]
+    return tuple(parse_wish(wish, option == "--pin") for option, _, wish in words)
+
+
 def allowed(
     unit: ir.WorkUnit,
     node_of: tuple[Ints, ...],

@@ -1,9 +1,9 @@
 """OpenLanes: which lane a slot takes that opens, where slots stay open and requests come and go in them.
 
 The lane that holds least of its share of the slots open now, counting the newcomer; of equals the one with
-the larger share. `execute.LaneTable` counts requests that were begun, which is right where a slot is one
-request. Here a slot of a busy lane hardly ever closes and one of a quiet lane often does, so that counting
-openings would send every newcomer to the busy lane and leave the other's devices idle.
+the larger share. Without a table `execute.LaneTable` counts requests that were begun, which is right where a
+slot is one request. Here a slot of a busy lane hardly ever closes and one of a quiet lane often does, so that
+counting openings would send every newcomer to the busy lane and leave the other's devices idle.
 """
 
 from collections.abc import Sequence

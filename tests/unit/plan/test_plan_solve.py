@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from plan_factories import (
@@ -21,6 +23,7 @@ from tessera.plan import PlanConfig, solve
 from tessera.plan.latency import Clock
 from tessera.plan.policies import COARSE
 from tessera.plan.problem import build
+from tessera.simulate import SteadyRates
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)
 LATENCY = PlanConfig(ir.Objective.LATENCY)
@@ -230,3 +233,25 @@ def test_planning_imports_no_torch() -> None:
     code = "import sys, tessera.plan; sys.exit('torch' in sys.modules)"
 
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+def test_data_parallel_uses_fewer_slots_where_memory_is_short() -> None:
+    """A card with room for two requests takes part with two in flight, and its rate counts in full."""
+    problem = build(*layered_case(4))
+    weights, slot = problem.footprint([problem.column(np.ones(problem.num_nodes, dtype=np.int64))])
+    case = layered_case(4, memory=[64 * 2**30, int(weights[1] + 2.5 * slot[1])])
+    rates = SteadyRates()
+    config = replace(THROUGHPUT, policy="data-parallel")
+    plan = solve(*case, config, rates, rates.glance)
+
+    assert 2 == plan.slots
+    assert (0, 1) == plan.used
+    assert plan.simulated_per_s == pytest.approx(plan.throughput_per_s)
+
+
+def test_replicas_are_rated_at_their_whole_rate() -> None:
+    """Devices that never wait do as much in simulation as by busy time, wherever the window ends."""
+    rates = SteadyRates()
+    plan = solve(*layered_case(), replace(THROUGHPUT, policy="data-parallel"), rates, rates.glance)
+
+    assert plan.simulated_per_s == pytest.approx(plan.throughput_per_s, rel=1e-6)

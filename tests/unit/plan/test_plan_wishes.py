@@ -1,5 +1,6 @@
 """Pins and prohibitions bind every planner."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -17,7 +18,7 @@ from plan_factories import (
 )
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
-from tessera.plan import PlanConfig, Wish, parse_wish, solve
+from tessera.plan import PlanConfig, Wish, parse_wish, solve, wishes_of
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Problem, build
 
@@ -201,3 +202,11 @@ def test_wishes_cannot_make_a_plan_better() -> None:
 def test_layered_factory_has_what_the_patterns_name() -> None:
     """The tests above would be empty otherwise."""
     assert {"model.layers.0.mlp.up"} <= {x.scope for x in layered(1).graphs[0].trace.launches}
+
+
+def test_wishes_are_read_back_from_a_plan() -> None:
+    """So that a second plan for the same system is bound by them too."""
+    wishes = (parse_wish("attention=d1", True), parse_wish("mm=d0,d1", False))
+    plan = replace(solve(*layered_case(), config(wishes[0])), wishes=tuple(str(w) for w in wishes))
+
+    assert wishes == wishes_of(plan)

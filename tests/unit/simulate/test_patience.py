@@ -1,5 +1,7 @@
 """Patience: a slot is opened at once where devices have room, and later where it slows others down."""
 
+from dataclasses import replace
+
 import pytest
 
 from factories import make_chain, make_cluster, make_plan
@@ -42,3 +44,11 @@ def test_every_request_is_served_however_few_wait() -> None:
     served = serve(alone_plan(), make_arrivals("batch:9", lengths="fixed:1,20"), rows=8)
 
     assert min(served.ledger.done_us) > 0.0
+
+
+def test_a_slot_that_others_leave_no_time_does_not_hold_up_the_search_for_a_pace() -> None:
+    """Three divided slots keep the first device busy with shorter stretches than the fourth slot's."""
+    plan = make_plan([make_chain(2)], [[[0, 1]], [[0, 0]]], cluster=make_cluster(), slots=4)
+    starved = policy_of(replace(plan, lane_table=(0, 0, 0, 1)))
+
+    assert 0.0 < Patience().pace_us(starved, 4) < float("inf")
