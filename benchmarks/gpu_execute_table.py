@@ -22,7 +22,8 @@ def table(whole: dict[str, Any]) -> str:
         "",
         "Rates are requests (work units) per second. On `/sm=` devices they are measured and so are the "
         "costs, with the other part busy. On `/as=` devices time is modelled: rate = measured rate x scale. "
-        "'LP' is what the plan's linear program predicted, 'chosen' the policy that `pick` took after a "
+        "'LP' is what the plan's linear program predicted, 'simulated' the planner's simulation (of every "
+        "policy in the order of the columns), 'chosen' the policy that `pick` took after a "
         "first round; the rates are of a second round. Every round has at least five requests a slot and "
         "counts neither the filling nor the emptying of the pipeline. 'equal' says that outputs and state "
         "have the undivided run's bits, 'hidden' is the share of the transfers' time in which the device "
@@ -45,8 +46,9 @@ def _pairs(name: str, part: dict[str, Any]) -> list[str]:
         f"{family.get('counts')}",
         "",
         f"| devices | scale | {' | '.join(POLICIES)} | chosen | chosen / best coarse | chosen / its LP "
-        "| throughput / best coarse | throughput / its LP | hidden | overrun | equal |",
-        f"|{'---|' * (len(POLICIES) + 10)}",
+        "| throughput / best coarse | throughput / its LP | measured / simulated | hidden | overrun "
+        "| equal |",
+        f"|{'---|' * (len(POLICIES) + 11)}",
     ]
     if "from" in part:
         but = "".join(f", but for `{devices}`" for devices in part.get("again", []))
@@ -62,11 +64,18 @@ def _pairs(name: str, part: dict[str, Any]) -> list[str]:
             f"`{devices}`", priced.get("scale"), *found, rates.get("chosen"),
             rates.get("chosen / best coarse"), rates.get("chosen / LP"),
             rates.get("throughput / best coarse"), rates["throughput"]["measured / LP"],
-            hidden.get("hidden", "-"), ", ".join(map(str, hidden.get("overrun", {}).values())) or "-",
+            _simulated(rates), hidden.get("hidden", "-"),
+            ", ".join(map(str, hidden.get("overrun", {}).values())) or "-",
             "yes" if equal else "**no**",
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
+
+
+def _simulated(rates: dict[str, Any]) -> str:
+    """Of every policy in order, how its rate compares with what the planner's simulation said."""
+    found = [rates[p] for p in POLICIES if p in rates]
+    return ", ".join(f"{x['measured per s'] / x['simulated per s']:.3f}" for x in found)
 
 
 def _overhead(part: dict[str, Any]) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands import call
 from tessera.capture import build as build_workload
 from tessera.capture import record
-from tessera.cli import main
 from tessera.flow import make_unit, price
 from tessera.ir import Cluster, Plan, Step, Trace, load, save
 from tessera.plan.problem import build
@@ -43,21 +43,12 @@ def _needed(trace: Trace, cluster: Cluster) -> int:
     return int(1.02 * (weights[0] + SLOTS * slot[0]))
 
 
-def run(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error)."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
-
-
 def planned(folder: Path, *words: object, capsys: pytest.CaptureFixture[str]) -> str:
     """What `tessera plan` prints about data-parallel with batches to choose from."""
     files = [folder / f"{batch}.trace" for batch in BATCHES]
     costs = [word for batch in BATCHES for word in ("--costs", folder / f"{batch}.costs")]
     options = ("--batch-choices", "--policy", "data-parallel", "--slots", SLOTS, "-o", folder / "x.plan")
-    code, out, err = run("plan", *files, *costs, *options, *words, capsys=capsys)
+    code, out, err = call("plan", *files, *costs, *options, *words, capsys=capsys)
     assert 0 == code, err
     return out
 
@@ -96,7 +87,7 @@ def test_the_plan_is_simulated(
 ) -> None:
     """In the same work units, with a page that names the batches."""
     options = ("--requests", 200, "--page", folder / "x.html", "-o", folder / "x.timeline", "--json")
-    code, out, err = run("simulate", folder / "x.plan", *options, capsys=capsys)
+    code, out, err = call("simulate", folder / "x.plan", *options, capsys=capsys)
 
     assert 0 == code, err
     assert json.loads(out)["throughput"] == pytest.approx(document["simulated"], rel=0.03)
@@ -105,7 +96,7 @@ def test_the_plan_is_simulated(
 
 def test_the_plan_is_run(folder: Path, document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """On worker processes, every request bit for bit as the undivided model at its lane's batch."""
-    code, out, err = run("run", folder / "x.plan", "--requests", 6, "--verify", "--json", capsys=capsys)
+    code, out, err = call("run", folder / "x.plan", "--requests", 6, "--verify", "--json", capsys=capsys)
 
     assert 0 == code, err
     found = json.loads(out)
@@ -118,7 +109,7 @@ def test_arrivals_are_refused(
     folder: Path, document: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line with the remedy."""
-    code, _, err = run("simulate", folder / "x.plan", "--arrivals", "poisson:5", capsys=capsys)
+    code, _, err = call("simulate", folder / "x.plan", "--arrivals", "poisson:5", capsys=capsys)
 
     assert 0 != code
     assert "a simulation of arrivals takes one batch" in " ".join(err.split())
@@ -128,7 +119,7 @@ def test_unlike_contexts_are_refused(folder: Path, capsys: pytest.CaptureFixture
     """The same kinds of step are not the same steps."""
     save(record(build_workload(Step("tiny-llama", "decode", 3, 24))), folder / "other.trace")
     words = ("--devices", "emu:a100", "--batch-choices")
-    code, _, err = run("plan", folder / "2.trace", folder / "other.trace", *words, capsys=capsys)
+    code, _, err = call("plan", folder / "2.trace", folder / "other.trace", *words, capsys=capsys)
 
     assert 0 != code
     assert "context 20" in " ".join(err.split())

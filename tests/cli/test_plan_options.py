@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from commands import call
 from tessera.cli import main
 from tessera.ir import Plan, load
 
@@ -33,20 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error)."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
-
-
 def planned(folder: Path, *words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The JSON document of a plan of the tiny model."""
     traces = [folder / "prefill1.trace", folder / "decode1.trace"]
     devices = ["--devices", "emu:a100,emu:l40s"] if "--devices" not in words else []
-    code, out, err = run("plan", *traces, *devices, *words, "--json", "-o", folder / "x.plan", capsys=capsys)
+    code, out, err = call("plan", *traces, *devices, *words, "--json", "-o", folder / "x.plan", capsys=capsys)
     assert 0 == code, err
     found: dict[str, Any] = json.loads(out)
     return found
@@ -118,7 +110,7 @@ def test_explanation_has_reasons_in_words(folder: Path, capsys: pytest.CaptureFi
     """Memory, what a move would cost, how far the bound is, what the costs' errors leave."""
     traces = [folder / "prefill1.trace", folder / "decode1.trace"]
     words = ("--devices", "emu:a100,emu:l40s", "--explain", "-o", folder / "y.plan")
-    code, out, _ = run("plan", *traces, *words, capsys=capsys)
+    code, out, _ = call("plan", *traces, *words, capsys=capsys)
     flat = " ".join(out.split())
 
     assert 0 == code
@@ -130,7 +122,7 @@ def test_batch_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     """Of two batches the one with more rows a second; both are listed."""
     traces = [folder / f"{step}{batch}.trace" for batch in (1, 2) for step in ("prefill", "decode")]
     words = ("--devices", "emu:a100,emu:l40s", "--batch-choices", "--json", "-o", folder / "b.plan")
-    code, out, err = run("plan", *traces, *words, capsys=capsys)
+    code, out, err = call("plan", *traces, *words, capsys=capsys)
     assert 0 == code, err
     found = json.loads(out)
     by_batch = {line["batch"]: line["rows_per_s"] for line in found["by_batch"]}
@@ -168,7 +160,7 @@ def test_mistakes_get_one_line(
 ) -> None:
     """Exit code 2, the place and the remedy."""
     trace = folder / "decode1.trace"
-    code, _, err = run("plan", trace, "--devices", "emu:a100,emu:l40s", *words, capsys=capsys)
+    code, _, err = call("plan", trace, "--devices", "emu:a100,emu:l40s", *words, capsys=capsys)
 
     assert 2 == code
     assert message in err
@@ -178,7 +170,7 @@ def test_mistakes_get_one_line(
 def test_batches_with_unlike_steps_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every choice must be the same request."""
     traces = [folder / "prefill1.trace", folder / "decode1.trace", folder / "decode2.trace"]
-    code, _, err = run("plan", *traces, "--devices", "emu:a100", "--batch-choices", capsys=capsys)
+    code, _, err = call("plan", *traces, "--devices", "emu:a100", "--batch-choices", capsys=capsys)
 
     assert 2 == code
     assert "batch 1 has prefill, decode; batch 2 has decode" in err

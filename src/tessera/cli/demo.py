@@ -35,7 +35,7 @@ PROMPTS = (
 PROMPT_TOKENS = 48
 SIMULATED_REQUESTS = 12
 WORDS = (
-    "A lane is one way to place the launches; requests take turns among the lanes. "
+    "A lane is one way to place the launches; each slot keeps to one of the lanes. "
     "Rates by busy time alone leave out all waiting."
 )
 SMALL = (
