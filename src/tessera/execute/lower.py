@@ -55,8 +55,8 @@ def _lower_step(plan: Plan, lane: int, step: int) -> Program:
         tuple(tuple(column) for column in lists),
         transfers,
         _weights(graph.trace, place, num_devices),
-        _homes(graph, place),
-        _outputs(graph, place),
+        homes_of(graph, place),
+        outputs_of(graph, place),
     )
 
 
@@ -124,7 +124,7 @@ def _weights(trace: Trace, place: tuple[int, ...], num_devices: int) -> tuple[tu
     return tuple(tuple(sorted(h)) for h in held)
 
 
-def _homes(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def homes_of(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Where each state buffer lives: with the launches that touch it, or on device 0 if none does."""
     home = dict.fromkeys(graph.trace.buffers_of(BufferKind.STATE), 0)
     for launch, device in enumerate(place):
@@ -134,10 +134,10 @@ def _homes(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(home.items()))
 
 
-def _outputs(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def outputs_of(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
     """Output name -> device that holds its final version."""
     final: dict[int, Value] = {v.buffer: v for v in graph.values if v.is_final}
-    homes = dict(_homes(graph, place))
+    homes = dict(homes_of(graph, place))
     found = []
     for name, view in graph.trace.outputs:
         value = final.get(view.buffer)
@@ -154,7 +154,7 @@ def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
     for before in range(step - 1, -1, -1):  # the last step that had it is where it lives
         graph = graphs[before]
         transfers = []
-        for buffer, device in _homes(graph, placement[before]):
+        for buffer, device in homes_of(graph, placement[before]):
             name = graph.trace.buffers[buffer].name
             home = wanted.pop(name, device)
             if home != device:
@@ -167,7 +167,7 @@ def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
 
 
 def _state_homes(graph: Graph, place: tuple[int, ...]) -> dict[str, int]:
-    return {graph.trace.buffers[buffer].name: device for buffer, device in _homes(graph, place)}
+    return {graph.trace.buffers[buffer].name: device for buffer, device in homes_of(graph, place)}
 
 
 def _moves(plan: Plan, lane: int, step: int, transfers: list[Transfer]) -> Program:
