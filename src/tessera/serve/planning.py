@@ -9,9 +9,11 @@ state has one home in all steps.
 
 There is a plan for every policy wanted, over the same unit and costs; on one device, where nothing is to be
 decided, there is the first one's only. Devices that keep their own time are measured, from the store where
-they were measured before. Devices that compute on this machine's CPU need the model to fit in it.
+they were measured before; a store that cannot be used is done without. Devices that compute on this
+machine's CPU need the model to fit in it.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,7 +117,8 @@ def prepare(
     traces = [record(workload) for workload in made.workloads.values()]
     unit = flow.make_unit(traces, counts_of(made, wanted.average))
     advance("pricing its launches")
-    costs = tuple(_price(trace, cluster, store or default_store(), advance) for trace in traces)
+    warn = _warning()
+    costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
     advance("planning")
     return _planned(made, cluster, unit, costs, wanted.policies)
 
@@ -130,16 +133,38 @@ def counts_of(model: Served, average: Average) -> tuple[int, ...]:
     return (shape.rows, *counts) if "encode" in model.workloads else counts
 
 
-def _price(trace: Trace, cluster: Cluster, store: Path, advance: Callable[[str], None]) -> Costs:
+def _price(
+    trace: Trace,
+    cluster: Cluster,
+    store: Path,
+    advance: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Costs:
     found = {}
     for device in cluster.devices:
         if needs_measuring(device):
             advance(f"measuring {trace.step.kind} on {device.name}")
             timer = flow.make_timer(trace, device)
             found[device.name] = measure(
-                trace, device, timer, lambda machine: Store(store, machine, Clocks.ANY), lambda what: None
+                trace,
+                device,
+                timer,
+                lambda machine: Store(store, machine, Clocks.ANY, warn),
+                lambda what: None,
             )
     return combine(trace, cluster.devices, found)[0]
+
+
+def _warning() -> Callable[[str], None]:
+    """Says what it hears first, and nothing after that."""
+    said: list[str] = []
+
+    def warn(what: str) -> None:
+        if not said:
+            print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
+        said.append(what)
+
+    return warn
 
 
 def _planned(

@@ -119,6 +119,18 @@ def test_a_folder_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
         store.add_whole("digest", TIMING)
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_store_that_is_spare_is_done_without(tmp_path: Path, is_folder: bool) -> None:
+    """A service starts all the same; what was measured is known until it ends."""
+    (tmp_path / "s").mkdir() if is_folder else (tmp_path / "s").write_text("")
+    said: list[str] = []
+    store = Store(tmp_path / "s" if is_folder else tmp_path / "s" / "x", machine(), spare=said.append)
+    store.add_whole("digest", TIMING)
+
+    assert TIMING == store.whole("digest")
+    assert "cannot be" in said[-1]
+
+
 def test_rows_say_who_measured_them(tmp_path: Path) -> None:
     """Device, driver, torch and clock stand before the first row of a session."""
     filled(tmp_path / "s")

@@ -182,3 +182,21 @@ def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
     with WorkerStepper([plan], made.model.weights(), made.model.shape, method=FORKSERVER) as stepper:
         stepper.open(0, 0)
         assert factory.is_same(factory.play(stepper, 0, steps), wanted)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three steps are measured, one warning is said, and the service is planned."""
+    (tmp_path / "file").write_text("")
+    made = prepare(
+        "tiny-llama",
+        emulated("cpu"),
+        Wanted(slots=1, rows=1, capacity=8, chunk=8),
+        store=tmp_path / "file" / "measured.jsonl",
+    )
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+    assert 1 == len(made.plans)
+    assert 1 == len(said)
+    assert "cannot be written" in said[0]

@@ -6,12 +6,13 @@ refused by default, since times at unlike clocks do not compare: `Clocks` says w
 
 A command that was killed leaves at most half a line at the end, which is dropped; any other damage is an
 error with its line. Two commands may append to one store at a time; each sees what was there when it began.
+A store that only saves time (`spare`) is done without where it cannot be read or written.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -69,10 +70,18 @@ def default_store() -> Path:
 class Store:
     """One session's view of a store: what is known of its device, and a place to add to it."""
 
-    def __init__(self, path: Path, machine: Machine, clocks: Clocks = Clocks.SAME) -> None:
+    def __init__(
+        self,
+        path: Path,
+        machine: Machine,
+        clocks: Clocks = Clocks.SAME,
+        spare: Callable[[str], None] | None = None,
+    ) -> None:
         self._path, self._machine = path, machine
+        # Where given: hears that the store cannot be used, and the session goes on without it.
+        self._spare = spare
         self._rows = _Rows(machine.clock_mhz)
-        for rows in _known(path, machine.key):
+        for rows in self._known():
             self._take(rows, clocks)
         self._session = os.urandom(6).hex()
         self._announced = False
@@ -104,6 +113,16 @@ class Store:
         self._rows.wholes[digest] = found
         self._append({"kind": "whole", "trace": digest, **_figures(found)})
 
+    def _known(self) -> list[_Rows]:
+        try:
+            return _known(self._path, self._machine.key)
+        except OSError as error:
+            if self._spare is None:
+                remedy = "Choose --store."
+                raise TesseraError(f"cannot be read: {error.strerror}", remedy, str(self._path)) from error
+            self._spare(f"{self._path} cannot be read: {error.strerror}")
+            return []
+
     def _take(self, rows: _Rows, clocks: Clocks) -> None:
         if clocks is not Clocks.ANY and _differ(rows.clock_mhz, self._machine.clock_mhz):
             if clocks is Clocks.SAME and (rows.launches or rows.wholes):
@@ -126,7 +145,12 @@ class Store:
             head = {"kind": "session", "session": self._session, "format": FORMAT, **about}
             lines.insert(0, {**head, "clock_mhz": self._machine.clock_mhz})
             self._announced = True
-        append_lines(self._path, lines)
+        try:
+            append_lines(self._path, lines)
+        except TesseraError as error:
+            if self._spare is None:
+                raise
+            self._spare(f"{self._path} {error.message}")
 
 
 def append_lines(path: Path, documents: list[dict[str, Any]]) -> None:
