@@ -1,7 +1,9 @@
 """Gate: where workers of other machines call; who does not know the secret is sent away.
 
 After the handshake the caller says who it is (`Hello`) and waits until a hub takes it. Every call has a
-thread and a deadline of its own, so that a caller that hangs or sends garbage holds up nobody.
+thread and a deadline of its own, so that a caller that hangs or sends garbage holds up nobody. There is room
+for so many handshakes, and for fewer from one address; who comes when there is none left takes the place of
+the one that is at it longest, of the address with the most. So a crowd pushes itself out, not others.
 """
 
 import contextlib
@@ -10,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,8 +23,8 @@ from tessera.execute.handshake import RETRY_S, Address, admit, deadline_of, own_
 from tessera.execute.messages import Hello, Refused
 
 MAX_HELLO_BYTES = 4096
-# Calls in their handshake at one time; the next are hung up on and may call again.
-MAX_HANDSHAKES = 64
+# Calls in their handshake at one time, and of one address. Who is pushed out may call again.
+MAX_HANDSHAKES, MAX_OF_ADDRESS = 64, 32
 # Complaints that are kept.
 NUM_COMPLAINTS = 16
 
@@ -60,7 +62,7 @@ class Gate:
     ) -> None:
         self._secret, self._complain = secret, complain
         try:
-            self._socket = socket.create_server((host, port), backlog=128)
+            self._socket = socket.create_server((host, port), backlog=512)
         except OSError as error:
             place = f"{host}:{port}"
             remedy = "Use this machine's address and a free port."
@@ -70,7 +72,10 @@ class Gate:
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
         self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
         self._is_closed = False
-        self._room = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        # Calls in their handshake, the oldest first, by a number of their own: (address, to hang up by).
+        self._answering: dict[int, tuple[str, socket.socket]] = {}
+        self._num_calls = 0
+        self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="tessera-gate", daemon=True).start()
 
     def take(self, timeout_s: float) -> Caller | None:
@@ -104,8 +109,11 @@ class Gate:
             caller.pipe.close()
 
     def _note(self, host: str, what: str) -> None:
-        self.complaints.append(f"{host}: {what}")
-        self._complain(f"{host}: {what}")
+        line = f"{host}: {what}"
+        is_new = not self.complaints or self.complaints[-1] != line
+        self.complaints.append(line)
+        if is_new:  # a crowd is one line
+            self._complain(line)
 
     def _listen(self) -> None:
         while True:
@@ -119,12 +127,37 @@ class Gate:
                 self._note("the gate", f"cannot answer a call: {error.strerror}")
                 time.sleep(RETRY_S)  # too many open files, perhaps; others will be closed
                 continue
-            if not self._room.acquire(blocking=False):
-                calling.close()
-                continue
-            threading.Thread(target=self._answer, args=(calling, host), daemon=True).start()
+            number = self._make_room(calling, host)
+            threading.Thread(target=self._answer, args=(number, calling, host), daemon=True).start()
 
-    def _answer(self, calling: socket.socket, host: str) -> None:
+    def _make_room(self, calling: socket.socket, host: str) -> int:
+        """A place for a call, another's if need be; returns the number of the call."""
+        with self._lock:
+            crowd = Counter(address for address, _ in self._answering.values())
+            if crowd[host] >= MAX_OF_ADDRESS:
+                self._push_out(host)
+            elif len(self._answering) >= MAX_HANDSHAKES:
+                self._push_out(crowd.most_common(1)[0][0])
+            self._num_calls += 1
+            self._answering[self._num_calls] = host, calling.dup()
+            return self._num_calls
+
+    def _push_out(self, host: str) -> None:
+        number = next(n for n, (address, _) in self._answering.items() if address == host)
+        _, own = self._answering.pop(number)
+        with own, contextlib.suppress(OSError):  # it may just have hung up itself
+            own.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self, number: int) -> bool:
+        """A call's handshake is over; False if it was pushed out."""
+        with self._lock:
+            found = self._answering.pop(number, None)
+        if found is None:
+            return False
+        found[1].close()
+        return True
+
+    def _answer(self, number: int, calling: socket.socket, host: str) -> None:
         """One call, in a thread of its own."""
         pipe = pipe_of(calling)
         is_in = False
@@ -135,6 +168,8 @@ class Gate:
                 hello = messages.decode(pipe.recv_bytes(MAX_HELLO_BYTES))
             if not isinstance(hello, Hello):
                 raise TesseraError("it did not say who it is")
+            if not self._leave(number):
+                raise EOFError("pushed out")
         except (EOFError, OSError):
             # A hang-up or an end of patience: of somebody with the secret it is worth a word.
             pipe.close()
@@ -145,7 +180,7 @@ class Gate:
         else:
             self._welcome(Caller(pipe, hello, host))
         finally:
-            self._room.release()
+            self._leave(number)
 
     def _welcome(self, caller: Caller) -> None:
         version = caller.hello.version

@@ -33,6 +33,8 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 # From the call to the hello; also how long a caller waits for the gate.
 HANDSHAKE_S = 10.0
+# Who has not begun to answer the greeting by now is hung up on.
+FIRST_BYTE_S = 3.0
 RETRY_S = 0.2
 
 
@@ -144,6 +146,8 @@ def admit(pipe: Connection, secret: bytes) -> None:
     """The gate's half of the handshake; raises TesseraError for a caller that cannot prove itself."""
     own = os.urandom(NONCE_BYTES)
     pipe.send_bytes(GREETING + own)
+    if not pipe.poll(FIRST_BYTE_S):
+        raise EOFError("silent")
     answer = pipe.recv_bytes(NONCE_BYTES + PROOF_BYTES)
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"worker", own, theirs)):

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection
 
 import pytest
@@ -132,15 +133,56 @@ def test_a_caller_that_hangs_holds_up_nobody(gate: Gate) -> None:
         calling.close()
 
 
-def test_a_crowd_cannot_use_up_the_gate(gate: Gate) -> None:
-    """More silent callers than there are handshakes: a worker calls again until there is room."""
-    crowd = [socket.create_connection(gate.address) for _ in range(gates.MAX_HANDSHAKES + 8)]
-    kept = come_in(gate, 2)
-
-    assert 2 == taken(gate).hello.rank
-    kept.close()
-    for calling in crowd:
+@contextmanager
+def crowd(gate: Gate, size: int, source: str = "127.0.0.1", says: bytes = b"") -> Iterator[None]:
+    """So many callers of one address that say this and nothing more."""
+    made = [socket.create_connection(gate.address, source_address=(source, 0)) for _ in range(size)]
+    for calling in made:
+        with suppress(OSError):  # it may have been hung up on
+            calling.sendall(says)
+    yield
+    for calling in made:
         calling.close()
+
+
+@pytest.mark.parametrize("says", [b"", b"\0"])
+def test_a_crowd_holds_up_nobody(says: bytes) -> None:
+    """200 callers that are silent, or drip: a worker of the same machine comes in at once all the same."""
+    gate, start_s = Gate("127.0.0.1", 0, SECRET), time.monotonic()
+    with crowd(gate, 200, says=says):
+        kept = come_in(gate, 2)
+
+        assert 2 == taken(gate).hello.rank
+        assert time.monotonic() - start_s < 5.0 < handshake.HANDSHAKE_S
+        assert len(gate._answering) < gates.MAX_HANDSHAKES
+    kept.close()
+    gate.close()
+
+
+def test_a_crowd_pushes_out_only_itself(gate: Gate) -> None:
+    """One that is slow keeps its place while others of another address come and go."""
+    slow = handshake.pipe_of(socket.create_connection(gate.address))
+    with crowd(gate, 2 * gates.MAX_HANDSHAKES, "127.0.0.2"):
+        handshake.enter(slow, Call(gate.address, SECRET))
+        slow.send_bytes(messages.encode(Hello(1, "", handshake.own_version())))
+
+        assert 1 == taken(gate).hello.rank
+    slow.close()
+
+
+def test_one_that_says_nothing_is_soon_hung_up_on(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the deadline of the whole handshake, and a crowd of them is one line."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(handshake, "FIRST_BYTE_S", 0.2)
+    said: list[str] = []
+    gate._complain = said.append
+    with crowd(gate, 5):
+        deadline = time.monotonic() + 5
+        while len(gate.complaints) < 5 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    assert 5 == len(gate.complaints)
+    assert ["127.0.0.1: did not know the secret, or was silent"] == said
 
 
 def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
