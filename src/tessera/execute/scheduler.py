@@ -1,0 +1,406 @@
+"""Scheduler: the one that decides what a stepper does next, for runs, services and simulations alike.
+
+    scheduler = Scheduler(stepper, make)            # make(number, lane) -> what a microbatch holds
+    scheduler.push(request, client)                 # any thread
+    while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
+
+Round and round: seat who waits (`admission`), start the next step of every microbatch that runs nothing
+(`turns` may hold it back), wait for the next thing to happen, and settle it. What a microbatch holds and what
+comes next is its `Content`'s to say: the scheduler knows nothing of prompts, rows or tokens.
+
+A microbatch is opened on a lane of the policy in force (`stepper.lanes`) when a request needs one, and closed
+when its content has no next step. A switch of policy, new plans and a device that is back renew microbatches
+one after another; nothing is drained and no request moves.
+
+A lost device takes its microbatches with it. Their requests go ahead of the queue and start anew from what
+they have, on any lane that is open; a request that lost its devices `max_retries` times fails at the next
+loss, but a loss for which a device was blamed without proof is not counted. While no lane is open, requests
+wait, as long as a lost device is tried again; if none is, everything that waits fails with one message.
+
+Importing this imports no torch.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from tessera.execute.admission import choose, width_of
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.queue import FairQueue
+from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, StepDone, Stepper, Tensors
+from tessera.execute.turns import PATIENCE, StepCost, Turns, costs_of
+from tessera.ir import Plan
+
+R = TypeVar("R")
+
+
+class Content(Protocol[R]):
+    """The requests of one open microbatch. It is opened for one request, which is added before any step."""
+
+    @property
+    def num_used(self) -> int:
+        """Requests in it."""
+
+    @property
+    def num_free(self) -> int:
+        """Places for more requests."""
+
+    @property
+    def takes(self) -> bool:
+        """True if a request can begin in it now."""
+
+    def add(self, request: R) -> None:
+        """A request begins, from the start or anew from what it has."""
+
+    def state(self) -> Tensors | None:
+        """What its state is when it is opened, asked once, after the first request was added; None: zeros."""
+
+    def next_step(self, num_waiting: int) -> StepCall | None:
+        """What it runs next, while so many requests wait; None: nothing, it is closed."""
+
+    def end(self, done: StepDone) -> Sequence[R]:
+        """The step that it named last has ended; the requests that leave by it."""
+
+    def requests(self) -> list[R]:
+        """Everybody in it; asked when its device was lost."""
+
+
+@dataclass(slots=True, eq=False)
+class Microbatch(Generic[R]):
+    """One that is open."""
+
+    number: int
+    lane: LoadedLane
+    content: Content[R]
+    # The plan in force when it was opened, and the devices that were lost then.
+    plan: Plan
+    without: frozenset[str]
+    # By step of its lane's unit.
+    costs: tuple[StepCost, ...]
+    first_step: int
+    # True if it is to be opened anew, when its turn comes.
+    is_old: bool = False
+    # What it runs, or will when its turn comes.
+    call: StepCall | None = None
+
+
+class Watcher(Generic[R]):
+    """What a scheduler tells its owner, as it happens; by itself it looks away."""
+
+    def seated(self, request: R, microbatch: "Microbatch[R]") -> None:
+        """A request has a place, for the first time or again."""
+
+    def stepped(self, microbatch: "Microbatch[R]", done: StepDone) -> None:
+        """A step has ended and its content knows."""
+
+    def finished(self, request: R) -> None:
+        """A request has left, as its content said."""
+
+    def failed(self, request: R, message: str) -> None:
+        """A request cannot go on. It is in no queue and no microbatch any more."""
+
+    def retried(self, request: R, lost: DeviceLost) -> None:
+        """A request will start anew; it waits again."""
+
+    def lost(self, lost: DeviceLost) -> None:
+        """A device was lost; told before its requests are retried."""
+
+    def back(self, back: DeviceBack) -> None:
+        """A device can be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How requests are taken."""
+
+    # Requests that may wait; None: any number.
+    max_waiting: int | None = None
+    # Microbatches open at once; None: as many as the plan in force says.
+    depth: int | None = None
+    # Places of a microbatch. When so many wait they would fill another one, so width is no matter.
+    rows: int = 1
+    # Starts of a request after its first; None: any number.
+    max_retries: int | None = None
+    # Times what it takes alone that a step may take before shorter ones wait for it; infinite: nobody waits.
+    patience: float = PATIENCE
+
+
+class Scheduler(Generic[R]):
+    """`push` from any thread; everything else by one."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        make: Callable[[int, LoadedLane], Content[R]],
+        config: SchedulerConfig | None = None,
+        watcher: Watcher[R] | None = None,
+    ) -> None:
+        self.stepper, self._make = stepper, make
+        self._config = config or SchedulerConfig()
+        self._watcher: Watcher[R] = watcher or Watcher()
+        self.queue: FairQueue[R] = FairQueue(self._config.max_waiting)
+        # Number -> what is open, in the order of opening.
+        self.microbatches: dict[int, Microbatch[R]] = {}
+        # Devices that are lost, with what was said of them last.
+        self.lost: dict[str, DeviceLost] = {}
+        # Why nothing can be served any more; empty: it can, or devices are waited for.
+        self.failure = ""
+        self.policy = 0
+        self._retries: dict[R, int] = {}
+        self._turns = Turns(self._config.patience) if self._config.patience < math.inf else None
+        self._costs: dict[int, tuple[StepCost, ...]] = {}
+        # Open microbatches that run nothing and are not held back.
+        self._ready: list[Microbatch[R]] = []
+        # Numbers of closed ones, smallest first; and the first number that was never used.
+        self._unused: list[int] = []
+        self._num_numbers = 0
+        # False if nothing has changed since the queue was last looked at in vain.
+        self._may_seat = True
+        self._measure()
+
+    # For the owner.
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.stepper.plans[self.policy]
+
+    @property
+    def num_requests(self) -> int:
+        """Waiting or in a microbatch."""
+        return len(self.queue) + sum(m.content.num_used for m in self.microbatches.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nobody waits and nothing is open."""
+        return not self.microbatches and not self.queue
+
+    def push(self, request: R, client: str = "") -> None:
+        """Takes a request; ServiceBusy if too many wait. Who pushes from another thread wakes the stepper."""
+        self.queue.push(client, request)
+        self._may_seat = True
+
+    def forget(self, request: R, client: str = "") -> bool:
+        """Takes out a request that waits and is not wanted any more; False if it does not wait."""
+        self._retries.pop(request, None)
+        return self.queue.remove(client, request)
+
+    def switch(self, policy: int) -> None:
+        """Microbatches that are opened from now on follow this plan; the others are renewed one by one."""
+        self.policy = policy
+        self._renew()
+
+    def load(self, plans: Sequence[Plan]) -> None:
+        """Takes up other plans; the policy of the same name stays in force, else the first."""
+        name = self.plan.policy
+        self.stepper.load(plans)
+        names = [plan.policy for plan in self.stepper.plans]
+        self.policy = names.index(name) if name in names else 0
+        self._measure()
+        self._renew()
+        self._judge()
+
+    def round(self, timeout_s: float | None) -> Event | None:
+        """Seats, starts, waits and settles; what happened, or None after the timeout or a wake."""
+        self.begin()
+        return self.wait(timeout_s)
+
+    def begin(self) -> None:
+        """Seats who can be seated, and starts what can start."""
+        while True:
+            if self._may_seat and self.queue:
+                self._seat_all()
+            if not self._ready:
+                return
+            ready, self._ready = self._ready, []
+            for microbatch in ready:
+                self._start(microbatch)
+
+    def wait(self, timeout_s: float | None) -> Event | None:
+        """Takes the stepper's next event and settles it."""
+        event = self.stepper.take(timeout_s)
+        if event is None:
+            return None
+        if isinstance(event, StepDone):
+            self._settle(event)
+        elif isinstance(event, DeviceLost):
+            self._lose(event)
+        else:
+            self._welcome(event)
+        return event
+
+    # Seats.
+
+    def _seat_all(self) -> None:
+        self._may_seat = False
+        if self.failure:
+            self._fail_waiting()
+        while self.queue and self._seat_next():
+            pass
+
+    def _seat_next(self) -> bool:
+        num_open = len(self.microbatches)
+        width = self._depth if len(self.queue) >= self._config.rows else self._width
+        found = choose(tuple(self.microbatches.values()), width, num_open < self._depth)
+        if found is False:
+            return False
+        lane = None
+        if found is True:
+            lane = self.stepper.lanes.take(self.policy)
+            if lane is None:  # a device is waited for; who is seated already goes on
+                return False
+        request = self.queue.pop()
+        if request is None:  # removed meanwhile
+            if lane is not None:
+                self.stepper.lanes.give_back(lane.number)
+            return False
+        if lane is not None:
+            self._open(lane, request)
+        else:
+            assert not isinstance(found, bool)
+            found.content.add(request)
+            self._watcher.seated(request, found)
+        return True
+
+    def _open(self, lane: LoadedLane, request: R) -> None:
+        if self._unused:
+            number = heapq.heappop(self._unused)
+        else:
+            number, self._num_numbers = self._num_numbers, self._num_numbers + 1
+        costs = self._costs.get(lane.number)
+        if costs is None:
+            costs = self._costs[lane.number] = costs_of(lane)
+        lost = self.stepper.lanes.lost
+        without = frozenset(lost) if lost else frozenset()
+        content, first = self._make(number, lane), lane.plan.first_step(lane.lane)
+        made = Microbatch(number, lane, content, self.plan, without, costs, first)
+        self.microbatches[number] = made
+        content.add(request)
+        self.stepper.open(number, lane.number, content.state())
+        self._ready.append(made)
+        self._watcher.seated(request, made)
+
+    def _close(self, microbatch: Microbatch[R]) -> None:
+        """It is not open in the stepper any more."""
+        number = microbatch.number
+        del self.microbatches[number]
+        heapq.heappush(self._unused, number)
+        self.stepper.lanes.give_back(microbatch.lane.number)
+        self._may_seat = True
+
+    # Steps.
+
+    def _start(self, microbatch: Microbatch[R]) -> None:
+        call = microbatch.content.next_step(len(self.queue))
+        if call is None:
+            self.stepper.close(microbatch.number)
+            self._close(microbatch)
+            return
+        microbatch.call = call
+        if self._turns is not None:
+            cost = microbatch.costs[call.step - microbatch.first_step]
+            if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
+                return
+        self.stepper.start(call)
+
+    def _free(self, *numbers: int) -> None:
+        """Steps of these microbatches have ended, or are lost: who waited for them starts."""
+        if self._turns is None:
+            return
+        for held in self._turns.end(*numbers):
+            microbatch = self.microbatches[held]
+            call = microbatch.call
+            assert call is not None, "who is held back has a step to start"
+            cost = microbatch.costs[call.step - microbatch.first_step]
+            self._turns.start(held, cost, call.scale, self.stepper.now_s())
+            self.stepper.start(call)
+
+    def _settle(self, done: StepDone) -> None:
+        microbatch = self.microbatches[done.microbatch]
+        call, microbatch.call = microbatch.call, None
+        assert call is not None, "what ends was started"
+        if self._turns is not None:
+            microbatch.costs[call.step - microbatch.first_step].seen(done.seconds / call.scale)
+            self._free(done.microbatch)
+        left = microbatch.content.end(done)
+        self._ready.append(microbatch)
+        if microbatch.content.takes:
+            self._may_seat = True
+        self._watcher.stepped(microbatch, done)
+        for request in left:
+            if self._retries:
+                self._retries.pop(request, None)
+            self._watcher.finished(request)
+
+    # Policies and plans.
+
+    def _measure(self) -> None:
+        """What the plan in force says of microbatches."""
+        depth = self._config.depth
+        self._depth = self.plan.slots if depth is None else depth
+        self._width = width_of(self.plan)
+
+    def _renew(self) -> None:
+        self._measure()
+        for microbatch in self.microbatches.values():
+            microbatch.is_old = microbatch.plan is not self.plan
+        self._may_seat = True
+
+    # Devices that come and go.
+
+    def _lose(self, event: DeviceLost) -> None:
+        self.lost[event.device] = event
+        self._watcher.lost(event)
+        gone = [self.microbatches[n] for n in event.microbatches if n in self.microbatches]
+        for microbatch in gone:
+            self._close(microbatch)
+        if gone:
+            self._ready = [m for m in self._ready if m.number in self.microbatches]
+            self._free(*(microbatch.number for microbatch in gone))
+        for microbatch in gone:
+            for request in microbatch.content.requests():
+                self._retry(request, event)
+        self._judge()
+
+    def _retry(self, request: R, event: DeviceLost) -> None:
+        if event.is_certain:
+            num, most = self._retries.get(request, 0) + 1, self._config.max_retries
+            if most is not None and num > most:
+                del self._retries[request]
+                why = f"its devices were lost again ({event.device}: {event.message}). Ask again."
+                self._watcher.failed(request, why)
+                return
+            self._retries[request] = num
+        self.queue.give_back(request)
+        self._watcher.retried(request, event)
+
+    def _welcome(self, event: DeviceBack) -> None:
+        self.lost.pop(event.device, None)
+        for microbatch in self.microbatches.values():
+            # What was opened without it is spread over all devices again, one by one.
+            microbatch.is_old |= event.device in microbatch.without
+        self._judge()
+        self._watcher.back(event)
+
+    def _judge(self) -> None:
+        """Is there a lane, or one to wait for?"""
+        self._may_seat = True
+        self.failure = ""
+        lanes = self.stepper.lanes
+        if lanes.open():
+            return
+        given_up = {name for name, lost in self.lost.items() if lost.retry_s is None}
+        plans = self.stepper.plans
+        known = [lane for lane in lanes.all if any(lane.plan is plan for plan in plans)]
+        if any(not lane.devices & given_up for lane in known):
+            return
+        last = list(self.lost.values())[-1]
+        self.failure = f"no lane avoids {', '.join(sorted(given_up))}; {last.device}: {last.message}"
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        while (request := self.queue.pop()) is not None:
+            self._retries.pop(request, None)
+            self._watcher.failed(request, self.failure)
