@@ -1,6 +1,12 @@
 """Footprint: what a device must hold for some plans, known before anything is allocated.
 
-    peak = weights that some lane reads there + slots x the largest arena of one slot
+    peak = weights that some lane reads there + slots x what one microbatch needs at most
+    one microbatch = its lane's state there + the most bytes of inputs, received values, temporaries and
+                     outputs that a program has there at one time, each counted until its `Free`
+
+That is what a GPU holds, whose memory pool takes freed buffers back, and what the planner counts. A worker on
+a CPU takes more of its machine's memory: it frees nothing, to keep its launches bound; see `stand`. Memory is
+counted in multiples of `ALIGN`, as torch gives it out.
 
 Weights of several plans over the same model are counted once by name; constants of a trace are counted for
 each step. Not counted: what an operator takes and gives back within one launch, and the bytes in which worker
@@ -13,11 +19,12 @@ from dataclasses import dataclass
 from tessera.errors import DeviceMemoryError
 from tessera.execute.check_program import check_programs
 from tessera.execute.lower import lower
-from tessera.execute.static_memory import ALIGN, with_memory
-from tessera.ir import Plan, Program
+from tessera.ir import BufferKind, Free, Plan, Program, Recv, Run, Trace, arg_views
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
+# Torch aligns its own memory so.
+ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,8 @@ class Footprint:
 
 
 def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
-    """programs[lane] of a plan with static memory, each proved right."""
-    lanes = tuple(with_memory(plan, programs) for programs in lower(plan))
+    """programs[lane] of a plan, each proved right."""
+    lanes = lower(plan)
     for programs in lanes:
         check_programs(plan, programs)
     return lanes
@@ -51,9 +58,75 @@ def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Foo
         weights = {
             w: s for p, lanes in zip(plans, programs, strict=True) for w, s in _weights(p, lanes, index)
         }
-        slot = max(p.arena_bytes[index] for lanes in programs for lane in lanes for p in lane)
-        found.append(Footprint(device.name, sum(weights.values()), slot, slots))
+        each = (
+            _lane_bytes(plan, lane, index)
+            for plan, lanes in zip(plans, programs, strict=True)
+            for lane in lanes
+        )
+        found.append(Footprint(device.name, sum(weights.values()), max(each), slots))
     return tuple(found)
+
+
+def touched(trace: Trace, program: Program, device: int) -> list[int]:
+    """The buffers that a device has for a program: what it runs on, moves or keeps, without the weights."""
+    found: set[int] = set()
+    for instruction in program.instructions[device]:
+        if isinstance(instruction, Run):
+            launch = trace.launches[instruction.launch]
+            args = (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs)
+            found.update(view.buffer for arg in args for view in arg_views(arg))
+            found.update(access.buffer for access in launch.accesses)
+    found.update(t.buffer for t in program.transfers if device in (t.src, t.dst))
+    views = {name: view.buffer for name, view in trace.outputs}
+    found.update(views[name] for name, holder in program.outputs if holder == device)
+    found.update(buffer for buffer, home in program.homes if home == device)
+    # Nobody sends an empty buffer, and everybody may name it.
+    empty = {b for b, buffer in enumerate(trace.buffers) if buffer.size_bytes == 0}
+    return sorted((found - set(trace.buffers_of(BufferKind.WEIGHT))) | empty)
+
+
+def _lane_bytes(plan: Plan, programs: Sequence[Program], device: int) -> int:
+    """What one microbatch of a lane needs on a device."""
+    state: dict[str, int] = {}
+    most = 0
+    for program in programs:
+        trace = plan.graphs[program.step].trace
+        here = touched(trace, program, device)
+        kept = [trace.buffers[b] for b in here if trace.buffers[b].kind is BufferKind.STATE]
+        state |= {buffer.name: _aligned(buffer.size_bytes) for buffer in kept}
+        most = max(most, peak_bytes(trace, program, device))
+    return sum(state.values()) + most
+
+
+def peak_bytes(trace: Trace, program: Program, device: int) -> int:
+    """The most bytes of a program that are alive on a device at one time, without weights and state."""
+    sizes = {
+        b: _aligned(trace.buffers[b].size_bytes)
+        for b in touched(trace, program, device)
+        if trace.buffers[b].kind is not BufferKind.STATE
+    }
+    alive = {b for b in sizes if trace.buffers[b].kind is BufferKind.INPUT}
+    now = most = sum(sizes[b] for b in alive)
+    for instruction in program.instructions[device]:
+        if isinstance(instruction, Free):
+            now -= sizes.get(instruction.buffer, 0) if instruction.buffer in alive else 0
+            alive.discard(instruction.buffer)
+            continue
+        if isinstance(instruction, Run):
+            new = {access.buffer for access in trace.launches[instruction.launch].accesses}
+        elif isinstance(instruction, Recv):
+            new = {program.transfers[instruction.transfer].buffer}
+        else:
+            continue
+        new = (new & sizes.keys()) - alive
+        alive |= new
+        now += sum(sizes[b] for b in new)
+        most = max(most, now)
+    return most
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN) * ALIGN
 
 
 def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
@@ -82,7 +155,7 @@ def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
     for number, transfer in enumerate(program.transfers):
         if (transfer.src, transfer.dst) == (src, dst):
             places[number] = used
-            used += -(-transfer.num_bytes // ALIGN) * ALIGN
+            used += _aligned(transfer.num_bytes)
     return places, used
 
 

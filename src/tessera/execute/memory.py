@@ -1,14 +1,15 @@
 """Memory: a device's buffers, and tensors as views of them.
 
-`Memory` is what a launcher runs on. `ArenaMemory` is the static one: every buffer is at its place in the
-arena of a slot, and what an operator returns is copied there, because operators make memory of their own.
+`Memory` is what a launcher runs on. `PlacedMemory` is that of a worker: every buffer has a place which stays,
+so that launches can be bound to it, and what an operator returns is copied there, because operators make
+memory of their own.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
 
-from tessera.ir import Buffer, Place, View
+from tessera.ir import Buffer, View
 
 Storage = torch.UntypedStorage
 
@@ -36,7 +37,7 @@ def constant(buffer: Buffer) -> Storage:
 
 
 class Memory:
-    """What one device holds for one slot: buffer -> storage, over the weights all slots share."""
+    """What one device holds for one microbatch: buffer -> storage, over the weights that all share."""
 
     def __init__(self, weights: dict[int, Storage]) -> None:
         self._weights = weights
@@ -62,47 +63,23 @@ class Memory:
         self._own.pop(buffer, None)
 
 
-class Arena:
-    """The memory of all slots of one device, taken once; parts of it serve as storages."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self._slot_bytes = slot_bytes
-        self._bytes = torch.empty(slots * slot_bytes, dtype=torch.uint8).numpy()
-
-    def storage(self, slot: int, place: Place) -> Storage:
-        """A storage over one place of one slot; it keeps the arena alive."""
-        start = slot * self._slot_bytes + place.offset
-        return torch.from_numpy(self._bytes[start : start + place.size_bytes]).untyped_storage()
-
-
-class ArenaMemory(Memory):
-    """What one device holds for the runs of one program in one slot: buffers at fixed places."""
+class PlacedMemory(Memory):
+    """What one device holds for the runs of one program in one microbatch: each buffer where it stays."""
 
     def __init__(self, weights: dict[int, Storage], places: Mapping[int, Storage]) -> None:
         super().__init__(weights)
-        self._places = places
+        self._own.update(places)
 
     def is_fixed(self, buffer: int) -> bool:
-        """True of what has a place and of weights; not of empty buffers."""
-        return buffer in self._places or buffer in self._weights
-
-    def get(self, buffer: int) -> Storage:
-        """The place of a buffer; empty buffers have none and need none."""
-        place = self._places.get(buffer)
-        return place if place is not None else super().get(buffer)
+        """True of all that is here."""
+        return buffer in self._own or buffer in self._weights
 
     def put(self, buffer: int, storage: Storage) -> None:
         """Copies what an operator returned to its place."""
-        place = self._places.get(buffer)
-        if place is None:
-            super().put(buffer, storage)
-        elif place.data_ptr() != storage.data_ptr():
+        place = self._own[buffer]
+        if place.data_ptr() != storage.data_ptr():
             size = place.nbytes()
             bytes_of(place, 0, size).copy_(bytes_of(storage, 0, size))
 
-    def has(self, buffer: int) -> bool:
-        """True if the buffer has a place on this device."""
-        return buffer in self._places
-
     def free(self, buffer: int) -> None:
-        """Its place is used again by whoever the layout gave it to."""
+        """Its place stays, for the next run."""

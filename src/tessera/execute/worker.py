@@ -5,8 +5,7 @@ what can go on, and runs it until it must wait. The plain loop beside it does on
 the order of the runs, and waits for each: slow, and simple enough to compare with. A worker ends when the
 engine hangs up, so no worker outlives its engine.
 
-All memory but the weights is one arena, taken at the start: a device that has too little says so before the
-first request.
+Memory is taken when a program first runs in a microbatch, and kept; see `stand`.
 """
 
 import os
@@ -24,17 +23,15 @@ from tessera.execute import messages
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Arena, Storage, bytes_of, constant, tensor_of
+from tessera.execute.memory import Storage, bytes_of, constant, tensor_of
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Failed, PeerLost, Ready
 from tessera.execute.packing import pack, unpack
 from tessera.execute.schedule import Job, Queue
-from tessera.execute.stand import Stand, make_stand
+from tessera.execute.stand import Ground, Stand
 from tessera.execute.transport import Arrived, Gone, Left, Parcel, Transport
-from tessera.ir import BufferKind, Free, Instruction, Program, Recv, Run, Send, Signal, Trace, Wait
+from tessera.ir import BufferKind, Free, Instruction, Program, Recv, Run, Send, Trace
 
 ENGINE, PEERS = 0, 1
-# Free and Signal: the layout has done the work. Wait: its transfer has left when the job goes on.
-DONE_ALREADY = (Free, Signal, Wait)
 
 
 @dataclass
@@ -81,8 +78,8 @@ class Worker:
         # Ticket -> [transfer, start, arrival] of what has come; a run's transfers may come before its order.
         self._arrivals: dict[int, list[list[float]]] = {}
         self._launchers = [Launcher(t, torch.device("cpu"), setup.interpret) for t in setup.traces]
-        self._weights = [self._bind_weights(t) for t in setup.traces]
-        self._arena = Arena(setup.slots, setup.slot_bytes)
+        weights = [self._bind_weights(t) for t in setup.traces]
+        self._ground = Ground(setup.traces, setup.device, weights)
         # (slot, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
         self._progress = None if setup.progress is None else setup.progress.numpy().reshape(-1).data
@@ -147,7 +144,7 @@ class Worker:
         active = self._active[job.ticket]
         while True:
             for instruction in job.turn():
-                if not isinstance(instruction, DONE_ALREADY):
+                if not isinstance(instruction, Free):  # what is here stays; see `stand`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
                 if self._setup.is_plain:
@@ -182,7 +179,7 @@ class Worker:
                 transfer = active.stand.program.transfers[number]
                 place = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
                 place.copy_(self._transport.fetch(self._parcel(active, number)))
-            case _:  # see DONE_ALREADY
+            case Free():
                 pass
 
     def _launch(self, launch: int, active: _Active) -> None:
@@ -215,8 +212,7 @@ class Worker:
         if key not in self._stands:
             program = self._setup.programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
-            trace, weights = self._setup.traces[program.step], self._weights[program.step]
-            self._stands[key] = make_stand(trace, program, self._setup.device, slot, self._arena, weights, us)
+            self._stands[key] = self._ground.stand(slot, program, us)
         return self._stands[key]
 
     def _clear(self, slot: int, lane: int) -> None:

@@ -10,9 +10,9 @@ from tessera.errors import WorkerError
 from tessera.execute.bound import bind, out_variant
 from tessera.execute.footprint import ready_programs
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Arena, constant
+from tessera.execute.memory import constant
 from tessera.execute.packing import pack, unpack
-from tessera.execute.stand import Stand, make_stand
+from tessera.execute.stand import Ground, Stand
 from tessera.ir import BufferKind, Run, View
 
 aten = torch.ops.aten
@@ -50,7 +50,8 @@ def stand_of(step: str) -> tuple[Stand, Launcher]:
     made = factory.prepared()
     plan = factory.plan_by("single")
     program = next(p for p in ready_programs(plan)[0] if plan.unit.graphs[p.step].trace.step.kind == step)
-    trace, device = plan.unit.graphs[program.step].trace, plan.used[0]
+    traces, device = [g.trace for g in plan.unit.graphs], plan.used[0]
+    trace = traces[program.step]
     weights = made.model.weights()
     held = {
         b: constant(trace.buffers[b])
@@ -58,8 +59,7 @@ def stand_of(step: str) -> tuple[Stand, Launcher]:
         else weights[trace.buffers[b].name].untyped_storage()
         for b in trace.buffers_of(BufferKind.WEIGHT)
     }
-    arena = Arena(1, program.arena_bytes[device])
-    stand = make_stand(trace, program, device, 0, arena, held, ())
+    stand = Ground(traces, device, [held] * len(traces)).stand(0, program, ())
     return stand, Launcher(trace, torch.device("cpu"))
 
 
