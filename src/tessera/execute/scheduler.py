@@ -84,6 +84,7 @@ class Microbatch(Generic[R]):
     is_old: bool = False
     # What it runs, or will when its turn comes.
     call: StepCall | None = None
+    is_running: bool = False
 
 
 class Watcher(Generic[R]):
@@ -231,6 +232,26 @@ class Scheduler(Generic[R]):
             self._welcome(event)
         return event
 
+    def drain(self, timeout_s: float) -> None:
+        """Waits for the steps that run and closes every microbatch; who is in one or waits is dropped."""
+        while self.queue.pop() is not None:
+            pass
+        self._ready, self._turns = [], None
+        until_s = self.stepper.now_s() + timeout_s
+        while any(m.is_running for m in self.microbatches.values()):
+            left_s = until_s - self.stepper.now_s()
+            if left_s <= 0.0:
+                return
+            event = self.stepper.take(left_s)
+            if isinstance(event, StepDone):
+                self.microbatches[event.microbatch].is_running = False
+            elif isinstance(event, DeviceLost):
+                for number in event.microbatches:
+                    self._close(self.microbatches[number])
+        for microbatch in list(self.microbatches.values()):
+            self.stepper.close(microbatch.number)
+            self._close(microbatch)
+
     # Seats.
 
     def _seat_all(self) -> None:
@@ -303,6 +324,7 @@ class Scheduler(Generic[R]):
             cost = microbatch.costs[call.step - microbatch.first_step]
             if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
                 return
+        microbatch.is_running = True
         self.stepper.start(call)
 
     def _free(self, *numbers: int) -> None:
@@ -315,11 +337,12 @@ class Scheduler(Generic[R]):
             assert call is not None, "who is held back has a step to start"
             cost = microbatch.costs[call.step - microbatch.first_step]
             self._turns.start(held, cost, call.scale, self.stepper.now_s())
+            microbatch.is_running = True
             self.stepper.start(call)
 
     def _settle(self, done: StepDone) -> None:
         microbatch = self.microbatches[done.microbatch]
-        call, microbatch.call = microbatch.call, None
+        call, microbatch.call, microbatch.is_running = microbatch.call, None, False
         assert call is not None, "what ends was started"
         if self._turns is not None:
             microbatch.costs[call.step - microbatch.first_step].seen(done.seconds / call.scale)
@@ -369,7 +392,7 @@ class Scheduler(Generic[R]):
             num, most = self._retries.get(request, 0) + 1, self._config.max_retries
             if most is not None and num > most:
                 del self._retries[request]
-                why = f"its devices were lost again ({event.device}: {event.message}). Ask again."
+                why = f"its devices were lost again ({event.said}). Ask again."
                 self._watcher.failed(request, why)
                 return
             self._retries[request] = num
@@ -397,7 +420,7 @@ class Scheduler(Generic[R]):
         if any(not lane.devices & given_up for lane in known):
             return
         last = list(self.lost.values())[-1]
-        self.failure = f"no lane avoids {', '.join(sorted(given_up))}; {last.device}: {last.message}"
+        self.failure = f"no lane avoids {', '.join(sorted(given_up))}: {last.said}"
         self._fail_waiting()
 
     def _fail_waiting(self) -> None:

@@ -1,47 +1,66 @@
-"""SpanLog: what workers report of launches and transfers, as a timeline by the engine's clock."""
+"""SpanLog: what workers report of launches and transfers, as a timeline by the stepper's clock.
 
-import time
+A stepper over workers has an attribute `spans`; with a log there, every order asks for spans and every answer
+is added. Who drives the stepper says which request a microbatch is.
+"""
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from tessera.execute.messages import Done
 from tessera.ir import Clock, Plan, Program, Span, Timeline
+
+if TYPE_CHECKING:
+    from tessera.execute.messages import Done
 
 
 class SpanLog:
-    """The spans of one call of `Engine.run`."""
+    """The spans of one list of requests."""
 
-    def __init__(self, plan: Plan, offset_s: Callable[[int], float]) -> None:
-        self._plan, self._offset_s = plan, offset_s
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._spans: dict[int, list[Span]] = {}
+        # Microbatch -> the request that it is.
+        self._requests: dict[int, int] = {}
         # Device -> CPU time of its launches.
-        self.cpu_us: dict[str, float] = {}
-        self.origin_s = 0.0
+        self.cpu_us = dict.fromkeys(plan.cluster.names, 0.0)
+        self._origin_s = 0.0
 
-    def begin(self) -> None:
-        """Forgets the last run; time starts now."""
-        self._spans, self.cpu_us, self.origin_s = {}, {}, time.monotonic()
+    def begin(self, origin_s: float) -> None:
+        """Forgets what there was; time starts now."""
+        self._spans, self._requests, self._origin_s = {}, {}, origin_s
+        self.cpu_us = dict.fromkeys(self._plan.cluster.names, 0.0)
+
+    def open(self, microbatch: int, request: int) -> None:
+        """What a microbatch does from now on it does for this request."""
+        self._requests[microbatch] = request
 
     def forget(self, request: int) -> None:
         """A request starts again: what it did before does not count."""
         self._spans.pop(request, None)
 
-    def add(self, device: int, done: Done, program: Program, request: int, slot: int) -> None:
-        """Takes in what one worker did for one run."""
+    def add(
+        self, device: int, done: "Done", program: Program, microbatch: int, offset_s: Callable[[int], float]
+    ) -> None:
+        """Takes in what one worker did for one run; `offset_s`: from a device's clock to the stepper's."""
+        request = self._requests.get(microbatch)
+        if request is None:
+            return
         names = self._plan.cluster.names
         trace = self._plan.graphs[program.step].trace
         spans = self._spans.setdefault(request, [])
+        here_s = offset_s(device) - self._origin_s
         for launch, start, stop, cpu_s in done.spans:
             label = trace.kernel_of(int(launch)).name
-            spans.append(
-                Span(names[device], label, request, slot, self._us(device, start), self._us(device, stop))
-            )
-            self.cpu_us[names[device]] = self.cpu_us.get(names[device], 0.0) + cpu_s * 1e6
+            begin, end = (start + here_s) * 1e6, (stop + here_s) * 1e6
+            spans.append(Span(names[device], label, request, microbatch, begin, end))
+            self.cpu_us[names[device]] += cpu_s * 1e6
         for number, start, stop in done.transfers:
             transfer = program.transfers[int(number)]
-            begin, end = self._us(transfer.src, start), self._us(device, stop)
+            begin = (start + offset_s(transfer.src) - self._origin_s) * 1e6
             track, label = f"{names[transfer.src]} -> {names[device]}", f"{transfer.num_bytes} bytes"
             # Clocks of two machines agree to a message's time only; a span must not end before it starts.
-            spans.append(Span(track, label, request, slot, begin, max(begin, end), True))
+            end = max(begin, (stop + here_s) * 1e6)
+            spans.append(Span(track, label, request, microbatch, begin, end, True))
 
     def timeline(self) -> Timeline:
         """All spans in order of their start."""
@@ -51,6 +70,3 @@ class SpanLog:
         ends = {number: max(s.stop_us for s in own) for number, own in self._spans.items() if own}
         requests = tuple((number, 0.0, stop) for number, stop in sorted(ends.items()))
         return Timeline(Clock.MEASURED, tuple(spans), requests)
-
-    def _us(self, device: int, clock_s: float) -> float:
-        return (clock_s + self._offset_s(device) - self.origin_s) * 1e6

@@ -69,6 +69,11 @@ class DeviceLost:
     # False if it was blamed for a time-out without proof: a retry for that is not counted.
     is_certain: bool = True
 
+    @property
+    def said(self) -> str:
+        """The device and what happened to it."""
+        return f"device {self.device}: {self.message}"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceBack:

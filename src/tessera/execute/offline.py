@@ -1,0 +1,253 @@
+"""run_offline: a list of requests through a stepper, one request a microbatch; results in their order.
+
+Between two runs of its steps the request itself says what the next inputs are, so that a language model can
+feed its own tokens back. Requests whose device was lost start again from their inputs; where no lane is left
+and no device is tried again they fail, and so do those that wait. No request is dropped silently.
+
+Where lanes are of unlike batches the lane comes first: only then is a request asked for its inputs and state.
+Importing this imports no torch: tensors pass through.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.scheduler import Scheduler, SchedulerConfig, Watcher
+from tessera.execute.spans import SpanLog
+from tessera.execute.stepper import DeviceLost, StepCall, StepDone, Stepper, Tensors
+from tessera.ir import Plan, Timeline
+
+# How long steps that run are waited for after an interruption.
+DRAIN_S = 5.0
+
+
+class Request(Protocol):
+    """One unit of work. Asked again from the start, it must answer the same."""
+
+    def state(self) -> Tensors:
+        """The state of all its steps, as each is before the first run that uses it."""
+
+    def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
+        """The inputs of the run-th run of a step, given the outputs of the run before it."""
+
+
+@runtime_checkable
+class AnyBatch(Protocol):
+    """A request that can be had at every batch that a plan's lanes have."""
+
+    def at(self, variant: int) -> Request:
+        """The request at the batch of one of the plan's variants; asked again, the same."""
+
+
+@dataclass
+class RunResult:
+    """What one request gave."""
+
+    # Lane within its policy, and the policy.
+    lane: int
+    policy: int = 0
+    # Outputs of every run in order.
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    # State after the last run, as flat bytes by name.
+    state: dict[str, Any] = field(default_factory=dict)
+    # By the stepper's clock, from the start of the list.
+    start_s: float = 0.0
+    stop_s: float = 0.0
+    # How often it was started again because a device was lost.
+    restarts: int = 0
+    # Why it has no result; empty if it has.
+    error: str = ""
+    # Where it was in flight; -1: nowhere.
+    microbatch: int = -1
+
+
+@dataclass
+class OfflineRun:
+    """What a list of requests gave."""
+
+    results: list[RunResult]
+    # One line for every device that was lost, in order.
+    faults: list[str]
+
+    def raise_failures(self) -> None:
+        """Raises the last fault if requests failed."""
+        failed = [result for result in self.results if result.error]
+        if failed:
+            num = len(self.results)
+            counts = f"{num - len(failed)} of {num} requests were finished, {len(failed)} failed"
+            remedy = "Check the memory of this machine, then run again."
+            raise WorkerError(f"{failed[-1].error.rstrip('.')}; {counts}", remedy)
+
+
+def run_offline(
+    stepper: Stepper,
+    requests: Sequence[Request | AnyBatch],
+    *,
+    policy: int | Callable[[int], int] = 0,
+    on_done: Callable[[int], None] = lambda number: None,
+    spans: SpanLog | None = None,
+) -> OfflineRun:
+    """Runs all requests, as many at a time as the plan in force says.
+
+    policy   under which requests begin, or what it is when so many have ended: a switch drains nothing
+    on_done  hears the number of every request that ends
+    spans    the stepper's own log of launches and transfers, begun anew here
+    """
+    check_batches(stepper.plans[0], requests)
+    choose = policy if callable(policy) else lambda num_done: policy
+    run = _Run(stepper, requests, choose, on_done, spans)
+    return run.through()
+
+
+class _Run(Watcher[int]):
+    """One list; requests are numbers to the scheduler."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        requests: Sequence[Request | AnyBatch],
+        policy: Callable[[int], int],
+        on_done: Callable[[int], None],
+        spans: SpanLog | None,
+    ) -> None:
+        self._stepper, self._policy, self._on_done, self.spans = stepper, policy, on_done, spans
+        self.requests = requests
+        self.origin_s = stepper.now_s()
+        if spans is not None:
+            spans.begin(self.origin_s)
+        self.results = [RunResult(-1) for _ in requests]
+        self._faults: list[str] = []
+        self._num_done = 0
+        # A microbatch is one request, so its short steps end: nobody has to be let go first.
+        config = SchedulerConfig(patience=math.inf)
+        self._scheduler = Scheduler(stepper, lambda number, lane: _One(self, number, lane), config, self)
+
+    def through(self) -> OfflineRun:
+        self._switch()
+        for number in range(len(self.requests)):
+            self._scheduler.push(number)
+        try:
+            while not self._scheduler.is_idle:
+                self._scheduler.round(None)
+        finally:  # interrupted: what runs is waited for, and the stepper can be used again
+            self._scheduler.drain(DRAIN_S)
+        return OfflineRun(self.results, self._faults)
+
+    def now_s(self) -> float:
+        """Since the start of the list."""
+        return self._stepper.now_s() - self.origin_s
+
+    def _switch(self) -> None:
+        wanted, num = self._policy(self._num_done), len(self._stepper.plans)
+        if not 0 <= wanted < num:
+            raise TesseraError(f"there is no policy {wanted}", f"Use 0 to {num - 1}.")
+        if wanted != self._scheduler.policy:
+            self._scheduler.switch(wanted)
+
+    def finished(self, request: int) -> None:
+        """One has its result."""
+        self._num_done += 1
+        self._on_done(request)
+        self._switch()
+
+    def failed(self, request: int, message: str) -> None:
+        """One has none."""
+        old = self.results[request]
+        self.results[request] = RunResult(-1, self._scheduler.policy, restarts=old.restarts, error=message)
+
+    def retried(self, request: int, lost: DeviceLost) -> None:
+        """What it did before does not count."""
+        self.results[request] = RunResult(-1, restarts=self.results[request].restarts + 1)
+        if self.spans is not None:
+            self.spans.forget(request)
+
+    def lost(self, lost: DeviceLost) -> None:
+        """For the faults."""
+        self._faults.append(lost.said)
+
+
+class _One:
+    """A microbatch of one request."""
+
+    def __init__(self, run: _Run, number: int, lane: LoadedLane) -> None:
+        self._run, self._number, self._lane = run, number, lane
+        self._first_step = lane.plan.first_step(lane.lane)
+        self._held: int | None = None
+
+    @property
+    def num_used(self) -> int:
+        """One, until it has left."""
+        return int(self._held is not None)
+
+    @property
+    def num_free(self) -> int:
+        """None but for the one it is opened for."""
+        return 0
+
+    @property
+    def takes(self) -> bool:
+        """Never: the next one opens a microbatch of its own."""
+        return False
+
+    def add(self, request: int) -> None:
+        """From its first run."""
+        given, lane, run = self._run.requests[request], self._lane, self._run
+        self._held = request
+        self._request = given.at(lane.lane.variant) if isinstance(given, AnyBatch) else given
+        counts = lane.plan.unit_of(lane.lane).counts
+        self._left = [(step, n) for step, count in enumerate(counts) for n in range(count)][::-1]
+        old = run.results[request]
+        self._result = run.results[request] = RunResult(
+            lane.index, lane.policy, start_s=run.now_s(), restarts=old.restarts, microbatch=self._number
+        )
+        if run.spans is not None:
+            run.spans.open(self._number, request)
+
+    def state(self) -> Tensors:
+        """As its first run finds it."""
+        return self._request.state()
+
+    def next_step(self, num_waiting: int) -> StepCall | None:
+        """The next run of its steps."""
+        if self._held is None:
+            return None
+        step, run = self._left.pop()
+        last = self._result.outputs[-1] if self._result.outputs else {}
+        inputs = self._request.inputs(step, run, last)
+        return StepCall(self._number, self._first_step + step, inputs, wants_state=not self._left)
+
+    def end(self, done: StepDone) -> Sequence[int]:
+        """It leaves after its last run."""
+        if done.outputs:
+            self._result.outputs.append(dict(done.outputs))
+        if self._left:
+            return ()
+        assert self._held is not None, "a step that ends was its own"
+        self._result.state = dict(done.state)
+        self._result.stop_s = self._run.now_s()
+        left, self._held = self._held, None
+        return (left,)
+
+    def requests(self) -> list[int]:
+        """The one."""
+        return [] if self._held is None else [self._held]
+
+
+def timeline_of(spans: SpanLog, plans: Sequence[Plan], results: Sequence[RunResult]) -> Timeline:
+    """What the last list did; requests of a lane of twice the batch count double."""
+    found = spans.timeline()
+    if not plans[0].variants:
+        return found
+    lanes = [(plans[results[number].policy], results[number].lane) for number, _, _ in found.requests]
+    return replace(found, weights=tuple(plan.weight_of(plan.lanes[lane]) for plan, lane in lanes))
+
+
+def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
+    """Raises MismatchError if the plan's lanes are of unlike batches and a request has one batch only."""
+    if plan.variants and not all(isinstance(request, AnyBatch) for request in requests):
+        batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
+        message = f"the plan has lanes of batch {batches}, and a request says what it is at one batch only"
+        raise MismatchError(message, "Give requests that have `at(variant)`, or plan for one batch.")

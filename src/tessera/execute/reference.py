@@ -1,0 +1,148 @@
+"""ReferenceStepper: one device, in program order: the definition of correct.
+
+What a step does is a function `run(step, inputs, state) -> outputs` that changes the state in place: the
+model's own code, or a trace's launches one after another. A step runs while `take` is called, one at a time
+in the order of `start`, so microbatches do not run beside one another. No device is lost.
+
+It follows one lane of a plan on one device. Where there is none (the model's own code needs no placement),
+`plan_alone` makes one: it says how many microbatches there are, and nothing else is looked at.
+"""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tessera.errors import TesseraError
+from tessera.execute.lanes import Lanes
+from tessera.execute.stepper import DeviceStatus, Event, StepCall, StepDone, Tensors, Use
+from tessera.ir import (
+    Cluster,
+    Costs,
+    Device,
+    DeviceKind,
+    Graph,
+    Lane,
+    Objective,
+    Placement,
+    Plan,
+    Step,
+    Trace,
+    WorkUnit,
+)
+
+# A step's outputs, given its inputs and the microbatch's state, which it changes.
+Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
+
+
+class ReferenceStepper:
+    """A stepper without workers.
+
+    run         what a step does
+    make_state  the state of a microbatch that is opened without one
+    num_threads of torch in this process; None leaves it
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: Run,
+        make_state: Callable[[], Mapping[str, Any]],
+        num_threads: int | None = None,
+    ) -> None:
+        self.plans: tuple[Plan, ...] = (plan,)
+        self.lanes = Lanes(self.plans)
+        self._run, self._make_state, self._num_threads = run, make_state, num_threads
+        self._device = plan.cluster.names[0]
+        self._states: dict[int, dict[str, Any]] = {}
+        self._due: deque[StepCall] = deque()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._busy_s = 0.0
+
+    def __enter__(self) -> "ReferenceStepper":
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._states = {}
+
+    def load(self, plans: Sequence[Plan]) -> None:
+        """Other plans place launches elsewhere; here there is nowhere else."""
+        self.plans = tuple(plans)
+        self.lanes.load(plans)
+
+    def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
+        """With a state of its own."""
+        if microbatch in self._states:
+            raise TesseraError(f"microbatch {microbatch} is open already")
+        given = self._make_state() if state is None else state
+        self._states[microbatch] = {name: tensor.clone() for name, tensor in given.items()}
+
+    def close(self, microbatch: int) -> None:
+        """Its state is gone."""
+        del self._states[microbatch]
+
+    def start(self, call: StepCall) -> None:
+        """Runs when `take` is called next."""
+        self._due.append(call)
+
+    def take(self, timeout_s: float | None) -> Event | None:
+        """Runs a step to its end; without one, None after the timeout or a wake."""
+        if self._due:
+            return self._step(self._due.popleft())
+        try:
+            return self._wakes.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _step(self, call: StepCall) -> StepDone:
+        begun_s, state = time.monotonic(), self._states[call.microbatch]
+        outputs = self._run(call.step, call.inputs, state)
+        seconds = time.monotonic() - begun_s
+        self._busy_s += seconds
+        final = {name: _flat(tensor) for name, tensor in state.items()} if call.wants_state else {}
+        return StepDone(call.microbatch, call.step, outputs, seconds, final, {self._device: seconds})
+
+    def wake(self) -> None:
+        """Makes `take` return; from any thread."""
+        self._wakes.put(None)
+
+    def use(self) -> Use:
+        """Seconds of all steps; nothing moves."""
+        return Use({self._device: self._busy_s}, {}, {self._device: DeviceStatus("ready")})
+
+    def now_s(self) -> float:
+        """This machine's clock."""
+        return time.monotonic()
+
+
+def plan_alone(steps: Sequence[Step], microbatches: int, device: str = "cpu") -> Plan:
+    """One lane on one device, of steps that nobody recorded: it says what is run, not how."""
+    card = Device(device, DeviceKind.CPU, "", 0)
+    graphs = tuple(Graph(Trace(step, (), (), (), ()), (), (), ()) for step in steps)
+    costs = tuple(Costs(graph.trace.digest, (card,), ()) for graph in graphs)
+    lane = Lane(Placement(((),) * len(graphs)), 1.0)
+    return Plan(
+        unit=WorkUnit(graphs, (1,) * len(graphs)),
+        cluster=Cluster((card,), ()),
+        costs=costs,
+        objective=Objective.THROUGHPUT,
+        policy="undivided",
+        lanes=(lane,),
+        slots=microbatches,
+        throughput_per_s=1.0,
+        simulated_per_s=1.0,
+        bound_per_s=1.0,
+        latency_us=0.0,
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
