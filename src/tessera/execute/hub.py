@@ -1,40 +1,60 @@
-"""Hub: the worker processes of an engine on this machine, and the pipes to them.
+"""Hub: the workers of a stepper, the ways to them, and how lost ones come back.
 
-A hub starts the workers, carries messages, and sees to it that none is left: a worker ends when its pipe
-closes, and one that does not is killed. What it cannot do is judge; that is the engine's.
+A hub starts one worker a device, each in a thread of its own that nobody waits for, carries messages, and
+sees to it that none is left: a worker ends when its connection closes, and one that does not is killed. A
+worker that is lost, also one that has not started yet, is started again: at once, and from the third time in
+a row on after pauses that grow. What it cannot do is judge who is lost; that is the stepper's.
+
+A device's workers are counted (epoch). What an earlier one still says is not heard.
+
+`LocalHub` starts processes of this machine. What a hub of other machines does differently is `_open`.
 """
 
+import contextlib
+import fcntl
 import multiprocessing
+import os
+import secrets
+import shutil
 import sys
+import tempfile
+import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing  # teaches pickle to pass tensors through shared memory
 
-from tessera.errors import WorkerError
+from tessera.errors import TesseraError
 from tessera.execute import messages, worker
-from tessera.execute.collective import meetings
-from tessera.execute.footprint import Programs, landing_bytes
-from tessera.execute.inbox import NOBODY, Hangup, Inbox, Wake
-from tessera.execute.messages import Failed, Message, Ready, StoreGet, StoreSet, StoreValue
-from tessera.execute.transport import SharedMemory, Wire
+from tessera.execute.handing import hand_over
+from tessera.execute.inbox import NOBODY, Hangup, Inbox, Outbox, Wake
+from tessera.execute.messages import Failed, Load, Message, Ready, Relink, StoreGet, StoreSet, StoreValue
+from tessera.execute.stepper import DeviceState, DeviceStatus
+from tessera.execute.transport import HOST, RESTART_TOGETHER
+from tessera.ir import BufferKind, Program, Trace
 
 # A worker that was told to leave has this long before it is ended.
 STOP_TIMEOUT_S = 5.0
 # Workers that have not loaded everything after this long never will.
 START_TIMEOUT_S = 300.0
+# A worker whose connection has closed is given this long to say how it ended.
+LEAVE_S = 0.2
+# A device that has worked this long is healthy again, as is one that has finished a step.
+HEALTHY_S = 60.0
+# The first failures in a row cost no pause; those behind wait so long, doubling.
+QUICK_FAILURES, FIRST_PAUSE_S, MAX_PAUSE_S = 2, 10.0, 300.0
+# Bytes of a worker's message beside its tensors: reports of launches and transfers, names.
+SLACK_BYTES = 64 << 20
+KEY_BYTES = 32
 LOOPBACK = "127.0.0.1"
-
 
 FORKSERVER = "forkserver"
 # What a worker imports: done once, by the process that workers are forked from.
@@ -47,222 +67,496 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
+class _Hidden(types.ModuleType):
+    """Stands in for the program that starts workers."""
+
+
+_hiding = threading.Lock()
+_hidden: list[types.ModuleType] = []
+_num_hiding = 0
+
+
 @contextmanager
 def hidden_main() -> Iterator[None]:
     """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    global _num_hiding
+    with _hiding:
+        _num_hiding += 1
+        if _num_hiding == 1:
+            _hidden.append(sys.modules["__main__"])
+            sys.modules["__main__"] = _Hidden("__main__")
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        with _hiding:
+            _num_hiding -= 1
+            if _num_hiding == 0:
+                sys.modules["__main__"] = _hidden.pop()
 
 
-class Hub(Protocol):
-    """The engine's way to its workers, wherever they are."""
+@dataclass(frozen=True, slots=True)
+class Up:
+    """News: the worker of a device is ready."""
 
-    def start(self) -> None:
-        """Returns when every worker is ready; raises WorkerError otherwise."""
-
-    def order(self, device: int, message: Message) -> bool:
-        """Sends to a worker; False if it is gone."""
-
-    def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
-        """The next message of any worker (a Hangup if it is gone); None after the timeout."""
-
-    def wake(self) -> None:
-        """Makes `take` return a Wake of no worker; from any thread."""
-
-    def progress(self, device: int, slot: int) -> tuple[int, int] | None:
-        """(ticket, position) of a worker in a slot, as far as it can be known from here."""
-
-    def end(self, device: int) -> str:
-        """Makes sure that a worker is gone; returns how it went, in words."""
-
-    def stop(self) -> None:
-        """Ends all workers."""
-
-    def clock_offset_s(self, device: int) -> float:
-        """What to add to a worker's clock to have the engine's."""
+    epoch: int
 
 
-class Reception:
-    """Workers that start: answers what they ask for until all are ready."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What became of a worker that was given up, and what is done about its device."""
 
-    def __init__(self, names: Sequence[str], send: Callable[[int, Message], bool]) -> None:
-        self._names, self._send = names, send
-        self._values: dict[str, str] = {}
-        self._asking: list[tuple[int, str]] = []
-        self.offsets = [0.0] * len(names)
-
-    def run(self, inbox: Inbox) -> None:
-        """Until all are ready."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        waiting = set(range(len(self._names)))
-        while waiting:
-            news = inbox.take(True, max(0.0, deadline - time.monotonic()))
-            if news is None:
-                late = ", ".join(self._names[d] for d in sorted(waiting))
-                raise WorkerError(
-                    f"not ready after {START_TIMEOUT_S:.0f} s", "Look at that machine.", f"device {late}"
-                )
-            device, message = news
-            self._answer(device, message)
-            if isinstance(message, Ready):
-                self.offsets[device] = time.monotonic() - message.clock_s
-                waiting.discard(device)
-
-    def _answer(self, device: int, message: Any) -> None:
-        place = f"device {self._names[device]}"
-        match message:
-            case StoreSet(key, value):
-                self._values[key] = value
-            case StoreGet(key):
-                self._asking.append((device, key))
-            case Failed(text, remedy):
-                raise WorkerError(
-                    f"could not start: {text}", remedy or "Lower --slots, or free memory.", place
-                )
-            case Hangup(reason):
-                what = reason or "the worker ended while it started"
-                raise WorkerError(what, "Check this machine's memory.", place)
-        left = []
-        for who, key in self._asking:
-            if key in self._values:
-                self._send(who, StoreValue(self._values[key]))
-            else:
-                left.append((who, key))
-        self._asking = left
+    # How it went, in words.
+    how: str
+    # In a row, this one included.
+    failures: int
+    # Seconds until another worker is started; None: none is.
+    retry_s: float | None
 
 
-@dataclass(frozen=True)
-class Shared:
-    """Opens the shared-memory transport in the worker; made by the engine's side."""
+class Line(Protocol):
+    """The way to one worker, and the hold on it."""
 
-    sends: Mapping[int, Wire]
-    recvs: Mapping[int, Wire]
+    # For orders and answers.
+    pipe: Connection
+    # None until the worker says.
+    pid: int | None
 
-    def __call__(self, orders: Connection, answers: Connection) -> SharedMemory:
-        return SharedMemory(self.sends, self.recvs)
+    def end(self, timeout_s: float) -> str:
+        """Makes sure that the worker is gone; it may leave by itself for so long. How it went, in words."""
 
 
-@dataclass
-class LocalHub:
-    """One worker process a device, on this machine."""
+@dataclass(slots=True)
+class _Member:
+    """The worker of one device."""
 
-    names: Sequence[str]
-    setups: Sequence[worker.Setup]
-    programs: Programs
-    transport: str = "shm"
-    # How processes are started: by themselves (spawn), or from one process that imports torch for all of them
-    # (forkserver); that one stays until the program ends, so it is for programs that are Tessera's own.
-    method: str = "spawn"
-    _orders: list[Connection] = field(default_factory=list)
-    _processes: list[BaseProcess] = field(default_factory=list)
-    _inbox: Inbox = field(default_factory=Inbox)
-    _offsets: list[float] = field(default_factory=list)
+    state: DeviceState = "lost"
+    # Counts the workers of this device; of the one that is there, or of the next.
+    epoch: int = 0
+    line: Line | None = None
+    outbox: Outbox | None = None
+    pid: int | None = None
+    # What the others were, and how many lanes there were, when it was started.
+    epochs: tuple[int, ...] = ()
+    num_lanes: int = 0
+    failures: int = 0
+    started_s: float = 0.0
+    ready_s: float | None = None
+    # When another is to be started; None: there is one, or there will be none.
+    due_s: float | None = 0.0
+    offset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """News to itself: what became of a start."""
+
+    device: int
+    epoch: int
+    line: Line | None
+    message: str = ""
+    remedy: str = ""
+
+
+class Hub:
+    """Used by one thread, but for `wake`.
+
+    setups        what each worker is born with; the hub adds key, epochs and where links listen
+    max_failures  after so many failures in a row a device is given up for good; None: never
+    """
+
+    def __init__(
+        self, names: Sequence[str], setups: Sequence[worker.Setup], *, max_failures: int | None = None
+    ) -> None:
+        self.names, self.max_failures = names, max_failures
+        key = secrets.token_bytes(KEY_BYTES)
+        self.setups = [replace(setup, key=key) for setup in setups]
+        self._members = [_Member() for _ in names]
+        self._inbox = Inbox()
+        self._store = _Store(self._tell)
+        self._threads: list[threading.Thread] = []
+        self._is_over = threading.Event()
+
+    @property
+    def restarts_together(self) -> bool:
+        """True if the loss of one worker takes all of them down."""
+        return self.setups[0].transport in RESTART_TOGETHER
 
     def start(self) -> None:
-        """Starts the processes and waits until all are ready."""
-        context = multiprocessing.get_context(self.method)
-        if self.method == FORKSERVER:
-            warm_up()
-        theirs: list[Connection] = []
-        answers: dict[int, Connection] = {}
-        openers = self._openers(context, theirs)
-        for device, setup in enumerate(self.setups):
-            orders_in, orders_out = context.Pipe(duplex=False)
-            answers[device], answers_out = context.Pipe(duplex=False)
-            self._orders.append(orders_out)
-            theirs += [orders_in, answers_out]
-            setup.progress = torch.full((setup.slots, 2), -1, dtype=torch.int64).share_memory_()
-            process = context.Process(  # type: ignore[attr-defined]
-                target=worker.main,
-                args=(setup, openers[device], orders_in, answers_out),
-                name=f"tessera-{self.names[device]}",
-                daemon=True,
-            )
-            self._processes.append(process)
-        with ThreadPoolExecutor(len(self._processes)) as pool:  # each start waits for its process to read
-            list(pool.map(lambda process: process.start(), self._processes))
-        for pipe in theirs:  # so that a pipe is closed when the worker that holds its end is gone
-            pipe.close()
-        self._inbox.listen(answers, messages.decode)
-        reception = Reception(self.names, self.order)
-        reception.run(self._inbox)
-        self._offsets = reception.offsets
-
-    def order(self, device: int, message: Message) -> bool:
-        """Sends to a worker; False if it is gone."""
-        return messages.post(self._orders[device], message)
+        """Begins to start all workers; returns at once. `take` tells of each when it is up."""
+        self._start_due()
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
-        """The next message of any worker."""
-        return self._inbox.take(True, timeout_s)
+        """The next message of any worker, or an Up, or a Hangup if it is gone; None after the timeout."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._start_due()
+            late = self._late()
+            if late is not None:
+                return late, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
+            times = [t for t in (deadline, self._next_s()) if t is not None]
+            wait_s = max(0.0, min(times) - time.monotonic()) if times else None
+            news = self._inbox.take(True, wait_s)
+            if news is not None:
+                found = self._hear(*news)
+                if found is not None:
+                    return found
+            elif deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    def order(self, device: int, message: Message) -> bool:
+        """Sends to a worker, without waiting for it; False if it is not there."""
+        outbox = self._members[device].outbox
+        return outbox is not None and outbox.post(messages.encode(message))
 
     def wake(self) -> None:
-        """Makes `take` return."""
+        """Makes `take` return a Wake of nobody; from any thread."""
         self._inbox.post(NOBODY, Wake())
 
-    def progress(self, device: int, slot: int) -> tuple[int, int] | None:
-        """Read from memory that the worker writes, so it is known of a dead worker too."""
-        shared = self.setups[device].progress
-        if shared is None:
-            return None
-        ticket, position = shared[slot].tolist()
-        return ticket, position
+    def lose(self, device: int, *, counts: bool = True) -> Lost:
+        """Ends a worker and has another started; not counted if it was no fault of this device."""
+        member, now = self._members[device], time.monotonic()
+        if member.ready_s is not None and now - member.ready_s >= HEALTHY_S:
+            member.failures = 0
+        member.failures += counts
+        how = self._end(member, LEAVE_S)
+        member.epoch += 1
+        member.state, member.ready_s, member.pid = "lost", None, None
+        is_given_up = self.max_failures is not None and member.failures >= self.max_failures
+        retry_s = None if is_given_up else pause_s(member.failures)
+        member.due_s = None if retry_s is None else now + retry_s
+        self._store.forget(device)
+        self._start_due()
+        return Lost(how, member.failures, retry_s)
 
-    def end(self, device: int) -> str:
-        """Kills what still runs."""
-        process = self._processes[device]
-        process.join(0.2)
-        if process.is_alive():
-            process.kill()
-            process.join(STOP_TIMEOUT_S)
-            return "killed by the engine"
-        return f"exit code {process.exitcode}"
+    def healthy(self, device: int) -> None:
+        """The device has finished a step."""
+        self._members[device].failures = 0
+
+    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
+        """More lanes, for workers that are there and for those to come."""
+        packed = messages.pack_programs(programs)
+        for device, setup in enumerate(self.setups):
+            self.setups[device] = replace(setup, programs=[*setup.programs, *programs])
+            if self._members[device].state == "ready":
+                self._members[device].num_lanes = first_lane + len(programs)
+                self.order(device, Load(first_lane, packed))
+
+    def relink(self, device: int, other: int) -> None:
+        """Has two workers open the link between them anew."""
+        for one, two in ((device, other), (other, device)):
+            self.order(one, Relink(two, self._members[two].epoch))
+
+    def status(self, device: int) -> DeviceStatus:
+        """How a device is."""
+        member = self._members[device]
+        return DeviceStatus(member.state, member.pid, max(0, member.epoch))
+
+    def epoch(self, device: int) -> int:
+        """Which worker of the device it is, counted from 0."""
+        return self._members[device].epoch
+
+    def is_ready(self, device: int) -> bool:
+        """True if its worker takes orders."""
+        return self._members[device].state == "ready"
+
+    def progress(self, device: int) -> dict[int, tuple[int, int]]:
+        """Microbatch -> (run, position), also of a dead worker; nothing where no memory is shared."""
+        return {}
 
     def clock_offset_s(self, device: int) -> float:
+        """What to add to a worker's clock to have this one's; 0 on one machine."""
+        return self._members[device].offset_s
+
+    def stop(self) -> None:
+        """Ends all workers, also those that are being started."""
+        self._is_over.set()
+        for member in self._members:
+            if member.outbox is not None:
+                member.outbox.hang_up()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for member in self._members:
+            member.due_s = None
+            self._end(member, max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.join(STOP_TIMEOUT_S)
+        while (news := self._inbox.take(False)) is not None:
+            if isinstance(news[1], _Opened) and news[1].line is not None:
+                news[1].line.end(0.0)
+        self._close()
+
+    def max_bytes(self) -> int:
+        """How long a worker's message may be: what its steps can hand over, and some."""
+        return SLACK_BYTES + sum(map(_handed_over_bytes, self.setups[0].traces))
+
+    def _open(self, device: int, setup: worker.Setup, is_over: Callable[[], bool]) -> Line:
+        """Starts one worker or waits for it to call; in a thread of its own, as long as it takes.
+
+        Raises TesseraError with the reason. `is_over` says that nobody waits for it any more.
+        """
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """After all workers are gone."""
+
+    def _setup(self, device: int) -> worker.Setup:
+        """What the next worker of a device is born with."""
+        epochs = tuple(m.epoch for m in self._members)
+        return replace(self.setups[device], epoch=epochs[device], epochs=epochs)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for device, member in enumerate(self._members):
+            if member.due_s is None or member.due_s > now or self._is_over.is_set():
+                continue
+            setup = self._setup(device)
+            member.state, member.due_s, member.started_s = "starting", None, now
+            member.epochs, member.num_lanes = setup.epochs, len(setup.programs)
+            self._threads = [t for t in self._threads if t.is_alive()]
+            thread = threading.Thread(target=self._try_open, args=(device, setup), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _try_open(self, device: int, setup: worker.Setup) -> None:
+        """One start, in its own thread."""
+
+        def is_over() -> bool:
+            return self._is_over.is_set() or self._members[device].epoch != setup.epoch
+
+        try:
+            opened = _Opened(device, setup.epoch, self._open(device, setup, is_over))
+        except TesseraError as error:
+            opened = _Opened(device, setup.epoch, None, error.message, error.remedy)
+        except (OSError, EOFError) as error:  # it died while it was handed its setup
+            opened = _Opened(device, setup.epoch, None, f"it ended while it was started ({error})")
+        self._inbox.post(NOBODY, opened)
+
+    def _late(self) -> int | None:
+        """A device whose worker takes too long to start."""
+        now = time.monotonic()
+        for device, member in enumerate(self._members):
+            if member.state == "starting" and member.line and now - member.started_s >= START_TIMEOUT_S:
+                return device
+        return None
+
+    def _next_s(self) -> float | None:
+        """When something is due that nobody tells of."""
+        due = [m.due_s for m in self._members if m.due_s is not None]
+        late = [m.started_s + START_TIMEOUT_S for m in self._members if m.state == "starting" and m.line]
+        return min([*due, *late], default=None)
+
+    def _hear(self, source: Any, message: Any) -> tuple[int, Any] | None:
+        """What is news to the stepper."""
+        match message:
+            case Wake():
+                return NOBODY, message
+            case _Opened():
+                return self._take_in(message)
+        device, epoch = source
+        member = self._members[device]
+        if epoch != member.epoch:  # an earlier worker's last words
+            return None
+        if isinstance(message, Ready) and member.state == "starting":
+            return device, self._welcome(device, message)
+        return device, message
+
+    def _take_in(self, opened: _Opened) -> tuple[int, Any] | None:
+        """A worker can be talked to, or could not be started."""
+        device, member, line = opened.device, self._members[opened.device], opened.line
+        if opened.epoch != member.epoch:
+            if line is not None:
+                line.end(0.0)
+            return None
+        if line is None:
+            return device, Failed(opened.message, opened.remedy)
+        member.line, member.pid, member.outbox = line, line.pid, Outbox(line.pipe)
+        member.started_s = time.monotonic()
+        self._inbox.listen((device, member.epoch), line.pipe, messages.decode, self._answer, self.max_bytes)
+        return None
+
+    def _welcome(self, device: int, ready: Ready) -> Up:
+        """Tells a worker that is ready, and the others, what changed while it started."""
+        member = self._members[device]
+        member.state, member.ready_s = "ready", time.monotonic()
+        member.pid = ready.pid if member.pid is None else member.pid
+        member.offset_s = self._offset_s(ready)
+        missing = self.setups[device].programs[member.num_lanes :]
+        if missing:
+            self.order(device, Load(member.num_lanes, messages.pack_programs(missing)))
+        for peer, other in enumerate(self._members):
+            if peer == device:
+                continue
+            if other.state == "ready" and other.epochs[device] != member.epoch:
+                self.order(peer, Relink(device, member.epoch))
+            if other.epoch != member.epochs[peer]:
+                self.order(device, Relink(peer, other.epoch))
+        return Up(member.epoch)
+
+    def _offset_s(self, ready: Ready) -> float:
         """Processes of one machine share its monotonic clock."""
         return 0.0
 
-    def stop(self) -> None:
-        """Hangs up; a worker that does not leave by itself is ended."""
-        for pipe in self._orders:
-            pipe.close()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        self._inbox.join(STOP_TIMEOUT_S)
-        self._orders, self._processes = [], []
+    def _answer(self, source: Any, message: Any) -> bool:
+        """In the reading threads: what workers ask of one another is answered at any time."""
+        match message:
+            case StoreSet(key, value):
+                self._store.set(key, value)
+            case StoreGet(key):
+                self._store.get(source, key)
+            case _:
+                return False
+        return True
 
-    def _openers(self, context: BaseContext, theirs: list[Connection]) -> list[Any]:
-        num = len(self.names)
-        sizes = {
-            (src, dst): landing_bytes(self.programs, src, dst)
-            for src in range(num)
-            for dst in range(num)
-            if src != dst
-        }
-        joined = {ends: size for ends, size in sizes.items() if size}
-        if self.transport != "shm":
-            return list(meetings(self.transport, num, joined, [LOOPBACK] * num))
-        return self._wires(context, joined, theirs)
+    def _tell(self, source: tuple[int, int], message: Message) -> None:
+        device, epoch = source
+        if self._members[device].epoch == epoch:
+            self.order(device, message)
 
-    def _wires(
-        self, context: BaseContext, joined: Mapping[tuple[int, int], int], theirs: list[Connection]
-    ) -> list[Any]:
-        """Shared memory and a pipe for every two devices that some program joins."""
-        sends: list[dict[int, Wire]] = [{} for _ in self.names]
-        recvs: list[dict[int, Wire]] = [{} for _ in self.names]
-        for (src, dst), size in joined.items():
-            arena = torch.zeros(size * self.setups[src].slots, dtype=torch.uint8).share_memory_()
-            receive, send = context.Pipe(duplex=False)
-            sends[src][dst] = Wire(src, dst, arena, size, send)
-            recvs[dst][src] = Wire(src, dst, arena, size, receive)
-            theirs += [receive, send]
-        return [Shared(s, r) for s, r in zip(sends, recvs, strict=True)]
+    def _end(self, member: _Member, timeout_s: float) -> str:
+        """How the worker went that was there."""
+        line, outbox = member.line, member.outbox
+        member.line = member.outbox = None
+        if outbox is not None:
+            outbox.close()
+        return line.end(timeout_s) if line is not None else "it had not started"
+
+
+class _Store:
+    """What workers tell one another through the engine: addresses, mostly."""
+
+    def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._values: dict[str, str] = {}
+        self._asking: list[tuple[tuple[int, int], str]] = []
+
+    def set(self, key: str, value: str) -> None:
+        """Whoever waits for it is answered."""
+        with self._lock:
+            self._values[key] = value
+            asking = [source for source, wanted in self._asking if wanted == key]
+            self._asking = [(source, wanted) for source, wanted in self._asking if wanted != key]
+        for source in asking:
+            self._send(source, StoreValue(key, value))
+
+    def get(self, source: tuple[int, int], key: str) -> None:
+        """Answered now, or when it is set."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is None:
+                self._asking.append((source, key))
+        if value is not None:
+            self._send(source, StoreValue(key, value))
+
+    def forget(self, device: int) -> None:
+        """A worker that is gone waits for nothing."""
+        with self._lock:
+            self._asking = [(source, key) for source, key in self._asking if source[0] != device]
+
+
+def pause_s(failures: int) -> float:
+    """How long a device is left alone after so many failures in a row."""
+    if failures <= QUICK_FAILURES:
+        return 0.0
+    return float(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - QUICK_FAILURES - 1, 16)))
+
+
+def _handed_over_bytes(trace: Trace) -> int:
+    state = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.STATE))
+    return state + sum(trace.buffers[view.buffer].size_bytes for _, view in trace.outputs)
+
+
+@dataclass
+class _Process:
+    """A worker process of this machine."""
+
+    process: BaseProcess
+    pipe: Connection
+    pid: int | None
+
+
+    def end(self, timeout_s: float) -> str:
+        """One that does not leave is killed."""
+        self.process.join(timeout_s)
+        if not self.process.is_alive():
+            return f"exit code {self.process.exitcode}"
+        self.process.kill()
+        self.process.join(STOP_TIMEOUT_S)
+        return "killed by the engine"
+
+
+def _hand_over(pipe: Connection, setup: worker.Setup) -> None:
+    """In a thread of its own: a worker that is stopped does not read."""
+    with pipe, contextlib.suppress(OSError):  # one that is gone is heard of as a hang-up
+        hand_over(pipe, setup)
+
+
+class LocalHub(Hub):
+    """One worker process a device, on this machine.
+
+    method  how processes are started: by themselves (spawn), or from one process that imports torch for all
+            of them (forkserver); that one stays until the program ends, so it is for programs that are
+            Tessera's own
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        setups: Sequence[worker.Setup],
+        method: str = "spawn",
+        *,
+        max_failures: int | None = None,
+    ) -> None:
+        super().__init__(names, setups, max_failures=max_failures)
+        self._method = method
+        self._folder = ""
+        self._lock = -1
+        self._hides_main = False
+
+    def start(self) -> None:
+        """Makes what the workers share."""
+        self._hides_main = isinstance(sys.modules["__main__"], _Hidden)
+        home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._folder = tempfile.mkdtemp(prefix="tessera-", dir=home)
+        self._lock = os.open(os.path.join(self._folder, worker.LOCK), os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        for device, setup in enumerate(self.setups):
+            progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
+            host = LOOPBACK if setup.transport == HOST else ""
+            self.setups[device] = replace(setup, folder=self._folder, host=host, progress=progress)
+        if self._method == FORKSERVER:
+            warm_up()
+        super().start()
+
+    def progress(self, device: int) -> dict[int, tuple[int, int]]:
+        """Read from memory that the worker writes."""
+        shared = self.setups[device].progress
+        if shared is None:
+            return {}
+        return {m: (run, position) for m, (run, position) in enumerate(shared.tolist()) if run >= 0}
+
+    def _setup(self, device: int) -> worker.Setup:
+        shared = self.setups[device].progress
+        assert shared is not None, "made by `start`"
+        shared.fill_(-1)
+        return super()._setup(device)
+
+    def _open(self, device: int, setup: worker.Setup, is_over: Callable[[], bool]) -> Line:
+        context = multiprocessing.get_context(self._method)
+        ours, theirs = context.Pipe(duplex=True)
+        process = context.Process(  # type: ignore[attr-defined]
+            target=worker.main, args=(theirs,), name=f"tessera-{self.names[device]}", daemon=True
+        )
+        with theirs:  # so that the connection is closed when the worker that holds its end is gone
+            if self._hides_main:
+                with hidden_main():
+                    process.start()
+            else:
+                process.start()
+        threading.Thread(target=_hand_over, args=(Connection(os.dup(ours.fileno())), setup), daemon=True).start()
+        return _Process(process, ours, process.pid)
+
+    def _close(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._folder = ""

@@ -1,21 +1,28 @@
-"""Inbox: threads that always read, so that whoever sends to this process can never wait for it forever.
+"""Inbox and Outbox: a process reads all the time and never waits to write, so that no two wait for each other.
 
-Two processes that each write a large message to the other before reading would both wait. With an inbox
-in every process, a sender waits at most until the other's thread has read. A source whose message cannot be
-read is not heard any more; the others are.
+Each pipe has a thread that reads it. What can be answered without the process's own loop is answered there
+(`hear`), so also while the loop computes. A source whose message cannot be read, or is longer than any that it
+could send, is not heard any more; the others are. What a full pipe does not take at once, a thread of its own
+writes.
 """
 
+import os
 import queue
+import socket
+import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tessera.errors import TesseraError
 
 # The source of what this process tells itself.
 NOBODY = -1
+# As `Connection` writes lengths: short ones, and a mark before long ones.
+_SHORT, _LONG, _MAX_SHORT = struct.Struct("!i"), struct.Struct("!iQ"), 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +40,28 @@ class Inbox:
     """Messages of several sources in the order they came: (source, message)."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._queue: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
 
-    def listen(self, pipes: Mapping[int, Connection], decode: Callable[[bytes], Any]) -> None:
-        """Reads these pipes from now on, each under its own source number."""
-        thread = threading.Thread(target=self._read, args=(dict(pipes), decode), daemon=True)
-        self._threads.append(thread)
+    def listen(
+        self,
+        source: Hashable,
+        pipe: Connection,
+        decode: Callable[[bytes], Any],
+        hear: Callable[[Any, Any], bool] = lambda source, message: False,
+        max_bytes: Callable[[], int] | None = None,
+    ) -> threading.Thread:
+        """Reads this pipe from now on, and closes it when it ends.
+
+        hear       called by the reading thread with (source, message), the Hangup too; True: that is enough
+        max_bytes  how long a message may be
+        """
+        thread = threading.Thread(
+            target=self._read, args=(source, pipe, decode, hear, max_bytes), name="tessera-inbox", daemon=True
+        )
         thread.start()
+        return thread
 
-    def post(self, source: int, message: Any) -> None:
+    def post(self, source: Hashable, message: Any) -> None:
         """Puts a message in, from any thread."""
         self._queue.put((source, message))
 
@@ -51,7 +70,7 @@ class Inbox:
         """True if nothing waits to be taken."""
         return self._queue.empty()
 
-    def take(self, block: bool, timeout_s: float | None = None) -> tuple[int, Any] | None:
+    def take(self, block: bool, timeout_s: float | None = None) -> tuple[Any, Any] | None:
         """The next message; None if there is none and one need not wait, or not any longer."""
         if not block and self._queue.empty():  # the usual case of a worker, without an exception
             return None
@@ -60,20 +79,92 @@ class Inbox:
         except queue.Empty:
             return None
 
-    def join(self, timeout_s: float) -> None:
-        """Waits until every pipe is closed at its other end."""
-        for thread in self._threads:
-            thread.join(timeout_s)
+    def _read(
+        self,
+        source: Hashable,
+        pipe: Connection,
+        decode: Callable[[bytes], Any],
+        hear: Callable[[Any, Any], bool],
+        max_bytes: Callable[[], int] | None,
+    ) -> None:
+        reason = ""
+        try:
+            while True:
+                message = decode(pipe.recv_bytes(max_bytes() if max_bytes is not None else None))
+                if not hear(source, message):
+                    self.post(source, message)
+        except EOFError:
+            pass
+        except OSError as error:
+            # Of another error the pipe's end says as much: whoever was there is not.
+            reason = "it sent a message that is too long" if str(error) == "bad message length" else ""
+        except TesseraError as error:
+            reason = str(error)
+        finally:
+            pipe.close()
+            hear(source, Hangup(reason))
+            self.post(source, Hangup(reason))
 
-    def _read(self, pipes: dict[int, Connection], decode: Callable[[bytes], Any]) -> None:
-        sources = {pipe: source for source, pipe in pipes.items()}
-        while sources:
-            # One pipe needs no selector: whoever reads it waits.
-            for pipe in wait(list(sources)) if len(sources) > 1 else list(sources):
-                assert isinstance(pipe, Connection)
-                try:
-                    self.post(sources[pipe], decode(pipe.recv_bytes()))
-                except (EOFError, OSError):
-                    self.post(sources.pop(pipe), Hangup())
-                except TesseraError as error:
-                    self.post(sources.pop(pipe), Hangup(str(error)))
+
+class Outbox:
+    """Writes to one duplex connection from any thread, and keeps nobody waiting."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
+        self._lock = threading.Lock()
+        # What is left to write, by the thread that there is as long as there is something.
+        self._left: deque[memoryview] = deque()
+        self._is_gone = False
+
+    def post(self, data: bytes) -> bool:
+        """Sends one message; False if nobody is at the other end."""
+        size = len(data)
+        head = _SHORT.pack(size) if size <= _MAX_SHORT else _LONG.pack(-1, size)
+        with self._lock:
+            if self._is_gone:
+                return False
+            if self._left:
+                self._left += (memoryview(head), memoryview(data))
+                return True
+            whole = memoryview(head + data)
+            try:
+                sent = self._socket.send(whole, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self._is_gone = True
+                return False
+            if sent < len(whole):
+                self._left.append(whole[sent:])
+                threading.Thread(target=self._drain, name="tessera-outbox", daemon=True).start()
+        return True
+
+    def hang_up(self) -> None:
+        """Ends the connection for both sides; what is left is not written."""
+        with self._lock:
+            self._is_gone = True
+            self._left.clear()
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # it has ended
+
+    def close(self) -> None:
+        """Hangs up and gives the connection back."""
+        self.hang_up()
+        self._socket.close()
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                part = self._left[0]
+            try:
+                self._socket.sendall(part)
+            except OSError:
+                self.hang_up()
+                return
+            with self._lock:
+                if self._left:  # not hung up meanwhile
+                    self._left.popleft()

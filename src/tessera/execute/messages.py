@@ -7,51 +7,87 @@ machine can at worst send wrong numbers.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, get_args, get_type_hints
 
-from tessera.errors import TesseraError
+from tessera.errors import RuleBroken, TesseraError
 from tessera.execute import message_fields as must
 from tessera.execute.packing import Packed
+from tessera.ir import Program, codec, verify
 
 _LENGTH = struct.Struct("<I")
+PROGRAMS = "programs"
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Engine to worker: run one program of one lane in one slot."""
+    """Engine to worker: run one program of one lane for one microbatch."""
 
-    ticket: int
-    slot: int
+    # Counts the runs of all microbatches; the same on every device.
+    run: int
+    microbatch: int
     lane: int
     index: int
     inputs: Mapping[str, Packed]
-    # State by name that lives here and that no run of the request has used before.
+    # State by name that lives here and that no run of the microbatch has used before.
     state: Mapping[str, Packed]
     # True to hand the state back when the run is done.
     wants_state: bool
     # True to report every launch and transfer, False to report the time of all launches only.
-    wants_spans: bool = True
+    wants_spans: bool = False
     # Names of outputs that nobody asks for, separated by commas.
     skips: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Engine to worker: all state of a lane that lives here is zeros from now on, in one slot."""
+    """Engine to worker: all state of a lane that lives here is zeros from now on, for one microbatch."""
 
-    slot: int
+    microbatch: int
     lane: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Engine to worker: forget a run; its slot will be used by another."""
+    """Engine to worker: forget a run; its microbatch will be used by another."""
 
-    ticket: int
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Engine to worker: more lanes, numbered from `first_lane`; see `pack_programs`."""
+
+    first_lane: int
+    programs: Mapping[str, Packed]
+
+
+@dataclass(frozen=True, slots=True)
+class Relink:
+    """Engine to worker: the link to another device is to be opened anew.
+
+    Its worker was started again (then the epoch is a new one), or the link was cut.
+    """
+
+    device: int
+    # How often the other worker has been started before.
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Engine to worker: what are you at? Answered at once, also in the middle of a launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Worker to engine: where it is."""
+
+    # (microbatch, run, position of the instruction that was issued last) of every run that it is at.
+    rows: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +107,7 @@ ANY_RANK = -1
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Engine to a worker that has no plans: its briefing, as bytes; see `briefing`."""
+    """Engine to a worker: its briefing, as bytes; see `briefing`."""
 
     briefing: Mapping[str, Packed]
 
@@ -85,17 +121,38 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """Worker to engine while it is briefed: the bytes of a weight that it cannot make, from here on."""
+
+    name: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Engine to worker: as many of these bytes as one message carries."""
+
+    piece: Mapping[str, Packed]
+
+
+@dataclass(frozen=True, slots=True)
+class Briefed:
+    """Worker to engine: it has all weights; it starts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """Worker to engine, first of all: everything is loaded. Its clock now, to compare clocks."""
 
     clock_s: float
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """Worker to engine: its share of a run is done."""
 
-    ticket: int
+    run: int
     outputs: Mapping[str, Packed]
     state: Mapping[str, Packed]
     # (launch, start, stop, CPU time) in seconds, the first two by the worker's monotonic clock.
@@ -108,26 +165,28 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Worker to engine: it cannot go on, at this instruction of this slot or at none."""
+    """Worker to engine: it cannot go on, at this instruction of this microbatch or at none."""
 
     message: str
     remedy: str
-    slot: int = -1
-    ticket: int = -1
+    microbatch: int = -1
+    run: int = -1
     position: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Worker to engine: another worker cannot be reached."""
+    """Worker to engine: the link to another worker is gone."""
 
     device: int
     message: str
+    # Of the other worker, as far as this one knows.
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSet:
-    """Worker to engine while starting: what other workers need to reach this one."""
+    """Worker to engine: what other workers need to reach this one."""
 
     key: str
     value_hex: str
@@ -135,7 +194,7 @@ class StoreSet:
 
 @dataclass(frozen=True, slots=True)
 class StoreGet:
-    """Worker to engine while starting: asks for what another has set; answered when it is there."""
+    """Worker to engine: asks for what another has set, or will; answered when it is there."""
 
     key: str
 
@@ -144,17 +203,24 @@ class StoreGet:
 class StoreValue:
     """Engine to worker: the answer."""
 
+    key: str
     value_hex: str
 
 
-Calling = Hello | Welcome | Refused
-Starting = Ready | StoreSet | StoreGet | StoreValue
-Message = Calling | Starting | Begin | Clear | Cancel | Done | Failed | PeerLost
+Calling = Hello | Welcome | Refused | Want | Piece | Briefed
+Meeting = Ready | StoreSet | StoreGet | StoreValue | Relink | PeerLost
+Order = Begin | Clear | Cancel | Load | Where
+Message = Calling | Meeting | Order | Done | Progress | Failed
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 # Fields that hold tensors, by name.
-TENSORS = ("inputs", "state", "outputs", "briefing")
+TENSORS = ("inputs", "state", "outputs", "briefing", "programs", "piece")
 # What the others must be: by name, or else by their type.
-NAMED = {"spans": must.table(4), "transfers": must.table(3), "value_hex": must.hexadecimal}
+NAMED = {
+    "spans": must.table(4),
+    "transfers": must.table(3),
+    "rows": must.table(3),
+    "value_hex": must.hexadecimal,
+}
 TYPED: dict[Any, must.Check] = {int: must.whole, float: must.number, str: must.text, bool: must.truth}
 
 
@@ -207,6 +273,23 @@ def decode(data: bytes) -> Message:
     except (struct.error, ValueError, TypeError, RecursionError) as error:
         raise TesseraError(f"a message between workers cannot be read: {error}") from error
     return made
+
+
+def pack_programs(programs: Sequence[Sequence[Program]]) -> dict[str, Packed]:
+    """Programs of some lanes, as `Load` carries them."""
+    text = json.dumps(codec.encode(tuple(tuple(lane) for lane in programs)), separators=(",", ":")).encode()
+    return {PROGRAMS: ("uint8", (len(text),), text)}
+
+
+def unpack_programs(packed: Mapping[str, Packed]) -> list[tuple[Program, ...]]:
+    """What was packed, verified; raises TesseraError on anything else."""
+    try:
+        lanes = codec.decode(tuple[tuple[Program, ...], ...], json.loads(packed[PROGRAMS][2]))
+        for program in (program for lane in lanes for program in lane):
+            verify(program)
+    except (codec.Undecodable, RuleBroken, KeyError, ValueError, RecursionError) as error:
+        raise TesseraError(f"programs cannot be read: {error}") from error
+    return list(lanes)
 
 
 @cache

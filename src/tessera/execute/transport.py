@@ -1,41 +1,50 @@
 """Transport: how the bytes of a transfer get from one worker process to another.
 
 One interface, several ways, chosen by name:
-  shm    processes of one machine: bytes in shared memory, news of them through a pipe. The default: one way
-         takes a fraction of gloo's time on one machine.
-  gloo   any machines, over torch.distributed; see `collective`.
-  nccl   the same with a GPU in every worker process; see `collective`.
+  shm      CPU workers of one machine: bytes in shared memory, news of them over a link. Their default.
+  host     workers of any machines: bytes over the link, which is TCP.
+  ipc      GPUs of one machine; see `cuda`.
+  nvshmem  GPUs of any machines; see `cuda`.
 
-A transport owns the threads it needs and never keeps the worker's thread waiting. It tells the worker's inbox
-three things: a transfer has arrived, a transfer has left (its memory may be written again), a peer is lost.
+A transport owns the threads it needs and never keeps the worker's thread waiting. It tells the worker two
+things: a transfer has arrived, a peer is lost.
 """
 
-import struct
+import mmap
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tessera.errors import UnknownName
-from tessera.execute.footprint import landing
-from tessera.execute.inbox import Hangup, Inbox
-from tessera.ir import Program
+from tessera.errors import UnknownName, WorkerError
+from tessera.execute.footprint import landing, landing_bytes
+from tessera.execute.links import Frame, Keeper, Links
+from tessera.ir import Device, DeviceKind, Program
 
-NAMES = ("gloo", "nccl", "shm")
+if TYPE_CHECKING:
+    from tessera.execute.worker import Setup
 
-_NEWS = struct.Struct("<qqd")
+AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
+NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
+# Transports whose workers hold one another's memory: when one is lost, all are started again.
+RESTART_TOGETHER = frozenset({NVSHMEM})
+NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class RunTransfer:
     """One transfer of one run."""
 
+    # Of the program, among all that were ever loaded.
+    lane: int
     program: Program
-    slot: int
-    ticket: int
+    microbatch: int
+    run: int
     number: int
 
 
@@ -43,26 +52,19 @@ class Parcel:
 class Arrived:
     """News: the bytes of a transfer are here; sent and arrived at these times."""
 
-    ticket: int
+    run: int
     number: int
     start_s: float
     stop_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """News: the bytes of a transfer have been read and may be overwritten."""
-
-    ticket: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Gone:
-    """News: another worker cannot be reached."""
+    """News: the link to another worker was cut."""
 
     device: int
     message: str
+    epoch: int
 
 
 Post = Callable[[Any], None]
@@ -74,14 +76,20 @@ class Transport(Protocol):
     def start(self, post: Post) -> None:
         """Begins to tell news; called once."""
 
-    def send(self, parcel: Parcel, contents: torch.Tensor) -> None:
-        """Starts a transfer; `contents` must not change until it has left."""
+    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
+        """Starts a transfer; `contents` may be overwritten when this returns."""
 
-    def fetch(self, parcel: Parcel) -> torch.Tensor:
-        """The bytes of a transfer that has arrived; once only, valid until the run ends."""
+    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
+        """Copies the bytes of a transfer that has arrived to where they belong; once only."""
 
-    def forget(self, ticket: int) -> None:
+    def forget(self, run: int) -> None:
         """Bytes of this run will not be fetched."""
+
+    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
+        """There are more lanes."""
+
+    def relink(self, device: int, epoch: int) -> None:
+        """A peer was started again, or the link to it was cut: the next transfer opens another."""
 
     def close(self) -> None:
         """Ends what the transport has started."""
@@ -93,80 +101,208 @@ def check_name(name: str) -> None:
         raise UnknownName("transport", name, NAMES)
 
 
-@dataclass
-class Wire:
-    """One worker's end of the shared memory and pipe from one device to another.
-
-    For each slot there is a fixed place for each transfer of a program. A sender copies into the place and
-    writes the news to the pipe, which also orders memory between the processes. A place is used again only by
-    the slot's next run, which starts when all devices have finished or forgotten the last one.
-    """
-
-    src: int
-    dst: int
-    arena: torch.Tensor
-    slot_bytes: int
-    pipe: Connection
-    _places: dict[int, dict[int, int]] = field(default_factory=dict)
-
-    def place(self, parcel: Parcel) -> torch.Tensor:
-        """The bytes of the shared memory that belong to one transfer of one slot."""
-        key = id(parcel.program)
-        if key not in self._places:
-            self._places[key] = landing(parcel.program, self.src, self.dst)[0]
-        start = parcel.slot * self.slot_bytes + self._places[key][parcel.number]
-        return self.arena[start : start + parcel.program.transfers[parcel.number].num_bytes]
+def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
+    """The transport that `auto` means; raises WorkerError where these workers cannot use the one given."""
+    check_name(name)
+    kinds = {device.kind is DeviceKind.CUDA for device in devices}
+    if name == AUTO:
+        if not is_local or len(kinds) > 1:
+            return HOST
+        return IPC if True in kinds else SHM
+    if name in (IPC, NVSHMEM) and False in kinds:
+        raise WorkerError(f"{name} joins GPUs only", "Use --transport auto.", "--transport")
+    if name == SHM and True in kinds:
+        raise WorkerError("shm joins CPU workers only", "Use --transport auto.", "--transport")
+    if name in (SHM, IPC) and not is_local:
+        raise WorkerError(f"{name} joins workers of one machine only", "Use --transport auto.", "--transport")
+    return name
 
 
-class SharedMemory:
-    """Transport `shm`: a send copies at once, so its memory has left when it returns."""
+class _Linked:
+    """What the transports over links share."""
 
-    def __init__(self, sends: Mapping[int, Wire], recvs: Mapping[int, Wire]) -> None:
-        self._sends, self._recvs = sends, recvs
-        self._lost: set[int] = set()
+    def __init__(self, setup: "Setup", store: Keeper) -> None:
+        self._device = setup.device
+        self._epochs = list(setup.epochs)
         self._post: Post = lambda news: None
+        # Peer -> the most bytes of one transfer from it.
+        self._largest: dict[int, int] = {}
+        self.load(0, setup.programs)
+        self._links = Links(
+            setup.device,
+            setup.epochs,
+            setup.key,
+            store,
+            self,
+            lambda peer: self._largest.get(peer, 0),
+            folder=setup.folder,
+            host=setup.host,
+        )
 
     def start(self, post: Post) -> None:
-        """One thread reads the news of all peers."""
+        """The links' threads tell news."""
         self._post = post
-        if self._recvs:
-            _News(post).listen({device: wire.pipe for device, wire in self._recvs.items()}, _decode_news)
+        self._links.start()
 
-    def send(self, parcel: Parcel, contents: torch.Tensor) -> None:
-        """Copies the bytes over and tells the other end."""
-        dst = parcel.program.transfers[parcel.number].dst
-        start = time.monotonic()
-        self._sends[dst].place(parcel).copy_(contents)
-        self._post(Left(parcel.ticket, parcel.number))
-        try:
-            self._sends[dst].pipe.send_bytes(_NEWS.pack(parcel.ticket, parcel.number, start))
-        except OSError:  # the peer has died; the engine sees that too and ends or restarts the run
-            self._lost.add(dst)
+    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
+        """Transfers may be larger from now on."""
+        for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
+            self._largest[transfer.src] = max(self._largest.get(transfer.src, 0), transfer.num_bytes)
 
-    def fetch(self, parcel: Parcel) -> torch.Tensor:
-        """The bytes where the sender left them."""
-        return self._recvs[parcel.program.transfers[parcel.number].src].place(parcel)
-
-    def forget(self, ticket: int) -> None:
-        """Places are written again by the next run; nothing is kept."""
+    def relink(self, device: int, epoch: int) -> None:
+        """The next frame opens a link."""
+        self._epochs[device] = max(epoch, self._epochs[device])
+        self._links.relink(device, epoch)
 
     def close(self) -> None:
-        """Pipes close with the process."""
+        """Ends the links."""
+        self._links.close()
+
+    def place(self, peer: int, frame: Frame) -> memoryview | None:
+        """Nobody sends bytes over this link."""
+        return None
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        """Tells the worker."""
+        self._post(Arrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
+
+    def gone(self, peer: int, why: str) -> None:
+        """Tells the worker, which tells the engine."""
+        self._post(Gone(peer, why, self._epochs[peer]))
 
 
-def _decode_news(data: bytes) -> Arrived:
-    ticket, number, start = _NEWS.unpack(data)
-    return Arrived(ticket, number, start, time.monotonic())
+class SharedMemory(_Linked):
+    """Transport `shm`: a send copies into memory that both see, and writes the news to the link.
+
+    For each microbatch there is a fixed place for each transfer of a program, in a file of the session's
+    folder that the workers of a pair share, also one that was started again. A place is used again only by the
+    microbatch's next run, which starts when all devices have finished or forgotten the last one. Lanes that
+    are loaded later and need more have a file of their own.
+    """
+
+    def __init__(self, setup: "Setup", store: Keeper) -> None:
+        self._folder, self._microbatches = setup.folder, setup.microbatches
+        # (source, destination) -> (from this lane on, bytes a microbatch), as lanes were loaded.
+        self._strides: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._arenas: dict[tuple[int, int, int], torch.Tensor] = {}
+        # (source, destination, program's identity) -> transfer -> offset
+        self._places: dict[tuple[int, int, int], Mapping[int, int]] = {}
+        super().__init__(setup, store)
+
+    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
+        """What fits into the places of earlier lanes uses them."""
+        super().load(first_lane, programs)
+        pairs = {(t.src, t.dst) for lane in programs for p in lane for t in p.transfers}
+        for src, dst in (pair for pair in pairs if self._device in pair):
+            need = landing_bytes(programs, src, dst)
+            strides = self._strides.setdefault((src, dst), [])
+            if need > max((size for _, size in strides), default=0):
+                strides.append((first_lane, need))
+
+    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
+        """Copies the bytes over and tells the other end."""
+        start_s = time.monotonic()
+        self._place(transfer).copy_(contents)
+        dst = transfer.program.transfers[transfer.number].dst
+        self._links.post(dst, Frame(transfer.run, transfer.number, 0, start_s), NOTHING)
+
+    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
+        """From where the sender left them."""
+        into.copy_(self._place(transfer))
+
+    def forget(self, run: int) -> None:
+        """Places are written again by the next run; nothing is kept."""
+
+    def _place(self, transfer: RunTransfer) -> torch.Tensor:
+        """The bytes of the shared memory that belong to one transfer of one microbatch."""
+        found = transfer.program.transfers[transfer.number]
+        key = (found.src, found.dst, id(transfer.program))
+        if key not in self._places:
+            self._places[key] = landing(transfer.program, found.src, found.dst)[0]
+        lane, stride = max(x for x in self._strides[found.src, found.dst] if x[0] <= transfer.lane)
+        start = transfer.microbatch * stride + self._places[key][transfer.number]
+        return self._arena(found.src, found.dst, lane, stride)[start : start + found.num_bytes]
+
+    def _arena(self, src: int, dst: int, lane: int, stride: int) -> torch.Tensor:
+        if (src, dst, lane) not in self._arenas:
+            path = Path(self._folder) / f"arena-{src}-{dst}-{lane}"
+            size = stride * self._microbatches
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, size)  # an error now, and no fault of the bus later
+                shared = mmap.mmap(fd, size)
+            except OSError as error:
+                what = f"could not take {size:,} bytes of shared memory: {error.strerror}"
+                raise WorkerError(what, "Lower --slots, or use --transport host.") from error
+            finally:
+                os.close(fd)
+            self._arenas[src, dst, lane] = torch.frombuffer(shared, dtype=torch.uint8)
+        return self._arenas[src, dst, lane]
 
 
-class _News(Inbox):
-    """An inbox that hands on what it reads; a closed pipe is no news, the engine hears of it first."""
+class OverHost(_Linked):
+    """Transport `host`: the bytes follow the header over the link, and wait here until they are fetched."""
 
-    def __init__(self, post: Post) -> None:
-        super().__init__()
-        self._post = post
+    def __init__(self, setup: "Setup", store: Keeper) -> None:
+        self._lock = threading.Lock()
+        self._coming: dict[int, torch.Tensor] = {}
+        self._held: dict[tuple[int, int], torch.Tensor] = {}
+        # Size -> memory that was used before: fresh memory costs as much as the copy.
+        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._forgotten: set[int] = set()
+        super().__init__(setup, store)
 
-    def post(self, source: int, message: Any) -> None:
-        """Hands on one message."""
-        if not isinstance(message, Hangup):
-            self._post(message)
+    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
+        """Written at once as far as the link takes it; a thread writes the rest."""
+        dst = transfer.program.transfers[transfer.number].dst
+        data = contents.numpy().data
+        self._links.post(dst, Frame(transfer.run, transfer.number, len(data), time.monotonic()), data)
+
+    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
+        """From memory that is used again."""
+        with self._lock:
+            held = self._held.pop((transfer.run, transfer.number))
+        if held.numel() != into.numel():
+            raise WorkerError(f"a transfer of {into.numel()} bytes arrived as {held.numel()}")
+        into.copy_(held)
+        with self._lock:
+            self._spare.setdefault(held.numel(), []).append(held)
+
+    def forget(self, run: int) -> None:
+        """Lets go of what arrived for a run that has ended."""
+        with self._lock:
+            self._forgotten.add(run)
+            for key in [k for k in self._held if k[0] == run]:
+                del self._held[key]
+
+    def place(self, peer: int, frame: Frame) -> memoryview | None:
+        """Memory of its own, until the worker fetches it."""
+        with self._lock:
+            if frame.run in self._forgotten:
+                return None
+            spare = self._spare.get(frame.size)
+            coming = spare.pop() if spare else torch.empty(frame.size, dtype=torch.uint8)
+            self._coming[peer] = coming
+        return coming.numpy().data
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        """Keeps the bytes and tells the worker."""
+        with self._lock:
+            coming = self._coming.pop(peer, None)
+            if frame.run in self._forgotten:
+                return
+            self._held[frame.run, frame.transfer] = (
+                torch.empty(0, dtype=torch.uint8) if coming is None else coming
+            )
+        super().arrived(peer, frame)
+
+
+# Name -> how a CPU worker opens it; a CUDA worker has its own.
+OPENERS: dict[str, Callable[["Setup", Keeper], Transport]] = {SHM: SharedMemory, HOST: OverHost}
+
+
+def open_transport(setup: "Setup", store: Keeper) -> Transport:
+    """The transport of a CPU worker."""
+    if setup.transport not in OPENERS:
+        raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")
+    return OPENERS[setup.transport](setup, store)

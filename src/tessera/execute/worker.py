@@ -1,37 +1,58 @@
 """worker: one process, one device.
 
-The loop takes news from its inbox (orders from the engine, arrivals from other workers), asks the queue
-what can go on, and runs it until it must wait. The plain loop beside it does one instruction at a time, in
-the order of the runs, and waits for each: slow, and simple enough to compare with. A worker ends when the
-engine hangs up, so no worker outlives its engine.
+The loop takes news (orders from the engine, arrivals from other workers), asks the queue what can go on, and
+runs it until it must wait. Beside it a thread reads the engine's orders, and answers at once what needs no
+loop: where the worker is, and what other workers have told the store. A worker ends when the engine hangs up,
+so no worker outlives its engine.
 
-Memory is taken when a program first runs in a microbatch, and kept; see `stand`.
+Which loop it is depends on the kind of the device: the one here for CPUs, `cuda.worker` for GPUs. Memory is
+taken when a program first runs in a microbatch, and kept; see `stand`.
 """
 
+import fcntl
 import os
+import shutil
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages
-from tessera.execute.inbox import Hangup, Inbox
+from tessera.execute.handing import take_over
+from tessera.execute.inbox import NOBODY, Hangup, Inbox
 from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Storage, bytes_of, constant, tensor_of
-from tessera.execute.messages import Begin, Cancel, Clear, Done, Failed, PeerLost, Ready
+from tessera.execute.messages import (
+    Begin,
+    Cancel,
+    Clear,
+    Done,
+    Failed,
+    Load,
+    PeerLost,
+    Progress,
+    Ready,
+    Relink,
+    StoreGet,
+    StoreSet,
+    StoreValue,
+    Where,
+)
 from tessera.execute.packing import pack, unpack
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.stand import Ground, Stand
-from tessera.execute.transport import Arrived, Gone, Left, Parcel, Transport
-from tessera.ir import BufferKind, Free, Instruction, Program, Recv, Run, Send, Trace
+from tessera.execute.transport import Arrived, Gone, RunTransfer, open_transport
+from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
 
-ENGINE, PEERS = 0, 1
+# A file in the session's folder that the engine holds as long as it lives.
+LOCK = "lock"
 
 
 @dataclass
@@ -39,22 +60,136 @@ class Setup:
     """What a worker is born with."""
 
     device: int
+    # Of the cluster.
+    devices: tuple[Device, ...]
     traces: tuple[Trace, ...]
-    # programs[lane][index], the lanes of all plans one after another.
-    programs: Sequence[Sequence[Program]]
-    # Weight name -> shared tensor; only those that some lane reads on this device.
+    # programs[lane][index], by the lane's number among all that were ever loaded.
+    programs: list[Sequence[Program]]
+    # Weight name -> shared tensor: all of the model's, since plans that are loaded later may read others.
     weights: dict[str, torch.Tensor]
-    slots: int
-    # Bytes of one slot's arena.
-    slot_bytes: int
+    microbatches: int
     num_threads: int = 1
-    is_plain: bool = False
-    # progress[slot] = (ticket, position): where this worker is, in memory that the engine sees.
+    transport: str = "shm"
+    # Of the session; whoever has it is a worker of this engine.
+    key: bytes = b""
+    # How often this device was started before, and every device, as far as it is known now.
+    epoch: int = 0
+    epochs: tuple[int, ...] = ()
+    # Of a device that keeps another's times: all of them are so much longer.
+    scale: float = 1.0
+    # True to report the time of every launch, where that costs something.
+    is_profiled: bool = False
+    # us[step][launch]: modelled time on this device, which decides who goes first; see `schedule`.
+    us: tuple[tuple[float, ...], ...] = ()
+    # Where the links listen: at this address, or in the session's folder, where all are on one machine.
+    host: str = ""
+    folder: str = ""
+    # progress[microbatch] = (run, position): where this worker is, in memory that the engine sees.
     progress: torch.Tensor | None = None
     # Runs kernels with PTX on the CPU; see `kernel_launch`.
     interpret: Interpret | None = field(default_factory=handed_in)
-    # us[step][launch]: modelled time on this device, which decides who goes first; see `schedule`.
-    us: tuple[tuple[float, ...], ...] = ()
+
+
+class Answers:
+    """The way to the engine, for any thread of a worker."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def tell(self, message: messages.Message) -> None:
+        """Returns when the engine's end has taken it; raises OSError if it is gone."""
+        data = messages.encode(message)
+        with self._lock:
+            self._pipe.send_bytes(data)
+
+
+class Store:
+    """What workers tell one another through the engine. A key is set once."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._known = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._is_over = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Others can have it from now on."""
+        self._answers.tell(StoreSet(key, value.hex()))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """What was set under this key, or will be within the time; raises WorkerError after it."""
+        with self._known:
+            is_known = key in self._values
+        if not is_known:
+            self._answers.tell(StoreGet(key))
+        with self._known:
+            self._known.wait_for(lambda: key in self._values or self._is_over, timeout_s)
+            if key not in self._values:
+                raise WorkerError(f"nobody has set {key} within {timeout_s:.0f} s")
+            return self._values[key]
+
+    def put(self, key: str, value: bytes) -> None:
+        """The engine's answer, by the thread that reads it."""
+        with self._known:
+            self._values[key] = value
+            self._known.notify_all()
+
+    def end(self) -> None:
+        """Nobody will answer any more."""
+        with self._known:
+            self._is_over = True
+            self._known.notify_all()
+
+
+class Orders:
+    """What the loop has to do next: the engine's orders, and what other threads post."""
+
+    def __init__(self, pipe: Connection, answers: Answers, store: Store) -> None:
+        self._answers, self._store = answers, store
+        self._inbox = Inbox()
+        # (microbatch, run, position) of every run that the worker is at; the worker's own.
+        self.where: Callable[[], list[list[float]]] = list
+        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear)
+
+    def take(self, block: bool, timeout_s: float | None = None) -> Any:
+        """The next one; None if there is none and one need not wait, or not any longer."""
+        news = self._inbox.take(block, timeout_s)
+        return None if news is None else news[1]
+
+    def post(self, news: Any) -> None:
+        """From any thread."""
+        self._inbox.post(NOBODY, news)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits to be taken."""
+        return self._inbox.is_empty
+
+    def _hear(self, source: Any, message: Any) -> bool:
+        match message:
+            case Where():
+                self._answers.tell(Progress(self.where()))
+            case StoreValue(key, value):
+                self._store.put(key, bytes.fromhex(value))
+            case Hangup():
+                self._store.end()
+                return False
+            case _:
+                return False
+        return True
+
+
+class Backend(Protocol):
+    """What runs the programs of one kind of device."""
+
+    # Where it is: (microbatch, run, position), for the message of an error.
+    at: tuple[int, int, int]
+
+    def loop(self) -> None:
+        """Says Ready, then works until the engine hangs up."""
+
+    def close(self) -> None:
+        """Ends what it has started."""
 
 
 @dataclass
@@ -68,88 +203,86 @@ class _Active:
 
 
 class Worker:
-    """The device's memory and its loop."""
+    """A CPU's memory and its loop."""
 
-    def __init__(self, setup: Setup, transport: Transport, orders: Connection, answers: Connection) -> None:
-        self._setup, self._transport, self._answers = setup, transport, answers
+    def __init__(self, setup: Setup, store: Store, orders: Orders, answers: Answers) -> None:
+        self._setup, self._orders, self._answers = setup, orders, answers
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
         self._cancelled: set[int] = set()
-        # Ticket -> [transfer, start, arrival] of what has come; a run's transfers may come before its order.
+        # Run -> [transfer, start, arrival] of what has come; a run's transfers may come before its order.
         self._arrivals: dict[int, list[list[float]]] = {}
         self._launchers = [Launcher(t, torch.device("cpu"), setup.interpret) for t in setup.traces]
         weights = [self._bind_weights(t) for t in setup.traces]
         self._ground = Ground(setup.traces, setup.device, weights)
-        # (slot, lane, index)
+        # (microbatch, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
-        self._progress = None if setup.progress is None else setup.progress.numpy().reshape(-1).data
-        # Where the worker is: (slot, ticket, position), for the message of an error.
+        progress = setup.progress
+        if progress is None:
+            progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
+        self._progress = progress.numpy().reshape(-1).data
         self.at = (-1, -1, -1)
-        self._inbox = Inbox()
-        self._inbox.listen({ENGINE: orders}, messages.decode)
-        transport.start(lambda news: self._inbox.post(PEERS, news))
+        orders.where = self._where
+        self._transport = open_transport(setup, store)
+        self._transport.start(orders.post)
 
     def loop(self) -> None:
         """Until the engine hangs up."""
-        self._tell(Ready(time.monotonic()))
+        self._answers.tell(Ready(time.monotonic(), os.getpid()))
         while True:
-            job = self._pick()
-            news = self._inbox.take(block=job is None)
+            job = self._queue.pick()
+            news = self._orders.take(block=job is None)
             if news is not None:
-                if not self._handle(*news):
+                if not self._handle(news):
                     return
             elif job is not None:
                 self._go_on(job)
 
-    def _tell(self, message: messages.Message) -> None:
-        self._answers.send_bytes(messages.encode(message))
+    def close(self) -> None:
+        """Ends the links."""
+        self._transport.close()
 
-    def _pick(self) -> Job | None:
-        """What can go on; in the plain loop only the oldest run may."""
-        if not self._setup.is_plain:
-            return self._queue.pick()
-        oldest = next(iter(self._active), None)
-        job = None if oldest is None else self._queue[oldest]
-        return job if job is not None and job.is_ready else None
-
-    def _handle(self, source: int, news: Any) -> bool:
+    def _handle(self, news: Any) -> bool:
         """Takes in one message; False when the engine is gone."""
         match news:
             case Hangup():
                 return False
             case Begin():
                 self._begin(news)
-            case Cancel(ticket):
-                self._cancel(ticket)
-            case Clear(slot, lane):
-                self._clear(slot, lane)
-            case Arrived(ticket, number, start, stop):
-                if ticket not in self._cancelled:
-                    self._queue.deliver(ticket, number)
-                    self._arrivals.setdefault(ticket, []).append([number, start, stop])
-            case Left(ticket, number):
-                if ticket in self._active:
-                    self._queue.deliver(ticket, number)
-            case Gone(device, message):
-                self._tell(PeerLost(device, message))
+            case Cancel(run):
+                self._cancel(run)
+            case Clear(microbatch, lane):
+                self._clear(microbatch, lane)
+            case Load(first_lane, packed):
+                programs = messages.unpack_programs(packed)
+                self._setup.programs[first_lane:] = programs
+                self._transport.load(first_lane, programs)
+            case Relink(device, epoch):
+                self._transport.relink(device, epoch)
+            case Arrived(run, number, start, stop):
+                if run not in self._cancelled:
+                    self._queue.deliver(run, number)
+                    self._arrivals.setdefault(run, []).append([number, start, stop])
+            case Gone(device, message, epoch):
+                self._answers.tell(PeerLost(device, message, epoch))
             case _:
-                raise TesseraError(f"a worker was sent {type(news).__name__} by {source}")
+                raise TesseraError(f"a worker was sent {type(news).__name__}")
         return True
 
-    def _go_on(self, job: Job) -> None:
-        """Runs one launch of a job and what goes with it, and more while nothing else could be picked.
+    def _where(self) -> list[list[float]]:
+        """Read by another thread, while the loop goes on."""
+        found = [int(value) for value in self._progress]
+        return [[m, found[2 * m], found[2 * m + 1]] for m in range(len(found) // 2) if found[2 * m] >= 0]
 
-        In the plain loop, one instruction.
-        """
+    def _go_on(self, job: Job) -> None:
+        """Runs one launch of a job and what goes with it, and more while nothing else could be picked."""
         active = self._active[job.ticket]
         while True:
             for instruction in job.turn():
                 if not isinstance(instruction, Free):  # what is here stays; see `stand`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
-                if self._setup.is_plain:
-                    break
-            if self._setup.is_plain or not self._is_alone(job):
+            if not self._is_alone(job):
                 break
         if job.is_done:
             self._queue.drop(job.ticket)
@@ -159,13 +292,14 @@ class Worker:
 
     def _is_alone(self, job: Job) -> bool:
         """True if this job can go on, and there is no other and no news."""
-        return len(self._queue) == 1 and self._inbox.is_empty and job.is_ready
+        return len(self._queue) == 1 and self._orders.is_empty and job.is_ready
 
     def _note(self, order: Begin, position: int) -> None:
-        self.at = (order.slot, order.ticket, position)
-        if self._progress is not None:
-            self._progress[2 * order.slot] = order.ticket
-            self._progress[2 * order.slot + 1] = position
+        """The instruction that was issued last; -1: none yet."""
+        self.at = (order.microbatch, order.run, position)
+        # In this order a reader never sees an old run at a new place.
+        self._progress[2 * order.microbatch + 1] = position
+        self._progress[2 * order.microbatch] = order.run
 
     def _issue(self, instruction: Instruction, active: _Active) -> None:
         match instruction:
@@ -174,12 +308,12 @@ class Worker:
             case Send(number):
                 transfer = active.stand.program.transfers[number]
                 contents = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
-                self._transport.send(self._parcel(active, number), contents)
+                self._transport.send(self._transfer(active, number), contents)
             case Recv(number):
                 transfer = active.stand.program.transfers[number]
                 place = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
-                place.copy_(self._transport.fetch(self._parcel(active, number)))
-            case Free():
+                self._transport.fetch(self._transfer(active, number), place)
+            case _:  # see `_go_on`
                 pass
 
     def _launch(self, launch: int, active: _Active) -> None:
@@ -191,45 +325,47 @@ class Worker:
         if wants_spans:
             active.spans.append([launch, start, stop, time.thread_time() - cpu])
 
-    def _parcel(self, active: _Active, number: int) -> Parcel:
-        return Parcel(active.stand.program, active.order.slot, active.order.ticket, number)
+    def _transfer(self, active: _Active, number: int) -> RunTransfer:
+        order = active.order
+        return RunTransfer(order.lane, active.stand.program, order.microbatch, order.run, number)
 
     def _begin(self, order: Begin) -> None:
-        stand = self._stand(order.slot, order.lane, order.index)
+        stand = self._stand(order.microbatch, order.lane, order.index)
         for name, packed in (*order.inputs.items(), *order.state.items()):
             if name in stand.given:
                 stand.memory.put(stand.given[name], unpack(packed).untyped_storage())
-        self._active[order.ticket] = _Active(order, stand)
+        self._active[order.run] = _Active(order, stand)
+        self._note(order, -1)
         instructions = stand.program.instructions[self._setup.device]
-        job = Job(order.slot, order.ticket, instructions, until_wait_us=stand.until_wait_us)
+        job = Job(order.microbatch, order.run, instructions, until_wait_us=stand.until_wait_us)
         self._queue.add(job)
         if job.is_done:  # holds an output or takes state in, and runs nothing
-            self._queue.drop(order.ticket)
-            self._finish(self._active.pop(order.ticket))
+            self._queue.drop(order.run)
+            self._finish(self._active.pop(order.run))
 
-    def _stand(self, slot: int, lane: int, index: int) -> Stand:
-        key = (slot, lane, index)
+    def _stand(self, microbatch: int, lane: int, index: int) -> Stand:
+        key = (microbatch, lane, index)
         if key not in self._stands:
             program = self._setup.programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
-            self._stands[key] = self._ground.stand(slot, program, us)
+            self._stands[key] = self._ground.stand(microbatch, program, us)
         return self._stands[key]
 
-    def _clear(self, slot: int, lane: int) -> None:
+    def _clear(self, microbatch: int, lane: int) -> None:
         for index in range(len(self._setup.programs[lane])):
-            for contents in self._stand(slot, lane, index).state.values():
+            for contents in self._stand(microbatch, lane, index).state.values():
                 contents.zero_()
 
-    def _cancel(self, ticket: int) -> None:
-        self._cancelled.add(ticket)
-        self._arrivals.pop(ticket, None)
-        self._transport.forget(ticket)
-        if self._active.pop(ticket, None) is not None:
-            self._queue.drop(ticket)
+    def _cancel(self, run: int) -> None:
+        self._cancelled.add(run)
+        self._arrivals.pop(run, None)
+        self._transport.forget(run)
+        if (active := self._active.pop(run, None)) is not None:
+            self._queue.drop(run)
+            self._progress[2 * active.order.microbatch] = -1
 
     def _finish(self, active: _Active) -> None:
         order, stand = active.order, active.stand
-        self._note(order, -1)
         skips = order.skips.split(",")
         outputs = {
             name: pack(tensor_of(stand.memory.get(view.buffer), view))
@@ -237,9 +373,10 @@ class Worker:
             if name not in skips
         }
         state = {name: pack(contents) for name, contents in stand.state.items()} if order.wants_state else {}
-        moved = self._arrivals.pop(order.ticket, [])
+        moved = self._arrivals.pop(order.run, [])
         told = moved if order.wants_spans else []
-        self._tell(Done(order.ticket, outputs, state, active.spans, told, active.busy_s))
+        self._answers.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s))
+        self._progress[2 * order.microbatch] = -1
 
     def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
         held = {}
@@ -252,40 +389,63 @@ class Worker:
         return held
 
 
-def main(setup: Setup, opener: Any, orders: Connection, answers: Connection) -> None:
-    """The process's entry; an error goes to the engine, which tells the user."""
+def main(pipe: Connection) -> None:
+    """The entry of a process of the engine's machine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
-    serve(setup, opener, orders, answers)
-    os._exit(0)  # threads of torch.distributed may still wait for peers that are gone
+    try:
+        setup = take_over(pipe)
+    except (EOFError, OSError):
+        os._exit(0)  # the engine is gone
+    serve(setup, pipe)
+    _clean_up(setup.folder)
+    os._exit(0)  # threads may still wait for peers that are gone
 
 
-def serve(setup: Setup, opener: Any, orders: Connection, answers: Connection) -> None:
-    """One worker until its engine hangs up."""
+def _clean_up(folder: str) -> None:
+    """Removes the session's folder if the engine was killed; one that lives holds the lock, and does it."""
+    try:
+        with open(os.path.join(folder, LOCK), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def serve(setup: Setup, pipe: Connection) -> None:
+    """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(setup.num_threads)
     torch.set_grad_enabled(False)
-    worker: Worker | None = None
-    transport: Transport | None = None
+    answers = Answers(pipe)
+    store = Store(answers)
+    orders = Orders(pipe, answers, store)
+    backend: Backend | None = None
     try:
-        transport = opener(orders, answers)
-        worker = Worker(setup, transport, orders, answers)
-        worker.loop()
+        backend = _backend(setup, store, orders, answers)
+        backend.loop()
     except (BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone
     except TesseraError as error:
-        _tell_failure(answers, worker, error.message, error.remedy)
+        _tell_failure(answers, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
-        text = f"{type(error).__name__}: {error}"
-        if worker is None and isinstance(error, (RuntimeError, MemoryError)):
-            text = f"could not take {setup.slots * setup.slot_bytes:,} bytes for its slots: {text}"
-        _tell_failure(answers, worker, text, "")
+        _tell_failure(answers, backend, f"{type(error).__name__}: {error}", "")
     finally:
-        if transport is not None:
-            transport.close()
+        if backend is not None:
+            backend.close()
 
 
-def _tell_failure(answers: Connection, worker: Worker | None, message: str, remedy: str) -> None:
-    at = worker.at if worker is not None else (-1, -1, -1)
+def _backend(setup: Setup, store: Store, orders: Orders, answers: Answers) -> Backend:
+    """By the kind of the device."""
+    if setup.devices[setup.device].kind is DeviceKind.CUDA:
+        from tessera.execute.cuda.worker import CudaWorker
+
+        made: Backend = CudaWorker(setup, store, orders, answers)
+        return made
+    return Worker(setup, store, orders, answers)
+
+
+def _tell_failure(answers: Answers, backend: Backend | None, message: str, remedy: str) -> None:
+    at = backend.at if backend is not None else (-1, -1, -1)
     try:
-        answers.send_bytes(messages.encode(Failed(message, remedy, *at)))
+        answers.tell(Failed(message, remedy, *at))
     except OSError:
         return

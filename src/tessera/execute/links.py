@@ -1,0 +1,462 @@
+"""Links: authenticated connections between worker processes, opened when they are needed and again when cut.
+
+A link carries frames one way, from the worker that opened it. Every worker listens: at a socket in the
+session's private folder where all workers are on one machine, at a TCP port of its host otherwise. It tells its
+address through the engine's store, under its device and epoch, so that nobody reaches an earlier worker of a
+device by mistake. Both ends prove that they know the session's key before anything else is read (HMAC-SHA-256
+over both ends' names and random bytes), within a time, and so many at once: more callers push the oldest out.
+
+A frame is a header and its bytes. A header that no program could have sent closes the link with the reason.
+What is sent after the handshake is neither encrypted nor signed: use a private network.
+"""
+
+import contextlib
+import hmac
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tessera.errors import TesseraError
+
+GREETING = b"tessera link 1\n"
+NONCE_BYTES = PROOF_BYTES = 32
+# Source device, its epoch, destination device.
+_NAMES = struct.Struct("<qqq")
+# Run, transfer, bytes, when it was sent.
+_HEADER = struct.Struct("<qqqd")
+# A run that there is not: the sender opens another link.
+BYE = -1
+# From a call to the end of its handshake.
+HANDSHAKE_S = 5.0
+# Calls in their handshake at one time.
+MAX_HANDSHAKES = 64
+# How long a link is tried to be opened: the other worker may be starting.
+OPEN_S, RETRY_S = 20.0, 0.05
+# A machine that does not acknowledge bytes for so long is cut off.
+UNACKNOWLEDGED_S = 20
+# Bytes that are thrown away are read in parts of this size.
+PART_BYTES = 1 << 16
+
+
+class LinkLost(TesseraError):
+    """A link that cannot be opened, or was cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What travels over a link, but for its bytes."""
+
+    run: int
+    transfer: int
+    size: int
+    # By the sender's clock.
+    sent_s: float
+
+
+class Receiver(Protocol):
+    """Who gets what arrives; called by one thread a peer."""
+
+    def place(self, peer: int, frame: Frame) -> memoryview | None:
+        """Where the frame's bytes go, exactly as many; None: nowhere. Not asked for a frame of no bytes."""
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        """The bytes are in their place."""
+
+    def gone(self, peer: int, why: str) -> None:
+        """The link from a peer, or to it, was cut."""
+
+
+class Keeper(Protocol):
+    """The engine's store, from a worker."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Others can have it from now on."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """What was set under this key, or will be within the time."""
+
+
+@dataclass
+class _Out:
+    """The link to one peer."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    link: socket.socket | None = None
+    # What could not be written at once, for a thread of its own; the count includes what it is at.
+    waiting: "queue.SimpleQueue[tuple[int, memoryview]]" = field(default_factory=queue.SimpleQueue)
+    num_waiting: int = 0
+    has_thread: bool = False
+    # Counts the links that were given up; what waits for an earlier one is dropped.
+    turn: int = 0
+
+
+class Links:
+    """One worker's ends of all its links.
+
+    epochs     of every device's worker, its own among them
+    max_bytes  peer -> how many bytes a frame from it may have
+    """
+
+    def __init__(
+        self,
+        device: int,
+        epochs: Sequence[int],
+        key: bytes,
+        store: Keeper,
+        receiver: Receiver,
+        max_bytes: Callable[[int], int],
+        *,
+        folder: str = "",
+        host: str = "",
+    ) -> None:
+        self._device, self._epochs, self._key = device, list(epochs), key
+        self._store, self._receiver, self._max_bytes = store, receiver, max_bytes
+        self._folder, self._host = folder, host
+        self._outs = [_Out() for _ in epochs]
+        # Peer -> its link to this worker.
+        self._ins: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._shaking: OrderedDict[socket.socket, None] = OrderedDict()
+        self._server: socket.socket | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Listens, and tells where."""
+        if self._host:
+            self._server = socket.create_server((self._host, 0), backlog=128)
+            address = f"tcp {self._host} {self._server.getsockname()[1]}"
+        else:
+            path = os.path.join(self._folder, f"link-{self._device}-{self._epochs[self._device]}")
+            self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._server.bind(path)
+            self._server.listen(128)
+            address = f"unix {path}"
+        self._spawn(self._listen, self._server)
+        self._store.set(_key_of(self._device, self._epochs[self._device]), address.encode())
+
+    def send(self, peer: int, frame: Frame, contents: memoryview) -> None:
+        """Writes a frame, and opens the link where there is none; for a thread a peer. Raises LinkLost.
+
+        Not to be mixed with `post` for the same peer.
+        """
+        out = self._outs[peer]
+        with out.lock:
+            turn = out.turn
+        self._write(peer, out, turn, _packed(frame, contents))
+
+    def post(self, peer: int, frame: Frame, contents: memoryview) -> None:
+        """Sends a frame without waiting; the contents may be overwritten when this returns.
+
+        A link that cannot be opened or written is told as gone.
+        """
+        out = self._outs[peer]
+        try:
+            with out.lock:
+                self._post(peer, out, frame, contents)
+        except LinkLost as error:
+            self._receiver.gone(peer, error.message)
+
+    def _post(self, peer: int, out: _Out, frame: Frame, contents: memoryview) -> None:
+        """With the lock held."""
+        rest: memoryview | None
+        if out.link is None or out.num_waiting:
+            rest = memoryview(_packed(frame, contents))
+        else:
+            try:
+                rest = _write_some(out.link, frame, contents)
+            except OSError as error:
+                self._drop(out)
+                raise LinkLost(_words(error)) from error
+        if rest is None:
+            return
+        out.num_waiting += 1
+        out.waiting.put((out.turn, rest))
+        if not out.has_thread:
+            out.has_thread = True
+            self._spawn(self._write_waiting, peer, out)
+
+    def relink(self, peer: int, epoch: int) -> None:
+        """The link to a peer is given up, with what waits for it; the next frame opens another.
+
+        With a new epoch the peer was started again, and its link to here is given up too.
+        """
+        out = self._outs[peer]
+        with out.lock:
+            if out.link is not None:
+                with contextlib.suppress(OSError):
+                    out.link.send(_HEADER.pack(BYE, 0, 0, 0.0), socket.MSG_DONTWAIT)
+            self._drop(out)
+        with self._lock:
+            stale = self._ins.pop(peer, None) if epoch > self._epochs[peer] else None
+            self._epochs[peer] = max(epoch, self._epochs[peer])
+        if stale is not None:
+            _shut(stale)
+
+    def close(self) -> None:
+        """Ends all links, without a word to the receiver."""
+        self._is_closed = True
+        if self._server is not None:
+            _shut(self._server)
+        for out in self._outs:
+            with out.lock:
+                self._drop(out)
+        with self._lock:
+            ins, self._ins = list(self._ins.values()), {}
+        for link in ins:
+            _shut(link)
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, name="tessera-link", daemon=True).start()
+
+    def _drop(self, out: _Out) -> None:
+        """With the lock held: this link is over."""
+        out.turn += 1
+        if out.link is not None:
+            _shut(out.link)
+            out.link = None
+
+    def _write_waiting(self, peer: int, out: _Out) -> None:
+        """A peer's thread."""
+        while not self._is_closed:
+            turn, data = out.waiting.get()
+            try:
+                if turn == out.turn:
+                    self._write(peer, out, turn, data)
+            except LinkLost as error:
+                self._receiver.gone(peer, error.message)
+            finally:
+                with out.lock:
+                    out.num_waiting -= 1
+
+    def _write(self, peer: int, out: _Out, turn: int, data: memoryview | bytes) -> None:
+        """All of it, over a link that is opened if need be; nothing if the link was given up meanwhile."""
+        link = out.link
+        if link is None:
+            link = self._open(peer)
+            with out.lock:
+                if turn != out.turn:
+                    _shut(link)
+                    return
+                out.link = link
+        try:
+            link.sendall(data)
+        except OSError as error:
+            with out.lock:
+                if turn != out.turn:  # given up, on purpose
+                    return
+                self._drop(out)
+            raise LinkLost(_words(error)) from error
+
+    def _open(self, peer: int) -> socket.socket:
+        """A link to the peer's present worker."""
+        deadline, said = time.monotonic() + OPEN_S, "it does not say where it listens"
+        epoch = self._epochs[peer]
+        while not self._is_closed and epoch == self._epochs[peer] and time.monotonic() < deadline:
+            try:
+                address = self._store.get(_key_of(peer, epoch), deadline - time.monotonic()).decode()
+                link = _call(address)
+            except (OSError, TesseraError) as error:
+                said = _words(error)
+                time.sleep(RETRY_S)
+                continue
+            try:
+                self._prove(link, peer)
+            except (OSError, LinkLost) as error:
+                _shut(link)
+                said = _words(error)
+                time.sleep(RETRY_S)
+                continue
+            return link
+        raise LinkLost(f"no link could be opened: {said}")
+
+    def _prove(self, link: socket.socket, peer: int) -> None:
+        """The caller's half of the handshake."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        greeting = _read(link, len(GREETING) + NONCE_BYTES, deadline)
+        if greeting[: len(GREETING)] != GREETING:
+            raise LinkLost("what answers there is no worker")
+        names = _NAMES.pack(self._device, self._epochs[self._device], peer)
+        nonces = greeting[len(GREETING) :] + os.urandom(NONCE_BYTES)
+        link.sendall(names + nonces[NONCE_BYTES:] + _proof(self._key, b"caller", names, nonces))
+        answer = _read(link, PROOF_BYTES, deadline)
+        if not hmac.compare_digest(answer, _proof(self._key, b"called", names, nonces)):
+            raise LinkLost("what answers there has another key")
+        link.settimeout(None)
+
+    def _admit(self, link: socket.socket) -> tuple[int, int]:
+        """The other half: who calls, and which of its workers."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        link.settimeout(HANDSHAKE_S)
+        own = os.urandom(NONCE_BYTES)
+        link.sendall(GREETING + own)
+        said = _read(link, _NAMES.size + NONCE_BYTES + PROOF_BYTES, deadline)
+        names, proof = said[: _NAMES.size], said[-PROOF_BYTES:]
+        nonces = own + said[_NAMES.size : -PROOF_BYTES]
+        if not hmac.compare_digest(proof, _proof(self._key, b"caller", names, nonces)):
+            raise LinkLost("it has another key")
+        src, epoch, dst = _NAMES.unpack(names)
+        if dst != self._device or not 0 <= src < len(self._epochs) or src == dst:
+            raise LinkLost("it is no peer of this worker")
+        with self._lock:
+            if epoch < self._epochs[src]:
+                raise LinkLost("it was given up")
+            self._epochs[src] = epoch
+        link.sendall(_proof(self._key, b"called", names, nonces))
+        link.settimeout(None)
+        return src, epoch
+
+    def _listen(self, server: socket.socket) -> None:
+        while True:
+            try:
+                link, _ = server.accept()
+            except ConnectionError:
+                continue  # hung up before it was answered
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(RETRY_S)  # too many open files, perhaps; others will be closed
+                continue
+            with self._lock:
+                self._shaking[link] = None
+                oldest = next(iter(self._shaking)) if len(self._shaking) > MAX_HANDSHAKES else None
+            if oldest is not None:
+                _shut(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
+            self._spawn(self._serve, link)
+
+    def _serve(self, link: socket.socket) -> None:
+        """One call, in a thread of its own: who it is, then what it sends."""
+        peer = None
+        try:
+            _tune(link)
+            peer, _ = self._admit(link)
+        except (OSError, LinkLost, EOFError):
+            pass  # who has no key is no peer, and one that has calls again
+        finally:
+            with self._lock:
+                self._shaking.pop(link, None)
+                if peer is not None:
+                    stale, self._ins[peer] = self._ins.get(peer), link
+                    if stale is not None:
+                        _shut(stale)
+        why = self._receive(peer, link) if peer is not None else ""
+        link.close()
+        with self._lock:
+            is_news = peer is not None and self._ins.get(peer) is link
+            if is_news and peer is not None:
+                del self._ins[peer]
+        if is_news and peer is not None and why and not self._is_closed:
+            self._receiver.gone(peer, why)
+
+    def _receive(self, peer: int, link: socket.socket) -> str:
+        """Frames until the link ends; why it did, empty if the peer opens another."""
+        header = bytearray(_HEADER.size)
+        scratch = memoryview(bytearray(PART_BYTES))
+        try:
+            while True:
+                _read_into(link, memoryview(header))
+                frame = Frame(*_HEADER.unpack(header))
+                if frame.run == BYE:
+                    return ""
+                limit = self._max_bytes(peer)
+                if min(frame.run, frame.transfer, frame.size) < 0 or frame.size > limit:
+                    return f"it sent a frame of {frame.size} bytes, no program has more than {limit}"
+                place = self._receiver.place(peer, frame) if frame.size else None
+                if place is not None:
+                    _read_into(link, place)
+                else:
+                    for start in range(0, frame.size, PART_BYTES):
+                        _read_into(link, scratch[: min(PART_BYTES, frame.size - start)])
+                self._receiver.arrived(peer, frame)
+        except (OSError, EOFError) as error:
+            return _words(error)
+
+
+def _key_of(device: int, epoch: int) -> str:
+    return f"link/{device}/{epoch}"
+
+
+def _proof(key: bytes, role: bytes, names: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, role + names + nonces, "sha256")
+
+
+def _packed(frame: Frame, contents: memoryview) -> bytes:
+    return b"".join((_HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s), contents))
+
+
+def _write_some(link: socket.socket, frame: Frame, contents: memoryview) -> memoryview | None:
+    """What the link does not take at once, in memory of its own; None if it has taken all."""
+    header = _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
+    try:
+        sent = link.sendmsg([header, contents], [], socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        sent = 0
+    if sent == len(header) + len(contents):
+        return None
+    return memoryview(header[sent:] + bytes(contents[max(0, sent - len(header)) :]))
+
+
+def _call(address: str) -> socket.socket:
+    kind, *where = address.split(" ", 2)
+    if kind == "tcp":
+        link = socket.create_connection((where[0], int(where[1])), timeout=HANDSHAKE_S)
+    else:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.settimeout(HANDSHAKE_S)
+        link.connect(" ".join(where))
+    _tune(link)
+    return link
+
+
+def _tune(link: socket.socket) -> None:
+    if link.family == socket.AF_UNIX:
+        return
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_S * 1000),
+    ):
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _read(link: socket.socket, size: int, deadline: float) -> bytes:
+    """Exactly so many bytes before the deadline, however slowly the other side drips."""
+    data = bytearray(size)
+    _read_into(link, memoryview(data), deadline)
+    return bytes(data)
+
+
+def _read_into(link: socket.socket, place: memoryview, deadline: float | None = None) -> None:
+    at, size = 0, len(place)
+    while at < size:
+        if deadline is not None:
+            link.settimeout(max(0.001, deadline - time.monotonic()))
+        got = link.recv_into(place[at:] if at else place)
+        if not got:
+            raise EOFError
+        at += got
+
+
+def _shut(link: socket.socket) -> None:
+    """Ends a socket for both sides, and wakes a thread that reads it."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+    link.close()
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, EOFError):
+        return "the link was closed"
+    if isinstance(error, OSError):
+        return (error.strerror or str(error) or type(error).__name__).lower()
+    return getattr(error, "message", str(error))
