@@ -4,8 +4,8 @@
     one microbatch = its lane's state there + the most bytes of inputs, received values, temporaries and
                      outputs that a program has there at one time, each counted until its `Free`
 
-That is what a GPU holds, whose memory pool takes freed buffers back, and what the planner counts. A worker on
-a CPU takes more of its machine's memory: it frees nothing, to keep its launches bound; see `stand`. Memory is
+That is what a GPU's memory pool holds and what the planner counts. A worker on a CPU may take somewhat more
+of its machine's memory: what is freed there serves buffers of the same size only; see `stand`. Memory is
 counted in multiples of `ALIGN`, as torch gives it out.
 
 Weights of several plans over the same model are counted once by name; constants of a trace are counted for
@@ -13,16 +13,18 @@ each step. Not counted: what an operator takes and gives back within one launch,
 processes hand transfers over (`landing_bytes`), which are memory of the machine and not of the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tessera.errors import DeviceMemoryError
 from tessera.execute.check_program import check_programs
 from tessera.execute.lower import lower
-from tessera.ir import BufferKind, Free, Plan, Program, Recv, Run, Trace, arg_views
+from tessera.ir import BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, arg_views
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
+# What is there before a step starts.
+GIVEN = (BufferKind.INPUT, BufferKind.STATE)
 # Torch aligns its own memory so.
 ALIGN = 64
 
@@ -67,22 +69,43 @@ def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Foo
     return tuple(found)
 
 
-def touched(trace: Trace, program: Program, device: int) -> list[int]:
-    """The buffers that a device has for a program: what it runs on, moves or keeps, without the weights."""
-    found: set[int] = set()
-    for instruction in program.instructions[device]:
-        if isinstance(instruction, Run):
-            launch = trace.launches[instruction.launch]
-            args = (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs)
-            found.update(view.buffer for arg in args for view in arg_views(arg))
-            found.update(access.buffer for access in launch.accesses)
-    found.update(t.buffer for t in program.transfers if device in (t.src, t.dst))
+def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, bool]]:
+    """(buffer, True) where a device's list first needs it, (buffer, False) where it needs it no more.
+
+    Inputs and state are needed from the start on. Without the weights, but for empty ones: nobody sends an
+    empty buffer, and everybody may name it.
+    """
+    kinds = [buffer.kind for buffer in trace.buffers]
+    seen = {b for b in trace.buffers_of(BufferKind.WEIGHT) if trace.buffers[b].size_bytes}
+    columns = [list(_named(trace, program, i)) for i in program.instructions[device]]
     views = {name: view.buffer for name, view in trace.outputs}
-    found.update(views[name] for name, holder in program.outputs if holder == device)
-    found.update(buffer for buffer, home in program.homes if home == device)
-    # Nobody sends an empty buffer, and everybody may name it.
-    empty = {b for b, buffer in enumerate(trace.buffers) if buffer.size_bytes == 0}
-    return sorted((found - set(trace.buffers_of(BufferKind.WEIGHT))) | empty)
+    given = {b for named in columns for b in named if kinds[b] in GIVEN}
+    given |= {b for b, home in program.homes if home == device}
+    given |= {
+        views[name] for name, holder in program.outputs if holder == device and kinds[views[name]] in GIVEN
+    }
+    given |= {b for b, buffer in enumerate(trace.buffers) if buffer.size_bytes == 0}
+    for named, instruction in zip(
+        [sorted(given), *columns], [None, *program.instructions[device]], strict=True
+    ):
+        if isinstance(instruction, Free):
+            yield instruction.buffer, False
+            continue
+        for buffer in named:
+            if buffer not in seen:
+                seen.add(buffer)
+                yield buffer, True
+
+
+def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:
+    """The buffers that an instruction works on."""
+    if isinstance(instruction, Run):
+        launch = trace.launches[instruction.launch]
+        args = (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs)
+        yield from (view.buffer for arg in args for view in arg_views(arg))
+        yield from (access.buffer for access in launch.accesses)
+    elif isinstance(instruction, (Send, Recv)):
+        yield program.transfers[instruction.transfer].buffer
 
 
 def _lane_bytes(plan: Plan, programs: Sequence[Program], device: int) -> int:
@@ -90,39 +113,16 @@ def _lane_bytes(plan: Plan, programs: Sequence[Program], device: int) -> int:
     state: dict[str, int] = {}
     most = 0
     for program in programs:
-        trace = plan.graphs[program.step].trace
-        here = touched(trace, program, device)
-        kept = [trace.buffers[b] for b in here if trace.buffers[b].kind is BufferKind.STATE]
-        state |= {buffer.name: _aligned(buffer.size_bytes) for buffer in kept}
-        most = max(most, peak_bytes(trace, program, device))
+        buffers = plan.graphs[program.step].trace.buffers
+        now = 0
+        for index, is_needed in touched(plan.graphs[program.step].trace, program, device):
+            size = _aligned(buffers[index].size_bytes)
+            if buffers[index].kind is BufferKind.STATE:
+                state[buffers[index].name] = size
+            else:
+                now += size if is_needed else -size
+                most = max(most, now)
     return sum(state.values()) + most
-
-
-def peak_bytes(trace: Trace, program: Program, device: int) -> int:
-    """The most bytes of a program that are alive on a device at one time, without weights and state."""
-    sizes = {
-        b: _aligned(trace.buffers[b].size_bytes)
-        for b in touched(trace, program, device)
-        if trace.buffers[b].kind is not BufferKind.STATE
-    }
-    alive = {b for b in sizes if trace.buffers[b].kind is BufferKind.INPUT}
-    now = most = sum(sizes[b] for b in alive)
-    for instruction in program.instructions[device]:
-        if isinstance(instruction, Free):
-            now -= sizes.get(instruction.buffer, 0) if instruction.buffer in alive else 0
-            alive.discard(instruction.buffer)
-            continue
-        if isinstance(instruction, Run):
-            new = {access.buffer for access in trace.launches[instruction.launch].accesses}
-        elif isinstance(instruction, Recv):
-            new = {program.transfers[instruction.transfer].buffer}
-        else:
-            continue
-        new = (new & sizes.keys()) - alive
-        alive |= new
-        now += sum(sizes[b] for b in new)
-        most = max(most, now)
-    return most
 
 
 def _aligned(size_bytes: int) -> int:
