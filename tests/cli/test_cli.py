@@ -168,7 +168,7 @@ BAD = [
     (["capture", "tiny-llama", "--batch", "many"], "Invalid value for '--batch'"),
     (["plann"], "unknown command 'plann'; known: capture, analyze"),
     (["profile", "{decode.trace}", "--devices", "emu:a1000"], "unknown GPU 'a1000'; known: "),
-    (["profile", "{decode.trace}", "--devices", "tpu:1"], "known: cpu, cuda, emu"),
+    (["profile", "{decode.trace}", "--devices", "tpu:1"], "known: away, cpu, cuda, emu"),
     (["profile", "{decode.trace}", "--devices", "a100"], "Write emu:a100 to plan for it."),
     (["analyze", "{decode.trace}", "--explain", "mm"], "--explain: only the code of a PTX kernel"),
     (["analyze", "missing.ptx", "-o", "graph"], "--output: PTX has no graph"),

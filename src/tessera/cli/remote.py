@@ -5,30 +5,29 @@
 
     torchrun --nnodes 2 --nproc-per-node 1 ... -m tessera run PLAN --torchrun --secret-file SECRET
 
-Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it.
-`tessera serve` takes the same options; its other ranks, and `tessera worker`, need no plan: rank 0 sends
-what is to run. With --ray, Ray starts the workers of all devices.
+Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it. It
+sends the others what is to run: those of `tessera serve`, and `tessera worker`, need no plan, those of
+`tessera run` have one, which must be the same. With --ray, Ray starts the workers of all devices.
 """
 
 import hashlib
 import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Cluster, Plan, digest
+from tessera.ir import Device, Plan, digest
 
 if TYPE_CHECKING:
+    from tessera.execute.crew import MakeHub
     from tessera.execute.gate import Gate
     from tessera.execute.remote import RemoteHub
-    from tessera.execute.worker import Setup
-    from tessera.serve.gathering import Gathering
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
 Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also answers the requests.")]
@@ -42,6 +41,8 @@ OnRay = Annotated[
 
 # Under torchrun, where rank 0 writes the address that it listens at.
 ADDRESS_KEY = "tessera/address"
+# How long a rank of `tessera run` looks for another run on the same address when one has ended.
+AGAIN_S = 1.0
 
 
 @dataclass
@@ -78,17 +79,19 @@ class Meeting:
             raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
         return Meeting(rank, host, int(port), check_secret(host, secret))
 
-    def hub(self, plans: Sequence[Plan]) -> "Callable[[Sequence[Setup]], RemoteHub]":
+    def hub(self, plans: Sequence[Plan]) -> "partial[RemoteHub]":
         """For rank 0: what makes the engine's way to all workers."""
-        from tessera.execute.handshake import Call
-        from tessera.execute.remote import RemoteHub, start_here
+        return self.hub_of(len(plans[0].cluster.devices), plans_digest(plans))
 
-        names = plans[0].cluster.names
-        self.check_world(len(names))
-        gate = self.gate()
-        call = Call(gate.address, self.secret, plans_digest(plans))
-        starters = {0: start_here(call)}
-        return lambda setups: RemoteHub(names, setups, gate, call.digest, starters)
+    def hub_of(self, num_devices: int, digest: str = "") -> "partial[RemoteHub]":
+        """The same by the number of devices; `digest` names the plans that workers may have."""
+        from tessera.execute.remote import RemoteHub
+
+        if self.world not in (None, num_devices):
+            message = f"torchrun started {self.world} processes for {num_devices} devices"
+            raise MismatchError(message, "Start one process a device.", "--torchrun")
+        here = frozenset({0})
+        return partial(RemoteHub, gate=self.gate(), secret=self.secret, here=here, digest=digest)
 
     def gate(self) -> "Gate":
         """For rank 0: where the others call."""
@@ -104,62 +107,46 @@ class Meeting:
         port = self.port if self.store is None else int(self.store.get(ADDRESS_KEY))
         return self.host, port
 
-    def check_world(self, num_devices: int) -> None:
-        """Raises MismatchError if torchrun has not started one process a device."""
-        if self.world not in (None, num_devices):
-            message = f"torchrun started {self.world} processes for {num_devices} devices"
-            raise MismatchError(message, "Start one process a device.", "--torchrun")
 
-
-def serve_rank(plans: Sequence[Plan], meeting: Meeting, is_plain: bool) -> None:
-    """A rank above 0: its device's worker, until rank 0 hangs up."""
-    from tessera.execute.calling import serve_and_exit
-    from tessera.execute.handshake import Call
-    from tessera.execute.setups import setups_of
-    from tessera.flow import workloads_of
+def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
+    """A rank above 0: its device's worker, until rank 0 has ended."""
+    from tessera.cli.worker import work
+    from tessera.serve.joining import ModelHere
 
     names = plans[0].cluster.names
     if meeting.rank >= len(names):
         raise TesseraError(
             f"there is no rank {meeting.rank}", f"The plan has {len(names)} devices, from 0.", "--rank"
         )
-    weights = workloads_of(plans[0].unit)[0].weights()
-    setup = setups_of(plans, weights, is_plain)[meeting.rank]
-    serve_and_exit(setup, len(names), Call(meeting.address(), meeting.secret, plans_digest(plans)))
+    work(meeting, make=ModelHere(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
 
 
 @contextmanager
 def gathered(
-    cluster: Cluster, model: str, meeting: Meeting | None, ray: str | None
-) -> "Iterator[Gathering | None]":
-    """The workers of a service, from now to its end; None: all are processes of this machine."""
-    if meeting is None and ray is None:
-        yield None
+    devices: str, model: str, meeting: Meeting | None, ray: str | None
+) -> "Iterator[tuple[tuple[Device, ...], MakeHub | None]]":
+    """The devices of a service and the way to their workers; None: they are processes of this machine."""
+    from tessera.profile import parse_devices
+
+    if meeting is not None and ray is not None:
+        raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
+    if ray is not None:
+        from tessera.serve import ray_cluster
+
+        with ray_cluster.joined(ray) as host:
+            found = parse_devices(ray_cluster.counted(devices, ray_cluster.nodes()))
+            with ray_cluster.placed(host, found, model, _complain) as make:
+                yield found, make
         return
-    from tessera.execute.gate import Gate
-    from tessera.execute.handshake import Call
-    from tessera.execute.remote import start_here
-    from tessera.serve.gathering import BORN, Gathering
-
-    with ExitStack() as stack:
-        if meeting is not None:
-            if ray is not None:
-                raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
-            meeting.check_world(len(cluster.devices))
-            gate = meeting.gate()
-            here = start_here(Call(gate.address, meeting.secret, BORN))
-            made = Gathering(gate, cluster.names, {cluster.names[0]: here})
-        else:
-            from tessera.serve import ray_cluster
-
-            host = stack.enter_context(ray_cluster.joined(ray or ray_cluster.LOCAL))
-            ray_cluster.check_room(cluster.devices)
-            secret = secrets.token_bytes(32)
-            gate = Gate(host, 0, secret, _complain)
-            starters = ray_cluster.starters(cluster.devices, Call(gate.address, secret), model)
-            made = Gathering(gate, cluster.names, starters)
-        stack.callback(made.close)
-        yield made
+    found = parse_devices(devices)
+    if meeting is None:
+        yield found, None
+        return
+    hub = meeting.hub_of(len(found))
+    try:
+        yield found, hub
+    finally:
+        hub.keywords["gate"].close()
 
 
 def _complain(line: str) -> None:

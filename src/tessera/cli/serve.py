@@ -23,8 +23,8 @@ from tessera.cli.worker import work
 from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:
+    from tessera.execute.crew import MakeHub
     from tessera.ir import Cluster
-    from tessera.serve.gathering import Gathering
     from tessera.serve.limits import Limits
     from tessera.serve.start import Options, Ready
 
@@ -39,14 +39,20 @@ MaxLen = Annotated[
 ChunkSize = Annotated[
     int | None, typer.Option(help="Tokens of a prompt that are read at a time.", show_default="64")
 ]
+TransportName = Annotated[
+    str, typer.Option(help="How workers pass bytes on, if not as suits them best: shm, ipc, nvshmem or host.")
+]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="A line on standard error for every answer.")]
 AsJsonLine = Annotated[bool, typer.Option("--json", help="Say where it listens as one line of JSON.")]
 
 
 def serve(
     model: Annotated[str, typer.Argument(help="A built-in model, or a folder with a checkpoint.")],
-    devices: Annotated[str, typer.Option(help="Where it runs: cpu, emu:a100,emu:l40s, ...")] = "cpu",
+    devices: Annotated[
+        str, typer.Option(help="Where it runs: cpu, emu:a100,emu:l40s, cuda:0, away:a100:2, ...")
+    ] = "cpu",
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
+    transport: TransportName = "auto",
     rendezvous: Rendezvous = None,
     rank: Rank = 0,
     secret_file: SecretFile = None,
@@ -77,7 +83,9 @@ def serve(
         _log_access()
     meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
     if meeting is not None and meeting.rank > 0:
-        work(meeting, model=model)
+        from tessera.serve.joining import ModelHere
+
+        work(meeting, make=ModelHere(model, may_import=True))
         return
     _check_extra()
     counts = {"slots": slots, "rows": rows, "max-len": max_len, "max-waiting": max_waiting}
@@ -94,14 +102,16 @@ def serve(
         max_len=max_len,
         chunk=chunk,
         policy=policy,
+        transport=transport,
         max_waiting=max_waiting,
         keys=read_keys(api_key or ()),
         is_local=is_loopback(host),
         limits=_within_files(Limits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
     )
-    cluster = _cluster(devices, link or [])
-    with gathered(cluster, model, meeting, ray) as gathering:
-        _serve(model, cluster, options, (host, port), as_json, started_s, gathering)
+    with gathered(devices, model, meeting, ray) as (found, hub):
+        from tessera.profile import wire
+
+        _serve(model, wire(found, link or []), options, (host, port), as_json, started_s, hub)
 
 
 def _serve(
@@ -111,7 +121,7 @@ def _serve(
     address: tuple[str, int],
     as_json: bool,
     started_s: float,
-    gathering: "Gathering | None" = None,
+    hub: "MakeHub | None" = None,
 ) -> None:
     from tessera.serve.server import Server, bind, url_of
     from tessera.serve.start import started
@@ -124,9 +134,7 @@ def _serve(
         )
     with _stoppable(), bound, ExitStack() as stack:
         with progress(f"serving {model}") as advance:
-            ready = stack.enter_context(
-                started(model, cluster, options, gathering=gathering, advance=advance)
-            )
+            ready = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
 
         async def stop() -> None:
             await asyncio.to_thread(ready.service.stop, 0.0)
@@ -156,12 +164,6 @@ def _announce(ready: "Ready", names: Sequence[str], url: str, seconds: float, as
         "seconds": round(seconds, 3),
     }
     typer.echo(json.dumps(document))
-
-
-def _cluster(devices: str, links: list[str]) -> "Cluster":
-    from tessera.profile import parse_devices, wire
-
-    return wire(parse_devices(devices), links)
 
 
 def _within_files(limits: "Limits") -> "Limits":

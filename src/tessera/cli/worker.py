@@ -3,16 +3,20 @@
     tessera worker --rendezvous HOST:PORT --secret-file SECRET [--rank N]
 
 The service sends what is to be run; the worker makes the model's weights itself, from the built-in name or
-from the folder that the service names, or from --model. It goes on until no service answers any more.
+from the folder that the service names, or from --model, and is sent those that it cannot make. It goes on
+until no service answers any more.
 """
 
 import signal
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tessera.cli.remote import Meeting, Rendezvous, SecretFile, UnderTorchrun
 from tessera.errors import TesseraError
+
+if TYPE_CHECKING:
+    from tessera.serve.joining import ModelHere
 
 ANY = -1
 
@@ -27,7 +31,7 @@ def worker(
         str, typer.Option(help="The model's folder on this machine, where it is not the service's.")
     ] = "",
     patience: Annotated[float, typer.Option(help="Seconds to wait for a service at first.")] = 300.0,
-    again: Annotated[float, typer.Option(help="Seconds to wait for it again, after it has hung up.")] = 5.0,
+    again: Annotated[float, typer.Option(help="Seconds to call again where none listens any more.")] = 5.0,
     torchrun: UnderTorchrun = False,
 ) -> None:
     """Compute for a service that runs on another machine."""
@@ -37,22 +41,27 @@ def worker(
         raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
     if not min(patience, again) >= 0:
         raise TesseraError("a time below 0", "Use 0 or more seconds.", "--patience")
-    work(Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun), rank, model, patience, again)
+    from tessera.serve.joining import ModelHere
+
+    meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)
+    work(meeting, rank, ModelHere(model, may_import=bool(model)), patience, again)
 
 
 def work(
     meeting: Meeting,
     rank: int | None = None,
-    model: str = "",
+    make: "ModelHere | None" = None,
     patience_s: float = 300.0,
     again_s: float = 5.0,
+    digest: str = "",
 ) -> None:
     """Session after session, until no service answers; `rank` where it is not the meeting's."""
     from tessera.execute.handshake import Call
-    from tessera.serve.joining import keep_working
+    from tessera.serve.joining import ModelHere, keep_working
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
     own = meeting.rank if rank is None or meeting.store is not None else rank
-    call = Call(meeting.address(), meeting.secret)
+    call = Call(meeting.address(), meeting.secret, digest)
     typer.echo(f"a worker for {call.place}", err=True)
-    keep_working(call, own, model, patience_s, again_s, lambda line: typer.echo(line, err=True))
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    keep_working(call, own, make or ModelHere(), patience_s, again_s, say)

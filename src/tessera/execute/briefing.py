@@ -1,8 +1,9 @@
-"""Briefing: what a worker elsewhere is told in place of being born with it, as JSON.
+"""Briefing: what a worker elsewhere is told, and sent, in place of being born with it.
 
-The engine sends the traces, the programs and the sizes; the worker makes the weights itself, from the model
-that the traces name, and compares a fingerprint of each with the engine's. So the two run the same programs
-on the same weights, and no weight crosses the network.
+The engine sends the traces, the programs and the sizes as JSON; the worker makes the weights itself, from the
+model that the traces name, and compares a fingerprint of each with the engine's. So the two run the same
+programs on the same weights. Weights that it cannot make are sent, in pieces of bounded size, when it asks
+for them (`Want`), and compared in the same way.
 
 A fingerprint is of dtype, shape and up to 4,096 values spread over the tensor: it tells checkpoints apart,
 and not two that differ in a few values only.
@@ -10,19 +11,35 @@ and not two that differ in a few values only.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from tessera.errors import MismatchError, RuleBroken, WorkerError
+from tessera.execute.messages import Piece
 from tessera.execute.packing import Packed
 from tessera.execute.worker import Setup
-from tessera.ir import Program, Trace, verify
+from tessera.ir import AWAY, Device, Program, Trace, verify
 from tessera.ir.codec import Undecodable, decode, encode
 
 NAME = "briefing"
 FINGERPRINT_VALUES = 4096
+# What one message carries of a weight.
+PIECE_BYTES = 16 << 20
+# A briefing is traces and programs: tens of megabytes for the largest models.
+MAX_BRIEFING_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a weight is, without its values."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +47,47 @@ class Briefing:
     """A `Setup` that can travel; the fields that both have mean the same."""
 
     device: int
-    # How many devices there are.
-    world: int
+    devices: tuple[Device, ...]
     traces: tuple[Trace, ...]
     programs: tuple[tuple[Program, ...], ...]
-    slots: int
-    slot_bytes: int
+    # Those that this device reads.
+    weights: tuple[Weight, ...]
+    microbatches: int
     num_threads: int
-    is_plain: bool
+    transport: str
+    epoch: int
+    epochs: tuple[int, ...]
+    scale: float
+    is_profiled: bool
     us: tuple[tuple[float, ...], ...]
-    # (name, fingerprint, strides) of the weights that this device reads.
-    weights: tuple[tuple[str, str, tuple[int, ...]], ...]
+    # Names the session; with the secret it gives the key of the links.
+    session_hex: str
 
 
-def briefing_of(setup: Setup, world: int) -> Briefing:
+def briefing_of(setup: Setup, session: bytes) -> Briefing:
     """What the worker of this setup must know."""
     return Briefing(
         setup.device,
-        world,
+        setup.devices,
         tuple(setup.traces),
         tuple(tuple(lane) for lane in setup.programs),
-        setup.slots,
-        setup.slot_bytes,
+        tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items())),
+        setup.microbatches,
         setup.num_threads,
-        setup.is_plain,
+        setup.transport,
+        setup.epoch,
+        setup.epochs,
+        setup.scale,
+        setup.is_profiled,
         setup.us,
-        tuple((name, fingerprint(t), tuple(t.stride())) for name, t in sorted(setup.weights.items())),
+        session.hex(),
     )
+
+
+def weight_of(name: str, tensor: torch.Tensor) -> Weight:
+    """A weight as a briefing has it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Weight(name, fingerprint(tensor), dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def pack_briefing(briefing: Briefing) -> dict[str, Packed]:
@@ -78,35 +109,87 @@ def unpack_briefing(packed: Mapping[str, Packed]) -> Briefing:
 
 
 def _check_sizes(briefing: Briefing) -> None:
-    steps = len(briefing.traces)
-    if not 0 <= briefing.device < briefing.world or steps == 0:
-        raise ValueError(f"there is no device {briefing.device} of {briefing.world} in {steps} steps")
-    if min(briefing.slots, briefing.num_threads) < 1 or briefing.slot_bytes < 0:
-        raise ValueError("slots, threads and bytes are counted from 1")
+    steps, world = len(briefing.traces), len(briefing.devices)
+    if not 0 <= briefing.device < world or steps == 0 or len(briefing.epochs) != world:
+        raise ValueError(f"there is no device {briefing.device} of {world} in {steps} steps")
+    if min(briefing.microbatches, briefing.num_threads) < 1:
+        raise ValueError("microbatches and threads are counted from 1")
     if any(not 0 <= p.step < steps for lane in briefing.programs for p in lane):
         raise ValueError("a program is of a step that is not there")
+    bytes.fromhex(briefing.session_hex)
+    for weight in briefing.weights:
+        if (
+            not isinstance(getattr(torch, weight.dtype, None), torch.dtype)
+            or min(weight.shape, default=0) < 0
+        ):
+            raise ValueError(f"weight '{weight.name}' is no tensor")
 
 
-def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor]) -> Setup:
-    """The setup that was sent, with weights made here; raises MismatchError if they are not the engine's."""
-    own = {}
-    for name, wanted, stride in briefing.weights:
-        if name not in weights:
-            raise MismatchError(f"the model here has no weight '{name}'", _remedy(briefing.traces))
-        if fingerprint(weights[name]) != wanted:
-            raise MismatchError(f"weight '{name}' here is not the engine's", _remedy(briefing.traces))
-        own[name] = _laid_out(weights[name].detach(), stride)
+def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes, host: str) -> Setup:
+    """The setup that was sent, with weights from here; raises MismatchError if they are not the engine's.
+
+    key   of the links
+    host  under which other workers reach this machine
+    """
+    own, model = {}, briefing.traces[0].step.model
+    for weight in briefing.weights:
+        found = weights[weight.name]
+        if fingerprint(found) != weight.fingerprint:
+            remedy = f"Have the same {model} on every machine, or name its folder with --model."
+            raise MismatchError(f"weight '{weight.name}' here is not the engine's", remedy)
+        own[weight.name] = _laid_out(found.detach(), weight.stride)
     return Setup(
-        briefing.device,
-        briefing.traces,
-        briefing.programs,
-        own,
-        briefing.slots,
-        briefing.slot_bytes,
-        briefing.num_threads,
-        briefing.is_plain,
+        device=briefing.device,
+        devices=tuple(replace(d, ordinal=0) if d.ordinal == AWAY else d for d in briefing.devices),
+        traces=briefing.traces,
+        programs=list(briefing.programs),
+        weights=own,
+        microbatches=briefing.microbatches,
+        num_threads=briefing.num_threads,
+        transport=briefing.transport,
+        key=key,
+        epoch=briefing.epoch,
+        epochs=briefing.epochs,
+        scale=briefing.scale,
+        is_profiled=briefing.is_profiled,
         us=briefing.us,
+        host=host,
     )
+
+
+class Pieces:
+    """The engine's side of sending weights."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+        # The one that is being sent: a worker asks for one after another.
+        self._name, self._flat = "", torch.empty(0, dtype=torch.uint8)
+
+    def piece(self, name: str, start: int) -> Piece:
+        """The next bytes of a weight; raises WorkerError for one that is not this worker's."""
+        if name not in self._weights:
+            raise WorkerError(f"it asked for a weight '{name[:80]}' that it does not read")
+        if name != self._name:
+            self._name, self._flat = name, _bytes_of(self._weights[name])
+        part = self._flat[max(0, start) : max(0, start) + PIECE_BYTES]
+        return Piece({name: ("uint8", (part.numel(),), part.numpy().tobytes())})
+
+
+def fetch(weight: Weight, ask: Callable[[str, int], bytes]) -> torch.Tensor:
+    """The worker's side: one weight, from pieces that are asked for by name and first byte."""
+    tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
+    flat, at = tensor.reshape(-1).view(torch.uint8), 0
+    while at < flat.numel():
+        data = ask(weight.name, at)
+        if not 0 < len(data) <= flat.numel() - at:
+            raise WorkerError(f"the engine sent {len(data)} bytes of weight '{weight.name}' at {at}")
+        flat[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        at += len(data)
+    return tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -126,7 +209,3 @@ def fingerprint(tensor: torch.Tensor) -> str:
     sample = flat[::every][:FINGERPRINT_VALUES].contiguous().view(torch.uint8)
     kind = f"{tensor.dtype} {list(tensor.shape)} ".encode()
     return hashlib.sha256(kind + sample.cpu().numpy().tobytes()).hexdigest()
-
-
-def _remedy(traces: Sequence[Trace]) -> str:
-    return f"Have the same {traces[0].step.model} on every machine, or name its folder with --model."

@@ -1,59 +1,53 @@
-"""The worker's side of a rendezvous: calls the engine, and works for it until it hangs up.
+"""The worker's side of a rendezvous: calls the engine, is briefed, and works for it until it hangs up.
 
-A worker either has the plan files itself, and says their digest; or it has none and is sent its briefing (see
-`briefing`). Either way it makes its own weights, and no code and no weight crosses the network.
+It makes its weights itself where it can, and asks the engine for the others; see `briefing`. No code crosses
+the network.
 """
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, worker
-from tessera.execute.briefing import Briefing, setup_of, unpack_briefing
-from tessera.execute.collective import meetings
-from tessera.execute.footprint import Programs, landing_bytes
-from tessera.execute.handshake import Call, call_engine
-from tessera.execute.hub import START_TIMEOUT_S
-from tessera.execute.messages import Refused, Welcome
+from tessera.execute.briefing import (
+    MAX_BRIEFING_BYTES,
+    PIECE_BYTES,
+    Briefing,
+    fetch,
+    setup_of,
+    unpack_briefing,
+)
+from tessera.execute.handshake import Call, call_engine, link_key
+from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
+from tessera.execute.messages import Briefed, Failed, Piece, Refused, Want, Welcome
 from tessera.ir import Step
 
-# From the step of a trace to the weights of its model.
+# From the step of a trace to the weights of its model; raises TesseraError where it cannot be had here.
 MakeWeights = Callable[[Step], Mapping[str, torch.Tensor]]
+Say = Callable[[str], None]
+# Of a message around its tensors.
+HEADER_BYTES = 1 << 16
 
 
-def opener_of(programs: Programs, device: int, world: int, host: str) -> Any:
-    """Opens the gloo transport of one worker that others reach at `host`."""
-    joined = [
-        (src, dst)
-        for src in range(world)
-        for dst in range(world)
-        if src != dst and landing_bytes(programs, src, dst)
-    ]
-    return meetings("gloo", world, joined, [host] * world)[device]
-
-
-def serve_device(setup: worker.Setup, world: int, call: Call, rank: int | None = None) -> None:
-    """Calls the engine with plans of its own and works for it until it hangs up."""
-    pipe = call_engine(call, setup.device if rank is None else rank, START_TIMEOUT_S)
-    _work(setup, world, pipe)
-
-
-def serve_and_exit(setup: worker.Setup, world: int, call: Call, rank: int | None = None) -> None:
-    """The same, as a process of its own; threads of gloo may still wait for peers that are gone."""
-    serve_device(setup, world, call, rank)
-    os._exit(0)
-
-
-def serve_call(call: Call, rank: int, make_weights: MakeWeights, patience_s: float = START_TIMEOUT_S) -> None:
-    """Calls the engine without plans, is briefed, and works for it until it hangs up."""
-    pipe = call_engine(call, rank, patience_s)
+def serve_call(
+    call: Call,
+    rank: int,
+    make_weights: MakeWeights,
+    patience_s: float = START_TIMEOUT_S,
+    again_s: float | None = None,
+    say: Say = lambda line: None,
+) -> None:
+    """One session; `patience_s` and `again_s` as of `call_engine`."""
+    pipe = call_engine(call, rank, patience_s, again_s)
     try:
-        answer = messages.decode(pipe.recv_bytes())  # a spare worker waits here until it is needed
+        # A worker that is not needed now waits here until it is.
+        answer = messages.decode(pipe.recv_bytes(MAX_BRIEFING_BYTES))
     except (EOFError, OSError):
         return  # the engine hung up before it had work
     if isinstance(answer, Refused):
@@ -62,25 +56,63 @@ def serve_call(call: Call, rank: int, make_weights: MakeWeights, patience_s: flo
         raise WorkerError(f"the engine said {type(answer).__name__} in place of a briefing", place=call.place)
     try:
         briefing = unpack_briefing(answer.briefing)
-        setup = setup_of(briefing, _weights(briefing, make_weights))
+        key = link_key(call.secret, bytes.fromhex(briefing.session_hex))
+        setup = setup_of(briefing, _weights(briefing, make_weights, pipe, say), key, _own_host(pipe))
+    except (EOFError, OSError):
+        return
     except TesseraError as error:  # the engine should not wait for one that cannot come
-        messages.post(pipe, messages.Failed(error.message, error.remedy))
+        messages.post(pipe, Failed(error.message, error.remedy))
         pipe.close()
         raise
-    _work(setup, briefing.world, pipe)
+    if messages.post(pipe, Briefed()):
+        threading.Thread(target=_leave_with, args=(_own_socket(pipe),), daemon=True).start()
+        worker.serve(setup, pipe)
 
 
-def _weights(briefing: Briefing, make: MakeWeights) -> dict[str, torch.Tensor]:
-    """Of as many steps as it takes to have all; steps of one model share most."""
+def _weights(briefing: Briefing, make: MakeWeights, pipe: Connection, say: Say) -> dict[str, torch.Tensor]:
+    """Of as many steps as it takes to have all; steps of one model share most. What is left is asked for."""
     found: dict[str, torch.Tensor] = {}
-    wanted = {name for name, _, _ in briefing.weights}
+    wanted = {weight.name for weight in briefing.weights}
     for step in dict.fromkeys(trace.step for trace in briefing.traces):
         if not wanted <= found.keys():
-            found |= make(step)
-    return found
+            try:
+                found |= make(step)
+            except TesseraError as error:
+                say(f"{error.message}; the engine sends the weights")
+                break
+
+    def ask(name: str, start: int) -> bytes:
+        pipe.send_bytes(messages.encode(Want(name, start)))
+        answer = messages.decode(pipe.recv_bytes(PIECE_BYTES + HEADER_BYTES))
+        if not isinstance(answer, Piece) or name not in answer.piece:
+            raise WorkerError(f"the engine said {type(answer).__name__} in place of weight '{name}'")
+        return answer.piece[name][2]
+
+    missing = [weight for weight in briefing.weights if weight.name not in found]
+    return found | {weight.name: fetch(weight, ask) for weight in missing}
 
 
-def _work(setup: worker.Setup, world: int, pipe: Connection) -> None:
-    with socket.socket(fileno=os.dup(pipe.fileno())) as own:
-        host = str(own.getsockname()[0])
-    worker.serve(setup, opener_of(setup.programs, setup.device, world, host), pipe, pipe)
+def _own_socket(pipe: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(pipe.fileno()))
+
+
+def _own_host(pipe: Connection) -> str:
+    """Under which the engine, and so the other workers, reach this machine."""
+    with _own_socket(pipe) as own:
+        return str(own.getsockname()[0])
+
+
+def _leave_with(engine: socket.socket) -> None:
+    """Ends a process whose engine has hung up and that does not notice; it computes for ever, perhaps."""
+    with engine:
+        while True:
+            time.sleep(1.0)
+            try:
+                if engine.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                    break
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+    time.sleep(STOP_TIMEOUT_S)
+    os._exit(1)

@@ -8,12 +8,11 @@ the one that is at it longest, of the address with the most. So a crowd pushes i
 
 import contextlib
 import os
-import queue
 import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -70,29 +69,39 @@ class Gate:
         self.address: Address = (host, int(self._socket.getsockname()[1]))
         # One line for every caller that was sent away, the last ones.
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
-        self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+        self._callers: list[Caller] = []
         self._is_closed = False
         # Calls in their handshake, the oldest first, by a number of their own: (address, to hang up by).
         self._answering: dict[int, tuple[str, socket.socket]] = {}
         self._num_calls = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         threading.Thread(target=self._listen, name="tessera-gate", daemon=True).start()
 
-    def take(self, timeout_s: float) -> Caller | None:
-        """The next caller that is still there; None after the timeout."""
+    def take(self, choose: Callable[[Sequence[Caller]], Caller | None], timeout_s: float) -> Caller | None:
+        """The caller that is chosen of those that wait, as soon as there is one; None after the timeout."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                caller = self._callers.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return None
-            if caller.is_there():
-                return caller
-            caller.pipe.close()
+        with self._lock:
+            while True:
+                found = choose(self._waiting())
+                if found is not None:
+                    self._callers.remove(found)
+                    return found
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    return None
+                self._lock.wait(left)
 
-    def put_back(self, caller: Caller) -> None:
-        """A caller whom nobody needs yet waits again."""
-        self._callers.put(caller)
+    def has(self, choose: Callable[[Sequence[Caller]], Caller | None]) -> bool:
+        """True if one would be taken now."""
+        with self._lock:
+            return choose(self._waiting()) is not None
+
+    def _waiting(self) -> Sequence[Caller]:
+        """Those that are still there, in the order they came."""
+        for caller in [c for c in self._callers if not c.is_there()]:
+            caller.pipe.close()
+            self._callers.remove(caller)
+        return self._callers
 
     def send_away(self, caller: Caller, message: str, remedy: str) -> None:
         """Tells a caller why it cannot be had, and keeps the complaint."""
@@ -105,8 +114,10 @@ class Gate:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
-        while (caller := self.take(0.0)) is not None:
-            caller.pipe.close()
+        with self._lock:
+            for caller in self._callers:
+                caller.pipe.close()
+            self._callers.clear()
 
     def _note(self, host: str, what: str) -> None:
         line = f"{host}: {what}"
@@ -187,7 +198,10 @@ class Gate:
         if version != own_version():
             remedy = "Install the same version everywhere."
             self.send_away(caller, f"it has Tessera {version}, the engine {own_version()}", remedy)
-        elif self._is_closed:
-            caller.pipe.close()
-        else:
-            self._callers.put(caller)
+            return
+        with self._lock:
+            if self._is_closed:
+                caller.pipe.close()
+            else:
+                self._callers.append(caller)
+                self._lock.notify_all()

@@ -79,14 +79,20 @@ class Call:
         return f"{self.address[0]}:{self.address[1]}"
 
 
-def call_engine(call: Call, rank: int, patience_s: float) -> Connection:
-    """A connection to the engine, which now knows who calls; calls again while nobody answers."""
-    deadline = time.monotonic() + patience_s
+def call_engine(call: Call, rank: int, patience_s: float, again_s: float | None = None) -> Connection:
+    """A connection to the engine, which now knows who calls; calls again while nobody answers.
+
+    For `again_s` where the engine's machine says that nobody listens there, for `patience_s` otherwise.
+    """
+    start_s = time.monotonic()
     while True:
+        limit_s = patience_s
         try:
             pipe = pipe_of(socket.create_connection(call.address, timeout=HANDSHAKE_S))
         except OSError as error:
             said = error.strerror or str(error)
+            if isinstance(error, ConnectionRefusedError) and again_s is not None:
+                limit_s = min(again_s, patience_s)
         else:
             try:
                 with deadline_of(pipe):
@@ -99,18 +105,22 @@ def call_engine(call: Call, rank: int, patience_s: float) -> Connection:
             except MismatchError:
                 pipe.close()
                 raise
-        if time.monotonic() > deadline:
+        if time.monotonic() > start_s + limit_s:
             raise WorkerError(f"no engine answers: {said}", "Start rank 0 first.", call.place)
         time.sleep(RETRY_S)
+
+
+# What makes a machine that vanished without a word be noticed: after some seconds of silence it is asked, and
+# bytes that it does not acknowledge end the connection. Shorter cuts are sat out.
+VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
 
 
 def pipe_of(calling: socket.socket) -> Connection:
     """A connection that carries messages over a socket."""
     calling.settimeout(None)
     calling.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A machine that vanished without a word is noticed within minutes, not hours.
     calling.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+    for name, value in VANISHED.items():
         if hasattr(socket, name):
             calling.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(calling.detach())
@@ -136,6 +146,11 @@ def hang_up(pipe: Connection) -> bool:
     except OSError:
         return False
     return True
+
+
+def link_key(secret: bytes, session: bytes) -> bytes:
+    """What the workers of one session prove to each other that they know; it crosses no network."""
+    return _proof(secret, b"link", session)
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:

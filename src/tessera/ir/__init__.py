@@ -4,7 +4,7 @@ Suffixes in this package: _us microseconds · _bytes bytes · _gbps gigabytes pe
 Counts start with num_. Byte ranges are half-open. Equality and hashing are by value.
 """
 
-from tessera.ir.cluster import Cluster, Device, DeviceKind, Link
+from tessera.ir.cluster import AWAY, Cluster, Device, DeviceKind, Link
 from tessera.ir.costs import Cost, Costs, Source
 from tessera.ir.files import digest, kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
@@ -49,8 +49,8 @@ from tessera.ir.trace import (
 from tessera.ir.verify import verify
 
 __all__ = [
-    "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster", "Cost",
-    "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Free", "Graph", "Hazard",
+    "AWAY", "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster",
+    "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Free", "Graph", "Hazard",
     "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Place", "Placement", "Plan",
     "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Signal", "Source",
     "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View", "Wait",

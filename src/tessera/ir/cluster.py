@@ -12,12 +12,15 @@ class DeviceKind(StrEnum):
     CUDA = "cuda"  # a GPU of this machine, a part of one, or one stretched to another GPU's times
 
 
+AWAY = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One place where launches run, one at a time."""
 
-    # Unique in its cluster: "cpu", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s"; a second of a
-    # kind gets "#1".
+    # Unique in its cluster: "cpu", "emu:a100", "cuda:0", "cuda:0/sm=32", "cuda:0/as=l40s",
+    # "away:a100"; a second of a kind gets "#1".
     name: str
     kind: DeviceKind
     # Name of the GPU whose times it keeps ("a100"); empty for a CPU and for a card that no table knows.
@@ -28,7 +31,7 @@ class Device:
     usd_per_hour: float | None = None
     # Board power by the data sheet; None where it is not known.
     tdp_w: float | None = None
-    # Of a CUDA device: which GPU of this machine.
+    # Of a CUDA device: which GPU of this machine; AWAY: the first that its worker sees, in another machine.
     ordinal: int = 0
     # Of a CUDA device that is a part of its card: how many SMs it has. 0 means all of them.
     num_sms: int = 0

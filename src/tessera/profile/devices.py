@@ -6,6 +6,8 @@ A device list is comma-separated. Its words:
   cuda:N         GPU number N of this machine, all of it
   cuda:N/sm=K    a part of that GPU with K of its SMs
   cuda:N/as=GPU  that GPU, each launch stretched to the time it takes on another one
+  away:GPU       a whole GPU of that kind in another machine, the first one that its worker sees
+  away:GPU:N     N of them
 The second of a kind is called `emu:a100#1`, and so on. Parts of one card must fit it together, and a card is
 either whole, cut into parts, or stretched; several devices on one card share its memory evenly.
 
@@ -19,11 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.errors import TesseraError, UnknownName
-from tessera.ir import Cluster, Device, DeviceKind, Link, verify
+from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
 from tessera.profile.cards import Card, Cards, cuda_cards, key_of
 from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
+OTHER_MACHINE = "away"
 # The name of the link that stands for what was measured.
 MEASURED = "measured"
 
@@ -63,8 +66,8 @@ def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
     if not all(words):
         what = "no device is named" if not any(words) else f"an empty name in '{text}'"
         raise TesseraError(what, "Name devices like emu:a100,emu:l40s.", PLACE)
-    parsed = [_device(word, cards) for word in words]
-    if any(d.kind is DeviceKind.CUDA for d in parsed):
+    parsed = [device for word in words for device in _devices(word, cards)]
+    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in parsed):
         parsed = _shared(parsed, cards())
     return tuple(_numbered(parsed))
 
@@ -77,13 +80,27 @@ def _numbered(devices: Sequence[Device]) -> Iterable[Device]:
         yield replace(device, name=f"{name}#{number}") if number else device
 
 
+def _devices(word: str, cards: Cards) -> list[Device]:
+    kind, _, rest = word.partition(":")
+    if kind != OTHER_MACHINE:
+        return [_device(word, cards)]
+    name, colon, number = rest.partition(":")
+    if name.endswith("*"):
+        raise TesseraError(f"how many GPUs are '{word}' is known to Ray only", f"Write {word[:-1]}:2.", PLACE)
+    if colon and not (number.isdecimal() and int(number) > 0):
+        raise TesseraError(f"'{word}' says no number of GPUs", f"Write {kind}:{name or 'a100'}:2.", PLACE)
+    emulated = _emulated(word, name)
+    away = replace(emulated, name=f"{OTHER_MACHINE}:{emulated.gpu}", kind=DeviceKind.CUDA, ordinal=AWAY)
+    return [away] * (int(number) if colon else 1)
+
+
 def _device(word: str, cards: Cards) -> Device:
     kind, _, rest = word.partition(":")
     if kind not in tuple(DeviceKind):
         if word in {one.name for one in known_gpus()}:
             remedy = f"Write emu:{word} to plan for it."
             raise TesseraError(f"'{word}' is a GPU, but no kind of device", remedy, PLACE)
-        raise UnknownName("kind of device", kind, tuple(DeviceKind))
+        raise UnknownName("kind of device", kind, (*DeviceKind, OTHER_MACHINE))
     makers: dict[str, Callable[[], Device]] = {
         DeviceKind.EMU: lambda: _emulated(word, rest),
         DeviceKind.CPU: lambda: _cpu(word),
@@ -95,7 +112,8 @@ def _device(word: str, cards: Cards) -> Device:
 def _emulated(word: str, name: str) -> Device:
     if not name:
         gpus = ", ".join(sorted(g.name for g in known_gpus()))
-        raise TesseraError(f"'{word}' names no GPU", f"Use emu: with one of {gpus}.", PLACE)
+        kind = word.partition(":")[0]
+        raise TesseraError(f"'{word}' names no GPU", f"Use {kind}: with one of {gpus}.", PLACE)
     spec = gpu(name)
     return Device(
         f"emu:{spec.name}", DeviceKind.EMU, spec.name, spec.memory_bytes, spec.usd_per_hour, spec.tdp_w

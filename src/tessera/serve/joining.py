@@ -1,17 +1,19 @@
 """Joining: worker processes that call the engine, are briefed, work, and call again when it needs them anew.
 
-A session is one process: it calls, makes the weights of its device, and works until the engine hangs up.
-When a device is lost the engine hangs up on all and takes whoever calls next, so a worker that is left, one
-that was killed and one on a new machine are the same to it: they call. `keep_working` sees to it that a
-session follows a session until no engine answers any more.
+A session is one process: it calls, has the weights of its device, and works until the engine hangs up. When
+its device is lost to the engine, by whatever fault, the engine takes whoever calls next, so a worker that is
+left, one that was killed and one on a new machine are the same to it: they call. `keep_working` sees to it
+that a session follows a session until no engine answers any more: soon where the engine's machine says that
+nobody listens, and patiently where the network says nothing.
 
-The engine names the model. Built-in names and folders are built; code that a name would import is refused,
-because the briefing of another machine should choose no code on this one.
+The engine names the model. Built-in names and folders are built; code that a name would import is not,
+because the briefing of another machine should choose no code on this one: its weights are sent instead.
 """
 
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from tessera.execute.handshake import Call
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, hidden_main
 from tessera.ir import Step
 
-# After a session, how long no engine may answer until the worker leaves.
+# After a session, how long the engine's machine may say that nobody listens until the worker leaves.
 AGAIN_S = 5.0
 # What a session imports: done once, by the process that sessions are forked from.
 # Most of the time goes into transformers, which is passed over where it is not installed.
@@ -38,28 +40,25 @@ class ModelHere:
 
     # A name or folder in place of the engine's; empty: the engine's own.
     model: str = ""
+    # True where the user of this machine has named the model: it may be code.
+    may_import: bool = False
 
     def __call__(self, step: Step) -> Mapping[str, torch.Tensor]:
         import tessera.flow  # noqa: F401 - hands workers what runs kernels with PTX
         from tessera.capture import build
 
         model = self.model or step.model
-        if ":" in model and not os.path.isdir(model):
-            raise CaptureError(
-                f"the engine's model {model} is code to import",
-                "Serve a built-in model or a folder, or run a plan with `tessera run`.",
-            )
+        if ":" in model and not self.may_import and not os.path.isdir(model):
+            raise CaptureError(f"the engine's model {model} is code to import")
         if not self.model and os.path.isabs(model) and not os.path.isdir(model):
-            raise CaptureError(
-                f"there is no folder {model} on this machine", "Copy it here, or name another with --model."
-            )
+            raise CaptureError(f"there is no folder {model} on this machine")
         return build(replace(step, model=model)).weights()
 
 
 def keep_working(
     call: Call,
     rank: int,
-    model: str = "",
+    make: ModelHere,
     patience_s: float = START_TIMEOUT_S,
     again_s: float = AGAIN_S,
     say: Callable[[str], None] = lambda line: None,
@@ -67,7 +66,7 @@ def keep_working(
     """Session after session until no engine answers; returns how many there were."""
     sessions = 0
     while True:
-        found, code = _session(call, rank, model, again_s if sessions else patience_s)
+        found, code = _session(call, rank, make, patience_s, again_s if sessions else None)
         if isinstance(found, WorkerError) and sessions:
             return sessions  # the engine is gone, as it should be in the end
         if found is not None:
@@ -77,12 +76,14 @@ def keep_working(
         say(f"{how}; calling again")
 
 
-def _session(call: Call, rank: int, model: str, patience_s: float) -> tuple[TesseraError | None, int]:
+def _session(
+    call: Call, rank: int, make: ModelHere, patience_s: float, again_s: float | None
+) -> tuple[TesseraError | None, int]:
     """One process from call to hang-up: the error it ended with, and its exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     mine, theirs = context.Pipe(duplex=False)
-    arguments = (call, rank, model, patience_s, theirs)
+    arguments = (call, rank, make, patience_s, again_s, theirs)
     process = context.Process(target=_session_main, args=arguments, name="tessera-worker", daemon=True)
     with hidden_main():
         process.start()
@@ -109,18 +110,22 @@ def _session(call: Call, rank: int, model: str, patience_s: float) -> tuple[Tess
     return error, code
 
 
-def _session_main(call: Call, rank: int, model: str, patience_s: float, outcome: Connection) -> None:
+def _session_main(
+    call: Call, rank: int, make: ModelHere, patience_s: float, again_s: float | None, outcome: Connection
+) -> None:
     """The process of one session."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
-        serve_call(call, rank, ModelHere(model), patience_s)
+        serve_call(
+            call, rank, make, patience_s, again_s, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     except TesseraError as error:
         is_gone = isinstance(error, WorkerError)
         name = WorkerError.__name__ if is_gone else MismatchError.__name__
         outcome.send((name, error.message, error.remedy, error.place))
         outcome.close()
-    os._exit(0)  # threads of gloo may still wait for peers that are gone
+    os._exit(0)  # threads may still wait for peers that are gone
 
 
 def _follow_parent() -> None:

@@ -1,30 +1,42 @@
-"""Workers that Ray places: one actor a device, spread over the nodes of a Ray cluster.
+"""Workers that Ray places: one actor a device, in one placement group with a bundle a device.
 
-Ray chooses the node and starts the process; that is all. The actor is told where the engine's gate is, its
-rank and a secret that is fresh for this service, calls, and from then on speaks `messages` with the engine
-and gloo with the other workers, as any worker does. So what Ray itself pickles is an address, a number, a
-secret and the model's name, and the secret is as safe as the Ray cluster.
+Ray chooses the nodes, starts the processes, and starts them anew: an actor that is lost, also with its node,
+is restarted where its bundle finds room again, for as long as the service lasts. The actor does what `tessera
+worker` does (`joining.keep_working`): it is told where the engine's gate is, its rank and a secret that is
+fresh for this service, calls, and calls again whenever the engine has hung up. So what Ray itself pickles is
+an address, a number, a secret and the model's name, and the secret is as safe as the Ray cluster.
 
-A device asks for one CPU, and for one of the custom resource that has its GPU's name, if any node has that:
-`ray start --resources '{"l40s": 1}'`. Devices compute on the node's CPU. A lost actor is not restarted by
-Ray but by the service, which gathers all workers anew; see `gathering`.
+A device of another machine's GPU (`away:a100`) asks for a GPU of that accelerator type, as Ray names it;
+`away:a100*` is as many of them as the cluster has. Other devices ask for a CPU, and for one of the custom
+resource that has the GPU's name, if any node has that: `ray start --resources '{"l40s": 1}'`. GPUs are packed
+onto few nodes, for the sake of their links; CPUs are spread.
 """
 
 import contextlib
+import secrets
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tessera.errors import MissingExtra, TesseraError
+from tessera.execute.gate import Gate
 from tessera.execute.handshake import Call
-from tessera.execute.remote import Starter
-from tessera.execute.worker import Setup
-from tessera.ir import Device
+from tessera.execute.remote import RemoteHub
+from tessera.ir import Device, DeviceKind
 
-CPUS_OF_A_WORKER = 1
+if TYPE_CHECKING:
+    from tessera.execute.crew import MakeHub
+
 # ray.init starts a cluster of this machine for this word, and takes one that runs for the other.
 LOCAL, RUNNING = "local", "auto"
+# What Ray calls the kind of a node's GPUs; a bundle that wants one asks for a little of it.
+ACCELERATOR, A_LITTLE = "accelerator_type:", 0.001
+# How long an actor that is there may take to say how it is.
+SAY_S = 2.0
+
+Resources = Mapping[str, float]
 
 
 def ray_module() -> Any:
@@ -62,76 +74,144 @@ def joined(address: str) -> Iterator[str]:
             ray.shutdown()
 
 
-def check_room(devices: Sequence[Device]) -> None:
+def nodes() -> list[Resources]:
+    """What each living node of the cluster has."""
+    return [node["Resources"] for node in ray_module().nodes() if node["Alive"]]
+
+
+def counted(text: str, there: Sequence[Resources]) -> str:
+    """A list of devices with a number in place of every `*`: how many GPUs of that kind these nodes have."""
+    words = []
+    for word in (word.strip() for word in text.split(",")):
+        if not word.endswith("*"):
+            words.append(word)
+            continue
+        gpu = word[:-1].rpartition(":")[2]
+        number = sum(int(node.get("GPU", 0)) for node in there if _accelerator(gpu, node))
+        if not number:
+            kinds = sorted({name for node in there for name in node if name.startswith(ACCELERATOR)})
+            remedy = f"It has {', '.join(kinds) or 'no GPU'}."
+            raise TesseraError(f"the Ray cluster has no {gpu}", remedy, "--devices")
+        words.append(f"{word[:-1]}:{number}")
+    return ",".join(words)
+
+
+def _accelerator(gpu: str, there: Resources) -> str:
+    """Ray's name of a kind of GPU; empty if it is not there."""
+    return next((name for name in there if name.lower() == f"{ACCELERATOR}{gpu}"), "")
+
+
+def demands(device: Device, there: Sequence[Resources]) -> dict[str, float]:
+    """Resources of a device's bundle, by Ray's names, in a cluster of these nodes."""
+    if device.kind is DeviceKind.CUDA:
+        names = {_accelerator(device.gpu, node) for node in there} - {""}
+        kind = next(iter(names), f"{ACCELERATOR}{device.gpu.upper()}")
+        return {"CPU": 1.0, "GPU": 1.0, kind: A_LITTLE}
+    has_own = any(device.gpu in node for node in there)
+    return {"CPU": 1.0} | ({device.gpu: 1.0} if device.gpu and has_own else {})
+
+
+def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
     """Raises TesseraError if the cluster has too little for all workers, now and when all else has left."""
-    there: Mapping[str, float] = ray_module().cluster_resources()
     wanted: Counter[str] = Counter()
     for device in devices:
-        wanted.update({name: int(count) for name, count in demands(device, there).items()})
-    for name, count in wanted.items():
-        if there.get(name, 0.0) < count:
+        bundle = demands(device, there)
+        if not any(all(node.get(name, 0.0) >= n for name, n in bundle.items()) for node in there):
+            need = ", ".join(name if n < 1 else f"{n:g} {name}" for name, n in bundle.items())
             raise TesseraError(
-                f"{len(devices)} workers need {count} {name}; the Ray cluster has {there.get(name, 0.0):g}",
+                f"no node of the Ray cluster has {need} for {device.name}", "Add one.", "--ray"
+            )
+        wanted.update({name: int(n) for name, n in bundle.items() if n >= 1})
+    for name, count in wanted.items():
+        has = sum(node.get(name, 0.0) for node in there)
+        if has < count:
+            raise TesseraError(
+                f"{len(devices)} workers need {count} {name}; the Ray cluster has {has:g}",
                 "Add nodes, or use fewer devices.",
                 "--ray",
             )
 
 
-def demands(device: Device, there: Mapping[str, float]) -> dict[str, float]:
-    """Resources that a device's worker asks for, by Ray's names, in a cluster that has these."""
-    own = {device.gpu: 1.0} if device.gpu and device.gpu in there else {}
-    return {"CPU": float(CPUS_OF_A_WORKER), **own}
+@contextlib.contextmanager
+def placed(
+    host: str, devices: Sequence[Device], model: str = "", complain: Callable[[str], None] = lambda line: None
+) -> "Iterator[MakeHub]":
+    """Has Ray start a worker for every device, in the cluster that was joined; yields the way to them."""
+    check_room(devices, nodes())
+    secret = secrets.token_bytes(32)
+    gate = Gate(host, 0, secret, complain)
+    seats = Seats(devices, Call(gate.address, secret), model)
+    try:
+        yield partial(RemoteHub, gate=gate, secret=secret, about=seats.about)
+    finally:
+        gate.close()
+        seats.close()
 
 
-def starters(devices: Sequence[Device], call: Call, model: str = "") -> dict[str, Starter]:
-    """Device -> how Ray starts its worker."""
-    there = ray_module().cluster_resources()
-    return {device.name: _starter(demands(device, there), call, model) for device in devices}
+class Seats:
+    """The actors of a service."""
 
+    def __init__(self, devices: Sequence[Device], call: Call, model: str = "") -> None:
+        self._call, self._model = call, model
+        there = nodes()
+        self._bundles = [demands(device, there) for device in devices]
+        has_gpus = any(device.kind is DeviceKind.CUDA for device in devices)
+        group = ray_module().util.placement_group
+        self._group = group(self._bundles, strategy="PACK" if has_gpus else "SPREAD")
+        self.actors = [self._start(rank) for rank in range(len(devices))]
 
-def _starter(wants: dict[str, float], call: Call, model: str) -> Starter:
-    def start(rank: int, setup: Setup, world: int) -> RayWorker:
+    def about(self, rank: int) -> str:
+        """How Ray and the actor say that a device's worker is; one that Ray has given up is started anew."""
         ray = ray_module()
-        custom = {name: count for name, count in wants.items() if name != "CPU"}
-        options = {"num_cpus": wants["CPU"], "resources": custom, "scheduling_strategy": "SPREAD"}
-        actor = ray.remote(Seat).options(**options, max_restarts=0, max_task_retries=0).remote()
-        return RayWorker(actor, actor.work.remote(call.address, call.secret, rank, model))
+        try:
+            said = ray.get(self.actors[rank].said.remote(), timeout=SAY_S)
+        except ray.exceptions.GetTimeoutError:
+            return "Ray has no place for it now"
+        except ray.exceptions.ActorUnavailableError:
+            return "Ray starts it anew"
+        except ray.exceptions.RayActorError as error:
+            self.actors[rank] = self._start(rank)
+            return f"Ray gave it up: {str(error).strip().splitlines()[-1].strip()}"
+        return f"it says: {said}" if said else ""
 
-    return start
+    def close(self) -> None:
+        """Ends all actors and gives the bundles back."""
+        ray = ray_module()
+        for actor in self.actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(self._group)
+
+    def _start(self, rank: int) -> Any:
+        ray, wants = ray_module(), dict(self._bundles[rank])
+        strategies = ray.util.scheduling_strategies
+        options = {
+            "num_cpus": wants.pop("CPU"),
+            "num_gpus": wants.pop("GPU", 0.0),
+            "resources": wants,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, rank),
+            "max_restarts": -1,
+        }
+        made = ray.remote(Seat).options(**options)
+        return made.remote(self._call.address, self._call.secret, rank, self._model)
 
 
 class Seat:
-    """The actor: one session of one worker."""
+    """The actor: a worker of one device, session after session."""
 
-    def work(self, address: tuple[str, int], secret: bytes, rank: int, model: str) -> None:
-        """Calls the engine and works until it hangs up."""
-        from tessera.execute.calling import serve_call
-        from tessera.serve.joining import ModelHere
+    def __init__(self, address: tuple[str, int], secret: bytes, rank: int, model: str) -> None:
+        self._said = ""
+        call = Call(address, secret)
+        threading.Thread(target=self._work, args=(call, rank, model), daemon=True).start()
 
-        serve_call(Call(address, secret), rank, ModelHere(model))
+    def said(self) -> str:
+        """Why it does not work any more; empty while it does."""
+        return self._said
 
+    def _work(self, call: Call, rank: int, model: str) -> None:
+        from tessera.serve.joining import ModelHere, keep_working
 
-@dataclass(frozen=True)
-class RayWorker:
-    """An actor that works, as the hub sees it."""
-
-    actor: Any
-    work: Any
-
-    def died(self) -> str:
-        """By its task, which ends with the session or with the actor."""
-        ray = ray_module()
-        done, _ = ray.wait([self.work], timeout=0)
-        if not done:
-            return ""
         try:
-            ray.get(self.work)
-        except ray.exceptions.RayError as error:
-            return str(error).strip().splitlines()[-1]
-        return "it left"
-
-    def stop(self, timeout_s: float) -> None:
-        """Lets the session end by itself, then ends the actor and its threads."""
-        ray = ray_module()
-        ray.wait([self.work], timeout=timeout_s)
-        ray.kill(self.actor)
+            keep_working(call, rank, ModelHere(model))
+            self._said = "it left"
+        except TesseraError as error:
+            self._said = str(error)

@@ -4,8 +4,9 @@ import pytest
 
 from profile_factories import emulated
 from tessera.errors import TesseraError, UnknownName
-from tessera.ir import DeviceKind, verify
+from tessera.ir import AWAY, DeviceKind, verify
 from tessera.profile import LINKS, gpu, known_gpus, make_cluster, parse_devices
+from tessera.profile.measured import needs_measuring
 
 
 def test_devices_keep_their_order_and_figures() -> None:
@@ -23,6 +24,21 @@ def test_the_second_of_a_kind_is_numbered() -> None:
     assert ["emu:a100", "emu:l40s", "emu:a100#1", "emu:a100#2"] == names
 
 
+def test_gpus_of_other_machines_need_none_here() -> None:
+    """Whole ones, priced by their name, with a count."""
+    devices = parse_devices("away:l40s:2,away:a100")
+
+    assert ["away:l40s", "away:l40s#1", "away:a100"] == [d.name for d in devices]
+    assert {(DeviceKind.CUDA, AWAY, False)} == {(d.kind, d.ordinal, needs_measuring(d)) for d in devices}
+    for text, message in (
+        ("away:l40s*", "known to Ray only"),
+        ("away:l40s:no", "no number"),
+        ("away:", "no GPU"),
+    ):
+        with pytest.raises(TesseraError, match=message):
+            parse_devices(text)
+
+
 def test_an_unknown_gpu_answers_with_the_known_ones() -> None:
     """A wrong GPU lists the right ones."""
     with pytest.raises(UnknownName, match=r"unknown GPU 'a101'; known: a100, .*v100"):
@@ -31,7 +47,7 @@ def test_an_unknown_gpu_answers_with_the_known_ones() -> None:
 
 def test_an_unknown_kind_answers_with_the_known_ones() -> None:
     """A wrong kind lists the right ones."""
-    with pytest.raises(UnknownName, match="unknown kind of device 'tpu'; known: cpu, cuda, emu"):
+    with pytest.raises(UnknownName, match="unknown kind of device 'tpu'; known: away, cpu, cuda, emu"):
         parse_devices("tpu:0")
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 
 from tessera.errors import CannotTime
-from tessera.ir import Cost, Costs, Device, DeviceKind, Source, Trace, verify
+from tessera.ir import AWAY, Cost, Costs, Device, DeviceKind, Source, Trace, verify
 from tessera.profile.counts import OpClass
 from tessera.profile.estimate import estimate, works
 from tessera.profile.gpus import gpu
@@ -23,8 +23,9 @@ MIN_RATIOS = 3
 
 
 def needs_measuring(device: Device) -> bool:
-    """True for a device that runs launches in its own time; the others keep a model's time by definition."""
-    return device.kind is not DeviceKind.EMU and not device.is_stretched
+    """True for a device that runs launches in its own time here; the others are priced by their GPU."""
+    is_own = device.kind is not DeviceKind.EMU and not device.is_stretched
+    return is_own and device.ordinal != AWAY
 
 
 def combine(
