@@ -1,12 +1,14 @@
-"""The CUDA driver by ctypes, as far as torch has no words for it: streams of our own and green contexts.
+"""The CUDA driver by ctypes, as far as torch has no words for it.
 
-Torch hands out its streams from a small pool, over and over. Streams that own memory (a library's workspace
-belongs to a stream) must not be the same by accident, so they are made here.
+Streams of our own: torch hands out its streams from a small pool, over and over; streams that own memory (a
+library's workspace belongs to a stream) must not be the same by accident. Green contexts. Memory that another
+process can open. Writes to memory and waits for its contents, on a stream, also inside a graph's capture.
 """
 
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ from tessera.errors import WorkerError
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RESOURCE_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
+_WAIT_32, _WRITE_32, _WAIT_64, _WRITE_64 = 1, 2, 4, 5  # CUstreamBatchMemOpType
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+IPC_HANDLE_BYTES = 64
 # SMs of a group where the driver does not say: right on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8
 
@@ -37,6 +43,23 @@ class SmResource(ctypes.Structure):
     def num_sms(self) -> int:
         """SMs in this resource."""
         return int(self.words.sm.count)
+
+
+class _MemOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write."""
+
+    _fields_ = (
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * IPC_HANDLE_BYTES),)
 
 
 @functools.cache
@@ -139,3 +162,98 @@ def _device(ordinal: int) -> ctypes.c_int:
     device = ctypes.c_int()
     ask("cuDeviceGet", ctypes.byref(device), ordinal)
     return device
+
+
+# Memory and flags -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemOp:
+    """A word that a stream writes, or waits for."""
+
+    address: int
+    value: int
+    is_wait: bool = False
+    # A word has 4 bytes, or 8.
+    is_long: bool = False
+
+
+def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
+    """On a stream, one after the other: writes, and waits until a word has its value."""
+    kinds = {
+        (True, False): _WAIT_32,
+        (False, False): _WRITE_32,
+        (True, True): _WAIT_64,
+        (False, True): _WRITE_64,
+    }
+    listed = (_MemOp * len(ops))(
+        *(
+            _MemOp(kinds[x.is_wait, x.is_long], x.address, x.value, _EQUAL if x.is_wait else 0, 0, 0)
+            for x in ops
+        )
+    )
+    ask("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(ops)), listed, ctypes.c_uint(0))
+
+
+def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
+    """On a stream: bytes from one address to another, of this GPU, another one or pinned memory."""
+    ask(
+        "cuMemcpyAsync",
+        ctypes.c_uint64(target),
+        ctypes.c_uint64(source),
+        ctypes.c_size_t(num_bytes),
+        ctypes.c_void_p(stream),
+    )
+
+
+class SharedMemory:
+    """Memory of a GPU, zeros at first, that other processes of this machine can open by its handle."""
+
+    def __init__(self, ordinal: int, num_bytes: int) -> None:
+        self.num_bytes = max(num_bytes, 1)
+        pointer = ctypes.c_uint64()
+        with torch.cuda.device(ordinal):
+            torch.cuda.current_stream().synchronize()
+            ask("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(self.num_bytes))
+            ask("cuMemsetD8_v2", pointer, ctypes.c_ubyte(0), ctypes.c_size_t(self.num_bytes))
+        self.address = pointer.value
+        handle = _IpcHandle()
+        ask("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        self.handle = bytes(handle)
+
+    def close(self) -> None:
+        """Frees it; whoever has opened it must have closed it."""
+        ask("cuMemFree_v2", ctypes.c_uint64(self.address))
+
+
+def open_shared(ordinal: int, handle: bytes) -> int:
+    """The address, for work on one of this process's GPUs, of memory that another process shares."""
+    pointer = ctypes.c_uint64()
+    with torch.cuda.device(ordinal):
+        torch.cuda.current_stream().synchronize()
+        ask(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(pointer),
+            _IpcHandle.from_buffer_copy(handle),
+            ctypes.c_uint(_PEER_ACCESS),
+        )
+    return pointer.value
+
+
+def close_shared(address: int) -> None:
+    """The other end of `open_shared`."""
+    ask("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+class _Bytes:
+    """Memory at an address, as torch takes it over without copying."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
+    """A GPU's memory at an address as a flat tensor; whoever has allocated it keeps it alive."""
+    return torch.as_tensor(_Bytes(address, num_bytes), device=card(ordinal))

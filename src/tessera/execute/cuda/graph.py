@@ -1,49 +1,121 @@
-"""ProgramGraph: one program of one lane, captured for one slot as one CUDA graph over all devices.
+"""ShareGraph: one device's share of one program, captured for one microbatch as one CUDA graph.
 
-The capture begins on the slot's origin stream and forks to the streams of the devices; events of the capture
-become edges of the graph, so that a replay is one call and no CPU takes part in it. The same code runs once
-before the capture, so that libraries and kernels set themselves up.
+Launches, sends and waits are inside it (see `transport`), so a run is one call and no CPU takes part in it,
+nor stands between two devices. The capture begins on the microbatch's own stream and forks: launches go to a
+compute stream in program order, sends to a stream for each destination.
 
-A device keeps time if it is stretched, or if the graph is made to be profiled; then a turnstile stands before
-and after each of its launches, and the records say when each ran.
+    a send waits for the launches issued before it, its producer among them;
+    a receive makes the compute stream wait for the flag, right before the first launch that reads it;
+    a launch waits for the sends whose bytes it overwrites.
+
+Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
+be handed out again while a send still reads it. The launches run once before the capture, without sends and
+waits, so that libraries and kernels set themselves up.
+
+Streams are reached through `Streams` only, so that tests issue the same code on the CPU.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from tessera.execute.cuda import driver
-from tessera.execute.cuda.issue import CudaStreams, Ground, Issue, Pace, Track
-from tessera.execute.cuda.launches import Launches, Memory
-from tessera.execute.cuda.order import inbox_offsets, is_move_of_state, issue_order
-from tessera.execute.cuda.slot import ALIGN, Resident, Slot, Storage
-from tessera.execute.cuda.turnstile import RECORD_WORDS
+from tessera.execute.cuda.device import GpuDevice
+from tessera.execute.cuda.driver import MemOp
+from tessera.execute.cuda.inbox import Spot, is_move_of_state
+from tessera.execute.cuda.launches import Launches, Memory, bytes_of
+from tessera.execute.cuda.pace import Clockwork, Pace
+from tessera.execute.cuda.transport import GpuTransport, Parcel
+from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.cuda.workspace import own_workspaces
-from tessera.ir import Program, Trace
+from tessera.ir import Free, Program, Recv, Region, Run, Send, Trace
+
+Storage = torch.UntypedStorage
 
 
-class ProgramGraph:
-    """A captured program; `replay` runs it on the current stream."""
+class Streams(Protocol):
+    """What is done with streams."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """While entered, work goes to the stream."""
+
+    def mark(self, stream: Any) -> Any:
+        """The work issued on the stream so far."""
+
+    def wait(self, stream: Any, mark: Any) -> None:
+        """Work issued on the stream from now on starts after the marked work has ended."""
+
+
+class CudaStreams:
+    """Streams and events of torch."""
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Makes the stream torch's current one."""
+        return torch.cuda.stream(stream)
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
+        """An edge of the graph, inside a capture."""
+        stream.wait_event(mark)
+
+
+@dataclass
+class Room:
+    """What a microbatch has on one device: memory that outlives its graphs, and streams."""
+
+    number: int
+    origin: Any
+    # Whether for short steps -> stream.
+    compute: Mapping[bool, Any]
+    # Destination -> stream.
+    sends: Mapping[int, Any]
+    # Shared by the microbatch's graphs, which never run at the same time.
+    pool: Any
+    # Address of the pinned word that says where the microbatch's graph is.
+    mark: int = 0
+    state: dict[str, Storage] = field(default_factory=dict)
+    # (step, name)
+    inputs: dict[tuple[int, str], Storage] = field(default_factory=dict)
+
+
+class ShareGraph:
+    """A captured share; `replay` runs it on the current stream."""
 
     def __init__(
         self,
         program: Program,
+        number: int,
         trace: Trace,
-        slot: Slot,
-        resident: Resident,
-        launches: Mapping[int, Launches],
-        pace: Pace,
+        device: GpuDevice,
+        room: Room,
+        base: Memory,
+        launches: Launches,
+        clockwork: Clockwork,
+        transport: GpuTransport | None,
         is_short: bool = False,
+        streams: Streams | None = None,
     ) -> None:
-        """`launches[ordinal]` issues the trace's launches on a card. `is_short`: goes before long steps."""
-        self.program, self.trace, self._is_short = program, trace, is_short
-        self._slot, self._resident, self._launches, self._pace = slot, resident, launches, pace
-        self._machine = slot.machine
-        self._order = issue_order(program, trace)
-        # ordinal -> a row a launch, then a row a transfer; only what is timed on that card is written.
-        self.records = self._make_records()
-        self._ground = self._make_ground()
+        """`number`: of the program among those that the transport knows. `base`: what is there at first."""
+        self.program, self.trace, self.room = program, trace, room
+        self._number, self._device, self._base, self._launches = number, device, base, launches
+        self._transport, self._streams = transport, streams or CudaStreams()
+        self._clockwork, self._pace = clockwork, clockwork.pace(program)
+        self._compute = room.compute[is_short]
+        column = program.instructions[device.number]
+        self._sends = sorted({program.transfers[x.transfer].dst for x in column if isinstance(x, Send)})
+        # A row a launch, then a row a transfer; only what is timed on this device is written.
+        rows = len(trace.launches) + len(program.transfers)
+        is_timed = bool(self._pace.launches or self._pace.transfers)
+        self.records = torch.zeros(
+            rows if is_timed else 0, RECORD_WORDS, dtype=torch.int64, device=device.card
+        )
         self.outputs: dict[str, torch.Tensor] = {}
         self._graph = self._capture()
 
@@ -52,95 +124,166 @@ class ProgramGraph:
         self._graph.replay()
         return self.outputs
 
-    def record_rows(self, copied: Mapping[int, torch.Tensor]) -> dict[Track, torch.Tensor]:
-        """Track -> its card's records, out of a copy of `records`."""
-        ordinal = [d.ordinal for d in self._machine.devices]
-        return {
-            track: copied[ordinal[track if isinstance(track, int) else track[1]]]
-            for track in self._ground.timing
-        }
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        origin = self._slot.origin
-        with torch.no_grad(), torch.cuda.stream(origin):
-            self._issue()
-        self._machine.synchronize()
+    def _capture(self) -> Any:
+        with torch.no_grad(), self._streams.on(self.room.origin):
+            self.issue(is_rehearsal=True)
+        self._device.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(own_workspaces())
-            for ordinal in self._machine.ordinals:
-                if ordinal != origin.device_index:  # the capture gives its own card a pool, not the others
-                    pool = self._slot.pools.setdefault(ordinal, torch.cuda.MemPool())
-                    stack.enter_context(torch.cuda.use_mem_pool(pool, driver.card(ordinal)))
-            stack.enter_context(
-                torch.cuda.graph(
-                    graph, pool=self._slot.pool, stream=origin, capture_error_mode="thread_local"
-                )
-            )
-            self.outputs = self._issue()
+        with (
+            torch.no_grad(),
+            own_workspaces(),
+            torch.cuda.graph(
+                graph, pool=self.room.pool, stream=self.room.origin, capture_error_mode="thread_local"
+            ),
+        ):
+            self.outputs = self.issue()
         return graph
 
-    def _issue(self) -> dict[str, torch.Tensor]:
-        memory = [self._base(device) for device in range(len(self._machine.devices))]
-        Issue(self.program, self.trace, self._ground, memory, self._slot.origin).run(self._order)
-        here = dict(self.program.outputs)
+    def issue(self, is_rehearsal: bool = False) -> dict[str, torch.Tensor]:
+        """Issues everything once; a rehearsal has no sends, waits and times."""
+        return _Issue(self, is_rehearsal).run()
+
+
+class _Issue:
+    """One pass over a device's share."""
+
+    def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
+        self._share, self._is_rehearsal = share, is_rehearsal
+        self._program, self._streams, self._room = share.program, share._streams, share.room
+        self._memory: Memory = dict(share._base)
+        self._compute = share._compute
+        self._links = {dst: share.room.sends[dst] for dst in share._sends}
+        self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
+        self._kept: list[Storage] = []
+        self._arrivals: list[int] = []
+        pace = Pace() if is_rehearsal else share._pace
+        self._pace, clock, turnstile = pace, share._clockwork, share._device
+        self._chain = Chain(turnstile.turnstile, clock.queue, share.room.number) if pace.launches else None
+        self._wires = {
+            dst: Chain(turnstile.turnstile, clock.wires.get(dst))
+            for dst in (self._links if pace.transfers else ())
+        }
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Forks from the microbatch's stream, issues everything, joins."""
+        start = self._streams.mark(self._room.origin)
+        for stream in (self._compute, *self._links.values()):
+            self._streams.wait(stream, start)
+        for position, instruction in enumerate(self._program.instructions[self._share._device.number]):
+            match instruction:
+                case Run(launch):
+                    self._run(launch)
+                case Send(number) if not self._is_rehearsal:
+                    self._send(number)
+                case Recv(number):
+                    self._receive(number, position)
+                case Free(buffer):
+                    self._memory.pop(buffer, None)
+        self._settle()
+        for stream in (self._compute, *self._links.values()):
+            self._streams.wait(self._room.origin, self._streams.mark(stream))
+        number = self._share._device.number
+        here = {name for name, at in self._program.outputs if at == number}
         return {
-            name: self._ground.launches[here[name]].tensor(memory[here[name]], view)
-            for name, view in self.trace.outputs
+            name: self._share._launches.tensor(self._memory, view)
+            for name, view in self._share.trace.outputs
             if name in here
         }
 
-    def _make_ground(self) -> Ground[torch.cuda.Stream]:
-        transfers, devices = self.program.transfers, self._machine.devices
-        pairs = {(t.src, t.dst) for t in transfers}
-        tracks: set[Track] = {device for _, device in self._pace.launches}
-        tracks |= {(transfers[n].src, transfers[n].dst) for n in self._pace.copies}
-        cards = {t: devices[t if isinstance(t, int) else t[1]].ordinal for t in tracks}
-        busy = {d for d, column in enumerate(self.program.instructions) if column}
-        return Ground(
-            CudaStreams(),
-            {d: self._slot.compute[d, self._is_short] for d in sorted(busy)},
-            {pair: self._slot.copies[pair] for pair in sorted(pairs)},
-            {d: self._launches[device.ordinal] for d, device in enumerate(devices)},
-            self._places(),
-            self._pace,
-            {t: (self._machine.turnstile(o), self.records[o]) for t, o in cards.items()},
-            self._slot.number,
-        )
+    def _run(self, launch: int) -> None:
+        for number in self._overwritten(launch):
+            self._streams.wait(self._compute, self._leaving.pop(number))
+        with self._streams.on(self._compute):
+            self._enter(launch)
+            self._share._launches.issue(launch, self._memory)
 
-    def _base(self, device: int) -> Memory:
-        """What a device has before the first launch."""
-        card = self._machine.card(device)
-        base = self._resident.of(self.program, device, card)
-        base |= self._slot.inputs_of(self.trace, self.program.step, device)
-        base |= self._slot.state_of(self.trace, self.program, device)
-        for number, transfer in enumerate(self.program.transfers):
-            if is_move_of_state(self.program, number) and transfer.src == device:
-                name = self.trace.buffers[transfer.buffer].name
-                base[transfer.buffer] = self._slot.state[device, name]
-        for index, buffer in enumerate(self.trace.buffers):
-            if buffer.size_bytes == 0 and index not in base:  # nobody sends it, and everybody may name it
-                base[index] = torch.empty(0, dtype=torch.uint8, device=card).untyped_storage()
-        return base
+    def _enter(self, launch: int) -> None:
+        """Time starts for a launch: after its arrivals' latency, and when its device is free."""
+        arrivals, self._arrivals = self._arrivals, []
+        if self._chain is None or self._share._transport is None:
+            if self._chain is not None and launch in self._pace.launches:
+                self._chain.enter(self._share.records[launch], self._pace.launches[launch])
+            return
+        for number in arrivals:
+            hold = self._pace.transfers.get(number)
+            if hold is not None and hold.extra_ns and self._share._transport.carries_records:
+                self._chain.arrive(self._share._transport.record(self._spot(number)), hold.extra_ns)
+        if launch in self._pace.launches:
+            self._chain.enter(self._share.records[launch], self._pace.launches[launch])
+        else:
+            self._chain.settle()
 
-    def _places(self) -> dict[int, Storage]:
-        """Transfer -> memory it lands in: a place in its device's inbox, or the state's new home."""
-        found: dict[int, Storage] = {}
-        buffers = self.trace.buffers
-        for device in range(len(self._machine.devices)):
-            offsets, _ = inbox_offsets(self.program, self.trace, device, ALIGN)
-            for number, offset in offsets.items():
-                size = buffers[self.program.transfers[number].buffer].size_bytes
-                found[number] = self._slot.inbox[device][offset : offset + size]
-        for number, transfer in enumerate(self.program.transfers):
-            if is_move_of_state(self.program, number):
-                found[number] = self._slot.state[transfer.dst, buffers[transfer.buffer].name]
+    def _receive(self, number: int, position: int) -> None:
+        transfer = self._program.transfers[number]
+        size = self._share.trace.buffers[transfer.buffer].size_bytes
+        if self._is_rehearsal:
+            place = torch.zeros(size, dtype=torch.uint8, device=self._share._device.card).untyped_storage()
+        else:
+            transport = self._transport()
+            with self._streams.on(self._compute):
+                if self._chain is not None:
+                    self._chain.settle()
+                mark = MemOp(self._room.mark, position + 1)
+                transport.wait(self._spot(number), transfer.src, _handle(self._compute), mark)
+            place = transport.landing(self._spot(number), size)
+            self._arrivals.append(number)
+        if is_move_of_state(self._program, number):
+            home = self._room.state[self._share.trace.buffers[transfer.buffer].name]
+            if not self._is_rehearsal:  # its contents are somebody's
+                with self._streams.on(self._compute):
+                    bytes_of(home, 0, size).copy_(bytes_of(place, 0, size), non_blocking=True)
+                self._kept.append(place)
+            place = home
+        self._memory[transfer.buffer] = place
+
+    def _send(self, number: int) -> None:
+        transfer = self._program.transfers[number]
+        source, link = self._memory[transfer.buffer], self._links[transfer.dst]
+        self._settle()
+        self._streams.wait(link, self._streams.mark(self._compute))
+        with self._streams.on(link):
+            hold = self._pace.transfers.get(number)
+            record = (
+                self._share.records[len(self._share.trace.launches) + number] if hold is not None else None
+            )
+            if hold is not None and record is not None:
+                self._wires[transfer.dst].enter(record, hold)
+                self._wires[transfer.dst].settle()
+            parcel = Parcel(
+                source.data_ptr() + transfer.start,
+                transfer.start,
+                transfer.num_bytes,
+                transfer.dst,
+                0 if record is None else record.data_ptr(),
+            )
+            self._transport().put(self._spot(number), parcel, _handle(link))
+        self._leaving[number] = self._streams.mark(link)
+        self._kept.append(source)
+
+    def _overwritten(self, launch: int) -> list[int]:
+        """Sends that still read what the launch is about to overwrite."""
+        written = [a for a in self._share.trace.launches[launch].accesses if a.write or a.atomic]
+        found = []
+        for number in self._leaving:
+            moved = self._program.transfers[number]
+            region = Region(moved.start, moved.num_bytes)
+            if any(a.buffer == moved.buffer and a.region.overlaps(region) for a in written):
+                found.append(number)
         return found
 
-    def _make_records(self) -> dict[int, torch.Tensor]:
-        rows = len(self.trace.launches) + len(self.program.transfers)
-        return {
-            ordinal: torch.zeros(rows, RECORD_WORDS, dtype=torch.int64, device=driver.card(ordinal))
-            for ordinal in self._machine.ordinals
-        }
+    def _settle(self) -> None:
+        """Nothing issued after this on the compute stream starts before its last launch is due."""
+        if self._chain is not None:
+            with self._streams.on(self._compute):
+                self._chain.settle()
+
+    def _spot(self, number: int) -> Spot:
+        return Spot(self._room.number, self._share._number, number)
+
+    def _transport(self) -> GpuTransport:
+        assert self._share._transport is not None, "a program with transfers has a transport"
+        return self._share._transport
+
+
+def _handle(stream: Any) -> int:
+    return int(stream.cuda_stream)

@@ -7,29 +7,34 @@ in the real step. Numbers are medians; the error is half the distance between th
 
 Parts of one card share its bandwidth and caches. So a part is timed while the others do the same work over
 and over, which is how it is used when a plan keeps every device busy; what a launch costs beside other work
-than that is not in these numbers.
+than that is not in these numbers. All of it is done in one process.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 import torch
 
-from tessera.execute.cuda.captured import Captured, Kernels
-from tessera.execute.cuda.engine import CudaEngine
+from tessera.execute.cuda.graph import ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
+from tessera.execute.cuda.launches import bytes_of
 from tessera.execute.cuda.spans import ENDED, STARTED
-from tessera.execute.engine import Request
+from tessera.execute.cuda.stretch import Scale, choose_scale
+from tessera.execute.lower import lower
+from tessera.execute.offline import Request
 from tessera.ir import (
     Cluster,
     Cost,
     Costs,
+    Device,
+    DeviceKind,
     Lane,
     Objective,
     Placement,
     Plan,
-    Program,
     Source,
     WorkUnit,
     verify,
@@ -68,6 +73,80 @@ def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
     )
 
 
+class Whole:
+    """A work unit that runs whole on one device, in this process; use it in a `with` statement."""
+
+    def __init__(
+        self,
+        unit: WorkUnit,
+        cluster: Cluster,
+        device: int,
+        weights: Tensors,
+        kernels: Kernels | None = None,
+        is_profiled: bool = False,
+    ) -> None:
+        self.unit, self.device = unit, device
+        traces = [g.trace for g in unit.graphs]
+        self._graphs = DeviceGraphs(
+            cluster, device, traces, weights, 1, kernels=kernels, is_profiled=is_profiled
+        )
+        self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0])
+
+    def __enter__(self) -> "Whole":
+        self._graphs.prepare()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._graphs.close()
+
+    @property
+    def ordinal(self) -> int:
+        """The GPU that it runs on."""
+        return self._graphs.device.ordinal
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """What it runs on."""
+        stream: torch.cuda.Stream = self._graphs.room(0).origin
+        return stream
+
+    def graph(self, step: int) -> ShareGraph:
+        """The graph of a step."""
+        graph = self._graphs.graph(0, self._numbers[step])
+        assert graph is not None, "a step has launches, and all of them are here"
+        return graph
+
+    def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
+        """One request from start to end; memory then holds what it will hold when it is timed."""
+        room, found = self._graphs.room(0), list[dict[str, torch.Tensor]]()
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            for name, tensor in request.state().items():
+                if name in room.state:
+                    _fill(room.state[name], tensor)
+            for step, count in enumerate(self.unit.counts):
+                for run in range(count):
+                    given = request.inputs(step, run, found[-1] if found else {})
+                    for (of_step, name), storage in room.inputs.items():
+                        if of_step == step and name in given:
+                            _fill(storage, given[name])
+                    made = self.graph(step).replay()
+                    found.append({name: tensor.clone() for name, tensor in made.items()})
+            self.stream.synchronize()
+        return found
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """As it is now, as flat bytes by name."""
+        held = self._graphs.room(0).state
+        return {name: bytes_of(s, 0, s.nbytes()).clone() for name, s in held.items()}
+
+
+def _fill(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    bytes_of(storage, 0, storage.nbytes()).copy_(flat[: storage.nbytes()])
+
+
 def measure(
     unit: WorkUnit,
     cluster: Cluster,
@@ -76,21 +155,33 @@ def measure(
     kernels: Kernels | None = None,
 ) -> tuple[tuple[Costs, ...], list[list[StepTimes]]]:
     """Costs of every step, and the times behind them: times[device][step]. Devices must not be stretched."""
-    num = len(cluster.devices)
-    plans = [replace(whole_plan(unit, cluster, device), slots=num) for device in range(num)]
-    alone, whole, samples = _timed(plans, weights, request, kernels)
+    devices = range(len(cluster.devices))
+    alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
     times = [
         [
             replace(reconcile(whole[d][step], samples[d][step]), alone_us=alone[d][step])
             for step in range(len(unit.graphs))
         ]
-        for d in range(num)
+        for d in devices
     ]
     costs = tuple(
         _costs(graph.trace.digest, cluster, [device_times[step] for device_times in times])
         for step, graph in enumerate(unit.graphs)
     )
     return costs, times
+
+
+def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> Scale:
+    """The time scale of a plan on stretched devices; 1 where none is stretched."""
+    devices = plan.cluster.devices
+    if not any(d.is_stretched for d in devices):
+        return Scale(1.0, 1.0, 0, 0)
+    first = devices[0]
+    card = Cluster((Device(f"cuda:{first.ordinal}", DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ())
+    own, _ = measure(plan.unit, card, weights, request, kernels)
+    sharing = max(sum(d.ordinal == o for d in devices) for o in {d.ordinal for d in devices})
+    targets = [[c.us for c in row] for costs in plan.costs for row in costs.costs]
+    return choose_scale(targets, [row[0].us for costs in own for row in costs.costs], sharing)
 
 
 def reconcile(whole_us: float, samples: Sequence[Sequence[float]]) -> StepTimes:
@@ -126,70 +217,67 @@ def _costs(digest: str, cluster: Cluster, times: Sequence[StepTimes]) -> Costs:
 
 
 def _timed(
-    plans: Sequence[Plan], weights: Tensors, request: Request, kernels: Kernels | None
+    unit: WorkUnit, cluster: Cluster, weights: Tensors, request: Request, kernels: Kernels | None
 ) -> tuple[list[list[float]], list[list[float]], list[list[list[list[float]]]]]:
     """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
-    devices = range(len(plans))
-    with Captured(plans, weights, kernels) as captured:
-        _visit(captured, request)
-        programs = [captured.programs[d][0] for d in devices]
-        alone = [[replay_us(captured, 0, p, REPEATS) for p in programs[d]] for d in devices]
-        around = [Around(captured, d, alone) for d in devices]
-        whole = [
-            [replay_us(captured, 0, p, BESIDE, around[d]) if around[d].others else alone[d][p.step]
-             for p in programs[d]]
-            for d in devices
-        ]  # fmt: skip
-    with Captured(plans, weights, kernels, is_profiled=True) as captured:
-        _visit(captured, request)
-        around = [Around(captured, d, alone) for d in devices]
-        samples = [[_samples(captured, p, around[d]) for p in captured.programs[d][0]] for d in devices]
+    devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
+
+    def opened(is_profiled: bool) -> list[Whole]:
+        found = [Whole(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
+        for one in found:
+            one.__enter__()
+            one.run(request)
+        return found
+
+    plain = opened(is_profiled=False)
+    alone = [[replay_us(plain[d], step, REPEATS) for step in steps] for d in devices]
+    around = [Around(plain, d, alone) for d in devices]
+    whole = [
+        [
+            replay_us(plain[d], step, BESIDE, around[d]) if around[d].others else alone[d][step]
+            for step in steps
+        ]
+        for d in devices
+    ]
+    for one in plain:
+        one.__exit__(None, None, None)
+    stamped = opened(is_profiled=True)
+    around = [Around(stamped, d, alone) for d in devices]
+    samples = [[_samples(stamped[d], step, around[d]) for step in steps] for d in devices]
+    for one in stamped:
+        one.__exit__(None, None, None)
     return alone, whole, samples
-
-
-def _visit(captured: Captured, request: Request) -> None:
-    """Every plan runs a request in every slot, so that memory holds what it will hold."""
-    num = captured.num_slots
-    for plan in range(len(captured.plans)):
-        CudaEngine(captured, keeps_results=False).run([request] * num, always(plan))
-
-
-def always(plan: int) -> Callable[[int], int]:
-    """Every request by the same plan."""
-    return lambda number: plan
 
 
 class Around:
     """Work for the other devices of a device's card: their own whole requests, one after the other."""
 
-    def __init__(self, captured: Captured, device: int, alone_us: Sequence[Sequence[float]]) -> None:
-        devices = captured.plans[0].cluster.devices
-        self._captured, self._alone_us, self._device = captured, alone_us, device
-        self.others = [
-            d for d, o in enumerate(devices) if d != device and o.ordinal == devices[device].ordinal
-        ]
+    def __init__(
+        self, all_devices: Sequence[Whole], device: int, alone_us: Sequence[Sequence[float]]
+    ) -> None:
+        self._alone_us, self._device = alone_us, device
+        ordinal = all_devices[device].ordinal
+        self.others = [one for one in all_devices if one.device != device and one.ordinal == ordinal]
 
     def keep_busy(self, step: int, repeats: int) -> None:
         """Queues as much as the repeats of a step take, and half as much again; returns at once."""
         wanted_us = 1.5 * repeats * (self._alone_us[self._device][step] + PAUSE_US)
-        for slot, other in enumerate(self.others, 1):
-            programs = self._captured.programs[other][0]
-            unit_us = sum(self._alone_us[other][p.step] * p.count for p in programs)
-            with torch.cuda.stream(self._captured.slots[slot].origin):
+        for other in self.others:
+            counts = other.unit.counts
+            unit_us = sum(self._alone_us[other.device][s] * count for s, count in enumerate(counts))
+            with torch.cuda.stream(other.stream):
                 for _ in range(math.ceil(wanted_us / max(unit_us, 1.0))):
-                    for program in programs:
-                        for _ in range(program.count):
-                            self._captured.graph(slot, program).replay()
+                    for number, count in enumerate(counts):
+                        for _ in range(count):
+                            other.graph(number).replay()
 
 
-def replay_us(
-    captured: Captured, slot: int, program: Program, repeats: int = REPEATS, around: Around | None = None
-) -> float:
-    """Median time of one program's graph in a slot, alone or beside other work."""
-    graph, stream = captured.graph(slot, program), captured.slots[slot].origin
+def replay_us(whole: Whole, step: int, repeats: int = REPEATS, around: Around | None = None) -> float:
+    """Median time of one step's graph, alone or beside other work."""
+    graph, stream = whole.graph(step), whole.stream
     times: list[float] = []
     if around is not None:
-        around.keep_busy(program.step, repeats)
+        around.keep_busy(step, repeats)
     with torch.cuda.stream(stream):
         for _ in range(repeats):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -204,18 +292,17 @@ def replay_us(
     return statistics.median(times)
 
 
-def _samples(captured: Captured, program: Program, around: Around) -> list[list[float]]:
+def _samples(whole: Whole, step: int, around: Around) -> list[list[float]]:
     """samples[launch] out of stamped replays."""
-    graph, stream = captured.graph(0, program), captured.slots[0].origin
+    graph, stream = whole.graph(step), whole.stream
     samples: list[list[float]] = [[] for _ in graph.trace.launches]
     repeats = BESIDE if around.others else REPEATS
-    around.keep_busy(program.step, repeats)
+    around.keep_busy(step, repeats)
     with torch.cuda.stream(stream):
         for _ in range(repeats):
             graph.replay()
             stream.synchronize()
-            (records,) = graph.records.values()
-            rows = records.cpu()
+            rows = graph.records.cpu()
             for launch, row in enumerate(samples):
                 row.append(int(rows[launch][ENDED] - rows[launch][STARTED]) / 1e3)
     torch.cuda.synchronize()

@@ -1,89 +1,94 @@
-"""pace: which launches and copies of a program keep time, and how long each takes.
+"""pace: which launches and sends of one device keep time, and how long each takes.
 
-On a stretched device every launch that costs time holds the device for its modelled time, and every copy that
-touches such a device holds its link. Links of one group share one queue. In a profiled graph everything else
-is stamped: a hold of nothing, in no queue. Who goes first on a device is decided as in `execute.schedule`; a
-link serves who comes first.
+On a stretched device every launch that costs time holds the device for its modelled time, and every send on a
+link that touches such a device holds the link. In a profiled graph everything else is stamped: a hold of
+nothing, in no queue. Who goes first on a device is decided as in `execute.schedule`; a link serves who comes
+first. Each sender keeps its own links' time: links of a group that several devices send on share a bus only
+as far as one device's sends go.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from tessera.execute.cuda import driver
-from tessera.execute.cuda.issue import Pace, Pair, Track
 from tessera.execute.cuda.stretch import Hold, launch_hold, link_hold, throttled_links
 from tessera.execute.schedule import until_wait
-from tessera.ir import Cluster, Plan, Program, Run
+from tessera.ir import Cluster, Link, Program, Run
 
 STAMP = Hold(0)
 
 
-def make_queues(cluster: Cluster, num_slots: int) -> dict[Track, torch.Tensor]:
-    """Stretched device or throttled link -> until when it is taken; a device has a place for each slot."""
-    queues: dict[Track, torch.Tensor] = {}
-    for number, device in enumerate(cluster.devices):
-        if device.is_stretched:
-            queues[number] = _words(device.ordinal, 1 + num_slots)
-    groups: dict[str, torch.Tensor] = {}
-    for (src, dst), link in throttled_links(cluster).items():
-        word = groups.get(link.group) if link.group else None
-        queues[src, dst] = _words(cluster.devices[dst].ordinal, 1) if word is None else word
-        if link.group:
-            groups[link.group] = queues[src, dst]
-    return queues
+@dataclass(frozen=True)
+class Pace:
+    """How long things take in one program where that is not left to the card. Missing: no turnstile.
+
+    A hold without a queue stamps: nothing waits for anything but its own end.
+    """
+
+    # launch -> hold
+    launches: Mapping[int, Hold] = field(default_factory=dict)
+    # transfer -> hold of its link; also of those that arrive here, for their latency
+    transfers: Mapping[int, Hold] = field(default_factory=dict)
 
 
-def make_pace(
-    program: Program, plan: Plan, queues: Mapping[Track, torch.Tensor], scale: float, is_profiled: bool
-) -> Pace:
-    """What keeps time in one program of a plan."""
-    return Pace(
-        _launches(program, plan, scale, is_profiled), _copies(program, plan, scale, is_profiled), queues
-    )
+class Clockwork:
+    """The times of one device: its queue, those of the links it sends on, and the pace of its programs."""
 
+    def __init__(
+        self,
+        cluster: Cluster,
+        device: int,
+        us: Sequence[Sequence[float]],
+        num_microbatches: int,
+        scale: float,
+        is_profiled: bool,
+        card: torch.device,
+        keeps_links: bool = True,
+    ) -> None:
+        """`us[step][launch]`: modelled time on this device; empty where it keeps its own.
 
-def _launches(program: Program, plan: Plan, scale: float, is_profiled: bool) -> dict[Pair, Hold]:
-    holds: dict[Pair, Hold] = {}
-    for device, column in enumerate(program.instructions):
-        stretched = plan.cluster.devices[device].is_stretched
-        left = until_wait(column, _duration_us(program, plan, device)) if stretched else ()
-        for position, instruction in enumerate(column):
-            if not isinstance(instruction, Run):
+        `keeps_links`: links take their modelled time; else what their transport takes.
+        """
+        self._device, self._us, self._scale, self._is_profiled = device, us, scale, is_profiled
+        self._is_stretched = cluster.devices[device].is_stretched
+        self._links: Mapping[tuple[int, int], Link] = throttled_links(cluster) if keeps_links else {}
+        # Until when the device is taken, and a place for each microbatch that waits for it.
+        self.queue = _words(1 + num_microbatches, card) if self._is_stretched else None
+        # Destination -> until when the link there is taken.
+        self.wires: dict[int, torch.Tensor] = {}
+        groups: dict[str, torch.Tensor] = {}
+        for (src, dst), link in self._links.items():
+            if src == device:
+                word = groups.get(link.group) if link.group else None
+                self.wires[dst] = groups[link.group] = _words(1, card) if word is None else word
+
+    def pace(self, program: Program) -> Pace:
+        """What keeps time in one program."""
+        return Pace(self._launches(program), self._transfers(program))
+
+    def _launches(self, program: Program) -> dict[int, Hold]:
+        column = program.instructions[self._device]
+        runs = [(at, x.launch) for at, x in enumerate(column) if isinstance(x, Run)]
+        if not self._is_stretched:
+            return {launch: STAMP for _, launch in runs} if self._is_profiled else {}
+        us = self._us[program.step]
+        left = until_wait(column, lambda x: us[x.launch] if isinstance(x, Run) else 0.0)
+        holds = {launch: launch_hold(us[launch], self._scale, left[at]) for at, launch in runs}
+        return {n: hold for n, hold in holds.items() if hold.hold_ns or self._is_profiled}
+
+    def _transfers(self, program: Program) -> dict[int, Hold]:
+        holds: dict[int, Hold] = {}
+        for number, transfer in enumerate(program.transfers):
+            if self._device not in (transfer.src, transfer.dst):
                 continue
-            key = (instruction.launch, device)
-            if stretched:
-                us = plan.costs[program.step].us(instruction.launch, device)
-                hold = launch_hold(us, scale, left[position])
-                if hold.hold_ns or is_profiled:
-                    holds[key] = hold
-            elif is_profiled:
-                holds[key] = STAMP
-    return holds
+            link = self._links.get((transfer.src, transfer.dst))
+            if link is not None:
+                holds[number] = link_hold(link, transfer.num_bytes, self._scale)
+            elif self._is_profiled:
+                holds[number] = STAMP
+        return holds
 
 
-def _copies(program: Program, plan: Plan, scale: float, is_profiled: bool) -> dict[int, Hold]:
-    throttled = throttled_links(plan.cluster)
-    holds: dict[int, Hold] = {}
-    for number, transfer in enumerate(program.transfers):
-        link = throttled.get((transfer.src, transfer.dst))
-        if link is not None:
-            holds[number] = link_hold(link, transfer.num_bytes, scale)
-        elif is_profiled:
-            holds[number] = STAMP
-    return holds
-
-
-def _duration_us(program: Program, plan: Plan, device: int) -> Callable[[object], float]:
-    """The modelled time of an instruction; only launches take any."""
-
-    def duration_us(instruction: object) -> float:
-        if not isinstance(instruction, Run):
-            return 0.0
-        return plan.costs[program.step].us(instruction.launch, device)
-
-    return duration_us
-
-
-def _words(ordinal: int, num: int) -> torch.Tensor:
-    return torch.zeros(num, dtype=torch.int64, device=driver.card(ordinal))
+def _words(num: int, card: torch.device) -> torch.Tensor:
+    return torch.zeros(num, dtype=torch.int64, device=card)

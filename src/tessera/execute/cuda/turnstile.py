@@ -7,14 +7,13 @@ A record is four words: when it was let in, when it may end, when it really ende
     enter   takes the next place in the queue of a device or link: start = max(now - slack, when it is free),
             end = start + hold, and the device is free from then on. Without a queue, start is now.
 
-A queue is a word that says until when it is taken, and for a device one word more a slot: the key of the
-launch that waits there, or zero. Then the least key goes first, as `execute.schedule` has it: the stretch of
-launches that is over soonest, of equal ones the one that came first. First come, first served alone would let
-all requests in flight advance in step, so that the devices of a pipeline take turns instead of overlapping.
-When a launch came is the middle of its key, in units of 1,024 ns; it starts over every 17 s, and then a
-launch may go before its equal once.
-A launch that follows another at once raises its key before that one has ended, so that it is not overtaken
-between the two.
+A queue is a word that says until when it is taken, and for a device one word more a microbatch: the key of
+the launch that waits there, or zero. Then the least key goes first, as `execute.schedule` has it: the stretch
+of launches that is over soonest, of equal ones the one that came first. First come, first served alone would
+let all requests in flight advance in step, so that the devices of a pipeline take turns instead of
+overlapping. When a launch came is the middle of its key, in units of 1,024 ns; it starts over every 17 s, and
+then a launch may go before its equal once. A launch that follows another at once raises its key before that
+one has ended, so that it is not overtaken between the two.
 
 So launches of several requests pass a device one at a time without any lock. A kernel waits for the clock
 and for kernels with smaller keys that are running already, so every wait ends. The kernel touches its records
@@ -160,7 +159,7 @@ def kernel() -> Kernel:
     return Kernel(ENTRY, Origin.PTX, ptx=PTX, signature=SIGNATURE)
 
 
-# (slots that may wait for a device, which of them this is, key); no slots: first come, first served.
+# (microbatches that may wait for a device, which of them this is, key); none: first come, first served.
 Turn = tuple[int, int, int]
 NO_TURN = (0, 0, 0)
 
@@ -195,7 +194,7 @@ class Chain:
     """
 
     def __init__(self, turnstile: Any, queue: torch.Tensor | None, place: int = 0) -> None:
-        """`place`: the slot that the stream belongs to."""
+        """`place`: the microbatch that the stream belongs to."""
         self._turnstile, self._queue, self._place = turnstile, queue, place
         # A queue of one word has no places to wait at.
         self._places = queue.numel() - 1 if queue is not None else 0

@@ -1,0 +1,261 @@
+"""Host: transfers through pinned memory and the worker's links, over any network.
+
+To send, a graph copies to pinned memory and sets a flag there. A thread a link looks at the flags of its
+destination, and sends what is there over the link (see `execute.links`). What arrives is read into pinned
+memory and its flag is set; the receiver's graph waits for that flag, clears it and copies to the GPU. Places
+and flags are laid out as the receiver's inbox, on both sides.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from tessera.execute.cuda import driver
+from tessera.execute.cuda.driver import MemOp
+from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
+from tessera.execute.cuda.transport import Parcel
+from tessera.execute.links import Frame, LinkLost, Links
+from tessera.ir import Program, Trace
+
+# How long a link's thread looks away between two looks at the flags of runs in flight.
+LOOK_S = 20e-6
+# A transfer may come before the order that its run begins; after so long it is thrown away.
+EARLY_S = 60.0
+# Runs that are over and remembered, for what still comes for them.
+REMEMBERED = 4096
+
+
+class _Mirror:
+    """Pinned memory laid out as one device's inbox."""
+
+    def __init__(self, layout: InboxLayout) -> None:
+        size = max(layout.total_bytes, WORD)
+        self.tensor = torch.zeros(size, dtype=torch.uint8)
+        if torch.cuda.is_available():
+            self.tensor = self.tensor.pin_memory()
+        self.address, self.layout = self.tensor.data_ptr(), layout
+        self.bytes = memoryview(self.tensor.numpy())
+        flags = layout.num_flags
+        self.flags = self.tensor.numpy()[: flags * WORD].view(np.int64)
+
+
+class Host:
+    """One worker's end; keeps `GpuTransport`, and `links.Receiver`."""
+
+    carries_records = False
+
+    def __init__(
+        self,
+        device: int,
+        ordinal: int,
+        num_devices: int,
+        microbatches: int,
+        make_links: "Callable[[Host, Callable[[int], int]], Links]",
+        on_gone: Callable[[int, str], None],
+    ) -> None:
+        self._device, self._ordinal, self._num, self._microbatches = (
+            device,
+            ordinal,
+            num_devices,
+            microbatches,
+        )
+        self._gone = on_gone
+        # One a call of `add`: mirrors by device, and this device's landing places on the GPU.
+        self._mirrors: list[list[_Mirror]] = []
+        self._places: list[torch.Tensor] = []
+        self._programs: list[Program] = []
+        self._where: list[tuple[int, int]] = []
+        self._largest: dict[int, int] = {}
+        # Run -> (microbatch, program); microbatch -> its run.
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._current: dict[int, int] = {}
+        self._over: dict[int, None] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._links = make_links(self, lambda peer: self._largest.get(peer, 0))
+        self._links.start()
+        self._senders: set[int] = set()
+
+    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        """Mirrors of all inboxes, and a thread for every destination."""
+        generation = len(self._mirrors)
+        layouts = [InboxLayout(programs, traces, d, self._microbatches) for d in range(self._num)]
+        card = driver.card(self._ordinal)
+        with self._changed:
+            self._mirrors.append([_Mirror(layout) for layout in layouts])
+            self._places.append(
+                torch.zeros(max(1, layouts[self._device].total_bytes), dtype=torch.uint8, device=card)
+            )
+            self._where += [(generation, number) for number in range(len(programs))]
+            self._programs += programs
+        transfers = [t for p in programs for t in p.transfers]
+        for transfer in transfers:
+            if transfer.dst == self._device:
+                known = self._largest.get(transfer.src, 0)
+                self._largest[transfer.src] = max(known, transfer.num_bytes)
+        for dst in {t.dst for t in transfers if t.src == self._device} - self._senders:
+            self._senders.add(dst)
+            name = f"tessera-send-{dst}"
+            threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
+
+    def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
+        """A place on the GPU."""
+        generation, at = self._at(spot)
+        start = self._mirrors[generation][self._device].layout.place(at)
+        return self._places[generation].untyped_storage()[start : start + num_bytes]
+
+    def record(self, spot: Spot) -> torch.Tensor:
+        """None comes."""
+        raise NotImplementedError("records stay where they are; see `carries_records`")
+
+    def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
+        """Into pinned memory, then the flag there."""
+        generation, at = self._at(spot)
+        mirror = self._mirrors[generation][parcel.dst]
+        place = mirror.address + mirror.layout.place(at) + parcel.start
+        driver.copy(stream, place, parcel.source, parcel.num_bytes)
+        driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(at), 1)])
+
+    def wait(self, spot: Spot, src: int, stream: int, mark: MemOp) -> None:
+        """The flag in pinned memory, then the copy to the GPU."""
+        generation, at = self._at(spot)
+        mirror, transfer = (
+            self._mirrors[generation][self._device],
+            self._programs[spot.program].transfers[spot.transfer],
+        )
+        flag, place = mirror.address + mirror.layout.flag(at), mirror.layout.place(at) + transfer.start
+        driver.mem_ops(stream, [mark, MemOp(flag, 1, is_wait=True), MemOp(flag, 0)])
+        target = self._places[generation].data_ptr() + place
+        driver.copy(stream, target, mirror.address + place, transfer.num_bytes)
+
+    def begin(self, microbatch: int, run: int, program: int) -> None:
+        """From now on its transfers have a place."""
+        with self._changed:
+            self._runs[run] = (microbatch, program)
+            self._current[microbatch] = run
+            self._changed.notify_all()
+
+    def end(self, run: int) -> None:
+        """What still comes for it is thrown away."""
+        with self._changed:
+            microbatch, _ = self._runs.pop(run, (-1, -1))
+            if self._current.get(microbatch) == run:
+                del self._current[microbatch]
+            self._over[run] = None
+            while len(self._over) > REMEMBERED:
+                del self._over[next(iter(self._over))]
+            self._changed.notify_all()
+
+    def release(self, microbatch: int) -> None:
+        """Flags of this device."""
+        self._fill(microbatch, 1)
+
+    def reset(self, microbatch: int) -> None:
+        """Flags of this device, and what was to be sent."""
+        self._fill(microbatch, 0)
+        for mirrors in self._mirrors:
+            for mirror in mirrors:
+                start, size = mirror.layout.flags(microbatch)
+                mirror.flags[start // WORD : (start + size) // WORD] = 0
+
+    def relink(self, device: int) -> bool:
+        """The links do that; graphs name this process's own memory only."""
+        return False
+
+    def relink_to(self, device: int, epoch: int) -> None:
+        """A peer was started again."""
+        self._links.relink(device, epoch)
+
+    def close(self) -> None:
+        """Ends the links and their threads."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._links.close()
+
+    # links.Receiver -----------------------------------------------------------------------------------
+
+    def place(self, peer: int, frame: Frame) -> memoryview | None:
+        """Pinned memory; of a run that has not begun here, when it has."""
+        found = self._find(frame)
+        if found is None:
+            return None
+        mirror, at, start = found
+        first = mirror.layout.place(at) + start
+        return mirror.bytes[first : first + frame.size]
+
+    def arrived(self, peer: int, frame: Frame) -> None:
+        """Sets the flag that the graph waits for."""
+        found = self._find(frame)
+        if found is not None:
+            mirror, at, _ = found
+            mirror.flags[mirror.layout.flag(at) // WORD] = 1
+
+    def gone(self, peer: int, why: str) -> None:
+        """Tells the worker."""
+        self._gone(peer, why)
+
+    def _find(self, frame: Frame) -> tuple[_Mirror, Spot, int] | None:
+        deadline = time.monotonic() + EARLY_S
+        with self._changed:
+            while frame.run not in self._runs:
+                left_s = deadline - time.monotonic()
+                if frame.run in self._over or self._is_closed or left_s <= 0.0:
+                    return None
+                self._changed.wait(left_s)
+            microbatch, program = self._runs[frame.run]
+        transfers = self._programs[program].transfers
+        if frame.transfer >= len(transfers) or transfers[frame.transfer].num_bytes != frame.size:
+            return None
+        if transfers[frame.transfer].dst != self._device:
+            return None
+        generation, at = self._at(Spot(microbatch, program, frame.transfer))
+        return self._mirrors[generation][self._device], at, transfers[frame.transfer].start
+
+    # Sending ------------------------------------------------------------------------------------------
+
+    def _send_all(self, dst: int) -> None:
+        """A link's thread."""
+        while True:
+            with self._changed:
+                while not self._current and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                mirrors = [row[dst] for row in self._mirrors]
+            if not any(self._send_flagged(mirror, dst) for mirror in mirrors):
+                time.sleep(LOOK_S)
+
+    def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
+        """Sends what graphs have flagged; True if there was something."""
+        found = np.flatnonzero(mirror.flags)
+        for word in found:
+            microbatch, number = divmod(int(word), mirror.layout.flags_each)
+            mirror.flags[word] = 0
+            with self._changed:
+                run = self._current.get(microbatch)
+                program = self._runs[run][1] if run is not None else -1
+            if run is None:
+                continue  # it was cancelled
+            transfer = self._programs[program].transfers[number]
+            _, at = self._at(Spot(microbatch, program, number))
+            start = mirror.layout.place(at) + transfer.start
+            frame = Frame(run, number, transfer.num_bytes, time.monotonic())
+            try:
+                self._links.send(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
+            except LinkLost as error:
+                self._gone(dst, error.message)
+        return bool(found.size)
+
+    def _fill(self, microbatch: int, value: int) -> None:
+        for mirrors in self._mirrors:
+            mirror = mirrors[self._device]
+            start, size = mirror.layout.flags(microbatch)
+            mirror.flags[start // WORD : (start + size) // WORD] = value
+
+    def _at(self, spot: Spot) -> tuple[int, Spot]:
+        generation, number = self._where[spot.program]
+        return generation, Spot(spot.microbatch, number, spot.transfer)

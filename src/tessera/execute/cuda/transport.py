@@ -1,0 +1,78 @@
+"""GpuTransport: how a GPU's worker sends and receives from inside its graphs.
+
+`put` and `wait` are called while a graph is captured: what they issue on the stream becomes part of the
+graph, so that no CPU stands between two devices. A flag says that the bytes of a transfer are there; the
+receiver's graph waits for it and clears it, so a graph can be launched again and again. A microbatch's next
+step is begun when all devices have ended the last, so no flag and no place is written before it was read.
+
+    ipc      GPUs of one machine: memory of the receiver that the sender's process has opened (`ipc`)
+    nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`nvshmem`)
+    host     pinned memory and a link of the worker process, over any network (`host`)
+
+When a peer is lost in the middle of a step, this device's graph may wait for ever: `release` sets the flags
+of a microbatch from the CPU, so that the graph ends, with contents that nobody will look at; `reset` clears
+them when every device has ended it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tessera.execute.cuda.driver import MemOp
+from tessera.execute.cuda.inbox import Spot
+from tessera.ir import Program, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Bytes to be sent: addresses in this device's memory."""
+
+    source: int
+    # Of the bytes within their buffer.
+    start: int
+    num_bytes: int
+    dst: int
+    # The record of when it is due, on a device that keeps another GPU's time; 0: there is none.
+    record: int = 0
+
+
+class GpuTransport(Protocol):
+    """One worker's end; `program` in a spot counts the programs that were added, from 0."""
+
+    # True if the record of a transfer arrives with it.
+    carries_records: bool
+
+    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        """Makes room for the transfers of more programs, and meets the peers."""
+
+    def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
+        """Memory of this device in which the buffer of a transfer is, once `wait` is over."""
+
+    def record(self, spot: Spot) -> torch.Tensor:
+        """The record that came with it."""
+
+    def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
+        """Issues the copy and the flag."""
+
+    def wait(self, spot: Spot, src: int, stream: int, mark: MemOp) -> None:
+        """Issues the mark (where this device is), the wait for the flag, and what clears it."""
+
+    def begin(self, microbatch: int, run: int, program: int) -> None:
+        """A run of a program is about to be launched."""
+
+    def end(self, run: int) -> None:
+        """It has ended, or is over because it was cancelled; what still comes for it is thrown away."""
+
+    def release(self, microbatch: int) -> None:
+        """Sets all flags of a microbatch, from the CPU."""
+
+    def reset(self, microbatch: int) -> None:
+        """Clears all flags of a microbatch whose graph has ended on every device."""
+
+    def relink(self, device: int) -> bool:
+        """A peer's worker was started again; True if graphs that send there must be captured again."""
+
+    def close(self) -> None:
+        """Lets go of what it holds."""

@@ -1,0 +1,322 @@
+"""CudaWorker: one process, one GPU or part of one; the same orders and answers as any worker's.
+
+A run is one graph, launched in the order in which the engine's orders come: that order is the same on every
+device, which is what keeps graphs that wait for one another from hanging (streams share the GPU's hardware
+queues; 32 of them are asked for before CUDA starts). To begin a run is to copy its inputs in, launch the
+graph and copy out what is asked for, all on the microbatch's stream; the CPU then only looks whether it has
+ended.
+
+When a run is cancelled, its graph may wait for a peer that is gone: its flags are set from here, so that it
+ends, and the microbatch is used again when it has ended everywhere.
+
+How long the device was at work is measured for runs that wait for nobody; of others it is what the plan's
+costs say, times the scale.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera.errors import TesseraError, WorkerError
+from tessera.execute.cuda.device import GpuDevice
+from tessera.execute.cuda.graph import Room, ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs
+from tessera.execute.cuda.host import Host
+from tessera.execute.cuda.ipc import Ipc, PeerAway
+from tessera.execute.cuda.launches import bytes_of
+from tessera.execute.cuda.nvshmem import Nvshmem
+from tessera.execute.cuda.spans import Calibration, rows_of
+from tessera.execute.cuda.transport import GpuTransport
+from tessera.execute.inbox import Hangup
+from tessera.execute.links import Keeper, Links
+from tessera.execute.messages import (
+    Begin,
+    Cancel,
+    Cancelled,
+    Clear,
+    Done,
+    Load,
+    PeerLost,
+    Ready,
+    Relink,
+    unpack_programs,
+)
+from tessera.execute.packing import pack, unpack
+from tessera.execute.transport import Gone
+from tessera.ir import Program, Recv, Run
+
+if TYPE_CHECKING:
+    from tessera.execute.worker import Answers, Orders, Setup
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+# How long the CPU looks away between two looks at runs that were launched.
+LOOK_S = 20e-6
+# A cancelled graph whose flags were set ends within milliseconds; one that does not is stuck elsewhere.
+CANCEL_S = 20.0
+
+
+@dataclass
+class _Running:
+    """A run that was launched."""
+
+    order: Begin
+    program: Program
+    graph: ShareGraph | None
+    # Around the graph, and behind the copies of what it gave.
+    start: Any
+    stop: Any
+    done: Any
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class CudaWorker:
+    """The device's graphs and the loop."""
+
+    def __init__(self, setup: "Setup", store: Keeper, orders: "Orders", answers: "Answers") -> None:
+        os.environ.setdefault(CONNECTIONS, "32")
+        self._setup, self._orders, self._answers = setup, orders, answers
+        # Where the worker is: (microbatch, run, position), for the message of an error.
+        self.at = (-1, -1, -1)
+        torch.cuda.set_device(setup.cluster.devices[setup.device].ordinal)
+        # By lane, and by their place in it; numbers as `DeviceGraphs` counts them.
+        self._programs: list[Sequence[Program]] = []
+        self._numbers: list[Sequence[int]] = []
+        self._graphs = DeviceGraphs(
+            setup.cluster,
+            setup.device,
+            setup.traces,
+            setup.weights,
+            setup.microbatches,
+            us=setup.us,
+            scale=setup.scale,
+            is_profiled=setup.is_profiled,
+            transport=_opener(setup, store, orders),
+        )
+        self._clock = Calibration.of(self._graphs.device) if setup.is_profiled else None
+        # Oldest first.
+        self._running: dict[int, _Running] = {}
+        # Microbatches with a cancelled run whose flags must be cleared.
+        self._dirty: set[int] = set()
+        self._last_stop: Any = None
+        # (microbatch, step, name) -> pinned memory that an input passes through.
+        self._staged: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._load(setup.programs)
+
+    def loop(self) -> None:
+        """Until the engine hangs up."""
+        self._orders.where = self._where
+        self._answers.tell(Ready(time.monotonic(), os.getpid()))
+        while True:
+            news = self._orders.take(block=not self._running)
+            if news is not None:
+                if isinstance(news, Hangup):
+                    return
+                self._handle(news)
+            elif not self._end_runs():
+                time.sleep(LOOK_S)
+
+    def _handle(self, news: Any) -> None:
+        match news:
+            case Begin():
+                self._begin(news)
+            case Cancel(run):
+                self._cancel(run)
+            case Clear(microbatch, lane):
+                self._clear(microbatch, lane)
+            case Load():
+                self._load(unpack_programs(news.programs))
+            case Relink(device, epoch):
+                self._relink(device, epoch)
+            case Gone(device, message, epoch):
+                self._answers.tell(PeerLost(device, message, epoch))
+            case _:
+                raise TesseraError(f"a worker was sent {type(news).__name__}")
+
+    def _load(self, programs: Sequence[Sequence[Program]]) -> None:
+        numbers = iter(self._graphs.add([p for lane in programs for p in lane]))
+        self._numbers += [[next(numbers) for _ in lane] for lane in programs]
+        self._programs += programs
+        self._graphs.prepare()
+
+    def _relink(self, device: int, epoch: int) -> None:
+        transport = self._graphs.transport
+        if isinstance(transport, Host):
+            transport.relink_to(device, epoch)
+        self._graphs.relink(device)
+        self._graphs.prepare()
+
+    def _where(self) -> list[list[int]]:
+        """(microbatch, run, position of the last instruction that was begun) of every run in progress."""
+        rows = []
+        for run, running in list(self._running.items()):
+            microbatch = running.order.microbatch
+            rows.append([microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)])
+        return rows
+
+    # Runs ---------------------------------------------------------------------------------------------
+
+    def _begin(self, order: Begin) -> None:
+        program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
+        self.at = (order.microbatch, order.run, -1)
+        room = self._graphs.room(order.microbatch)
+        try:
+            graph = self._graphs.graph(order.microbatch, number)
+        except PeerAway as error:
+            self._answers.tell(PeerLost(error.device, error.message))
+            return
+        start, stop, done = (torch.cuda.Event(enable_timing=timed) for timed in (True, True, False))
+        running = _Running(order, program, graph, start, stop, done)
+        if self._graphs.transport is not None:
+            self._graphs.transport.begin(order.microbatch, order.run, number)
+        self._graphs.marks[order.microbatch] = 0
+        with torch.no_grad(), torch.cuda.stream(room.origin):
+            self._take_in(room, program, order)
+            start.record()
+            made = graph.replay() if graph is not None else {}
+            stop.record()
+            skips = order.skips.split(",")
+            running.outputs = {name: _to_host(t) for name, t in made.items() if name not in skips}
+            if order.wants_state:
+                running.state = {name: _to_host(t) for name, t in self._state_of(room, program).items()}
+            done.record()
+        self._running[order.run] = running
+
+    def _take_in(self, room: Room, program: Program, order: Begin) -> None:
+        """Copies inputs and first state in, on the current stream."""
+        for (step, name), storage in room.inputs.items():
+            if step == program.step and storage.nbytes() and name in order.inputs:
+                key = (room.number, step, name)
+                self._copy_in(key, storage, unpack(order.inputs[name]), f"input '{name}'")
+        for name, packed in order.state.items():
+            if name in room.state:
+                self._copy_in((room.number, -1, name), room.state[name], unpack(packed), f"state '{name}'")
+
+    def _copy_in(
+        self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: torch.Tensor, what: str
+    ) -> None:
+        """Through pinned memory; the microbatch's step before has ended, so nobody reads that."""
+        flat = given.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.numel() != storage.nbytes():
+            message = f"{what} has {flat.numel()} bytes, the step {storage.nbytes()}"
+            raise WorkerError(message, "Give tensors of the shapes that were captured.")
+        if key not in self._staged:
+            self._staged[key] = _pinned((storage.nbytes(),), torch.uint8)
+        bytes_of(storage, 0, storage.nbytes()).copy_(self._staged[key].copy_(flat), non_blocking=True)
+
+    def _state_of(self, room: Room, program: Program) -> dict[str, torch.Tensor]:
+        """State that lives here in a program, as flat bytes by name."""
+        buffers = self._setup.traces[program.step].buffers
+        names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
+        return {name: bytes_of(room.state[name], 0, room.state[name].nbytes()) for name in names}
+
+    def _end_runs(self) -> bool:
+        """Tells the runs that have ended; True if there were any."""
+        ended = [running for running in self._running.values() if running.done.query()]
+        for running in ended:
+            order = running.order
+            del self._running[order.run]
+            self._over(order.run)
+            spans, transfers = self._report(running)
+            self._answers.tell(
+                Done(
+                    order.run,
+                    {name: pack(t) for name, t in running.outputs.items()},
+                    {name: pack(t) for name, t in running.state.items()},
+                    spans,
+                    transfers,
+                    self._busy_s(running),
+                )
+            )
+        return bool(ended)
+
+    def _report(self, running: _Running) -> tuple[list[list[float]], list[list[float]]]:
+        if self._clock is None or running.graph is None or not running.order.wants_spans:
+            return [], []
+        device = self._setup.cluster.devices[self._setup.device]
+        return rows_of(running.graph, self._setup.device, device.is_stretched, self._clock)
+
+    def _busy_s(self, running: _Running) -> float:
+        column = running.program.instructions[self._setup.device]
+        device = self._setup.cluster.devices[self._setup.device]
+        if device.is_stretched or any(isinstance(x, Recv) for x in column):
+            us = self._setup.us[running.program.step] if self._setup.us else None
+            launches = [x.launch for x in column if isinstance(x, Run)]
+            return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
+        ran_ms = float(running.start.elapsed_time(running.stop))
+        if self._last_stop is not None:  # what ran beside it and ended before is not its own
+            ran_ms = min(ran_ms, self._last_stop.elapsed_time(running.stop))
+        if ran_ms > 0.0:
+            self._last_stop = running.stop
+        return max(0.0, ran_ms) * 1e-3
+
+    def _over(self, run: int) -> None:
+        if self._graphs.transport is not None:
+            self._graphs.transport.end(run)
+
+    # What goes wrong ----------------------------------------------------------------------------------
+
+    def _cancel(self, run: int) -> None:
+        running = self._running.pop(run, None)
+        if running is not None:
+            self._end_stuck(running)
+            self._dirty.add(running.order.microbatch)
+        self._over(run)
+        self._answers.tell(Cancelled(run))
+
+    def _end_stuck(self, running: _Running) -> None:
+        """Sets flags until the graph has ended."""
+        deadline, transport = time.monotonic() + CANCEL_S, self._graphs.transport
+        while not running.done.query():
+            if transport is not None:
+                transport.release(running.order.microbatch)
+            if time.monotonic() > deadline:
+                raise WorkerError(f"run {running.order.run} was cancelled and did not end", "")
+            time.sleep(1e-3)
+
+    def _clear(self, microbatch: int, lane: int) -> None:
+        """Zeros all state of a lane that lives here."""
+        room = self._graphs.room(microbatch)
+        if microbatch in self._dirty and self._graphs.transport is not None:
+            self._graphs.transport.reset(microbatch)
+            self._dirty.discard(microbatch)
+        with torch.cuda.stream(room.origin):
+            for program in self._programs[lane]:
+                for contents in self._state_of(room, program).values():
+                    contents.zero_()
+
+
+def _opener(setup: "Setup", store: Keeper, orders: "Orders") -> "Callable[[GpuDevice], GpuTransport] | None":
+    """Makes the transport, where a program sends anything."""
+    num = len(setup.cluster.devices)
+    if num < 2:
+        return None
+
+    def open_transport(device: GpuDevice) -> GpuTransport:
+        place = (setup.device, device.ordinal, num, setup.microbatches)
+        if setup.transport == "ipc":
+            return Ipc(*place, store)
+        if setup.transport == "nvshmem":
+            return Nvshmem(*place, store)
+        epochs = list(setup.epochs)
+
+        def links(receiver: Host, max_bytes: Callable[[int], int]) -> Links:
+            where = {"folder": setup.folder, "host": setup.host}
+            return Links(setup.device, epochs, setup.key, store, receiver, max_bytes, **where)
+
+        return Host(*place, links, lambda peer, why: orders.post(Gone(peer, why, epochs[peer])))
+
+    return open_transport
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on its way to the host, on the current stream; the CPU does not wait for it."""
+    return _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
