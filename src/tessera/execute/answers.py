@@ -18,6 +18,7 @@ def problem_of(
     device: int,
     missing: Collection[int],
     skips: Collection[str] = (),
+    wants_state: bool = False,
 ) -> str:
     """What is wrong with an answer to a run that the `missing` have not answered yet; empty if nothing is."""
     if device not in missing:
@@ -29,10 +30,21 @@ def problem_of(
         if name in here and done.outputs[name][:2] != (view.dtype, view.shape):
             dtype, shape, _ = done.outputs[name]
             return f"its '{name}' is {dtype} {list(shape)} in place of {view.dtype} {list(view.shape)}"
+    if wants_state and (wrong := _state_problem(done, trace, program, device)):
+        return wrong
     if any(row[0] >= len(trace.launches) for row in done.spans):
         return f"it reported a launch beyond the {len(trace.launches)} of the step"
     if any(row[0] >= len(program.transfers) for row in done.transfers):
         return f"it reported a transfer beyond the {len(program.transfers)} of the program"
+    return ""
+
+
+def _state_problem(done: Done, trace: Trace, program: Program, device: int) -> str:
+    sizes = {
+        trace.buffers[b].name: trace.buffers[b].size_bytes for b, home in program.homes if home == device
+    }
+    if {name: len(packed[2]) for name, packed in done.state.items()} != sizes:
+        return f"it handed over state {_listed(done.state)} in place of {_listed(sizes)}, or of another size"
     return ""
 
 

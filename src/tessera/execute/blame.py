@@ -1,59 +1,63 @@
 """Who holds up a run, and what a device was doing when it was lost: for a message that says where to look."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from tessera.execute.hub import Hub
 from tessera.execute.words import describe
-from tessera.ir import Plan, Program, Recv, Wait
+from tessera.ir import Plan, Program, Recv, Send
+
+# Run -> position of the instruction that a worker has issued last; -1: none yet.
+Positions = Mapping[int, int]
 
 
-class Underway(Protocol):
-    """A run that workers are at."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a late run waits for."""
 
-    slot: int
-    program: Program | None
-    # Devices that have not answered yet.
-    missing: set[int]
-
-    @property
-    def what(self) -> str:
-        """Whose run it is, in words."""
+    # The device that holds it up; of a link, the one that waits at its end.
+    device: int
+    # Where the other has sent what this one waits for: it is lost on the way.
+    source: int | None = None
+    # False if nobody's words say who it is.
+    is_certain: bool = True
 
 
-def blame(hub: Hub, ticket: int, flight: Underway) -> int:
-    """The device that a late run waits for: from waiting to awaited until one has no excuse."""
-    assert flight.program is not None, "a flight with a ticket has a program"
-    device = min(flight.missing)
+def judge(program: Program, run: int, missing: Collection[int], told: Mapping[int, Positions]) -> Verdict:
+    """From waiting to awaited until one has no excuse.
+
+    missing  devices that have not finished their share
+    told     device -> what its worker says of itself; all that are missing have said something
+    """
+    device = min(missing)
     seen: set[int] = set()
     while device not in seen:
         seen.add(device)
-        known = hub.progress(device, flight.slot)
-        if known is None or known[0] != ticket or known[1] < 0:
-            return device
-        column = flight.program.instructions[device]
-        # The position is of the instruction that was issued last; what holds the device up is behind it.
-        behind = column[known[1] + 1] if known[1] + 1 < len(column) else None
-        if not isinstance(behind, (Recv, Wait)):
-            return device
-        transfer = flight.program.transfers[behind.transfer]
-        other = transfer.src if isinstance(behind, Recv) else transfer.dst
-        if other not in flight.missing:
-            return device
-        device = other
-    return device
+        position = told[device].get(run)
+        if position is None:  # its loop has not come to this run: it is at something else
+            return Verdict(device)
+        column = program.instructions[device]
+        behind = column[position + 1] if position + 1 < len(column) else None
+        if not isinstance(behind, Recv):
+            return Verdict(device)
+        source = program.transfers[behind.transfer].src
+        if source not in missing or _has_sent(program, source, behind.transfer, told[source].get(run)):
+            return Verdict(device, source)
+        device = source
+    return Verdict(device, is_certain=False)
 
 
-def whereabouts(plan: Plan, hub: Hub, device: int, flights: Mapping[int, Underway]) -> str:
+def _has_sent(program: Program, device: int, transfer: int, position: int | None) -> bool:
+    if position is None:
+        return False
+    column = program.instructions[device]
+    return any(isinstance(i, Send) and i.transfer == transfer for i in column[: position + 1])
+
+
+def whereabouts(plan: Plan, program: Program, device: int, position: int, what: str) -> str:
     """The instruction a device was at, in words."""
-    for ticket, flight in flights.items():
-        known = hub.progress(device, flight.slot)
-        if known is None or known[0] != ticket or flight.program is None or known[1] < 0:
-            continue
-        column = flight.program.instructions[device]
-        graph = plan.graphs[flight.program.step]
-        words = describe(graph, flight.program, column[known[1]])
-        step = graph.trace.step.kind
-        return f"at instruction {known[1]} of {len(column)}, {words}, {step} of {flight.what}"
-    mine = sorted(f.what for f in flights.values() if device in f.missing)
-    return f"before its share of {mine[0]}" if mine else "with no work of its own"
+    column = program.instructions[device]
+    if not 0 <= position < len(column):
+        return f"before its share of {what}"
+    graph = plan.graphs[program.step]
+    words = describe(graph, program, column[position])
+    return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"

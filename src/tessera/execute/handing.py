@@ -14,7 +14,7 @@ import struct
 from multiprocessing import context
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
 
 # Number of descriptors, and bytes of the object.
 _SIZES = struct.Struct("!QQ")
@@ -26,7 +26,7 @@ class _Handed:
     """Stands for a descriptor in what is pickled."""
 
     # Of the process that takes; filled before it unpickles.
-    taken: list[int] = []
+    taken: ClassVar[list[int]] = []
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -78,7 +78,7 @@ def take_over(pipe: Connection) -> Any:
         data = _read(link, size)
     _Handed.taken = fds
     try:
-        return pickle.loads(data)  # noqa: S301 - from the process that started this one
+        return pickle.loads(data)  # of the process that started this one
     finally:
         _Handed.taken = []
         for fd in fds:

@@ -23,7 +23,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -72,26 +72,23 @@ class _Hidden(types.ModuleType):
 
 
 _hiding = threading.Lock()
+# The program itself first; one entry for everybody who hides it.
 _hidden: list[types.ModuleType] = []
-_num_hiding = 0
 
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
     """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
-    global _num_hiding
     with _hiding:
-        _num_hiding += 1
-        if _num_hiding == 1:
-            _hidden.append(sys.modules["__main__"])
-            sys.modules["__main__"] = _Hidden("__main__")
+        _hidden.append(sys.modules["__main__"])
+        sys.modules["__main__"] = _Hidden("__main__")
     try:
         yield
     finally:
         with _hiding:
-            _num_hiding -= 1
-            if _num_hiding == 0:
-                sys.modules["__main__"] = _hidden.pop()
+            last = _hidden.pop()
+            if not _hidden:
+                sys.modules["__main__"] = last
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +150,8 @@ class _Opened:
     device: int
     epoch: int
     line: Line | None
-    message: str = ""
-    remedy: str = ""
+    # Why there is none.
+    failed: Failed | Hangup | None = None
 
 
 class Hub:
@@ -325,9 +322,9 @@ class Hub:
         try:
             opened = _Opened(device, setup.epoch, self._open(device, setup, is_over))
         except TesseraError as error:
-            opened = _Opened(device, setup.epoch, None, error.message, error.remedy)
-        except (OSError, EOFError) as error:  # it died while it was handed its setup
-            opened = _Opened(device, setup.epoch, None, f"it ended while it was started ({error})")
+            opened = _Opened(device, setup.epoch, None, Failed(error.message, error.remedy))
+        except (OSError, EOFError) as error:  # it died at once, or there is no room for a process
+            opened = _Opened(device, setup.epoch, None, Hangup(f"it could not be started ({error})"))
         self._inbox.post(NOBODY, opened)
 
     def _late(self) -> int | None:
@@ -367,7 +364,7 @@ class Hub:
                 line.end(0.0)
             return None
         if line is None:
-            return device, Failed(opened.message, opened.remedy)
+            return device, opened.failed
         member.line, member.pid, member.outbox = line, line.pid, Outbox(line.pipe)
         member.started_s = time.monotonic()
         self._inbox.listen((device, member.epoch), line.pipe, messages.decode, self._answer, self.max_bytes)
@@ -473,7 +470,6 @@ class _Process:
     pipe: Connection
     pid: int | None
 
-
     def end(self, timeout_s: float) -> str:
         """One that does not leave is killed."""
         self.process.join(timeout_s)
@@ -552,7 +548,8 @@ class LocalHub(Hub):
                     process.start()
             else:
                 process.start()
-        threading.Thread(target=_hand_over, args=(Connection(os.dup(ours.fileno())), setup), daemon=True).start()
+        own = Connection(os.dup(ours.fileno()))
+        threading.Thread(target=_hand_over, args=(own, setup), daemon=True).start()
         return _Process(process, ours, process.pid)
 
     def _close(self) -> None:

@@ -1,9 +1,9 @@
-"""Inbox and Outbox: a process reads all the time and never waits to write, so that no two wait for each other.
+"""Inbox and Outbox: a process always reads and never waits to write, so that no two wait for each other.
 
 Each pipe has a thread that reads it. What can be answered without the process's own loop is answered there
-(`hear`), so also while the loop computes. A source whose message cannot be read, or is longer than any that it
-could send, is not heard any more; the others are. What a full pipe does not take at once, a thread of its own
-writes.
+(`hear`), so also while the loop computes. A source whose message cannot be read, or is longer than any that
+it could send, is not heard any more; the others are. What a full pipe does not take at once, a thread of its
+own writes.
 """
 
 import os

@@ -1,10 +1,11 @@
 """Links: authenticated connections between worker processes, opened when they are needed and again when cut.
 
 A link carries frames one way, from the worker that opened it. Every worker listens: at a socket in the
-session's private folder where all workers are on one machine, at a TCP port of its host otherwise. It tells its
-address through the engine's store, under its device and epoch, so that nobody reaches an earlier worker of a
-device by mistake. Both ends prove that they know the session's key before anything else is read (HMAC-SHA-256
-over both ends' names and random bytes), within a time, and so many at once: more callers push the oldest out.
+session's private folder where all workers are on one machine, at a TCP port of its host otherwise. It tells
+its address through the engine's store, under its device and epoch, so that nobody reaches an earlier worker
+of a device by mistake. Both ends prove that they know the session's key before anything else is read
+(HMAC-SHA-256 over both ends' names and random bytes), within a time, and so many at once: more callers push
+the oldest out.
 
 A frame is a header and its bytes. A header that no program could have sent closes the link with the reason.
 What is sent after the handshake is neither encrypted nor signed: use a private network.

@@ -175,9 +175,9 @@ class SharedMemory(_Linked):
     """Transport `shm`: a send copies into memory that both see, and writes the news to the link.
 
     For each microbatch there is a fixed place for each transfer of a program, in a file of the session's
-    folder that the workers of a pair share, also one that was started again. A place is used again only by the
-    microbatch's next run, which starts when all devices have finished or forgotten the last one. Lanes that
-    are loaded later and need more have a file of their own.
+    folder that the workers of a pair share, also one that was started again. A place is used again only by
+    the microbatch's next run, which starts when all devices have finished or forgotten the last one. Lanes
+    that are loaded later and need more have a file of their own.
     """
 
     def __init__(self, setup: "Setup", store: Keeper) -> None:

@@ -188,9 +188,6 @@ class Backend(Protocol):
     def loop(self) -> None:
         """Says Ready, then works until the engine hangs up."""
 
-    def close(self) -> None:
-        """Ends what it has started."""
-
 
 @dataclass
 class _Active:
@@ -229,18 +226,17 @@ class Worker:
     def loop(self) -> None:
         """Until the engine hangs up."""
         self._answers.tell(Ready(time.monotonic(), os.getpid()))
-        while True:
-            job = self._queue.pick()
-            news = self._orders.take(block=job is None)
-            if news is not None:
-                if not self._handle(news):
-                    return
-            elif job is not None:
-                self._go_on(job)
-
-    def close(self) -> None:
-        """Ends the links."""
-        self._transport.close()
+        try:
+            while True:
+                job = self._queue.pick()
+                news = self._orders.take(block=job is None)
+                if news is not None:
+                    if not self._handle(news):
+                        return
+                elif job is not None:
+                    self._go_on(job)
+        finally:
+            self._transport.close()
 
     def _handle(self, news: Any) -> bool:
         """Takes in one message; False when the engine is gone."""
@@ -428,9 +424,6 @@ def serve(setup: Setup, pipe: Connection) -> None:
         _tell_failure(answers, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
         _tell_failure(answers, backend, f"{type(error).__name__}: {error}", "")
-    finally:
-        if backend is not None:
-            backend.close()
 
 
 def _backend(setup: Setup, store: Store, orders: Orders, answers: Answers) -> Backend:
