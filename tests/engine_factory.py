@@ -10,7 +10,7 @@ import torch
 from factories import make_cluster, make_plan
 from models import random_placement
 from tessera.capture import Workload, record
-from tessera.execute.engine import RunResult
+from tessera.execute.offline import RunResult
 from tessera.execute.replay import same_bits
 from tessera.flow import Undivided, UnitRequest, make_unit, run_undivided
 from tessera.ir import Plan, Step, WorkUnit
