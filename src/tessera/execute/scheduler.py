@@ -148,7 +148,8 @@ class Scheduler(Generic[R]):
         self.lost: dict[str, DeviceLost] = {}
         # Why nothing can be served any more; empty: it can, or devices are waited for.
         self.failure = ""
-        self.policy = 0
+        # The plan in force, and its number among the stepper's.
+        self.policy, self.plan = 0, stepper.plans[0]
         self._retries: dict[R, int] = {}
         self._turns = Turns(self._config.patience) if self._config.patience < math.inf else None
         self._costs: dict[int, tuple[StepCost, ...]] = {}
@@ -162,11 +163,6 @@ class Scheduler(Generic[R]):
         self._measure()
 
     # For the owner.
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self.stepper.plans[self.policy]
 
     @property
     def num_requests(self) -> int:
@@ -199,7 +195,6 @@ class Scheduler(Generic[R]):
         self.stepper.load(plans)
         names = [plan.policy for plan in self.stepper.plans]
         self.policy = names.index(name) if name in names else 0
-        self._measure()
         self._renew()
         self._judge()
 
@@ -361,6 +356,7 @@ class Scheduler(Generic[R]):
 
     def _measure(self) -> None:
         """What the plan in force says of microbatches."""
+        self.plan = self.stepper.plans[self.policy]
         depth = self._config.depth
         self._depth = self.plan.slots if depth is None else depth
         self._width = width_of(self.plan)

@@ -44,6 +44,7 @@ class DecisionKind(StrEnum):
     REPLAN = "replan"  # new plans, made beside the running ones
     ADOPT = "adopt"  # new plans are there and taken up
     LOSE = "lose"  # a device is gone
+    RETURN = "return"  # and it is back
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Sequence
 
 from tessera.adapt import Live
-from tessera.execute.serving import StepDone
+from tessera.execute.stepper import StepDone
 from tessera.serve.meters import Meters, Observer
 from tessera.serve.outlet import Bell
 from tessera.serve.records import Finish, Reason, Token
-from tessera.serve.rows import Request, Slot
+from tessera.serve.rows import Request, Rows
 from tessera.serve.sampling import choose
+from tessera.serve.shape import StepKind
 
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
 
@@ -29,16 +30,18 @@ class Delivery:
         self._gaps: list[float] = []
         self._bell = Bell()
 
-    def settle(self, slot: Slot, done: StepDone) -> None:
-        """Chooses tokens, and frees the rows of answers that end by them."""
-        kind, due = slot.end()
+    def settle(
+        self, rows: Rows, done: StepDone, kind: StepKind, due: Sequence[tuple[int, Request]]
+    ) -> Sequence[Request]:
+        """Chooses tokens, and frees the rows of answers that end by them; gives whose."""
         self._observer.stepped(kind, done.seconds, len(due))
         if not due:
-            return
-        now = time.monotonic()
+            return ()
+        now, left = time.monotonic(), []
         for (_, request), chosen in zip(due, _chosen(done, due), strict=True):
             if chosen is None:
                 self.finish(request, "error", NO_NUMBERS)
+                left.append(request)
                 continue
             number = chosen if isinstance(chosen, int) else chosen.number
             if request.first_s is None:
@@ -49,9 +52,11 @@ class Delivery:
             request.add(number)
             reason = self._reason(request, number)
             if reason is not None:
-                slot.leave(request)
+                rows.leave(request)
+                left.append(request)
             self._due.append((request, chosen, reason))
         self._meters.output_tokens += len(due)
+        return left
 
     def _note_first(self, request: Request, now: float) -> None:
         request.first_s = now
@@ -85,8 +90,8 @@ class Delivery:
     def finish(self, request: Request, reason: Reason, message: str = "") -> None:
         """The one end of every request."""
         request.is_over = True
-        if request.slot is not None:
-            request.slot.leave(request)
+        if request.rows is not None:
+            request.rows.leave(request)
         rest = request.rest_of_text()
         if rest:
             request.outlet.put(rest, None)

@@ -9,8 +9,9 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tessera.execute.serving import StepKind, Use
+from tessera.execute.stepper import DeviceStatus, Use
 from tessera.serve.records import Finish
+from tessera.serve.shape import StepKind
 
 # Seconds between two looks at what the stepper counts.
 LOOK_S = 0.5
@@ -81,6 +82,10 @@ class Meters:
         self.output_tokens = 0
         self.retried = 0
         self.finished: Counter[str] = Counter()
+        # Device -> how often it was lost; and how it was at the last look.
+        self.losses: Counter[str] = Counter()
+        self.status: Mapping[str, DeviceStatus] = {}
+        self.plan_changes = 0
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
     def is_due(self) -> bool:
@@ -92,12 +97,9 @@ class Meters:
         now = time.monotonic()
         looks = self._looks
         looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
+        self.status = dict(use.devices)
         while len(looks) > 2 and looks[1].at_s <= now - self._window_s:
             looks.popleft()
-
-    def restart(self) -> None:
-        """The stepper's counters begin at nothing again."""
-        self._looks = deque([_Look(time.monotonic(), self.output_tokens, {}, {})])
 
     @property
     def tokens_per_s(self) -> float:

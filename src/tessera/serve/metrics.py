@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from tessera import __version__
-from tessera.execute.serving import StepKind
 from tessera.ir import DecisionKind
 from tessera.serve.meters import Times
 from tessera.serve.records import Finish, Snapshot
+from tessera.serve.shape import StepKind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # vLLM's buckets, with finer ones below for small models.
@@ -77,7 +77,7 @@ class Metrics:
         self._output = made("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._step = Histogram(
             "tessera:step_seconds",
-            "One step of a slot.",
+            "One step of a microbatch.",
             ["model_name", "kind"],
             buckets=TOKEN_S,
             registry=self.registry,
@@ -150,7 +150,13 @@ class Metrics:
             "tessera:device_utilization_ratio", "Share of the last seconds with a launch.", labels=labels
         )
         up = GaugeMetricFamily("tessera:device_up", "0 if the device was lost.", labels=labels)
+        losses = CounterMetricFamily("tessera:device_losses", "How often the device was lost.", labels=labels)
+        restarts = CounterMetricFamily(
+            "tessera:device_restarts", "How often its worker was started again.", labels=labels
+        )
         for device in found.devices:
+            losses.add_metric([self._model, device.name], device.losses)
+            restarts.add_metric([self._model, device.name], device.restarts)
             busy.add_metric([self._model, device.name], device.utilisation)
             up.add_metric([self._model, device.name], not device.is_lost)
         ends = ["model_name", "source", "destination"]
@@ -161,7 +167,7 @@ class Metrics:
         for source, destination, share, num_bytes in found.links:
             wire.add_metric([self._model, source, destination], share)
             moved.add_metric([self._model, source, destination], num_bytes)
-        yield from (busy, up, wire, moved)
+        yield from (busy, up, losses, restarts, wire, moved)
 
     def _policies(self, found: Snapshot) -> Iterator[Metric]:
         force = GaugeMetricFamily(
@@ -176,6 +182,7 @@ class Metrics:
         for kind in DecisionKind:
             made.add_metric([self._model, kind.value], found.decided.get(kind.value, 0))
         yield made
+        yield self._counter("plan_changes", "How often other plans were taken up.", found.plan_changes)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         found = GaugeMetricFamily(f"tessera:{name}", text, labels=["model_name"])

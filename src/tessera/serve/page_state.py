@@ -35,6 +35,7 @@ def state_document(snapshot: Snapshot) -> dict[str, Any]:
         "tokens_per_s": snapshot.tokens_per_s,
         "finished": dict(snapshot.finished),
         "retried": snapshot.retried,
+        "plan_changes": snapshot.plan_changes,
         "decisions": [asdict(decision) for decision in snapshot.decisions[-NUM_DECISIONS:]],
     }
 

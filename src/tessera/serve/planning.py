@@ -15,10 +15,11 @@ machine's CPU need the model to fit in it.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tessera import flow
+from tessera.adapt.avoid import without_devices
 from tessera.capture import record
 from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
@@ -70,18 +71,17 @@ class Prepared:
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
-        kept = [i for i, device in enumerate(self.cluster.devices) if device.name not in lost]
-        if not kept:
-            raise PlanInfeasible(f"no device is left without {', '.join(lost)}", "Start the service again.")
-        devices = tuple(self.cluster.devices[i] for i in kept)
-        names = {device.name for device in devices}
-        links = tuple(x for x in self.cluster.links if {x.src, x.dst} <= names)
-        costs = tuple(
-            replace(c, devices=devices, costs=tuple(tuple(row[i] for i in kept) for row in c.costs))
-            for c in self.costs
-        )
-        wanted = tuple(plan.objective for plan in self.plans)
-        return _planned(self.model, Cluster(devices, links), self.unit, costs, wanted)
+        cluster, costs = without_devices(self.cluster, self.costs, lost)
+        return _planned(self.model, cluster, self.unit, costs, self.policies)
+
+    def at(self, costs: tuple[Costs, ...]) -> "Prepared":
+        """The same service planned anew at other costs."""
+        return _planned(self.model, self.cluster, self.unit, costs, self.policies)
+
+    @property
+    def policies(self) -> tuple[Objective, ...]:
+        """What its plans are for."""
+        return tuple(plan.objective for plan in self.plans)
 
 
 def prepare(

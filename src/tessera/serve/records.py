@@ -97,6 +97,12 @@ class DeviceView:
     utilisation: float
     memory_bytes: int
     is_lost: bool = False
+    # Of its worker: its process (None: none of its own, or not known), "starting", "ready" or "lost", how
+    # often it was started again, and how often it was lost.
+    pid: int | None = None
+    state: str = "ready"
+    restarts: int = 0
+    losses: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class Snapshot:
     # Finished requests by reason.
     finished: dict[str, int] = field(default_factory=dict)
     retried: int = 0
+    # How often other plans were taken up.
+    plan_changes: int = 0
     # The newest ones, and how many of each kind there were.
     decisions: tuple[Decision, ...] = ()
     decided: dict[str, int] = field(default_factory=dict)

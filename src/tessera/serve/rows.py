@@ -1,26 +1,40 @@
-"""Request and Slot: where every request stands, and which step a slot runs next.
+"""Request and Rows: where every request stands, and which step a microbatch of a service runs next.
 
 A request is a sequence of tokens, its prompt and what was chosen so far, of which the model has read a part.
 When it has read all, the next token is due. So a prompt in chunks, a prompt read by decodes, an answer, and
 an answer that starts anew on another device are all the same thing.
 
-A slot alternates: after a chunk comes a decode if any row waits for one, so a long prompt never stops the
+A microbatch is a batch of rows and a spare row, with state of its own, and runs one step at a time:
+
+    encode  makes embeddings of one picture (vision-language models; see `sight`)
+    chunk   reads up to `chunk` tokens of one prompt into the spare row
+    insert  copies the spare row's state into row `row` of the batch
+    decode  reads one token a row, each at its own position
+
+A model without chunks (`chunk` is 0) reads its prompt by decoding; its spare row stays empty, so `insert`
+clears a row. A row without a request reads token 0 at position 0, in state that the next insert overwrites;
+tokens and positions of a chunk after `last` are not looked at.
+
+Steps alternate: after a chunk comes a decode if any row waits for one, so a long prompt never stops the
 answers beside it. Only while most rows are empty and requests wait for them, up to `MAX_CHUNKS` chunks come
-before a decode: a decode costs the same for few rows as for all, so it pays to fill them first. A row without
-a request reads token 0 at position 0, in state that the next insert overwrites.
+before a decode: a decode costs the same for few rows as for all, so it pays to fill them first.
 """
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from tessera.execute.serving import Shape, StepKind, Tensors
+from tessera.execute.stepper import StepCall, StepDone, Tensors
+from tessera.ir import BufferKind, Plan, need_one_batch
 from tessera.serve.meters import Times
 from tessera.serve.outlet import Outlet
 from tessera.serve.records import Ask
 from tessera.serve.sampling import Pick
+from tessera.serve.shape import Shape, StepKind
+from tessera.serve.sight import Seeing, Sight
 from tessera.serve.stops import StopWatch
 from tessera.serve.text import Reader
 
@@ -44,10 +58,9 @@ class Request:
         "outlet",
         "read",
         "reader",
-        "retries",
+        "rows",
         "seated_s",
         "sequence",
-        "slot",
         "watch",
     )
 
@@ -62,8 +75,7 @@ class Request:
         self._free_pick = Pick(ask.sampling, generator)
         bans = bool(ask.min_tokens) and not ask.ignores_end
         self._pick = Pick(ask.sampling, generator, tuple(end)) if bans else self._free_pick
-        self.slot: Slot | None = None
-        self.retries = 0
+        self.rows: Rows | None = None
         self.is_cancelled = self.is_over = False
         self.arrived_s = time.monotonic()
         self.seated_s: float | None = None
@@ -101,18 +113,51 @@ class Request:
         return Times(queued, first, time.monotonic() - start)
 
 
-class Slot:
-    """An open slot: a batch of rows on one lane."""
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a served unit: their numbers, and the inputs that each one has."""
 
-    def __init__(self, number: int, policy: int, shape: Shape) -> None:
-        self.number, self.policy, self._shape = number, policy, shape
+    number: dict[str, int]
+    inputs: dict[str, frozenset[str]]
+
+    @staticmethod
+    def of(plan: Plan) -> "Steps":
+        """As all plans that are loaded together have them."""
+        need_one_batch(plan, "a service")
+        traces = {graph.trace.step.kind: graph.trace for graph in plan.graphs}
+        inputs = {
+            kind: frozenset(trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT))
+            for kind, trace in traces.items()
+        }
+        return Steps({kind: number for number, kind in enumerate(traces)}, inputs)
+
+    def call(self, microbatch: int, kind: StepKind, inputs: Tensors, skips: tuple[str, ...]) -> StepCall:
+        """A step, with the inputs that it has; all of them where nobody recorded it."""
+        names = self.inputs[kind]
+        given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
+        return StepCall(microbatch, self.number[kind], given, skips)
+
+
+# What a step gave: its rows, the kind, and (row of its outputs, request) of every token that is due. Gives
+# the requests that leave by it.
+Settle = Callable[["Rows", StepDone, StepKind, Sequence[tuple[int, "Request"]]], Sequence["Request"]]
+
+
+class Rows:
+    """What an open microbatch holds."""
+
+    def __init__(
+        self, number: int, shape: Shape, steps: Steps, settle: Settle, sight: Sight | None = None
+    ) -> None:
+        self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
         self.rows: list[Request | None] = [None] * shape.rows
         # Who is in the spare row, for which row of the batch, and whether its prompt is whole there.
         self.reading: Request | None = None
         self._place = 0
         self._is_read = False
-        self.running: StepKind | None = None
-        # (row, request) of the step that runs.
+        self._seeing = None if sight is None else Seeing(sight, shape.rows)
+        # The step that runs, and (row, request) that it is for.
+        self._kind: StepKind | None = None
         self._flight: list[tuple[int, Request]] = []
         # Since the last decode.
         self._num_chunks = 0
@@ -132,55 +177,68 @@ class Slot:
         """True if a request can begin here now."""
         return self.reading is None and None in self.rows
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is here and nothing runs."""
-        return self.running is None and self.reading is None and self.rows.count(None) == len(self.rows)
-
     def requests(self) -> list[Request]:
         """Everybody here."""
         return [r for r in (*self.rows, self.reading) if r is not None]
 
-    def seat(self, request: Request) -> None:
+    def state(self) -> None:
+        """Zeros."""
+
+    def add(self, request: Request) -> None:
         """A request begins."""
         self.reading, self._place = request, self.rows.index(None)
-        request.slot = self
+        request.rows = self
         # A model without chunks reads in the batch; its spare row is ready at once.
         self._is_read = not self._shape.chunk
         request.read = 0
+        if self._seeing is not None:
+            self._seeing.begin(request.ask.picture)
 
     def leave(self, request: Request) -> None:
         """A request goes, wherever it stands; a step that runs for it is not looked at."""
-        request.slot = None
+        request.rows = None
         if self.reading is request:
             self.reading = None
         elif request in self.rows:
             self.rows[self.rows.index(request)] = None
 
-    def begin(self, num_waiting: int = 0) -> tuple[StepKind, Tensors, tuple[str, ...]] | None:
-        """The next step, its inputs, and the outputs nobody wants; None: there is nothing to do."""
-        reading = self.reading
+    def next_step(self, num_waiting: int) -> StepCall | None:
+        """The next step; None: there is nothing to do."""
+        reading, seeing = self.reading, self._seeing
         if reading is not None and self._is_read:
+            if seeing is not None:
+                seeing.insert(self._place)
             row = torch.tensor([self._place])
             return self._begin("insert", {"row": row}, [(self._place, reading)])
         has_rows = self.rows.count(None) < len(self.rows)
         if reading is not None and not (has_rows and self._num_chunks >= self._most_chunks(num_waiting)):
+            if seeing is not None and seeing.is_blind:
+                return self._begin("encode", seeing.encode(), [(0, reading)])
             return self._begin("chunk", self._chunk(reading), [(0, reading)])
         if has_rows:
             flight = [(row, request) for row, request in enumerate(self.rows) if request is not None]
             return self._begin("decode", self._decode(flight), flight)
         return None
 
-    def end(self) -> tuple[StepKind, list[tuple[int, Request]]]:
-        """The step that ran has ended; whose next token is due, by row of its outputs."""
-        kind = self.running
-        assert kind is not None, "a slot ends what it began"
-        flight = [(row, request) for row, request in self._flight if not request.is_over]
-        self.running, self._flight = None, []
+    def end(self, done: StepDone) -> Sequence[Request]:
+        """The step that ran has ended; who leaves by it."""
+        kind, flight = self._kind, [(row, r) for row, r in self._flight if not r.is_over]
+        assert kind is not None, "a microbatch ends what it began"
+        self._kind, self._flight = None, []
+        return self._settle(self, done, kind, self._read(kind, flight, done))
+
+    def _read(
+        self, kind: StepKind, flight: list[tuple[int, Request]], done: StepDone
+    ) -> list[tuple[int, Request]]:
+        """Notes what was read; whose next token is due, by row of the outputs."""
+        if kind == "encode":
+            if self._seeing is not None and flight:
+                self._seeing.image = done.outputs["image"]
+            return []
         if kind == "insert":
             for row, request in flight:
                 self.rows[row], self.reading = request, None
-            return kind, []
+            return []
         due, width = [], self._width(kind)
         for row, request in flight:
             request.read = min(request.read + width, len(request.sequence))
@@ -191,7 +249,7 @@ class Slot:
         else:
             self._num_chunks += 1
             self._is_read = bool(due)
-        return kind, due
+        return due
 
     def _most_chunks(self, num_waiting: int) -> int:
         """Chunks before the next decode: as many as rows could join each decoding one, within limits."""
@@ -200,17 +258,17 @@ class Slot:
 
     def _width(self, kind: StepKind) -> int:
         """Tokens of a request that a step reads, at most."""
-        return self._shape.chunk if kind == "chunk" else 1
+        return self._shape.chunk if kind == "chunk" else int(kind == "decode")
 
-    def _begin(
-        self, kind: StepKind, inputs: Tensors, flight: list[tuple[int, Request]]
-    ) -> tuple[StepKind, Tensors, tuple[str, ...]]:
-        self.running, self._flight = kind, flight
+    def _begin(self, kind: StepKind, inputs: Tensors, flight: list[tuple[int, Request]]) -> StepCall:
+        self._kind, self._flight = kind, flight
         width = self._width(kind)
-        due = [r for _, r in flight if r.read + width >= len(r.sequence)]
-        if not due:
-            return kind, inputs, ("logits", "next_tokens")
-        return kind, inputs, ("logits",) if all(request.pick.is_plain for request in due) else ()
+        due = [r for _, r in flight if width and r.read + width >= len(r.sequence)]
+        if due:
+            skips: tuple[str, ...] = ("logits",) if all(request.pick.is_plain for request in due) else ()
+        else:
+            skips = ("logits", "next_tokens")
+        return self._steps.call(self.number, kind, inputs, skips)
 
     def _chunk(self, request: Request) -> Tensors:
         width, start = self._shape.chunk, request.read
@@ -223,14 +281,12 @@ class Slot:
             "positions": torch.arange(start, start + width)[None],
             "last": torch.tensor([last]),
         }
-        picture = request.ask.picture
-        if picture is not None:
-            made |= {"patches": picture.patches, "start": torch.tensor(picture.start)}
-        return made
+        return made if self._seeing is None else self._seeing.chunk(made)
 
     def _decode(self, flight: Sequence[tuple[int, Request]]) -> Tensors:
         tokens, positions = [0] * len(self.rows), [0] * len(self.rows)
         for row, request in flight:
             positions[row] = at = request.read
             tokens[row] = request.sequence[at]
-        return {"tokens": torch.tensor(tokens)[:, None], "positions": torch.tensor(positions)[:, None]}
+        made = {"tokens": torch.tensor(tokens)[:, None], "positions": torch.tensor(positions)[:, None]}
+        return made if self._seeing is None else self._seeing.decode(made)

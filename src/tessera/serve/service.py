@@ -1,39 +1,46 @@
 """Service: answers asks with a served model. The one object that HTTP, tests and benchmarks talk to.
 
-    with Service(stepper, text) as service:
+    with Service(stepper, shape, text) as service:
         async for event in service.answer(ask): ...
 
 `answer` may be called from any thread and read on any event loop; it refuses at once what cannot be served,
 with AskError, ServiceBusy or ServiceClosing. The stepper belongs to the caller, who closes it after the
-service; so do those that `replace` makes.
+service. Every loss of a device, its return and every change of plans is one line of the log, a decision in
+the snapshot and a count in the metrics.
 """
 
+import math
+import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
-from tessera.adapt import Capability, Hands, Live, Monitor, MonitorConfig
+from tessera.adapt import Action, Capability, Hands, Live, Monitor, MonitorConfig
+from tessera.adapt.live import Decisions
 from tessera.errors import AskError, UnknownName
-from tessera.execute.serving import Shape, Stepper
-from tessera.ir import Plan
-from tessera.serve.admission import width_of
+from tessera.execute.stepper import DeviceStatus, Stepper
+from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.capability import capabilities_of
-from tessera.serve.engine import Engine, Replace
+from tessera.serve.engine import Engine, EngineConfig
+from tessera.serve.keeper import Planner
 from tessera.serve.meters import Observer
 from tessera.serve.outlet import Answer
 from tessera.serve.records import Ask, DeviceView, Snapshot
 from tessera.serve.rows import Request
 from tessera.serve.sampling import check_sampling
-from tessera.serve.state import EngineConfig
+from tessera.serve.shape import Shape
+from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
 AUTO = "auto"
 # Seconds that answers in progress get when a service is left.
 GRACE_S = 30.0
-# A switch waits for slots to empty, and emulated devices are slower than their plans say: no haste.
+# A switch waits for microbatches to empty, and emulated devices are slower than their plans say: no haste.
 MIN_WINDOW_S = 2.0
+# Times of steps are collected for so long before costs are judged: planning takes a core for a while.
+COST_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +55,122 @@ class ServiceConfig:
 DEFAULT = ServiceConfig()
 
 
+def say(line: str) -> None:
+    """One line of the log."""
+    print(f"tessera: {line}", file=sys.stderr, flush=True)
+
+
 class Service:
-    """Use it in a `with` statement, or `start` and `stop` it."""
+    """Use it in a `with` statement, or `start` and `stop` it.
+
+    capabilities  what the stepper's plans can do, where they do not say it themselves
+    planner       makes other plans while it runs; None: there are none
+    log           hears one line for everything that happens to devices and plans
+    """
 
     def __init__(
         self,
         stepper: Stepper,
+        shape: Shape,
         text: Text,
         *,
         model: str = "",
-        plans: Sequence[Plan] = (),
         capabilities: Sequence[Capability] = (),
         config: ServiceConfig = DEFAULT,
         observer: Observer | None = None,
-        replace: Replace | None = None,
+        sight: Sight | None = None,
+        planner: Planner | None = None,
+        log: Callable[[str], None] = say,
     ) -> None:
-        self.text, self.model, self.plans = text, model, tuple(plans)
-        if config.policy not in (AUTO, *stepper.policies):
-            raise UnknownName("policy", config.policy, (AUTO, *stepper.policies))
-        widths = tuple(width_of(plan) for plan in plans)
-        self._engine = Engine(stepper, text.end, EngineConfig(config.max_waiting, widths), observer, replace)
+        self.text, self.model, self.shape = text, model, shape
+        self._stepper, self._planner, self._log = stepper, planner, log
+        policies = self._policies()
+        if config.policy not in (AUTO, *policies):
+            raise UnknownName("policy", config.policy, (AUTO, *policies))
+        taken = EngineConfig(config.max_waiting)
+        self._engine = Engine(
+            stepper, shape, text.end, taken, observer, sight=sight, planner=planner, note=self._note
+        )
         self._begun_s = time.monotonic()
-        self._monitor: Monitor | None = None
+        self._decisions = Decisions()
+        # Made in the background, not in force yet.
+        self._made: tuple[Plan, ...] = ()
+        self._is_started = False
         if config.policy != AUTO:
             self._switch(config.policy)
-        elif len(stepper.policies) > 1:
-            self._watch(tuple(capabilities) or capabilities_of(plans, stepper.shape.rows))
+        elif len(policies) > 1 or planner is not None:
+            self._watch(tuple(capabilities) or capabilities_of(stepper.plans, shape.rows))
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
 
     def _watch(self, capabilities: Sequence[Capability]) -> None:
         if not capabilities:
             return
-        self._monitor = Monitor(capabilities)
-        if self._monitor.window_s < MIN_WINDOW_S:
-            self._monitor = Monitor(capabilities, MonitorConfig(window_s=MIN_WINDOW_S))
-        clock = lambda: time.monotonic() - self._begun_s  # noqa: E731
-        self._engine.live = Live(self._monitor, Hands(self._switch), clock)
+        monitor = Monitor(capabilities)
+        window_s = max(MIN_WINDOW_S, monitor.window_s)
+        costs = max(1, math.ceil(COST_S / window_s))
+        monitor = Monitor(capabilities, MonitorConfig(window_s=window_s, cost_windows=costs))
+        several = len(self._stepper.plans[0].cluster.devices) > 1
+        is_planned = self._planner is not None and several
+        hands = Hands(
+            self._switch,
+            self._replan if is_planned else None,
+            self._adopt,
+            self._rebalance if is_planned else None,
+        )
+        self._engine.live = Live(monitor, hands, self._clock_s, self._decisions)
+
+    def _clock_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    def _policies(self) -> tuple[str, ...]:
+        return tuple(plan.policy for plan in self._stepper.plans)
+
+    # What the monitor has done, on any thread.
+
+    def _switch(self, name: str) -> None:
+        """Microbatches that are opened from now on follow this policy."""
+
+        def switch() -> None:
+            if name in self._policies():
+                self._engine.scheduler.switch(self._policies().index(name))
+
+        self._engine.post(switch) if self._is_started else switch()
+
+    def _replan(self, action: Action) -> Sequence[Capability]:
+        assert self._planner is not None, "only what can be planned is"
+        assert action.factors is not None, "a replan comes with factors"
+        self._made = self._planner.corrected(self._engine.keeper.plans, action.factors)
+        return capabilities_of(self._made, self.shape.rows)
+
+    def _adopt(self) -> str:
+        made, old = self._made, self._engine.keeper.plans
+        num = sum(new.lanes != plan.lanes for new, plan in zip(made, old, strict=True))
+        why = f"costs are corrected; {num} of {len(made)} plans are new"
+        self._engine.post(lambda: self._engine.keeper.adopt(made, ""))
+        self._log(why)
+        return why
+
+    def _rebalance(self, action: Action) -> None:
+        assert self._planner is not None, "only what was planned is"
+        keeper, name = self._engine.keeper, action.decision.policy
+        plan = next((plan for plan in keeper.plans if plan.policy == name), None)
+        new = None if plan is None else self._planner.rebalanced(plan, action)
+        if new is not None:
+            plans = tuple(new if own is plan else own for own in keeper.plans)
+            self._engine.post(lambda: keeper.adopt(plans, f"the lanes of {name} have other shares"))
+
+    def _note(self, kind: DecisionKind, line: str) -> None:
+        """Something happened to devices or plans; on the engine's thread."""
+        if not line:  # plans of the monitor, which it has told itself
+            return
+        self._log(line)
+        live = self._engine.live
+        if kind is DecisionKind.ADOPT and live is not None:
+            live.adopted(capabilities_of(self._stepper.plans, self.shape.rows), line)
+            self._switch(live.policy)
+            return
+        policy = self._engine.scheduler.plan.policy
+        self._decisions.add(Decision(self._clock_s(), kind, policy, line))
 
     def __enter__(self) -> "Service":
         self.start()
@@ -96,6 +183,7 @@ class Service:
 
     def start(self) -> None:
         """From now on requests are answered."""
+        self._is_started = True
         self._thread.start()
 
     def stop(self, grace_s: float = GRACE_S) -> bool:
@@ -104,19 +192,15 @@ class Service:
         if self._thread.ident is not None:
             # A step that runs is waited for: nobody can take it back.
             self._thread.join()
+        self._engine.keeper.close()
         if self._engine.live is not None:
             self._engine.live.__exit__(None, None, None)
         return not self._engine.was_cut
 
     @property
-    def shape(self) -> Shape:
-        """Of the stepper in use."""
-        return self._engine.state.stepper.shape
-
-    @property
     def failure(self) -> str:
         """Why nothing is served any more; empty: it is."""
-        return self._engine.state.failure
+        return self._engine.failure
 
     def answer(self, ask: Ask) -> Answer:
         """Takes an ask; its pieces and its finish come by iterating. Closing the answer cancels it."""
@@ -145,26 +229,18 @@ class Service:
             raise AskError(message, "Use 0 up to max_tokens.", "min_tokens")
         check_sampling(ask.sampling)
 
-    def _switch(self, name: str) -> None:
-        """For the monitor: slots that are opened from now on follow this policy."""
-        state = self._engine.state
-        if name in state.stepper.policies:
-            state.policy = state.stepper.policies.index(name)
-
     def snapshot(self) -> Snapshot:
         """What the service is doing now; from any thread."""
-        state, meters = self._engine.state, self._engine.meters
-        slots, shape = list(state.slots.values()), state.stepper.shape
-        used = sum(slot.num_used for slot in slots)
-        live = self._engine.live
+        scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape
+        used = sum(microbatch.content.num_used for microbatch in list(scheduler.microbatches.values()))
         return Snapshot(
             model=self.model,
-            policy=state.stepper.policies[state.policy],
-            policies=state.stepper.policies,
+            policy=scheduler.plan.policy,
+            policies=self._policies(),
             devices=self._devices(),
             links=tuple(meters.moved(self._bytes_per_s())),
             running=used,
-            waiting=self._engine.num_waiting,
+            waiting=len(scheduler.queue),
             rows_used=used,
             rows=shape.slots * shape.rows,
             prompt_tokens=meters.prompt_tokens,
@@ -172,15 +248,22 @@ class Service:
             tokens_per_s=meters.tokens_per_s,
             finished=dict(meters.finished),
             retried=meters.retried,
-            decisions=() if live is None else tuple(live.decisions),
-            decided={} if self._monitor is None else {k.value: n for k, n in self._monitor.counts.items()},
+            plan_changes=meters.plan_changes,
+            decisions=tuple(self._decisions.latest),
+            decided={kind.value: num for kind, num in self._decisions.counts.items()},
         )
 
     def _devices(self) -> tuple[DeviceView, ...]:
-        busy, lost = self._engine.meters.busy(), frozenset(self._engine.state.lost)
-        memory = {d.name: d.memory_bytes for plan in self.plans for d in plan.cluster.devices}
-        names = list(dict.fromkeys((*memory, *busy, *sorted(lost))))
-        return tuple(DeviceView(n, busy.get(n, 0.0), memory.get(n, 0), n in lost) for n in names)
+        meters, lost = self._engine.meters, frozenset(self._engine.scheduler.lost)
+        busy, memory = meters.busy(), {d.name: d.memory_bytes for d in self._stepper.plans[0].cluster.devices}
+        found = []
+        for name in dict.fromkeys((*memory, *busy, *sorted(lost))):
+            status = meters.status.get(name, DeviceStatus("lost" if name in lost else "ready"))
+            view = DeviceView(name, busy.get(name, 0.0), memory.get(name, 0), name in lost, status.pid)
+            found.append(
+                replace(view, state=status.state, restarts=status.restarts, losses=meters.losses[name])
+            )
+        return tuple(found)
 
     def _bytes_per_s(self) -> dict[tuple[str, str], float]:
-        return {(x.src, x.dst): x.gbps * 1e9 for plan in self.plans for x in plan.cluster.links}
+        return {(x.src, x.dst): x.gbps * 1e9 for x in self._stepper.plans[0].cluster.links}

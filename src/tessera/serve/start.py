@@ -111,19 +111,22 @@ def _serving(model: str, local: "Local | OnGpus", options: Options) -> Iterator[
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai_ports import Endpoint
     from tessera.serve.pictures import eyes_of
-    from tessera.serve.sight import with_sight
+    from tessera.serve.replan import PreparedPlanner
+    from tessera.serve.sight import sight_of
 
-    shape, plans = local.stepper.shape, local.prepared.plans
+    made = local.prepared.model
+    shape = made.shape
     text, name = open_text(model, shape.vocab_size), options.name or Path(model).name
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     service = Service(
-        with_sight(local.stepper, local.prepared.model),
+        local.stepper,
+        shape,
         text,
         model=name,
-        plans=plans,
         config=ServiceConfig(max_waiting=options.max_waiting),
         observer=metrics,
-        replace=lambda lost: with_sight(local.replace(lost), local.prepared.model),
+        sight=sight_of(made),
+        planner=PreparedPlanner(local.prepared),
     )
     endpoint = Endpoint(
         name,
@@ -132,8 +135,8 @@ def _serving(model: str, local: "Local | OnGpus", options: Options) -> Iterator[
         shape.capacity,
         shape.vocab_size,
         int(time.time()),
-        lambda: local.prepared.plans,
-        eyes_of(local.prepared.model),
+        lambda: local.stepper.plans,
+        eyes_of(made),
     )
     with service:
         app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)

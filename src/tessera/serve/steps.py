@@ -1,7 +1,7 @@
 """Served: a model as the steps that serving runs, over one set of weights, with the shape they have.
 
 A causal language model has chunk, insert and decode; a recurrent one insert and decode; a vision-language one
-encode besides, which `sight` runs. Other models are not served by steps and are refused here, and so are
+encode besides (`rows` says what they do). Other models are not served by steps and are refused here; so are
 folders of vision-language models: their templates say where a picture stands in words of their own.
 """
 
@@ -17,8 +17,10 @@ from tessera.capture import Workload, build, known_models
 from tessera.capture.models import another
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
-from tessera.execute.serving import Shape, StepKind
+from tessera.execute.reference import ReferenceStepper, plan_alone
+from tessera.execute.stepper import Tensors
 from tessera.ir import Step
+from tessera.serve.shape import Shape, StepKind
 
 # What is served where nobody says otherwise.
 SLOTS, ROWS, CAPACITY, CHUNK = 2, 8, 1024, 64
@@ -41,7 +43,7 @@ class Served:
         return self.workloads["decode"].weights()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state of one slot before anything ran: zeros."""
+        """The state of one microbatch before anything ran: zeros."""
         made = (w.make_state(0) for w in self.workloads.values())
         return {name: torch.zeros_like(tensor) for state in made for name, tensor in state.items()}
 
@@ -92,6 +94,20 @@ def served(
     }
     workloads = {kind: another(first, steps[kind]) for kind in kinds}
     return Served(model, Shape(slots, rows, size, width, config.vocab_size), workloads)
+
+
+def reference(model: Served, num_threads: int | None = None) -> ReferenceStepper:
+    """The model's own code as a stepper: what answers of every placement are compared with."""
+    workloads = list(model.workloads.values())
+    names = [(set(w.make_inputs(0)), set(w.make_state(0))) for w in workloads]
+
+    def run(step: int, inputs: Tensors, state: dict[str, Any]) -> Tensors:
+        wanted, own = names[step]
+        given = {name: tensor for name, tensor in inputs.items() if name in wanted}
+        return workloads[step].run(given, {name: state[name] for name in own})
+
+    plan = plan_alone([workload.step for workload in workloads], model.shape.slots)
+    return ReferenceStepper(plan, run, model.state, num_threads)
 
 
 def for_cpu(model: Served) -> Served:

@@ -1,0 +1,107 @@
+"""Keeper: which plans of a running service are in force, while devices fail and come back.
+
+A device that is lost is given a new worker by the stepper; nothing is planned for that. One that fails
+`MAX_FAILURES` times in a row, or is given up, is planned around: in the background, while lanes that avoid it
+go on, or requests wait. When it is back, the plans for all devices are taken up again. Every plan is one for
+the service's whole cluster, so that plans can follow one another without a worker being started.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from tessera.adapt import Action, Factors
+from tessera.errors import TesseraError
+from tessera.execute.stepper import DeviceBack, DeviceLost
+from tessera.ir import Plan
+
+# So often in a row a device is given a new worker before it is planned around.
+MAX_FAILURES = 3
+
+Plans = tuple[Plan, ...]
+
+
+class Planner(Protocol):
+    """Who can plan a running service anew. Called by background threads; raises TesseraError."""
+
+    def without(self, lost: Iterable[str]) -> Plans:
+        """Plans that leave devices unused."""
+
+    def corrected(self, plans: Sequence[Plan], factors: Factors) -> Plans:
+        """In place of these plans, at costs that were wrong by these factors."""
+
+    def rebalanced(self, plan: Plan, action: Action) -> Plan | None:
+        """A plan whose lanes have other rates; None: that is no better."""
+
+
+class Keeper:
+    """Keeps plans in force that the devices can follow. Used by the engine's thread.
+
+    load   takes up plans, if there are any: (plans, why, in one line)
+    wake   makes the engine look for plans that are ready; from any thread
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        planner: Planner | None,
+        load: Callable[[Plans, str], None],
+        wake: Callable[[], None],
+    ) -> None:
+        # Those for all devices.
+        self.plans = plans
+        self._planner, self._load, self._wake = planner, load, wake
+        # Devices that are planned around, in force or under way.
+        self._around: frozenset[str] = frozenset()
+        self._making: Future[Plans] | None = None
+        self._background: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """Waits for plans under way."""
+        if self._background is not None:
+            self._background.shutdown(wait=True, cancel_futures=True)
+
+    def lost(self, event: DeviceLost) -> None:
+        """A device is gone; planned around if it fails for good."""
+        is_failing = event.failures >= MAX_FAILURES or event.retry_s is None
+        if is_failing and event.device not in self._around:
+            self._plan_around(self._around | {event.device})
+
+    def back(self, event: DeviceBack) -> None:
+        """A device works again."""
+        if event.device not in self._around:
+            return
+        left = self._around - {event.device}
+        if left:
+            self._plan_around(left)
+            return
+        self._around, self._making = left, None
+        self._load(self.plans, "plans for all devices are in force again")
+
+    def adopt(self, plans: Plans, why: str) -> None:
+        """Other plans for all devices; in force now, or when the devices they need are back."""
+        self.plans = plans
+        if not self._around:
+            self._load(plans, why)
+
+    def poll(self) -> None:
+        """Takes up plans that are ready."""
+        if self._making is None or not self._making.done():
+            return
+        made, self._making = self._making, None
+        names = ", ".join(sorted(self._around))
+        try:
+            plans = made.result()
+        except TesseraError as error:  # requests wait for the device, or use the lanes that avoid it
+            self._load((), f"no plans without {names}: {error}")
+            return
+        self._load(plans, f"plans without {names} are in force")
+
+    def _plan_around(self, devices: frozenset[str]) -> None:
+        self._around = devices
+        if self._planner is None:
+            return
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, "tessera-around")
+        self._making = self._background.submit(self._planner.without, devices)
+        self._making.add_done_callback(lambda _: self._wake())
