@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.ir import Lane, Recv, Run, Wait
+from tessera.ir import Lane, Recv, Run
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Job:
     slot: int
     # Identifies the run; the same on every device.
     ticket: int
-    # Instructions, or whatever a simulator puts in their place; only receives and waits are looked at here.
+    # Instructions, or whatever a simulator puts in their place; only receives and launches are looked at.
     instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
@@ -45,11 +45,11 @@ class Job:
 
     @property
     def is_ready(self) -> bool:
-        """True unless the next instruction waits for a transfer that has not arrived, or not left."""
+        """True unless the next instruction waits for a transfer that has not arrived."""
         if self.position == len(self.instructions):
             return False
         head = self.instructions[self.position]
-        return not isinstance(head, (Recv, Wait)) or head.transfer in self.arrived
+        return not isinstance(head, Recv) or head.transfer in self.arrived
 
     def issue(self) -> Any:
         """The next instruction, which is issued now."""
@@ -66,14 +66,14 @@ class Job:
 
 
 def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float]) -> tuple[float, ...]:
-    """For every position of a list: the time until the next receive or wait after it, or until the end.
+    """For every position of a list: the time until the next receive after it, or until the end.
 
     Several receives in a row are one place to wait: at each of them, what follows the last counts.
     """
     found: list[float] = []
     total, is_waiting = 0.0, False
     for instruction in reversed(instructions):
-        if isinstance(instruction, (Recv, Wait)):
+        if isinstance(instruction, Recv):
             is_waiting = True
         else:
             total = duration_us(instruction) + (0.0 if is_waiting else total)
@@ -117,7 +117,7 @@ class Queue:
                 asleep.append(job.ticket)
                 continue
             kind = type(head := job.instructions[at])
-            if (kind is Recv or kind is Wait) and head.transfer not in job.arrived:
+            if kind is Recv and head.transfer not in job.arrived:
                 asleep.append(job.ticket)
                 continue
             left = job.until_wait_us[at] - job.spent_us if job.until_wait_us else 0.0

@@ -23,14 +23,11 @@ from tessera.ir.plan import (
 from tessera.ir.program import (
     Free,
     Instruction,
-    Place,
     Program,
     Recv,
     Run,
     Send,
-    Signal,
     Transfer,
-    Wait,
 )
 from tessera.ir.serving import Arrivals, Decision, DecisionKind, Quantiles, ServingReport
 from tessera.ir.timeline import Clock, Span, Timeline
@@ -51,9 +48,9 @@ from tessera.ir.verify import verify
 __all__ = [
     "AWAY", "GENERATOR", "Access", "Arg", "Arrivals", "Baseline", "Buffer", "BufferKind", "Clock", "Cluster",
     "Cost", "Costs", "Decision", "DecisionKind", "Device", "DeviceKind", "Edge", "Free", "Graph", "Hazard",
-    "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Place", "Placement", "Plan",
-    "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Signal", "Source",
-    "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View", "Wait",
+    "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Placement", "Plan",
+    "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Source",
+    "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View",
     "WorkUnit", "arg_views", "digest", "kind_of", "lane_sequence", "load", "need_one_batch", "region", "save",
     "verify",
 ]  # fmt: skip

@@ -22,9 +22,11 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Format 3 added lanes of unlike batches; records without such are written as before, and read as before.
-BEFORE_BATCHES = 2
+BATCHES, BEFORE_BATCHES = 3, 2
+# Format 4: programs carry no memory any more.
+OLDEST = {"program": 4}
 
 KINDS: dict[str, type] = {
     "trace": Trace,
@@ -99,10 +101,12 @@ def _body(record: Any) -> bytes:
 
 def _version(record: Any) -> int:
     """The oldest format that has all that the record holds."""
+    if isinstance(record, Program):
+        return OLDEST["program"]
     is_new = (isinstance(record, Plan) and record.variants) or (
         isinstance(record, Timeline) and record.weights
     )
-    return FORMAT_VERSION if is_new else BEFORE_BATCHES
+    return BATCHES if is_new else BEFORE_BATCHES
 
 
 def _expected(kind: str) -> str:
@@ -135,7 +139,7 @@ def _check_header(head: dict[str, Any], body: bytes, wanted: str, place: str) ->
     if not isinstance(version, int) or version > FORMAT_VERSION:
         message = f"written in format {version}; this Tessera reads up to {FORMAT_VERSION}"
         raise ArtifactError(message, "Upgrade Tessera, or make the file again with this one.", place)
-    if version < BEFORE_BATCHES:
+    if version < OLDEST.get(wanted, BEFORE_BATCHES):
         raise ArtifactError(f"written in the old format {version}", _again(wanted), place)
     if head.get("bytes") != len(body):
         raise ArtifactError(f"truncated: {len(body)} of {head.get('bytes')} bytes", _again(wanted), place)

@@ -10,11 +10,11 @@ import engine_factory as made
 from tessera.errors import RuleBroken
 from tessera.execute.check_program import check_programs
 from tessera.execute.footprint import ready_programs
-from tessera.ir import Free, Place, Plan, Program, Recv, Run, Send, Signal, Wait
+from tessera.ir import Free, Plan, Program, Recv, Run, Send
 
 
 def make(seed: int = 0) -> tuple[Plan, Program]:
-    """A scattered program with memory, right as it is."""
+    """A scattered program, right as it is."""
     plan = made.plan_of([made.scattered(random.Random(seed), [0, 1])], 2)
     return plan, ready_programs(plan)[0][-1]
 
@@ -49,12 +49,6 @@ def moved(kind: type, to_front: bool) -> Callable[[Program], Program]:
     return change
 
 
-def all_in_one_place(program: Program) -> Program:
-    """Every buffer at offset zero."""
-    places = tuple(tuple(Place(p.buffer, 0, p.size_bytes) for p in here) for here in program.places)
-    return dataclasses.replace(program, places=places)
-
-
 def freed_early(program: Program) -> Program:
     """A device frees what its next launch reads."""
     launches = made.unit().graphs[program.step].trace.launches
@@ -71,15 +65,21 @@ def freed_early(program: Program) -> Program:
     raise AssertionError("no launch reads what is freed behind it")
 
 
+def freed_at_once(program: Program) -> Program:
+    """A device frees a buffer before the launch that makes it."""
+    for device, column in enumerate(program.instructions):
+        found = next((i for i in column if isinstance(i, Free)), None)
+        if found is not None:
+            lists = list(program.instructions)
+            lists[device] = (found, *(i for i in column if i is not found))
+            return dataclasses.replace(program, instructions=tuple(lists))
+    raise AssertionError("nothing is freed")
+
+
 def sent_twice(program: Program) -> Program:
     """One transfer has two senders."""
     first = (*program.instructions[0], Send(0))
     return dataclasses.replace(program, instructions=(first, *program.instructions[1:]))
-
-
-def outside(program: Program) -> Program:
-    """The arena is too small for its places."""
-    return dataclasses.replace(program, arena_bytes=(64, 64))
 
 
 def circle(program: Program) -> Program:
@@ -87,8 +87,8 @@ def circle(program: Program) -> Program:
     lists = []
     for device, column in enumerate(program.instructions):
         first = next(n for n, t in enumerate(program.transfers) if t.dst == device)
-        rest = tuple(i for i in column if i not in (Recv(first), Signal(first)))
-        lists.append((Signal(first), Recv(first), *rest))
+        rest = tuple(i for i in column if i != Recv(first))
+        lists.append((Recv(first), *rest))
     return dataclasses.replace(program, instructions=tuple(lists))
 
 
@@ -103,7 +103,7 @@ def test_the_program_is_right_before_it_is_broken() -> None:
     plan, program = make()
 
     check_programs(plan, [program])
-    assert {Run, Send, Recv, Signal, Wait, Free} == {type(i) for c in program.instructions for i in c}
+    assert {Run, Send, Recv, Free} == {type(i) for c in program.instructions for i in c}
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,11 @@ def test_the_program_is_right_before_it_is_broken() -> None:
     [
         (without(Run, 3), "every launch runs once"),
         (without(Recv, 0), "every transfer has one sender and one receiver"),
-        (without(Signal, 0), "every transfer of a program with static memory is signalled"),
-        (moved(Signal, False), "a transfer is signalled on its receiver before it is received"),
-        (moved(Wait, True), "a transfer is awaited on its sender after it was sent"),
         (moved(Send, True), "every transfer finds the version it moves on its sender"),
         (moved(Recv, False), "every read finds the version it needs"),
-        (all_in_one_place, "no two live values overlap in the arena|no two users of one byte"),
         (freed_early, "every read finds the version it needs on its device"),
+        (freed_at_once, "nothing is used after it is freed"),
         (sent_twice, "every transfer has one sender and one receiver"),
-        (outside, "every place lies inside the arena"),
         (circle, "nobody waits in a circle"),
         (with_old_version, "every transfer finds the version|every read finds the version"),
     ],
@@ -130,31 +126,3 @@ def test_a_broken_program_is_named(change: Callable[[Program], Program], rule: s
 
     with pytest.raises(RuleBroken, match=rule):
         check_programs(plan, [change(program)])
-
-
-def test_every_wait_is_needed() -> None:
-    """Without any one of its waits a program could overwrite what is still on its way."""
-    plan, program = make()
-    waits = [i.transfer for column in program.instructions for i in column if isinstance(i, Wait)]
-
-    assert waits
-    for number in waits:
-        with pytest.raises(RuleBroken, match=r"no two (live values overlap|users of one byte)"):
-            check_programs(plan, [without(Wait, number)(program)])
-
-
-def test_a_signal_that_comes_too_early_is_found() -> None:
-    """At the front of its list it lets a transfer land on what is still read, if nothing else orders them."""
-    plan, program = make(2)
-    found, late = 0, 0
-    for device, column in enumerate(program.instructions):
-        for index, signal in enumerate(column):
-            if isinstance(signal, Signal) and any(isinstance(i, Run) for i in column[:index]):
-                late += 1
-                lists = list(program.instructions)
-                lists[device] = (signal, *(i for i in column if i is not signal))
-                try:
-                    check_programs(plan, [dataclasses.replace(program, instructions=tuple(lists))])
-                except RuleBroken as error:
-                    found += "no two" in str(error)
-    assert 0 < found <= late

@@ -41,6 +41,16 @@ def test_every_artifact_comes_back_equal(tmp_path: Path) -> None:
         assert hash(record) == hash(loaded)
 
 
+def test_a_program_that_carries_memory_is_too_old(tmp_path: Path) -> None:
+    """Programs are made from plans in no time; plans of that format are still read."""
+    path = tmp_path / "x.program"
+    save(lower(make_plan([make_chain(3)], [[[0, 1, 1]]]))[0][0], path)
+    path.write_bytes(path.read_bytes().replace(b'"version": 4', b'"version": 3', 1))
+
+    with pytest.raises(ArtifactError, match="old format 3"):
+        load(Program, path)
+
+
 def test_arguments_keep_their_types() -> None:
     """1, 1.0, True, minus infinity and nested tuples are told apart in a file."""
     view = View(0, "float32", (2,), (1,))
