@@ -2,7 +2,7 @@
 
 The toy's state of a row is the tokens it has read; its logits follow from all of them, so a token in the
 wrong row, at the wrong place or from another request changes everything behind it. It checks what it is
-handed, ends steps of different slots in any order, and loses devices when it is told to.
+handed, ends steps of different microbatches in any order, and loses devices when it is told to.
 """
 
 import asyncio
@@ -10,19 +10,33 @@ import random
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from tessera.errors import WorkerError
-from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
+from factories import make_plan, make_trace
+from tessera.execute.lanes import Lanes
+from tessera.execute.stepper import (
+    DeviceBack,
+    DeviceLost,
+    DeviceStatus,
+    StepCall,
+    StepDone,
+    Tensors,
+    Use,
+)
+from tessera.execute.stepper import Event as StepperEvent
+from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
 from tessera.serve.records import Ask, Event, Finish, Piece, Sampling, Token
 from tessera.serve.rows import Request
 from tessera.serve.sampling import choose
 from tessera.serve.service import Service
+from tessera.serve.shape import Shape
 from tessera.serve.text import END, ByteText
 
 VOCAB = 258
@@ -44,84 +58,153 @@ def _toy_logits(read: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
+KINDS = ("chunk", "insert", "decode")
+TOYS = ("toy:0", "toy:1")
+
+
+def toy_plans(policies: Sequence[str], slots: int, kind: DeviceKind = DeviceKind.EMU) -> tuple[Plan, ...]:
+    """Plans with a lane on each of two devices."""
+    gpu = "" if kind is DeviceKind.CPU else "a100"
+    links = tuple(Link(a, b, "wire", 1.0, 1.0) for a, b in (TOYS, TOYS[::-1]))
+    cluster = Cluster(tuple(Device(name, kind, gpu, 1 << 30) for name in TOYS), links)
+    traces = [make_trace([[(0, 0, 64, "w")]], kind=step) for step in KINDS]
+    plan = make_plan(traces, [[(0,)] * 3, [(1,)] * 3], (4, 2, 8), cluster, slots=slots)
+    return tuple(replace(plan, policy=name) for name in policies)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What happens at the end of a step, in its place: the device of its lane is lost, or these are."""
+
+    devices: tuple[str, ...] = ()
+    # Seconds until a device is back; None: it never is.
+    retry_s: float | None = 0.0
+    failures: int = 1
+    is_certain: bool = True
+
+
 @dataclass
 class Space:
-    """The state of one slot."""
+    """The state of one microbatch."""
 
-    policy: int
+    lane: int
     rows: list[list[int]]
     spare: list[int] = field(default_factory=list)
-    step: tuple[StepKind, Tensors, tuple[str, ...]] | None = None
+    step: StepCall | None = None
 
 
 class ToyStepper:
-    """Steps of the toy; `events` holds losses by the number of the step at whose end they happen."""
+    """Steps of the toy; `losses` by the number of the step at whose end they happen."""
 
     def __init__(
         self,
         shape: Shape = SHAPE,
         policies: tuple[str, ...] = ("quick", "wide"),
         seed: int = 0,
-        losses: Mapping[int, bool] | None = None,
+        losses: Mapping[int, Loss] | None = None,
         step_s: float = 0.0,
+        plans: Sequence[Plan] = (),
+        busy_s: Mapping[str, float] | None = None,
     ) -> None:
-        self.shape, self.policies = shape, policies
+        self.shape = shape
+        self.plans = tuple(plans) or toy_plans(policies, shape.slots)
+        self.lanes = Lanes(self.plans)
         self._random = random.Random(seed)
-        # Number of a step -> whether all is over then.
         self._losses = dict(losses or {})
         self._step_s = step_s
+        # What steps take each device, as they say.
+        self.busy_s = dict(busy_s or {})
         self._spaces: dict[int, Space] = {}
+        self._events: deque[StepperEvent] = deque()
+        # (when, device)
+        self._backs: list[tuple[float, str]] = []
         self._is_awake = threading.Event()
-        self.log: list[tuple[int, StepKind]] = []
+        self.log: list[tuple[int, str]] = []
+        # (microbatch, policy)
         self.opened: list[tuple[int, int]] = []
-        self._is_over = False
+        self.restarts = dict.fromkeys(TOYS, 0)
 
-    def open(self, slot: int, policy: int) -> int:
-        """A slot is opened once, and with empty state."""
-        if self._is_over:
-            raise WorkerError("nothing can be opened")
-        assert slot not in self._spaces
-        assert 0 <= slot < self.shape.slots
-        self._spaces[slot] = Space(policy, [[] for _ in range(self.shape.rows)])
-        self.opened.append((slot, policy))
-        return policy
+    def __enter__(self) -> "ToyStepper":
+        return self
 
-    def close(self, slot: int) -> None:
-        """Only a slot that runs nothing is closed."""
-        assert self._spaces.pop(slot).step is None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        pass
 
-    def run(self, slot: int, kind: StepKind, inputs: Tensors, skips: tuple[str, ...] = ()) -> None:
-        """One step a slot at a time."""
-        space = self._spaces[slot]
+    def load(self, plans: Sequence[Plan]) -> None:
+        """What is open goes on along its lane."""
+        self.lanes.load(plans)
+        self.plans = tuple(plans)
+
+    def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
+        """A microbatch is opened once, and with empty state, on a lane that can be followed."""
+        assert microbatch not in self._spaces
+        assert 0 <= microbatch < self.shape.slots
+        assert not self.lanes.all[lane].devices & self.lanes.lost
+        self._spaces[microbatch] = Space(lane, [[] for _ in range(self.shape.rows)])
+        self.opened.append((microbatch, self.lanes.all[lane].policy))
+
+    def close(self, microbatch: int) -> None:
+        """Only one that runs nothing is closed."""
+        assert self._spaces.pop(microbatch).step is None
+
+    def start(self, call: StepCall) -> None:
+        """One step a microbatch at a time."""
+        space = self._spaces[call.microbatch]
         assert space.step is None
-        space.step = (kind, inputs, skips)
+        space.step = call
 
-    def take(self, timeout_s: float | None) -> StepDone | SlotsLost | None:
+    def take(self, timeout_s: float | None) -> StepperEvent | None:
         """Any of the steps that run."""
+        for back in [back for back in self._backs if back[0] <= time.monotonic()]:
+            self._backs.remove(back)
+            self.lanes.lost.discard(back[1])
+            self.restarts[back[1]] += 1
+            self._events.append(DeviceBack(back[1]))
+        if self._events:
+            return self._events.popleft()
         running = [number for number, space in self._spaces.items() if space.step is not None]
         if not running:
-            self._is_awake.wait(timeout_s)
+            soonest = min((at for at, _ in self._backs), default=None)
+            wait_s = timeout_s if soonest is None else max(0.0, soonest - time.monotonic())
+            self._is_awake.wait(wait_s)
             self._is_awake.clear()
             return None
         if self._step_s:
             time.sleep(self._step_s)
-        slot = self._random.choice(running)
-        step = self._spaces[slot].step
-        assert step is not None
-        kind, inputs, skips = step
-        self.log.append((slot, kind))
-        if len(self.log) in self._losses:
-            return self._lose(slot, self._losses[len(self.log)])
-        self._spaces[slot].step = None
-        outputs = {"chunk": self._chunk, "insert": self._insert, "decode": self._decode}[kind](slot, inputs)
-        return StepDone(slot, kind, {k: v for k, v in outputs.items() if k not in skips}, 1e-3)
+        return self._end(self._random.choice(running))
 
-    def _lose(self, slot: int, is_over: bool) -> SlotsLost:
-        lost = tuple(self._spaces) if is_over else (slot,)
-        self._is_over = is_over
-        for number in lost:
+    def _end(self, microbatch: int) -> StepperEvent:
+        space = self._spaces[microbatch]
+        call = space.step
+        assert call is not None
+        kind = KINDS[call.step]
+        self.log.append((microbatch, kind))
+        loss = self._losses.get(len(self.log))
+        if loss is not None:
+            for device in loss.devices or tuple(self.lanes.all[space.lane].devices):
+                self.lose(device, loss)
+            return self._events.popleft()
+        space.step = None
+        outputs = {"chunk": self._chunk, "insert": self._insert, "decode": self._decode}[kind](
+            microbatch, call.inputs
+        )
+        kept = {name: tensor for name, tensor in outputs.items() if name not in call.skips}
+        here = {name: self.busy_s.get(name, 1e-3) for name in self.lanes.all[space.lane].devices}
+        return StepDone(microbatch, call.step, kept, 1e-3, busy_s=here)
+
+    def lose(self, device: str, loss: Loss) -> None:
+        """Takes a device out, with what is open on it."""
+        self.lanes.lost.add(device)
+        gone = tuple(n for n, space in self._spaces.items() if device in self.lanes.all[space.lane].devices)
+        for number in gone:
             del self._spaces[number]
-        return SlotsLost(lost, "toy:1", "it was told to", is_over)
+        if loss.retry_s is not None:
+            self._backs.append((time.monotonic() + loss.retry_s, device))
+        self._events.append(
+            DeviceLost(device, gone, "it was told to", loss.failures, loss.retry_s, loss.is_certain)
+        )
 
     def _chunk(self, slot: int, inputs: Tensors) -> dict[str, torch.Tensor]:
         space, last = self._spaces[slot], int(inputs["last"])
@@ -154,7 +237,21 @@ class ToyStepper:
 
     def use(self) -> Use:
         """A busy toy."""
-        return Use({"toy:0": 1e-3 * len(self.log)}, {("toy:0", "toy:1"): 8 * len(self.log)})
+        status = {
+            name: DeviceStatus("lost" if name in self.lanes.lost else "ready", 7, self.restarts[name])
+            for name in TOYS
+        }
+        return Use({"toy:0": 1e-3 * len(self.log)}, {("toy:0", "toy:1"): 8 * len(self.log)}, status)
+
+    def now_s(self) -> float:
+        """This machine's clock."""
+        return time.monotonic()
+
+
+def service_of(stepper: ToyStepper, **changes: Any) -> Service:
+    """A service of the toy, that says nothing."""
+    known: dict[str, Any] = {"model": "toy", "log": lambda line: None}
+    return Service(stepper, stepper.shape, ByteText(), **{**known, **changes})
 
 
 def expected(ask: Ask) -> tuple[list[int], str, str]:

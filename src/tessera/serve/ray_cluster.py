@@ -27,7 +27,7 @@ from tessera.execute.remote import RemoteHub
 from tessera.ir import Device, DeviceKind
 
 if TYPE_CHECKING:
-    from tessera.execute.crew import MakeHub
+    from tessera.execute.worker_stepper import MakeHub
 
 # ray.init starts a cluster of this machine for this word, and takes one that runs for the other.
 LOCAL, RUNNING = "local", "auto"

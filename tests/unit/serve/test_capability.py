@@ -1,4 +1,4 @@
-"""What the service reads off its plans: what each policy can do, and how many slots it wants at work."""
+"""What the service reads off its plans: what each policy can do."""
 
 from dataclasses import replace
 
@@ -7,7 +7,6 @@ import pytest
 from factories import make_chain, make_cluster, make_plan
 from tessera.adapt import Monitor, crossing_per_s
 from tessera.ir import Plan
-from tessera.serve.admission import width_of
 from tessera.serve.capability import capabilities_of
 
 ROWS = 8
@@ -21,12 +20,6 @@ def plan_with(policy: str, latency_us: float, *by_slots: tuple[int, float]) -> P
 
 WIDE = plan_with("throughput", 40_000.0, (1, 23.0), (2, 44.0), (4, 52.0), (8, 60.0))
 QUICK = plan_with("latency", 33_000.0, (1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5))
-
-
-def test_a_width_is_what_keeps_the_devices_busy() -> None:
-    """More slots than nearly reach the best rate of those there are bring nothing."""
-    assert (4, 1) == (width_of(WIDE), width_of(QUICK))
-    assert 1 == width_of(replace(WIDE, by_slots=()))
 
 
 def test_capacities_are_in_requests_and_of_the_slots_there_are() -> None:

@@ -1,14 +1,14 @@
-"""How a crowd is seated: a batch that waits opens slots, a few that wait do not."""
+"""How a crowd is seated: a batch that waits opens microbatches, a few that wait do not."""
 
 import asyncio
 
 import pytest
 
-from serving_factory import GREEDY, ToyStepper
-from tessera.execute.serving import Shape
+from serving_factory import GREEDY, ToyStepper, service_of
+from tessera.execute.stepper import Tensors
 from tessera.serve.records import Ask
 from tessera.serve.service import Service
-from tessera.serve.text import ByteText
+from tessera.serve.shape import Shape
 
 SHAPE = Shape(slots=3, rows=4, capacity=48, chunk=4, vocab_size=258)
 
@@ -26,23 +26,23 @@ async def _ask_all(service: Service, num: int) -> None:
 
 
 class Timed(ToyStepper):
-    """Remembers which slots were open before any step had ended."""
+    """Remembers which microbatches were open before any step had ended."""
 
     def __init__(self) -> None:
         super().__init__(SHAPE)
         self.first: set[int] = set()
 
-    def open(self, slot: int, policy: int) -> int:
+    def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         if not self.log:
-            self.first.add(slot)
-        return super().open(slot, policy)
+            self.first.add(microbatch)
+        super().open(microbatch, lane, state)
 
 
 @pytest.mark.parametrize(("num", "expected"), [(2, {0}), (12, {0, 1, 2})])
-def test_slots_open_at_once_when_a_batch_waits(num: int, expected: set[int]) -> None:
-    """Two requests share a slot; twelve begin in all three slots before any has a second one."""
+def test_microbatches_open_at_once_when_a_batch_waits(num: int, expected: set[int]) -> None:
+    """Two requests share one; twelve begin in all three before any has a second one."""
     stepper = Timed()
-    service = Service(stepper, ByteText())
+    service = service_of(stepper)
 
     asyncio.run(_ask_all(service, num))
     service.stop()

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serving_factory import GREEDY, Told, ToyStepper, expected, read, read_all, until, wait_for
+from serving_factory import GREEDY, Told, ToyStepper, expected, read, read_all, service_of, until, wait_for
 from tessera.serve.records import Ask, Finish, Piece, Sampling
-from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
@@ -23,7 +22,7 @@ def ends_early() -> Ask:
 def test_several_event_loops_read_at_once() -> None:
     """Each thread has a loop of its own; every reader gets its own answer."""
     asks = [Ask((n,), 20, GREEDY, ignores_end=True) for n in range(12)]
-    with Service(ToyStepper(), ByteText()) as service, ThreadPoolExecutor(4) as pool:
+    with service_of(ToyStepper()) as service, ThreadPoolExecutor(4) as pool:
 
         def part(number: int) -> list[Told]:
             return wait_for(read_all(service, asks[number::4]))
@@ -36,7 +35,7 @@ def test_several_event_loops_read_at_once() -> None:
 
 def test_a_reader_whose_task_is_cancelled_gives_its_row_back() -> None:
     """As when a client's connection is closed."""
-    with Service(ToyStepper(step_s=0.005), ByteText()) as service:
+    with service_of(ToyStepper(step_s=0.005)) as service:
 
         async def cancelled() -> None:
             task = asyncio.ensure_future(read(service, LONG))
@@ -54,7 +53,7 @@ def test_a_reader_whose_task_is_cancelled_gives_its_row_back() -> None:
 
 def test_a_loop_that_is_closed_stops_nobody() -> None:
     """Its reader never comes back; others are answered."""
-    with Service(ToyStepper(step_s=0.002), ByteText()) as service:
+    with service_of(ToyStepper(step_s=0.002)) as service:
         loop = asyncio.new_event_loop()
         answer = service.answer(LONG)
         task = loop.create_task(answer.__anext__())
@@ -67,7 +66,7 @@ def test_a_loop_that_is_closed_stops_nobody() -> None:
 
 def test_a_cancelled_answer_ends() -> None:
     """Nothing comes after it was closed, and closing it again does nothing."""
-    with Service(ToyStepper(step_s=0.002), ByteText()) as service:
+    with service_of(ToyStepper(step_s=0.002)) as service:
 
         async def closed() -> list[object]:
             answer = service.answer(LONG)
@@ -82,7 +81,7 @@ def test_a_cancelled_answer_ends() -> None:
 def test_finished_requests_leave_nothing_behind() -> None:
     """After many answers there are no more records of answers than before."""
     kinds = (Ask, Finish, Piece)
-    with Service(ToyStepper(), ByteText()) as service:
+    with service_of(ToyStepper()) as service:
         wait_for(read_all(service, [LONG] * 5))
         gc.collect()
         before = sum(type(x) in kinds for x in gc.get_objects())
@@ -99,7 +98,7 @@ def test_an_answer_has_at_least_the_tokens_that_were_asked_for() -> None:
     short = len(expected(ask)[0])
     longer = Ask(ask.prompt, 40, GREEDY, min_tokens=short + 5)
     drawn = Ask(ask.prompt, 40, Sampling(1.0, seed=3), min_tokens=30)
-    with Service(ToyStepper(), ByteText()) as service:
+    with service_of(ToyStepper()) as service:
         free, least, random = (told.numbers for told in wait_for(read_all(service, [ask, longer, drawn])))
 
     assert short == len(free)
@@ -113,7 +112,7 @@ def test_an_answer_has_at_least_the_tokens_that_were_asked_for() -> None:
 def test_stop_strings_count_only_behind_the_least_tokens() -> None:
     """Text before is not searched."""
     (word,) = {expected(LONG)[1][3]}
-    with Service(ToyStepper(), ByteText()) as service:
+    with service_of(ToyStepper()) as service:
         asks = [
             Ask(LONG.prompt, 45, GREEDY, stop=(word,), ignores_end=True),
             Ask(LONG.prompt, 45, GREEDY, stop=(word,), ignores_end=True, min_tokens=44),
@@ -129,7 +128,7 @@ def test_stop_strings_count_only_behind_the_least_tokens() -> None:
 def test_going_on_past_the_end_shows_no_end() -> None:
     """The end token has no text."""
     ask = ends_early()
-    with Service(ToyStepper(), ByteText()) as service:
+    with service_of(ToyStepper()) as service:
         told = wait_for(read(service, Ask(ask.prompt, 40, GREEDY, ignores_end=True)))
 
     assert END in told.numbers
@@ -139,7 +138,7 @@ def test_going_on_past_the_end_shows_no_end() -> None:
 
 def test_logprobs_come_with_every_token() -> None:
     """As many alternatives as were asked for, the chosen one among them when greedy."""
-    with Service(ToyStepper(), ByteText()) as service:
+    with service_of(ToyStepper()) as service:
         told = wait_for(read(service, Ask((9,), 10, Sampling(0.0, logprobs=3), ignores_end=True)))
 
     assert 10 == len(told.tokens)

@@ -11,20 +11,22 @@ from hypothesis import strategies as st
 from serving_factory import (
     GREEDY,
     SHAPE,
+    TOYS,
+    Loss,
     ToyStepper,
     expected,
     random_ask,
     read,
     read_all,
     read_some,
+    service_of,
     until,
     wait_for,
 )
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
-from tessera.execute.serving import Shape, SlotsLost, Stepper
 from tessera.serve.records import Ask, Finish, Sampling
 from tessera.serve.service import Service, ServiceConfig
-from tessera.serve.text import ByteText
+from tessera.serve.shape import Shape
 
 NO_CHUNKS = Shape(slots=2, rows=3, capacity=48, chunk=0, vocab_size=SHAPE.vocab_size)
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
@@ -33,7 +35,7 @@ LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 @pytest.fixture
 def service() -> Iterator[Service]:
     """On two slots of three rows."""
-    with Service(ToyStepper(), ByteText(), model="toy") as made:
+    with service_of(ToyStepper()) as made:
         yield made
 
 
@@ -51,7 +53,7 @@ def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -
     async def all_of(service: Service) -> list[tuple[list[int], str, str]]:
         return await asyncio.gather(*(late(service, ask) for ask in asks))
 
-    with Service(ToyStepper(shape, seed=seed), ByteText()) as service:
+    with service_of(ToyStepper(shape, seed=seed)) as service:
         found = wait_for(all_of(service))
 
     assert [expected(ask) for ask in asks] == found
@@ -70,7 +72,7 @@ def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
         await asyncio.gather(*going)
         return [told.what for told in await answers]
 
-    with Service(ToyStepper(shape, seed=seed), ByteText()) as service:
+    with service_of(ToyStepper(shape, seed=seed)) as service:
         found = wait_for(all_of(service))
         until(lambda: service.snapshot().running + service.snapshot().waiting == 0)
         counts = service.snapshot().finished
@@ -80,41 +82,66 @@ def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
-def test_a_loss_costs_no_answer(seed: int, step: int, is_over: bool) -> None:
-    """A device is lost at any step: every request is answered as if nothing had happened, without repeats."""
+@given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([(), TOYS]), st.sampled_from([0.0, 0.05]))
+def test_a_loss_costs_no_answer(seed: int, step: int, devices: tuple[str, ...], retry_s: float) -> None:
+    """One device or all are lost at any step: every request is answered as if nothing had happened."""
     rng = random.Random(seed)
     asks = [random_ask(rng, SHAPE.capacity) for _ in range(8)]
-    replaced: list[SlotsLost] = []
-
-    def replace(lost: SlotsLost) -> Stepper:
-        replaced.append(lost)
-        return ToyStepper(seed=seed + 1)
-
-    toy = ToyStepper(seed=seed, losses={step: is_over})
-    with Service(toy, ByteText(), replace=replace) as service:
+    toy = ToyStepper(seed=seed, losses={step: Loss(devices, retry_s)})
+    with service_of(toy) as service:
         found = wait_for(read_all(service, asks))
 
     assert [expected(ask) for ask in asks] == [told.what for told in found]
-    assert int(is_over and len(toy.log) >= step) == len(replaced)
 
 
-def test_a_second_loss_is_told() -> None:
-    """A request that loses its device twice ends with an error that names the device."""
-    with Service(ToyStepper(losses={5: False, 15: False}), ByteText()) as service:
+def test_one_loss_too_many_is_told() -> None:
+    """A request that loses its devices again and again ends with an error that names the device."""
+    with service_of(ToyStepper(losses=dict.fromkeys((5, 10, 15, 20), Loss()))) as service:
         told = wait_for(read(service, LONG))
         after = wait_for(read(service, LONG))
 
     assert "error" == told.finish.reason
-    assert "toy:1" in told.finish.message
+    assert "toy:" in told.finish.message
     assert "length" == after.finish.reason
 
 
+def test_a_wrong_guess_is_not_counted() -> None:
+    """Who was blamed without proof costs the requests none of their tries."""
+    losses = dict.fromkeys(range(5, 40, 5), Loss(is_certain=False))
+    with service_of(ToyStepper(losses=losses)) as service:
+        told = wait_for(read(service, LONG))
+        snapshot = service.snapshot()
+
+    assert expected(LONG) == told.what
+    assert (7, 7) == (snapshot.retried, sum(device.losses for device in snapshot.devices))
+
+
+def test_requests_wait_for_devices_that_come_back() -> None:
+    """All are lost: who is there waits, who comes waits too, and all are answered."""
+    with service_of(ToyStepper(losses={9: Loss(TOYS, 0.4)})) as service:
+
+        async def both() -> list[tuple[list[int], str, str]]:
+            first = asyncio.ensure_future(read(service, LONG))
+            while not all(device.is_lost for device in service.snapshot().devices):
+                await asyncio.sleep(0.005)
+            second = asyncio.ensure_future(read(service, LONG))
+            await asyncio.sleep(0.1)
+            assert 2 == service.snapshot().waiting
+            return [(await first).what, (await second).what]
+
+        found = wait_for(both())
+        states = [(device.state, device.pid, device.restarts) for device in service.snapshot().devices]
+
+    assert [expected(LONG)] * 2 == found
+    assert [("ready", 7, 1)] * 2 == states
+
+
 def test_nothing_left_is_told_to_all() -> None:
-    """Without a replacement everybody gets an error, and who comes later is refused."""
-    with Service(ToyStepper(losses={9: True}, step_s=0.05), ByteText()) as service:
+    """Devices that are given up: everybody gets an error, and who comes later is refused."""
+    with service_of(ToyStepper(losses={9: Loss(TOYS, None)}, step_s=0.05)) as service:
         found = wait_for(read_all(service, [LONG] * 9))
-        with pytest.raises(ServiceClosing, match="no devices are left"):
+        until(lambda: bool(service.failure))
+        with pytest.raises(ServiceClosing, match="no lane avoids toy:0, toy:1"):
             service.answer(LONG)
 
     assert {"error"} == {told.finish.reason for told in found}
@@ -125,7 +152,7 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     stepper = ToyStepper()
     monkeypatch.setattr(stepper, "_decode", None)
-    with Service(stepper, ByteText()) as service:
+    with service_of(stepper) as service:
         told = wait_for(read(service, LONG))
 
     assert "error" == told.finish.reason
@@ -135,7 +162,7 @@ def test_decoding_goes_on_beside_long_prompts() -> None:
     """In a slot with answers in progress, two chunks never follow one another."""
     # Slow steps: the second prompt comes long before the first answer ends.
     stepper = ToyStepper(Shape(1, 3, 48, 2, SHAPE.vocab_size), step_s=0.02)
-    with Service(stepper, ByteText()) as service:
+    with service_of(stepper) as service:
         wait_for(read_all(service, [LONG, Ask((7,) * 30, 2, GREEDY)]))
     kinds = [kind for _, kind in stepper.log]
     begun = kinds.index("decode")
@@ -148,7 +175,7 @@ def test_few_requests_are_packed_into_one_slot(service: Service) -> None:
     """Three requests, a row each: the second slot stays closed."""
     wait_for(read_all(service, [Ask((n,), 9, GREEDY, ignores_end=True) for n in range(3)]))
 
-    stepper = service._engine.state.stepper
+    stepper = service._engine.stepper
     assert isinstance(stepper, ToyStepper)
     assert {0} == {slot for slot, _ in stepper.opened}
 
@@ -156,7 +183,7 @@ def test_few_requests_are_packed_into_one_slot(service: Service) -> None:
 def test_too_many_are_refused() -> None:
     """What comes while too many wait is refused at once, and those that wait are served."""
     shape = Shape(1, 1, 48, 4, SHAPE.vocab_size)
-    with Service(ToyStepper(shape, step_s=0.02), ByteText(), config=ServiceConfig(max_waiting=2)) as service:
+    with service_of(ToyStepper(shape, step_s=0.02), config=ServiceConfig(max_waiting=2)) as service:
 
         async def crowd() -> tuple[int, list[str]]:
             answers, refused = [], 0
@@ -206,7 +233,7 @@ def test_what_cannot_be_served_is_refused(service: Service, ask: Ask, place: str
 
 def test_stopping_finishes_what_was_taken() -> None:
     """Running and waiting requests are answered; what comes is refused."""
-    with Service(ToyStepper(step_s=0.001), ByteText()) as service:
+    with service_of(ToyStepper(step_s=0.001)) as service:
 
         async def stopped() -> tuple[bool, list[str]]:
             tasks = [asyncio.ensure_future(read(service, LONG)) for _ in range(9)]
@@ -225,7 +252,7 @@ def test_stopping_finishes_what_was_taken() -> None:
 
 def test_a_deadline_ends_what_is_not_done() -> None:
     """After the grace every request in progress gets an error, soon."""
-    with Service(ToyStepper(step_s=0.02), ByteText()) as service:
+    with service_of(ToyStepper(step_s=0.02)) as service:
 
         async def cut() -> tuple[bool, str]:
             task = asyncio.ensure_future(read(service, LONG))
@@ -254,7 +281,7 @@ def test_a_slow_reader_gets_everything_in_one_piece(service: Service) -> None:
 
 def test_an_answer_that_is_forgotten_is_cancelled() -> None:
     """Nobody holds it any more, so nobody can read it."""
-    with Service(ToyStepper(step_s=0.005), ByteText()) as service:
+    with service_of(ToyStepper(step_s=0.005)) as service:
         service.answer(LONG)
         until(lambda: service.snapshot().finished.get("cancelled") == 1)
 
@@ -264,13 +291,13 @@ def test_an_answer_that_is_forgotten_is_cancelled() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     """The message lists those that there are."""
     with pytest.raises(UnknownName, match="auto, quick, wide"):
-        Service(ToyStepper(), ByteText(), config=ServiceConfig(policy="fast"))
+        service_of(ToyStepper(), config=ServiceConfig(policy="fast"))
 
 
 def test_a_policy_by_name_is_kept() -> None:
     """All slots are opened under it."""
     stepper = ToyStepper()
-    with Service(stepper, ByteText(), config=ServiceConfig(policy="wide")) as service:
+    with service_of(stepper, config=ServiceConfig(policy="wide")) as service:
         wait_for(read_all(service, [LONG] * 5))
 
         assert "wide" == service.snapshot().policy

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from serving_factory import GREEDY, ToyStepper, expected, read, read_all, until, wait_for
+from serving_factory import GREEDY, TOYS, ToyStepper, expected, read, read_all, service_of, until, wait_for
 from tessera.adapt import Capability, Point
-from tessera.execute.serving import StepKind
 from tessera.serve.meters import Times
 from tessera.serve.records import Ask, Finish
-from tessera.serve.service import Service
-from tessera.serve.text import ByteText
+from tessera.serve.shape import StepKind
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
@@ -22,7 +20,7 @@ def test_the_monitor_switches_policies_with_the_load(monkeypatch: pytest.MonkeyP
     wide = Capability("wide", 1e4, (Point(0.1, 2.0, 0.2), Point(9e3, 2.0, 100.0)))
     asks = [Ask((n,), 30, GREEDY) for n in range(24)]
     stepper = ToyStepper(step_s=0.001)
-    with Service(stepper, ByteText(), capabilities=(quick, wide)) as service:
+    with service_of(stepper, capabilities=(quick, wide)) as service:
         assert "quick" == service.snapshot().policy
         found = wait_for(read_all(service, asks))
         crowded = list(stepper.opened)
@@ -30,8 +28,9 @@ def test_the_monitor_switches_policies_with_the_load(monkeypatch: pytest.MonkeyP
         alone = wait_for(read(service, asks[0]))
         snapshot = service.snapshot()
 
-    assert "wide" in {stepper.policies[policy] for _, policy in crowded}
-    assert "quick" == stepper.policies[stepper.opened[len(crowded)][1]]
+    names = [plan.policy for plan in stepper.plans]
+    assert "wide" in {names[policy] for _, policy in crowded}
+    assert "quick" == names[stepper.opened[len(crowded)][1]]
     assert ["wide", "quick"] == [decision.policy for decision in snapshot.decisions][:2]
     assert len(snapshot.decisions) == snapshot.decided["switch"]
     assert [expected(ask) for ask in asks] == [told.what for told in found]
@@ -40,12 +39,12 @@ def test_the_monitor_switches_policies_with_the_load(monkeypatch: pytest.MonkeyP
 
 def test_the_snapshot_shows_utilisation() -> None:
     """Devices and links are those of the stepper, with shares of the last seconds."""
-    with Service(ToyStepper(), ByteText(), model="toy") as service:
+    with service_of(ToyStepper()) as service:
         wait_for(read_all(service, [LONG] * 4))
         until(lambda: bool(service.snapshot().links) and service.snapshot().links[0][3] > 0)
         snapshot = service.snapshot()
 
-    assert ["toy:0"] == [device.name for device in snapshot.devices]
+    assert list(TOYS) == [device.name for device in snapshot.devices]
     assert 0.0 < snapshot.devices[0].utilisation <= 1.0
     assert ("toy:0", "toy:1") == snapshot.links[0][:2]
     assert (4 * 3, 4 * 45, 6) == (snapshot.prompt_tokens, snapshot.output_tokens, snapshot.rows)
@@ -85,7 +84,7 @@ class Notes:
 def test_an_observer_sees_every_token() -> None:
     """One first token and one end a request, a gap for every other token, in the order of time."""
     notes = Notes()
-    with Service(ToyStepper(), ByteText(), observer=notes) as service:
+    with service_of(ToyStepper(), observer=notes) as service:
         wait_for(read_all(service, [LONG] * 7))
 
     assert 7 == len(notes.queued) == len(notes.first) == len(notes.ends)

@@ -1,0 +1,169 @@
+"""Who is served next, and in which microbatch."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factories import make_chain, make_cluster, make_plan
+from tessera.errors import ServiceBusy
+from tessera.execute.admission import choose, width_of
+from tessera.execute.queue import FairQueue
+
+ROWS = 3
+
+
+def drained(queue: FairQueue[str]) -> str:
+    """All that waits, in its order."""
+    return "".join(iter(queue.pop, None))
+
+
+def queue_of(*pushes: str, max_waiting: int = 99) -> FairQueue[str]:
+    """Pushes such as "a1": client a, item 1."""
+    made: FairQueue[str] = FairQueue(max_waiting)
+    for push in pushes:
+        made.push(push[0], push[1])
+    return made
+
+
+def test_clients_take_turns() -> None:
+    """One that asks much does not hold up another that asks little."""
+    assert "1542637" == drained(queue_of("a1", "a2", "a3", "a7", "b5", "c4", "b6"))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers()), max_size=30))
+def test_each_client_is_first_come_first_served(pushes: list[tuple[str, int]]) -> None:
+    """Of one client, requests leave in the order in which they came; nothing is lost."""
+    queue: FairQueue[tuple[str, int, int]] = FairQueue(99)
+    for at, (client, item) in enumerate(pushes):
+        queue.push(client, (client, item, at))
+    left = list(iter(queue.pop, None))
+
+    assert len(pushes) == len(left)
+    for client in "abc":
+        places = [at for who, _, at in left if who == client]
+        assert sorted(places) == places
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30))
+def test_nobody_is_overtaken_twice(clients: list[str]) -> None:
+    """Between two requests of a client, every other client that waits has one served."""
+    queue: FairQueue[tuple[str, int]] = FairQueue(99)
+    for at, client in enumerate(clients):
+        queue.push(client, (client, at))
+    left = [client for client, _ in iter(queue.pop, None)]
+
+    for at, client in enumerate(left):
+        again = left.index(client, at + 1) if client in left[at + 1 :] else None
+        if again is not None:
+            waiting = set(left[again:]) - {client}
+            assert waiting <= set(left[at + 1 : again])
+
+
+def test_a_full_queue_refuses() -> None:
+    """The message says how many wait; what returns from a lost device is taken all the same."""
+    queue = queue_of("a1", "a2", max_waiting=2)
+    with pytest.raises(ServiceBusy, match="2 requests wait"):
+        queue.push("b", "3")
+    queue.give_back("9")
+
+    assert 3 == len(queue)
+    assert "912" == drained(queue)
+
+
+def test_a_request_can_leave_the_queue() -> None:
+    """Wherever it is; and it is not there twice."""
+    queue = queue_of("a1", "a2", "b3")
+    queue.give_back("9")
+
+    assert queue.remove("a", "1")
+    assert queue.remove("a", "9")
+    assert queue.remove("b", "3")
+    assert not queue.remove("b", "3")
+    assert "2" == drained(queue)
+
+
+@dataclass
+class Room:
+    """Some rows."""
+
+    num_used: int
+    is_reading: bool = False
+
+    @property
+    def num_free(self) -> int:
+        return ROWS - self.num_used
+
+    @property
+    def takes(self) -> bool:
+        return self.num_free > 0 and not self.is_reading
+
+
+@dataclass(eq=False)
+class Place:
+    """A microbatch of three rows, some of them taken."""
+
+    number: int
+    content: Room
+    is_old: bool = False
+
+
+def place(number: int, used: int, is_reading: bool = False, is_old: bool = False) -> Place:
+    """So many requests in it."""
+    return Place(number, Room(used, is_reading), is_old)
+
+
+def test_one_is_opened_when_the_open_ones_are_full() -> None:
+    """With a width of one, requests are packed."""
+    one = place(0, 2)
+
+    assert choose([], 1, can_open=True) is True
+    assert choose([one], 1, can_open=True) is one
+    assert choose([place(0, 3)], 1, can_open=True) is True
+    assert choose([place(0, 3)], 1, can_open=False) is False
+
+
+def test_a_request_waits_for_the_one_that_reads_another() -> None:
+    """There is a row, but nobody can begin now: nothing is opened for that."""
+    assert choose([place(0, 2, is_reading=True)], 1, can_open=True) is False
+
+
+def test_a_wide_policy_spreads_requests() -> None:
+    """Up to its width microbatches are opened first, then the emptiest takes the next."""
+    one, two = place(0, 2), place(1, 1)
+
+    assert choose([one], 2, can_open=True) is True
+    assert choose([one, two], 2, can_open=True) is two
+
+
+def test_what_is_beyond_the_width_is_packed() -> None:
+    """The fullest of the others is filled, so that the emptier ones can be closed."""
+    full, some, more = place(0, 3), place(1, 1), place(2, 2)
+
+    assert choose([full, some, more], 1, can_open=True) is more
+
+
+def test_an_open_one_takes_what_would_wait_for_another() -> None:
+    """The first reads a prompt; the second is open and at work anyway: nobody waits beside an empty row."""
+    reading, other = place(0, 2, is_reading=True), place(1, 1)
+
+    assert choose([reading, other], 1, can_open=True) is other
+
+
+def test_old_ones_are_renewed_one_by_one() -> None:
+    """The emptiest takes nothing more, the others go on."""
+    old, older = place(0, 2, is_old=True), place(1, 1, is_old=True)
+
+    assert choose([old, older], 1, can_open=False) is old
+    assert choose([older], 1, can_open=False) is False
+    assert choose([older], 1, can_open=True) is True
+
+
+def test_a_width_is_what_keeps_the_devices_busy() -> None:
+    """More microbatches than nearly reach the best rate of those there are bring nothing."""
+    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
+    wide = replace(plan, by_slots=((1, 23.0), (2, 44.0), (4, 52.0), (8, 60.0)))
+    quick = replace(plan, by_slots=((1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5)))
+
+    assert (4, 1, 1) == (width_of(wide), width_of(quick), width_of(plan))
