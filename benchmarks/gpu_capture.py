@@ -29,6 +29,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload
@@ -36,7 +39,6 @@ from tessera.capture.inductor import Recording, on_device, record_inductor
 from tessera.capture.models import catalog
 from tessera.capture.models.hf import built_in
 from tessera.errors import TesseraError
-from tessera.execute.cuda_replay import CudaReplay
 from tessera.ir import Origin, Step, Trace
 
 LAYERS = 8

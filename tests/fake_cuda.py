@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.execute import cuda_graphs, cuda_launcher, cuda_timing
+from tessera.execute import cuda_graphs, cuda_timing
+from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory
 
 MHZ = 1000.0
@@ -140,13 +141,15 @@ class _Torch:
 def install(monkeypatch: pytest.MonkeyPatch, cost_us: float = 5.0, start_us: float = 40.0) -> FakeCuda:
     """Puts a pretended CUDA under the timers."""
     cuda = FakeCuda(cost_us, start_us)
-    for module in (cuda_graphs, cuda_timing, cuda_launcher):
+    for module in (cuda_graphs, cuda_timing):
         monkeypatch.setattr(module, "torch", _Torch(cuda))
-    real = cuda_launcher.CudaLauncher.run
 
-    def run(self: Any, launch: int, memory: Memory) -> None:
-        cuda.launched(launch)
-        real(self, launch, memory)
+    class Counted(Launcher):
+        """Tells of every launch."""
 
-    monkeypatch.setattr(cuda_launcher.CudaLauncher, "run", run)
+        def run(self, launch: int, memory: Memory) -> None:
+            cuda.launched(launch)
+            super().run(launch, memory)
+
+    monkeypatch.setattr(cuda_timing, "Launcher", Counted)
     return cuda

@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 
+from cuda_replay import CudaReplay
 from drawing_model import Sampler
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload, build, record, rng
 from tessera.capture.inductor import on_device, record_inductor
-from tessera.execute.cuda_replay import CudaReplay
 from tessera.ir import Step, Trace
 
 pytestmark = [

@@ -7,12 +7,12 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 import families
+from cuda_replay import CudaReplay
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload, build, record_step
 from tessera.capture.agree import compare
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
-from tessera.execute.cuda_replay import CudaReplay
 
 pytestmark = [
     pytest.mark.gpu,

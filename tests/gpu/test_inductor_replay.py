@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
+from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload, build
 from tessera.capture.inductor import Recording, on_device, record_inductor
-from tessera.execute.cuda_replay import CudaReplay
 from tessera.ir import Graph, Hazard, Origin, Step
 
 pytestmark = [

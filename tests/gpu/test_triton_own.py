@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import tessera
+from cuda_replay import CudaReplay
 from own_kernels_model import AXPY
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.inductor import on_device
 from tessera.errors import CaptureError
-from tessera.execute.cuda_replay import CudaReplay
 from tessera.ir import Origin, Step, Trace
 
 pytestmark = [

@@ -15,16 +15,10 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
-from tessera.ir import Launch, View, arg_views
+from tessera.ir import View
 
 Call = Callable[[], None]
 Make = Callable[[View], torch.Tensor]
-
-
-def views_of(launch: Launch) -> list[View]:
-    """Every tensor that a launch reads, writes or returns."""
-    args = (*launch.args, *(value for _, value in launch.kwargs))
-    return [*(v for arg in args for v in arg_views(arg)), *(v for v in launch.outputs if v is not None)]
 
 
 def bind(

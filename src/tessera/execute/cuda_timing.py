@@ -23,9 +23,8 @@ import torch
 
 from tessera.errors import CannotTime, DeviceLost
 from tessera.execute.cuda_graphs import GraphPool, no_host_reads
-from tessera.execute.cuda_launcher import CudaLauncher
 from tessera.execute.drawing import generator_buffer
-from tessera.execute.feed import views_of
+from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage
 from tessera.execute.timing import LAUNCH_ERRORS, Enough, Own, Tensors, Walk, copies_needed, first_line
 from tessera.ir import Trace
@@ -64,7 +63,7 @@ class CudaTimer:
         self._device = torch.device("cuda", ordinal)
         torch.cuda.set_device(self._device)
         self._stream = stream or torch.cuda.Stream(self._device)
-        self._launcher = CudaLauncher(trace, self._device)
+        self._launcher = Launcher(trace, self._device)
         self._properties = torch.cuda.get_device_properties(self._device)
         self.cache_bytes = int(getattr(self._properties, "L2_cache_size", 0)) or CACHE_BYTES
         self.remarks: tuple[str, ...] = ()
@@ -177,7 +176,7 @@ class CudaTimer:
 
     def _repeat(self, launch: int, copies: list[Memory], count: int) -> None:
         row = self._trace.launches[launch]
-        made = {v.buffer for v in row.outputs if v is not None} - {v.buffer for v in views_of(row)}
+        made = {v.buffer for v in row.outputs if v is not None} - {v.buffer for v in row.given}
         for number in range(count):
             memory = copies[number % len(copies)]
             self._launcher.run(launch, memory)

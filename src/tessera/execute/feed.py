@@ -11,14 +11,12 @@ keeps the launch inside its memory:
 Refused: operators whose integers say how long things are in ways not listed here.
 """
 
-from collections.abc import Iterable
-
 import torch
 
 from tessera.errors import CannotTime
 from tessera.execute.drawing import generator_buffer
 from tessera.execute.memory import Memory, Storage
-from tessera.ir import Kernel, Launch, Origin, Trace, View, arg_views
+from tessera.ir import Kernel, Launch, Origin, Trace, View
 
 INDEXED = (
     "embedding", "index", "index_select", "index_add", "index_copy", "index_put", "index_fill", "gather",
@@ -32,12 +30,6 @@ LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen"
 SMALL = 8
 
 
-def views_of(launch: Launch) -> Iterable[View]:
-    """Every tensor that a launch is given."""
-    for arg in (*launch.args, *(value for _, value in launch.kwargs)):
-        yield from arg_views(arg)
-
-
 def made_up(trace: Trace, index: int, device: torch.device) -> Memory:
     """Memory that holds tensors made up for one launch."""
     launch, kernel = trace.launches[index], trace.kernel_of(index)
@@ -47,7 +39,7 @@ def made_up(trace: Trace, index: int, device: torch.device) -> Memory:
     # Of its own: torch's default one cannot be used again after a graph capture that broke.
     chance = torch.Generator(device).manual_seed(index)
     known: set[int] = set()
-    for view in views_of(launch):
+    for view in launch.given:
         if view.buffer not in known:
             known.add(view.buffer)
             size = trace.buffers[view.buffer].size_bytes
@@ -86,7 +78,7 @@ def _integers(
     if any(base.startswith(name) for name in LENGTHS):
         raise CannotTime(f"the integers of {kernel.name} are lengths or tables, which cannot be made up")
     if base in GROUPED:
-        rows = next(v.shape[0] for v in views_of(launch) if v.buffer != view.buffer)
+        rows = next(v.shape[0] for v in launch.given if v.buffer != view.buffer)
         steps = torch.arange(1, count + 1, device=device)
         return steps * rows // count
     if base in INDEXED:
@@ -96,5 +88,5 @@ def _integers(
 
 def _least_extent(launch: Launch) -> int:
     """An index below this is inside every tensor along every dimension that is longer than one."""
-    extents = [n for v in views_of(launch) for n in v.shape if n > 1 and v is not None]
+    extents = [n for v in launch.given for n in v.shape if n > 1]
     return min(extents, default=1)

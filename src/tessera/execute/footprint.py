@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tessera.errors import DeviceMemoryError
 from tessera.execute.check_program import check_programs
 from tessera.execute.lower import lower
-from tessera.ir import BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, arg_views
+from tessera.ir import BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace
 
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
@@ -101,8 +101,7 @@ def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator
     """The buffers that an instruction works on."""
     if isinstance(instruction, Run):
         launch = trace.launches[instruction.launch]
-        args = (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs)
-        yield from (view.buffer for arg in args for view in arg_views(arg))
+        yield from (view.buffer for view in launch.views)
         yield from (access.buffer for access in launch.accesses)
     elif isinstance(instruction, (Send, Recv)):
         yield program.transfers[instruction.transfer].buffer

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.bound import bind, views_of
+from tessera.execute.bound import bind
 from tessera.execute.drawing import drawing, generator_buffer
 from tessera.execute.kernel_launch import Interpret, run_kernel
 from tessera.execute.memory import Memory, tensor_of
@@ -41,7 +41,7 @@ class Launcher:
     def _bind(self, index: int, memory: Memory) -> None:
         """Makes the launch's next run on this memory a short one, where its buffers stay where they are."""
         launch, kernel = self._trace.launches[index], self._trace.kernel_of(index)
-        is_fixed = all(memory.is_fixed(view.buffer) for view in views_of(launch))
+        is_fixed = all(memory.is_fixed(view.buffer) for view in launch.views)
         if (
             not is_fixed
             or kernel.origin is not Origin.ATEN

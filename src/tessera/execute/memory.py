@@ -16,13 +16,14 @@ Storage = torch.UntypedStorage
 
 def tensor_of(storage: Storage, view: View) -> torch.Tensor:
     """The tensor that a view means, over this storage."""
-    empty = torch.empty(0, dtype=getattr(torch, view.dtype))
+    empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
     return empty.set_(storage, view.offset, view.shape, view.stride)
 
 
 def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:
     """Bytes [start, stop) of a storage as a flat tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (stop - start,), (1,))
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (stop - start,), (1,))
 
 
 def allocate(size_bytes: int) -> Storage:

@@ -22,7 +22,7 @@ import torch
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, tensor_of
-from tessera.ir import BufferKind, Launch, Trace, Value, arg_views
+from tessera.ir import BufferKind, Trace, Value
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -102,7 +102,9 @@ class Replay:
 
     def _issue_on_versions(self, launch: int, uses: Mapping[int, "_Use"], held: dict[int, Storage]) -> None:
         memory = Memory(self._weights)
-        for buffer in dict.fromkeys(_buffers(self._trace.launches[launch])):
+        row = self._trace.launches[launch]
+        named = (view.buffer for view in row.views)
+        for buffer in dict.fromkeys([*named, *(access.buffer for access in row.accesses)]):
             if buffer not in self._weights:
                 memory.put(buffer, self._version(buffer, uses.get(buffer, _Use()), held))
         with torch.no_grad():
@@ -228,14 +230,6 @@ def _uses(values: Sequence[Value], num_launches: int) -> list[dict[int, _Use]]:
         if value.producer is not None:
             uses[value.producer].setdefault(value.buffer, _Use()).makes = number
     return uses
-
-
-def _buffers(launch: Launch) -> Iterable[int]:
-    """The buffers of all that a launch is given, returns or draws from."""
-    for arg in (*launch.args, *(value for _, value in launch.kwargs)):
-        yield from (view.buffer for view in arg_views(arg))
-    yield from (view.buffer for view in launch.outputs if view is not None)
-    yield from (access.buffer for access in launch.accesses)
 
 
 def _flat(storage: Storage) -> torch.Tensor:

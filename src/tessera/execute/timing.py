@@ -20,7 +20,7 @@ import torch
 
 from tessera.errors import CannotTime, TesseraError
 from tessera.execute.drawing import generator_buffer
-from tessera.execute.feed import made_up, views_of
+from tessera.execute.feed import made_up
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, constant
 from tessera.ir import BufferKind, Launch, Trace
@@ -251,14 +251,14 @@ class _one_thread:
 def _arguments(trace: Trace, launch: Launch) -> set[int]:
     """Buffers that a launch is given, the generator it draws from among them."""
     generator = generator_buffer(trace, launch)
-    return {v.buffer for v in views_of(launch)} | ({generator} if generator is not None else set())
+    return {v.buffer for v in launch.given} | ({generator} if generator is not None else set())
 
 
 def last_uses(trace: Trace) -> dict[int, list[int]]:
     """Launch -> temporaries that nobody needs after it."""
     last: dict[int, int] = {}
     for index, launch in enumerate(trace.launches):
-        for view in (*views_of(launch), *(v for v in launch.outputs if v is not None)):
+        for view in launch.views:
             last[view.buffer] = index
     freed: dict[int, list[int]] = {}
     for buffer, index in last.items():

@@ -91,6 +91,17 @@ class Launch:
     # Empty if the launch may run on any device; else the reason why it may not.
     immovable: str = ""
 
+    @property
+    def given(self) -> list["View"]:
+        """Every tensor among its arguments."""
+        args = (*self.args, *(value for _, value in self.kwargs))
+        return [view for arg in args for view in arg_views(arg)]
+
+    @property
+    def views(self) -> list["View"]:
+        """Every tensor that it is given or returns."""
+        return [*self.given, *(view for view in self.outputs if view is not None)]
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -13,7 +13,7 @@ from tessera.ir.plan_rules import PLAN_RULES
 from tessera.ir.program import Free, Program, Recv, Run, Send
 from tessera.ir.serving import ARRIVALS_RULES, Arrivals
 from tessera.ir.timeline import Timeline
-from tessera.ir.trace import BufferKind, Launch, Trace, View, arg_views
+from tessera.ir.trace import BufferKind, Trace
 
 # (sentence, what must hold)
 Rule = tuple[str, Callable[[Any], bool]]
@@ -21,12 +21,6 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 def _all(items: Iterable[bool]) -> bool:
     return all(items)
-
-
-def _launch_views(launch: Launch) -> Iterator[View]:
-    for arg in (*launch.args, *(value for _, value in launch.kwargs)):
-        yield from arg_views(arg)
-    yield from (view for view in launch.outputs if view is not None)
 
 
 def _accesses_fit(t: Trace) -> bool:
@@ -45,14 +39,14 @@ TRACE_RULES: list[Rule] = [
     (
         "every view and access names a buffer of the trace",
         lambda t: (
-            _all(0 <= v.buffer < len(t.buffers) for x in t.launches for v in _launch_views(x))
+            _all(0 <= v.buffer < len(t.buffers) for x in t.launches for v in x.views)
             and _all(0 <= a.buffer < len(t.buffers) for x in t.launches for a in x.accesses)
             and _all(0 <= v.buffer < len(t.buffers) for _, v in t.outputs)
         ),
     ),
     (
         "every view has as many strides as dimensions",
-        lambda t: _all(len(v.shape) == len(v.stride) for x in t.launches for v in _launch_views(x)),
+        lambda t: _all(len(v.shape) == len(v.stride) for x in t.launches for v in x.views),
     ),
     (
         "every access reads, writes or updates something",

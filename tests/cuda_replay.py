@@ -1,11 +1,11 @@
-"""Replay: the launches of a trace on one GPU, in program order, as one CUDA graph.
+"""Replay: the launches of a trace on one GPU, in program order, as one CUDA graph, to compare bits and times.
 
 Operators are dispatched again; kernels with PTX are launched from the compiled objects handed in, or else
 their PTX is loaded by the driver. Weights, inputs and state keep their memory; temporaries come from the
 graph's own pool and go back to it after their last use, as in the program that was recorded. Random numbers
 are drawn from the state of the generator that is given with the rest of the state.
 
-One device only. For a split run see `cuda.engine`.
+One device only, and nothing of the runtime but its launches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ import torch
 from tessera.execute.cuda.launches import Launchable, Launches, constant_storage, given_storage, is_given
 from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.drawing import drawing
-from tessera.ir import GENERATOR, Buffer, BufferKind, Trace, arg_views
+from tessera.ir import GENERATOR, Buffer, BufferKind, Trace
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -101,9 +101,7 @@ def _last_uses(trace: Trace, order: Sequence[int]) -> dict[int, list[int]]:
     """Launch -> the temporaries nobody needs after it, in that order."""
     last: dict[int, int] = {}
     for index in order:
-        launch = trace.launches[index]
-        views = [v for a in (*launch.args, *(x for _, x in launch.kwargs)) for v in arg_views(a)]
-        for view in (*views, *(v for v in launch.outputs if v is not None)):
+        for view in trace.launches[index].views:
             last[view.buffer] = index
     kept = {view.buffer for _, view in trace.outputs}
     freed: dict[int, list[int]] = {}
