@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.online import ServeConfig, Served, Server
-from tessera.simulate.policy import Policy, Truth, Workshop
-from tessera.simulate.seats import demand_of
-from tessera.simulate.watcher import Watcher
+from tessera.simulate.demand import demand_of
+from tessera.simulate.online import Driver, Served, Server
+from tessera.simulate.stepper import FAIR, Weather
 
 # One decode is four launches of 10 us.
 LAUNCHES, LAUNCH_US = 4, 10.0
@@ -36,11 +35,6 @@ def _cluster() -> Cluster:
     return make_cluster(latency_us=10.0)
 
 
-def policy_of(plan: Plan, noise: float = 0.0, seed: int = 0) -> Policy:
-    """A plan on a machine of its own."""
-    return Policy(plan.policy, plan, Workshop(Truth(plan, noise, seed)))
-
-
 def at_us(*times: float, outputs: Sequence[int] = ()) -> Arrivals:
     """Requests at given microseconds."""
     return Arrivals("made", tuple(t * 1e-6 for t in times), (1,) * len(outputs), tuple(outputs))
@@ -50,9 +44,10 @@ def serve(
     plan: Plan,
     arrivals: Arrivals,
     rows: int = 1,
-    config: ServeConfig | None = None,
-    watcher: Watcher | None = None,
+    weather: Weather = FAIR,
+    max_waiting: int | None = None,
+    driver: Driver | None = None,
 ) -> Served:
     """Arrivals through one plan."""
     demand = demand_of(plan.unit, arrivals, rows)
-    return Server([policy_of(plan)], demand, config or ServeConfig(), watcher).run()
+    return Server([plan], demand, None, weather, max_waiting, driver).run()

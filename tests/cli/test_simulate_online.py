@@ -10,7 +10,7 @@ from online_factory import alone_plan, split_plan
 from tessera.adapt import Factors
 from tessera.cli import _main
 from tessera.cli.online import replanner, with_other
-from tessera.errors import ArrivalsError
+from tessera.errors import PlanInfeasible
 from tessera.ir import Objective, save
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -132,13 +132,14 @@ def test_new_plans_have_corrected_costs_and_leave_out_what_is_lost() -> None:
     ((name, made),) = replan(Factors({("d1", kernel): 1.5}), frozenset({"d0"}))
 
     assert "throughput" == name
-    assert ("d1",) == made.cluster.names
-    assert [(30.0,)] * 4 == [tuple(cost.us for cost in row) for row in made.costs[0].costs]
+    assert ("d0", "d1") == made.cluster.names
+    assert {1} == {device for lane in made.lanes for step in lane.placement.devices for device in step}
+    assert [(10.0, 30.0)] * 4 == [tuple(cost.us for cost in row) for row in made.costs[0].costs]
 
 
 def test_no_plan_can_do_without_all_devices() -> None:
     """A replan with nothing left to run on says so."""
-    with pytest.raises(ArrivalsError, match="no device is left"):
+    with pytest.raises(PlanInfeasible, match="no device is left"):
         replanner([split_plan()])(Factors({}), frozenset({"d0", "d1"}))
 
 
@@ -150,6 +151,7 @@ MISTAKES = [
     (["--arrivals", "poisson:5", "--slo", "speed=1s"], "unknown limit 'speed'"),
     (["--arrivals", "poisson:5", "--lose", "d9@1"], "the plan has no device 'd9'"),
     (["--arrivals", "poisson:5", "--lose", "d1"], "Write DEVICE@SECONDS"),
+    (["--arrivals", "poisson:5", "--lose", "d1@9-3"], "Write DEVICE@SECONDS-SECONDS"),
     (["--arrivals", "poisson:5", "--slow", "d1@1"], "Write DEVICE@SECONDSxFACTOR"),
     (["--arrivals", "poisson:5", "--noise", "7"], "7 is not a relative error"),
     (["--arrivals", "poisson:5", "--rows", "0"], "Use at least one"),

@@ -1,17 +1,20 @@
 """Observations -> which policy now, and when to plan anew."""
 
+from tessera.adapt.avoid import widened, without_devices
 from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
 from tessera.adapt.drift import Factors, corrected
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Ticked
-from tessera.adapt.live import Hands, Live, measured_of
+from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.adapt.rebalance import rebalanced
+from tessera.adapt.timed import StepTimes, planned_us
 
 __all__ = [
     "Action",
     "Adopted",
     "Arrived",
     "Capability",
+    "Decisions",
     "Event",
     "Factors",
     "Hands",
@@ -22,9 +25,12 @@ __all__ = [
     "Monitor",
     "MonitorConfig",
     "Point",
+    "StepTimes",
     "Ticked",
     "corrected",
     "crossing_per_s",
-    "measured_of",
+    "planned_us",
     "rebalanced",
+    "widened",
+    "without_devices",
 ]

@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.table import Table
 
-from tessera.adapt import Capability, Factors, MonitorConfig, crossing_per_s
+from tessera.adapt import Capability, Factors, MonitorConfig, crossing_per_s, widened, without_devices
 from tessera.cli.output import console, print_json
 from tessera.errors import ArrivalsError
-from tessera.ir import Cluster, Costs, Objective, Plan, Quantiles, ServingReport, load, need_one_batch
+from tessera.ir import Objective, Plan, Quantiles, ServingReport, load, need_one_batch
 from tessera.simulate.adaptive import Replan
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
-from tessera.simulate.online import ServeConfig
+from tessera.simulate.stepper import Loss, Weather
 from tessera.simulate.study import Setting, adapt, compare
 
 
@@ -36,7 +36,6 @@ class Wanted:
     slo: str | None = None
     window_s: float | None = None
     threshold: float | None = None
-    keeps_lanes: bool = False
 
     def monitor(self) -> MonitorConfig:
         """How the monitor watches."""
@@ -61,20 +60,16 @@ class Wanted:
                 f"a window of {self.window_s:g} s is none", "Use a time above zero.", "--window"
             )
         arrivals = make_arrivals(self.arrivals, self.requests, self.seed, self.lengths, self.speed)
-        losses = tuple(
-            (device, _number(time, word, "--lose")) for word, device, time in _split(self.lose, "--lose")
-        )
-        slow = tuple(_slowdown(word, device, rest) for word, device, rest in _split(self.slow, "--slow"))
-        config = ServeConfig(
+        weather = Weather(
             seed=self.seed,
             jitter=self.jitter,
-            max_waiting=self.max_waiting,
-            moves_state=not self.keeps_lanes,
-            losses=losses,
-            slowdowns=slow,
+            losses=tuple(_loss(word, device, rest) for word, device, rest in _split(self.lose, "--lose")),
+            slowdowns=tuple(
+                _slowdown(word, device, rest) for word, device, rest in _split(self.slow, "--slow")
+            ),
         )
         limits = parse_limits(self.slo) if self.slo else ()
-        return Setting(arrivals, config, limits, self.rows, self.noise)
+        return Setting(arrivals, weather, limits, self.rows, self.noise, self.max_waiting)
 
 
 def _split(words: Sequence[str], place: str) -> list[tuple[str, str, str]]:
@@ -85,6 +80,15 @@ def _split(words: Sequence[str], place: str) -> list[tuple[str, str, str]]:
             raise ArrivalsError(f"'{word}' has no time", "Write DEVICE@SECONDS, as emu:l40s@30.", place)
         found.append((word, device, rest))
     return found
+
+
+def _loss(word: str, device: str, rest: str) -> Loss:
+    time, dash, back = rest.partition("-")
+    lost_s = _number(time, word, "--lose")
+    back_s = _number(back, word, "--lose") if dash else None
+    if back_s is not None and not lost_s < back_s < float("inf"):
+        raise ArrivalsError(f"'{word}' comes back before it goes", "Write DEVICE@SECONDS-SECONDS.", "--lose")
+    return Loss(device, lost_s, back_s)
 
 
 def _slowdown(word: str, device: str, rest: str) -> tuple[str, float, float]:
@@ -162,25 +166,10 @@ def replanner(plans: Sequence[Plan]) -> Replan:
             costs = total[0].apply(plan.unit, plan.costs)
             cluster, left = without_devices(plan.cluster, costs, without)
             new = make_plan(plan.unit, left, cluster, plan.objective, plan.slots, is_served=True)
-            made.append((plan.policy, new))
+            made.append((plan.policy, widened(new, plan.cluster, costs)))
         return made
 
     return replan
-
-
-def without_devices(
-    cluster: Cluster, costs: Sequence[Costs], without: frozenset[str]
-) -> tuple[Cluster, tuple[Costs, ...]]:
-    """What is left of devices and price lists."""
-    kept = [index for index, name in enumerate(cluster.names) if name not in without]
-    if not kept:
-        raise ArrivalsError("no device is left")
-    devices = tuple(cluster.devices[d] for d in kept)
-    links = tuple(x for x in cluster.links if x.src not in without and x.dst not in without)
-    prices = tuple(
-        Costs(c.trace_digest, devices, tuple(tuple(row[d] for d in kept) for row in c.costs)) for c in costs
-    )
-    return Cluster(devices, links), prices
 
 
 def document(
@@ -196,7 +185,7 @@ def document(
         "requests": len(setting.arrivals.times_s),
         "offered_per_s": _finite(setting.arrivals.rate_per_s),
         "longest_gap_s": setting.arrivals.longest_gap_s,
-        "seed": setting.config.seed,
+        "seed": setting.weather.seed,
         "policies": {report.policy: figures(report) for report in fixed},
     }
     if adaptive is None:

@@ -36,13 +36,13 @@ def simulate(
     ] = False,
     lengths: LengthsText = None,
     speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
-    rows: Annotated[int | None, typer.Option(help="Requests that share a slot. [default: the batch]")] = None,
+    rows: Annotated[int | None, typer.Option(help="Requests that share a microbatch. [default: the batch]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
     noise: Annotated[
         float, typer.Option(help="Misprice every kernel type on every device by about this.")
     ] = 0.0,
     jitter: Annotated[float, typer.Option(help="Vary the time of every run by about this.")] = 0.0,
-    lose: Annotated[list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS.")] = None,
+    lose: Annotated[list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS, or DEVICE@SECONDS-SECONDS if it comes back.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="Slow a device down: DEVICE@SECONDSxFACTOR.")] = None,
     slo: Annotated[
         str | None, typer.Option(help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=.")
@@ -57,7 +57,7 @@ def simulate(
     ] = None,
     keep_lanes: Annotated[
         bool,
-        typer.Option("--keep-lanes", help="At a switch, requests stay where they are; no state moves."),
+        typer.Option("--keep-lanes", hidden=True, help="Nothing: requests always stay on their lanes."),
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML timeline here.")] = None,
@@ -66,8 +66,8 @@ def simulate(
 ) -> None:
     """Run requests through a plan on its modelled costs, with the executor's own schedule.
 
-    With --arrivals requests come over time, share slots as in serving, and may find another policy in
-    force; without, all wait at the start and a timeline is made.
+    With --arrivals requests come over time, through the service's own scheduler, and may find another
+    policy in force; without, all wait at the start and a timeline is made.
     """
     if requests is not None and requests < 1:
         raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
@@ -77,7 +77,7 @@ def simulate(
         _refuse({"--trace": trace, "--page": page, "--output": output}, "makes no timeline with --arrivals")
         wanted = Wanted(
             arrivals, requests, lengths, speed, rows, seed, noise, jitter, max_waiting,
-            tuple(lose or ()), tuple(slow or ()), slo, window, threshold, keep_lanes,
+            tuple(lose or ()), tuple(slow or ()), slo, window, threshold,
         )  # fmt: skip
         run_online([plan] if other is None else [plan, other], wanted, monitor, as_json)
         return

@@ -1,29 +1,34 @@
 """Adaptive: carries out what a monitor decides, on a simulated server.
 
-The monitor sees what an engine would show it: arrivals, the queue, times of kernels. New plans come from a
+The monitor sees what a service would show it: arrivals, the queue, times of steps. New plans come from a
 function that is handed in; they take effect `replan_s` after they were asked for (modelled), and the old plan
 runs on until then. New shares and new plans are adopted only where a simulation at the corrected costs says
-that they are better, unless a device is lost.
+that they are better, each by what it is for: a latency plan by one request alone, any other by what it can
+sustain. A linear program over busy time alone misleads where few requests are in flight. After a loss the new
+plans are taken as they are, and when all devices are back the plans from before are.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tessera.adapt import Action, Adopted, Arrived, Event, Factors, Lost, Measured, Monitor, Ticked
+from tessera.adapt import Action, Adopted, Arrived, Event, Factors, Lost, Monitor, StepTimes, Ticked
 from tessera.errors import TesseraError
-from tessera.ir import DecisionKind, Plan
-from tessera.simulate.capability import capabilities
-from tessera.simulate.judged import LEAST_GAIN, corrected_costs, gain_of
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.stepper import StepDone
+from tessera.ir import Costs, DecisionKind, Objective, Plan
+from tessera.simulate.capability import alone, capabilities, capacity_per_s
+from tessera.simulate.demand import Demand
 from tessera.simulate.online import Server
-from tessera.simulate.policy import Lane, Policy
-from tessera.simulate.seats import Slot
+from tessera.simulate.truth import Truth
 
 # (how wrong the costs were, devices that are gone) -> plans, by the names of the policies they replace
 Replan = Callable[[Factors, frozenset[str]], Sequence[tuple[str, Plan]]]
 
 # Looks at the costs in a window.
 TICKS_PER_WINDOW = 4
+# A new plan must do so many times as much. Capacities of one plan, measured with other requests of the same
+# kind, differ by up to one percent, so less might be a loss; and a change of plans has a price.
+LEAST_GAIN = 1.02
 
 
 @dataclass
@@ -34,10 +39,13 @@ class Adaptive:
     replan: Replan | None = None
     # Modelled time from asking for plans to having them.
     replan_s: float = 10.0
-    _runs: Counter[tuple[Policy, Lane]] = field(default_factory=Counter)
+    _times: StepTimes = field(default_factory=StepTimes)
+    # The plans in force when all devices were there.
+    _whole: tuple[Plan, ...] = ()
 
     def on_start(self, server: Server) -> None:
         """The policy of an idle system, and a clock."""
+        self._whole = server.stepper.plans
         server.switch(self.monitor.current)
         self._arm(server)
 
@@ -45,34 +53,39 @@ class Adaptive:
         server.at(server.now_s + self.monitor.window_s / TICKS_PER_WINDOW, lambda: self._tick(server))
 
     def _tick(self, server: Server) -> None:
-        for (policy, lane), num in self._runs.items():
-            if server.policies.get(policy.name) is not policy:
-                continue  # what it planned with is corrected already
-            planned, true = policy.busy_us(lane), policy.true_us(lane)
-            for device, kernels in planned.items():
-                for kernel, us in kernels.items():
-                    event = Measured(device, ((kernel, us),), true[device][kernel], num)
-                    self._tell(server, event)
-        self._runs.clear()
-        self._tell(server, Ticked(server.num_requests))
+        for event in self._times.events():
+            self._tell(server, event)
+        self._tell(server, Ticked(server.scheduler.num_requests))
         if server.is_serving:
             self._arm(server)
 
     def on_arrival(self, server: Server) -> None:
         """The monitor counts it."""
-        self._tell(server, Arrived(server.num_requests))
+        self._tell(server, Arrived(server.scheduler.num_requests))
 
-    def on_run(self, server: Server, slot: Slot) -> None:
-        """One run more whose times are known."""
-        self._runs[slot.policy, slot.lane] += 1
+    def on_step(self, server: Server, lane: LoadedLane, done: StepDone) -> None:
+        """Decodes are all alike; of a plan that was replaced, what it planned with is corrected already."""
+        plan = lane.plan
+        if plan.graphs[done.step].trace.step.kind == "decode" and any(
+            plan is x for x in server.stepper.plans
+        ):
+            self._times.add(lane, done.step, done.busy_s)
 
     def on_lost(self, server: Server, device: str) -> None:
         """Lanes that are left take over at once; new plans follow."""
         self._tell(server, Lost(device))
         if not server.can_serve(self.monitor.current):
-            others = [name for name in server.policies if server.can_serve(name)]
+            others = [name for name in server.plans if server.can_serve(name)]
             if others:
                 server.switch(others[0])
+
+    def on_back(self, server: Server, device: str) -> None:
+        """With all devices there again, the plans from before the loss are."""
+        if not server.stepper.lanes.lost:
+            figures = capabilities(self._whole, server.demand)
+            self._tell(server, Adopted(figures, f"{device} is back, and so are the plans that use it"))
+            server.adopt(self._whole, self.monitor.current)
+            self._keep(server)
 
     def _tell(self, server: Server, event: Event) -> None:
         for action in self.monitor.observe(server.now_s, event):
@@ -90,39 +103,49 @@ class Adaptive:
 
     def _rebalance(self, server: Server, action: Action) -> None:
         assert action.factors is not None, "a rebalance comes with factors"
-        policy, rates = server.current, action.rates_per_s
-        lanes = tuple(
-            replace(lane, rate_per_s=rate) for lane, rate in zip(policy.plan.lanes, rates, strict=True)
-        )
-        plan = replace(policy.plan, lanes=lanes, lane_table=())
-        if self._is_better(server, policy.plan, plan, action.factors):
-            server.adopt([Policy(policy.name, plan, server.shop)], policy.name)
-
-    def _is_better(self, server: Server, old: Plan, new: Plan, factors: Factors) -> bool:
-        return gain_of(old, new, corrected_costs(old, factors), server.demand) >= LEAST_GAIN
+        old, rates = server.scheduler.plan, action.rates_per_s
+        lanes = tuple(replace(lane, rate_per_s=rate) for lane, rate in zip(old.lanes, rates, strict=True))
+        new = replace(old, lanes=lanes, lane_table=())
+        if _is_better(old, new, action.factors, server.demand):
+            server.adopt([new], old.policy)
+            self._keep(server)
 
     def _adopt(self, server: Server, action: Action) -> None:
         assert self.replan is not None, "only a replan is adopted"
         assert action.factors is not None, "a replan comes with factors"
         try:
-            plans = self.replan(action.factors, action.without)
+            made = [replace(plan, policy=name) for name, plan in self.replan(action.factors, action.without)]
         except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing
             self._tell(server, Adopted((), f"no new plans: {error.message}"))
             return
+        old = server.plans
         if not action.without:
-            plans = [self._better(server, name, plan, action.factors) for name, plan in plans]
-        made = [Policy(name, plan, server.shop) for name, plan in plans]
-        figures = capabilities(made, server.demand)
-        num = sum(policy.plan.lanes != server.policies[policy.name].plan.lanes for policy in made)
-        self._tell(
-            server, Adopted(figures, f"{num} of {len(made)} plans are new; the others stay as they are")
-        )
+            made = [_better(old[new.policy], new, action.factors, server.demand) for new in made]
+        num = sum(new.lanes != old[new.policy].lanes for new in made)
+        why = f"{num} of {len(made)} plans are new; the others stay as they are"
+        self._tell(server, Adopted(capabilities(made, server.demand), why))
         server.adopt(made, self.monitor.current)
-        server.open_slots()
+        self._keep(server)
 
-    def _better(self, server: Server, name: str, new: Plan, factors: Factors) -> tuple[str, Plan]:
-        """The new plan, or the old one with costs that are right."""
-        old = server.policies[name].plan
-        if self._is_better(server, old, new, factors):
-            return name, new
-        return name, replace(old, costs=new.costs)
+    def _keep(self, server: Server) -> None:
+        """Other plans are in force: what was measured of those before is corrected already."""
+        self._times = StepTimes()
+        if not server.stepper.lanes.lost:
+            self._whole = server.stepper.plans
+
+
+def _better(old: Plan, new: Plan, factors: Factors, demand: Demand) -> Plan:
+    """The new plan, or the old one with costs that are right."""
+    return new if _is_better(old, new, factors, demand) else replace(old, costs=new.costs)
+
+
+def _is_better(old: Plan, new: Plan, factors: Factors, demand: Demand) -> bool:
+    return gain_of(old, new, factors.apply(old.unit, old.costs), demand) >= LEAST_GAIN
+
+
+def gain_of(old: Plan, new: Plan, costs: tuple[Costs, ...], demand: Demand) -> float:
+    """How many times as good a new plan is, simulated at the same costs."""
+    truth = Truth(replace(old, costs=costs))
+    if old.objective is Objective.LATENCY:
+        return alone(old, demand, truth)["latency"] / alone(new, demand, truth)["latency"]
+    return capacity_per_s(new, demand, truth) / capacity_per_s(old, demand, truth)

@@ -6,13 +6,15 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from tessera.adapt import Capability, LaneLoad, Point, crossing_per_s
+from tessera.adapt import Capability, LaneLoad, Point, crossing_per_s, planned_us
 from tessera.errors import ArrivalsError
+from tessera.ir import Plan
 from tessera.simulate.arrivals import poisson
+from tessera.simulate.columns import Scripts, Stretch, bus_names
+from tessera.simulate.demand import Demand
 from tessera.simulate.metrics import METRICS, Limit, measured
-from tessera.simulate.online import ServeConfig, Server
-from tessera.simulate.policy import Policy
-from tessera.simulate.seats import Demand
+from tessera.simulate.online import Server
+from tessera.simulate.truth import Truth
 
 # Full houses that pass through a policy while its capacity is measured, and at every load of its curve.
 TURNS = 8
@@ -34,73 +36,79 @@ def like(demand: Demand, num: int, times_us: Sequence[float]) -> Demand:
     return replace(demand, times_us=times_us, tokens=tokens, decodes=decodes, shares=drawn(demand.shares))
 
 
-def house(policy: Policy, demand: Demand) -> int:
-    """Requests that a policy has seats for."""
-    return policy.plan.slots * demand.rows
+def house(plan: Plan, demand: Demand) -> int:
+    """Requests that a plan has places for."""
+    return plan.slots * demand.rows
 
 
-def capacity_per_s(policy: Policy, demand: Demand) -> float:
-    """Requests per second of a policy that always has more waiting than it can take."""
-    num = house(policy, demand) * (TURNS + 1)
-    server = Server([policy], like(demand, num, [0.0] * num), ServeConfig())
-    done = np.sort(np.array(server.run().ledger.done_us)) * 1e-6
+def capacity_per_s(plan: Plan, demand: Demand, truth: Truth | None = None) -> float:
+    """Requests per second of a plan that always has more waiting than it can take."""
+    num = house(plan, demand) * (TURNS + 1)
+    served = Server([plan], like(demand, num, [0.0] * num), truth).run()
+    done = np.sort(np.array(served.ledger.done_us)) * 1e-6
     # While requests waited: from the first completion to the time when the last of them was seated.
-    first, last = house(policy, demand) // 2, num - house(policy, demand)
+    first, last = house(plan, demand) // 2, num - house(plan, demand)
     return float((last - first) / (done[last] - done[first])) if done[last] > done[first] else float("inf")
 
 
-def point(policy: Policy, demand: Demand, rate_per_s: float, seed: int) -> Point:
-    """A policy under Poisson arrivals."""
-    num = max(LEAST, house(policy, demand) * TURNS)
+def point(plan: Plan, demand: Demand, rate_per_s: float, seed: int) -> Point:
+    """A plan under Poisson arrivals."""
+    num = max(LEAST, house(plan, demand) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
-    found = measured(Server([policy], like(demand, num, times), ServeConfig()).run())
+    found = measured(Server([plan], like(demand, num, times)).run())
     # By Little's law, rate times latency are in the system.
     present = rate_per_s * float(np.nanmean(found["latency"]))
     return Point(rate_per_s, float(np.nanmean(found["normalised"])), present)
 
 
-def capabilities(policies: Sequence[Policy], demand: Demand, seed: int = 0) -> tuple[Capability, ...]:
-    """Every policy at the same loads and the same arrivals."""
-    full = [capacity_per_s(policy, demand) for policy in policies]
+def capabilities(plans: Sequence[Plan], demand: Demand, seed: int = 0) -> tuple[Capability, ...]:
+    """Every plan at the same loads and the same arrivals, by its own costs."""
+    full = [capacity_per_s(plan, demand) for plan in plans]
     rates = sorted({share * capacity for share in LOADS for capacity in full})
     made = []
-    for policy, capacity in zip(policies, full, strict=True):
-        below = [rate for rate in rates if rate < capacity]
-        curve = tuple(point(policy, demand, rate, seed) for rate in below)
-        made.append(Capability(policy.name, capacity, curve, lane_loads(policy)))
+    for plan, capacity in zip(plans, full, strict=True):
+        curve = tuple(point(plan, demand, rate, seed) for rate in rates if rate < capacity)
+        made.append(Capability(plan.policy, capacity, curve, lane_loads(plan)))
     for _ in range(REFINED):
-        made = _refined(policies, made, demand, seed)
+        made = _refined(plans, made, demand, seed)
     return tuple(made)
 
 
-def _refined(
-    policies: Sequence[Policy], known: list[Capability], demand: Demand, seed: int
-) -> list[Capability]:
+def _refined(plans: Sequence[Plan], known: list[Capability], demand: Demand, seed: int) -> list[Capability]:
     """With one more point of each curve where they seem to cross: that is where it matters."""
     rate = crossing_per_s(tuple(known))
     if rate is None:
         return known
     made = []
-    for policy, old in zip(policies, known, strict=True):
+    for plan, old in zip(plans, known, strict=True):
         is_new = rate < old.capacity_per_s and all(abs(p.rate_per_s - rate) > 1e-3 * rate for p in old.curve)
-        more = (point(policy, demand, rate, seed),) if is_new else ()
+        more = (point(plan, demand, rate, seed),) if is_new else ()
         made.append(replace(old, curve=tuple(sorted((*old.curve, *more)))))
     return made
 
 
-def lane_loads(policy: Policy) -> tuple[LaneLoad, ...]:
-    """What one run of each lane keeps busy."""
-    return tuple(
-        LaneLoad(
-            tuple((d, tuple(sorted(kernels.items()))) for d, kernels in sorted(policy.busy_us(lane).items())),
-            tuple(sorted(policy.wire_us(lane).items())),
-            policy.plan.lanes[lane.index].rate_per_s,
-        )
-        for lane in policy.lanes
-    )
+def lane_loads(plan: Plan) -> tuple[LaneLoad, ...]:
+    """What one run of each lane keeps busy: a decode, or all steps where there is none."""
+    last = len(plan.unit.graphs) - 1
+    is_decode = plan.unit.graphs[last].trace.step.kind == "decode"
+    steps, scripts = [last] if is_decode else range(last + 1), Scripts(plan.unit, plan.costs, plan.cluster)
+    names, found = bus_names(plan.cluster), []
+    for index, lane in enumerate(plan.lanes):
+        busy: dict[str, list[tuple[str, float]]] = {}
+        wires: dict[str, float] = {}
+        made = scripts.steps(lane.placement)
+        for step in steps:
+            for device, kernels in planned_us(plan, index, step).items():
+                busy.setdefault(device, []).extend(kernels)
+            for item in (item for column in made[step][1].columns for item in column.items):
+                for wire in item.sends if isinstance(item, Stretch) else ():
+                    wires[names[wire.bus]] = wires.get(names[wire.bus], 0.0) + wire.wire_us
+        devices = tuple((device, tuple(kernels)) for device, kernels in sorted(busy.items()))
+        found.append(LaneLoad(devices, tuple(sorted(wires.items())), lane.rate_per_s))
+    return tuple(found)
 
 
-def alone(policy: Policy, demand: Demand) -> dict[str, float]:
+def alone(plan: Plan, demand: Demand, truth: Truth | None = None) -> dict[str, float]:
     """Metric -> the least that a request can see: the shortest and the longest, each on an idle system."""
     best = dict.fromkeys(METRICS, float("inf"))
     by_tokens = sorted(range(len(demand)), key=lambda n: demand.tokens[n])
@@ -112,17 +120,17 @@ def alone(policy: Policy, demand: Demand) -> dict[str, float]:
             decodes=[demand.decodes[number]],
             shares=[demand.shares[number]],
         )
-        for metric, values in measured(Server([policy], one, ServeConfig()).run()).items():
+        for metric, values in measured(Server([plan], one, truth).run()).items():
             if not np.isnan(values[0]):
                 best[metric] = min(best[metric], float(values[0]))
     return best
 
 
-def check_limits(policies: Sequence[Policy], demand: Demand, limits: Sequence[Limit]) -> None:
+def check_limits(plans: Sequence[Plan], demand: Demand, limits: Sequence[Limit], truth: Truth) -> None:
     """Refuses a limit that a request misses even when it has all devices for itself."""
     if not limits:
         return
-    found = [alone(policy, demand) for policy in policies]
+    found = [alone(plan, demand, truth) for plan in plans]
     for limit in limits:
         least = min(x[limit.metric] for x in found)
         if not np.isfinite(least):

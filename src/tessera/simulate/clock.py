@@ -4,6 +4,7 @@ Lowers the plan as the workers do and times it by `core`. With detail there is o
 one per stretch of launches: the same times with fewer records.
 """
 
+from tessera.execute.lanes import LaneShares, shares_of
 from tessera.execute.lower import lower
 from tessera.ir import Clock, Plan, Span, Timeline, verify
 from tessera.simulate.columns import Script, Stretch, Wire, Wires, script_of
@@ -13,7 +14,8 @@ from tessera.simulate.core import Core, Flight
 class _Simulation(Core):
     def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
         wires = Wires(plan.cluster)
-        super().__init__(plan, wires.num_buses)
+        super().__init__(len(plan.cluster.devices), wires.num_buses)
+        self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._plan, self._is_detailed = plan, is_detailed
         us = [[[c.us for c in row] for row in costs.costs] for costs in plan.prices]
         self._lanes = [[script_of(p, us[p.step], wires) for p in lane] for lane in lower(plan)]
@@ -38,17 +40,18 @@ class _Simulation(Core):
 
     def _admit(self, slot: int, now: float) -> None:
         if self._pending:
-            lane = self.table.take()
+            lane = self._table.take()
             runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
             number = self._pending.pop()
             if self._plan.variants:
                 self._weights[number] = self._plan.weight_of(self._plan.lanes[lane])
             self.begin(Flight(number, slot, lane, runs[::-1]), now)
 
-    def on_request_end(self, flight: Flight, now: float) -> None:
-        """Writes the request down; its slot takes the next."""
+    def on_end(self, flight: Flight, now: float) -> None:
+        """Writes the request down; its place takes the next."""
+        self._table.give_back(flight.lane)
         self._done.append((flight.number, 0.0, now))
-        self._admit(flight.slot, now)
+        self._admit(flight.microbatch, now)
 
     def on_stretch(
         self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
@@ -78,7 +81,7 @@ class _Simulation(Core):
     def _span(
         self, track: str, label: str, flight: Flight, start: float, stop: float, is_transfer: bool = False
     ) -> None:
-        self._spans.append(Span(track, label, flight.number, flight.slot, start, stop, is_transfer))
+        self._spans.append(Span(track, label, flight.number, flight.microbatch, start, stop, is_transfer))
 
 
 def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timeline:

@@ -57,7 +57,7 @@ class Column:
     until_wait_us: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Script:
     """One program: what every device does in one run, how often a request runs it, how long it is busy."""
 
@@ -66,6 +66,16 @@ class Script:
     busy_us: float
     # The step whose launches these are.
     step: int
+
+    @cached_property
+    def num_items(self) -> int:
+        """Of all devices' lists."""
+        return sum(len(column.items) for column in self.columns)
+
+    @cached_property
+    def device_us(self) -> tuple[float, ...]:
+        """How long each device is busy with it."""
+        return tuple(sum(x.us for x in c.items if isinstance(x, Stretch)) for c in self.columns)
 
 
 def make_column(items: Sequence[Recv | Stretch]) -> Column:
@@ -124,6 +134,11 @@ class Wires:
         return Wire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
 
 
+def bus_names(cluster: Cluster) -> tuple[str, ...]:
+    """The buses, in the order in which scripts count them."""
+    return tuple(dict.fromkeys(x.group or f"{x.src} -> {x.dst}" for x in cluster.links))
+
+
 @dataclass(frozen=True)
 class _Flows:
     """The values of one step that a launch made and others read, in columns."""
@@ -151,12 +166,15 @@ class Scripts:
 
     def of(self, placement: Placement) -> tuple[Script, ...]:
         """The scripts of a request in running order: steps, and moves of state between them."""
-        found: list[Script] = []
+        return tuple(script for move, step in self.steps(placement) for script in (move, step) if script)
+
+    def steps(self, placement: Placement) -> tuple[tuple[Script | None, Script], ...]:
+        """Of every step: the move of state that it wants when it follows the one before it, and the step."""
         last: dict[str, int] = {}
-        for step, place in enumerate(placement.devices):
-            found += self._migration(step, place, last)
-            found.append(self._step(step, place))
-        return tuple(found)
+        return tuple(
+            (self._migration(step, place, last), self._step(step, place))
+            for step, place in enumerate(placement.devices)
+        )
 
     def _step(self, step: int, place: tuple[int, ...]) -> Script:
         key = (step, place)
@@ -189,7 +207,7 @@ class Scripts:
         columns = tuple(_column(ends[d], sorted(events[d]), wires) for d in range(num))
         return Script(columns, self.unit.counts[step], float(own.sum()), step)
 
-    def _migration(self, step: int, place: tuple[int, ...], last: dict[str, int]) -> list[Script]:
+    def _migration(self, step: int, place: tuple[int, ...], last: dict[str, int]) -> Script | None:
         """State that lives elsewhere than this step wants it; `last` is brought up to date."""
         sends: dict[int, list[Wire]] = {}
         for name, (launch, size) in self._homes[step].items():
@@ -200,14 +218,14 @@ class Scripts:
                 number = sum(len(x) for x in sends.values())
                 sends.setdefault(src, []).append(self.wires.of(number, src, home, size))
         if not sends:
-            return []
+            return None
         columns: list[list[Recv | Stretch]] = [[] for _ in self.cluster.devices]
         for src, wires in sends.items():
             columns[src].append(Stretch([0.0], 0, 0, tuple(wires)))
         for wires in sends.values():
             for wire in wires:
                 columns[wire.dst].append(Recv(wire.number))
-        return [Script(tuple(make_column(c) for c in columns), 1, 0.0, step)]
+        return Script(tuple(make_column(c) for c in columns), 1, 0.0, step)
 
 
 def _flows(graph: Graph) -> _Flows:

@@ -1,6 +1,6 @@
 """The executor's own schedule under a virtual clock: devices, links and requests as events.
 
-Uses the queue and the lane table that the workers use; only time is replaced. A launch takes its modelled
+Uses the queue that the workers use; only time is replaced. A launch takes its modelled
 time on its device, one at a time; after each one the device takes the job that the queue picks. A transfer
 occupies its bus for its wire time, first come first served, and arrives a latency later. Receives cost
 nothing. A stretch of launches is one event unless a job comes that the queue would rather have: then it ends
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tessera.execute.schedule import Job, LaneTable, Queue
-from tessera.ir import Plan, Recv
+from tessera.execute.schedule import Job, Queue
+from tessera.ir import Recv
 from tessera.simulate.columns import Script, Stretch, Wire
 
 # What an event says, where it is not the number of a transfer that arrives.
@@ -21,16 +21,19 @@ END = -1
 # Two times closer than this are one, in microseconds.
 SAME_US = 1e-9
 
+# One run: a script and the factor on its times.
+Work = tuple[Script, float]
+
 
 @dataclass(slots=True)
 class Flight:
-    """A request in a slot."""
+    """What a microbatch has to run."""
 
     number: int
-    slot: int
+    microbatch: int
     lane: int
-    # What it still has to run, last first: (script, factor on its times).
-    left: list[tuple[Script, float]]
+    # What it still has to run, last first.
+    left: list[Work]
     # Devices that have not finished the current run.
     waiting: int = 0
     # Work units in the request over its busy time.
@@ -53,17 +56,16 @@ class Device:
 class Core:
     """The loop; subclasses say where requests come from and what is written down."""
 
-    def __init__(self, plan: Plan, num_buses: int) -> None:
-        self.table = LaneTable(plan.lanes, plan.slots, plan.lane_table)
-        self.devices = [Device() for _ in plan.cluster.devices]
+    def __init__(self, num_devices: int, num_buses: int) -> None:
+        self.devices = [Device() for _ in range(num_devices)]
         self._bus_free = [0.0] * num_buses
         self._events: list[tuple[float, int, int, int, int]] = []
         self._order = 0
         # Ticket -> the request, what it runs, the factor on its times.
         self._running: dict[int, tuple[Flight, Script, float]] = {}
 
-    def on_request_end(self, flight: Flight, now: float) -> None:
-        """A request has finished; its slot is free."""
+    def on_end(self, flight: Flight, now: float) -> None:
+        """A flight has nothing left to run."""
         raise NotImplementedError
 
     def on_stretch(
@@ -97,7 +99,7 @@ class Core:
         flight.waiting = len(taking)
         for d in taking:
             column = script.columns[d]
-            job = Job(flight.slot, ticket, column.items, until_wait_us=column.until_wait_us)
+            job = Job(flight.microbatch, ticket, column.items, until_wait_us=column.until_wait_us)
             self.devices[d].queue.add(job)
             self._consider(d, job, now)
         if not taking:
@@ -199,8 +201,7 @@ class Core:
         if flight.left:
             self.begin(flight, now)
         else:
-            self.table.give_back(flight.lane)
-            self.on_request_end(flight, now)
+            self.on_end(flight, now)
 
 
 def _after(stretch: Stretch, spent_us: float) -> int:

@@ -34,7 +34,7 @@ class Fluid(Window):
 
     def begin(self, flight: Flight, now: float) -> None:
         """Starts a run; a slot that comes to another step ends the sample."""
-        slot = flight.slot
+        slot = flight.microbatch
         if self._script.get(slot) is flight.left[-1][0]:
             self._begun[slot] += 1
         else:

@@ -1,133 +1,74 @@
-"""Machine: the simulator's loop, stopped whenever a slot has finished a run.
+"""Machine: the simulator's loop, stopped whenever a run has ended; what it has done once it remembers.
 
-`Core` runs requests of known length. Serving decides between two runs what a slot does next: who joins, who
-has left, which policy is in force. So here a flight is one run; its end stops the loop, and whoever drives
-the machine begins the slot's next run before the loop goes on. Times are in microseconds since the last such
-stop, so that they stay small and exact, and `State` is all that decides what happens next.
+Whoever drives it begins the next run of a microbatch before the loop goes on. From one end of a run to the next
+devices and links do what follows from where they stand and from what is begun there, and from nothing else.
+So that stretch is kept, with its duration and the busy time in it: requests that join or leave a microbatch
+change none of it, a busy server repeats itself, and a hundred thousand requests take seconds. Times between
+two ends are rounded to a millionth of a microsecond, so that places that are the same are found again; that is
+all that is lost. Runs whose times are all different (jitter) are not worth keeping.
 """
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tessera.execute.schedule import Job
-from tessera.ir import Plan
 from tessera.simulate.columns import Script, Stretch, Wire
-from tessera.simulate.core import END, Core, Device, Flight
+from tessera.simulate.core import END, Core, Device, Flight, Work
 
-# Two states whose times differ by less than this are one, in decimals of a microsecond.
+# Of a microsecond, in times that are kept.
 DECIMALS = 6
-
-Key = tuple[object, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Work:
-    """One run: a script and the factor on its times."""
-
-    # Its name in states: equal numbers, equal work.
-    number: int
-    script: Script
-    scale: float = 1.0
+# Places kept; beyond that all are forgotten, which costs time and changes nothing.
+MAX_PLACES = 5000
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """A machine between two runs, times relative to that moment, slots by age."""
+class State(NamedTuple):
+    """Where devices and links stand between two runs. Times count from then, flights by the age of their run."""
 
-    # Devices to look at before anything else happens.
-    resume: tuple[int, ...]
-    works: tuple[Work, ...]
-    waiting: tuple[int, ...]
+    # (devices that have not finished the run, the run, runs after it: last first)
+    flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
     bus_free: tuple[float, ...]
-    # (age of the job's slot or -1, start, stop, since)
+    # (flight or -1, start, stop, since)
     devices: tuple[tuple[int, int, int, float], ...]
-    # jobs[device]: (age, position, arrived, spent)
+    # jobs[device]: (flight, position, arrived, spent)
     jobs: tuple[tuple[tuple[int, int, tuple[int, ...], float], ...], ...]
-    # (time, device, age, transfer or END)
+    # (time, device, flight, transfer or END)
     events: tuple[tuple[float, int, int, int], ...]
 
-    def key(self) -> Key:
-        """Equal for states that are the same but for rounding."""
-        return (
-            self.resume,
-            tuple([w.number for w in self.works]),
-            self.waiting,
-            tuple([round(t, DECIMALS) for t in self.bus_free]),
-            tuple([(a, b, c, round(t, DECIMALS)) for a, b, c, t in self.devices]),
-            self.jobs,
-            tuple([(round(t, DECIMALS), d, a, x) for t, d, a, x in self.events]),
-        )
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A state, and what follows by the runs that are begun in it."""
+
+    state: State
+    edges: dict[tuple[tuple[Work, ...], ...], "_Edge"] = field(default_factory=dict)
 
 
-class _Stop(Exception):
-    """A slot has finished its run; never leaves this module."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edge:
+    """From one place to the next. Flights are counted as they stood, then those begun."""
+
+    us: float
+    ended: tuple[int, ...]
+    # Flights that go on, in the order of the next place.
+    staying: tuple[int, ...]
+    # Of every device and every bus.
+    busy_us: tuple[float, ...]
+    place: _Place
 
 
-class _NoTable:
-    """Flights here have no lane to give back: a run is not a request."""
+class _Loop(Core):
+    """Devices and links that can be put into a state; flights are numbered."""
 
-    def take(self) -> int:
-        return 0
+    def __init__(self, num_devices: int, num_buses: int) -> None:
+        super().__init__(num_devices, num_buses)
+        self.busy_us = [0.0] * (num_devices + num_buses)
+        self.ended: list[int] = []
 
-    def give_back(self, lane: int) -> None:
-        pass
-
-
-class Machine(Core):
-    """Devices and links; `busy_us` counts every device, then every bus."""
-
-    def __init__(self, plan: Plan, num_buses: int) -> None:
-        super().__init__(plan, num_buses)
-        self.table = _NoTable()  # type: ignore[assignment]  # all that the loop asks of it
-        # Since the last finished run.
-        self.now_us = 0.0
-        self.busy_us = [0.0] * (len(self.devices) + num_buses)
-        self._works: dict[int, Work] = {}  # ticket -> work, oldest first
-        self._finished = -1
-        self._resume: list[int] = []
-
-    @property
-    def slots(self) -> list[int]:
-        """Slots with a run, oldest first."""
-        return [self._running[ticket][0].slot for ticket in self._works]
-
-    def start(self, slot: int, work: Work) -> None:
-        """Begins a run now."""
-        ticket = self._order + 1  # what `begin` will call it
-        self._works[ticket] = work
-        self.begin(Flight(0, slot, 0, [(work.script, work.scale)]), self.now_us)
-
-    def run_until(self, limit_us: float | None) -> int | None:
-        """The slot whose run has finished, now; None if the limit comes first or nothing runs."""
-        try:
-            while self._resume:
-                self._look(self._resume.pop(0), self.now_us)
-            while self._events and (limit_us is None or self._events[0][0] <= limit_us):
-                self.now_us = self._events[0][0]
-                self.advance()
-        except _Stop:
-            return self._finished
-        if limit_us is not None:
-            self.now_us = max(self.now_us, limit_us)
-        return None
-
-    def drop(self, slot: int) -> None:
-        """Forgets a slot's run wherever it is; what occupies a bus still does."""
-        for ticket in [t for t in self._works if self._running[t][0].slot == slot]:
-            del self._works[ticket], self._running[ticket]
-            for state in self.devices:
-                if any(job.ticket == ticket for job in jobs_of(state)):
-                    state.queue.drop(ticket)
-                if state.job is not None and state.job.ticket == ticket:
-                    state.job, state.epoch = None, state.epoch + 1
-            self._events = [e for e in self._events if e[4] == END or e[3] != ticket]
-        heapq.heapify(self._events)
-        self._resume = list(range(len(self.devices)))
-
-    def on_request_end(self, flight: Flight, now: float) -> None:
-        """Stops the loop; what is left of the event is a look at the device it happened on."""
-        self._finished = flight.slot
-        raise _Stop
+    def on_end(self, flight: Flight, now: float) -> None:
+        """Somebody looks at it before the loop goes on."""
+        self.ended.append(flight.number)
 
     def on_stretch(
         self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
@@ -139,92 +80,178 @@ class Machine(Core):
         """Counts busy time."""
         self.busy_us[len(self.devices) + wire.bus] += stop_us - start_us
 
-    def _consider(self, device: int, job: Job, now: float) -> None:
-        """An idle device that is yet to be looked at waits for that: no run may end while another begins."""
-        if self.devices[device].job is not None or device not in self._resume:
-            super()._consider(device, job, now)
+    @property
+    def flying(self) -> tuple[int, ...]:
+        """Flights, by the age of their run."""
+        return tuple([flight.number for flight, _, _ in self._running.values()])
 
-    def _end_job(self, device: int, job: Job, now: float) -> None:
-        self._resume.insert(0, device)
-        super()._end_job(device, job, now)
-        self._resume.pop(0)
+    def run_until(self, limit_us: float) -> None:
+        """Whatever happens up to a time."""
+        while self._events and self._events[0][0] <= limit_us:
+            self.advance()
 
-    def _end_run(self, ticket: int, now: float) -> None:
-        del self._works[ticket]
-        super()._end_run(ticket, now)
+    def forget(self, numbers: Collection[int], now: float) -> None:
+        """Ends flights wherever they are; what occupies a bus still does."""
+        for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in numbers]:
+            del self._running[ticket]
+            for device in self.devices:
+                if any(job.ticket == ticket for job in device.queue):
+                    device.queue.drop(ticket)
+                if device.job is not None and device.job.ticket == ticket:
+                    device.job, device.epoch = None, device.epoch + 1
+            self._events = [e for e in self._events if e[4] == END or e[3] != ticket]
+        heapq.heapify(self._events)
+        for index in range(len(self.devices)):
+            self._look(index, now)
 
-    def rebase(self) -> None:
-        """From here on time counts from now."""
-        now, self.now_us = self.now_us, 0.0
-        self._events = [(t - now, *rest) for t, *rest in self._events]  # type: ignore[misc]
-        self._bus_free = [t - now for t in self._bus_free]
-        for device in self.devices:
-            device.since_us -= now
-
-    def state(self) -> State:
-        """Where the machine stands, after a stop."""
-        now = self.now_us
-        age = {ticket: index for index, ticket in enumerate(self._works)}
-        pending = sorted(e for e in self._events if e[4] != END or e[3] == self.devices[e[2]].epoch)
+    def state(self, now: float) -> State:
+        """Where it stands."""
+        age = {ticket: number for number, ticket in enumerate(self._running)}
+        events = [
+            (round(t - now, DECIMALS), device, -1 if what == END else age[ticket], what)
+            for t, _, device, ticket, what in sorted(self._events)
+            if what != END or ticket == self.devices[device].epoch
+        ]
         return State(
-            tuple(self._resume) if age else (),
-            tuple(self._works.values()),
-            tuple([self._running[ticket][0].waiting for ticket in age]),
-            tuple([t - now if t > now else 0.0 for t in self._bus_free]),
-            tuple([_device_state(x, age, now) for x in self.devices]),
+            tuple([(f.waiting, (s, scale), tuple(f.left)) for f, s, scale in self._running.values()]),
+            tuple([round(t - now, DECIMALS) if t > now else 0.0 for t in self._bus_free]),
+            tuple([_device_state(device, age, now) for device in self.devices]),
             tuple(
-                [
-                    tuple(
-                        [
-                            (age[j.ticket], j.position, tuple(sorted(j.arrived)), j.spent_us)
-                            for j in jobs_of(x)
-                        ]
-                    )
-                    for x in self.devices
-                ]
+                tuple(
+                    [(age[j.ticket], j.position, tuple(sorted(j.arrived)), j.spent_us) for j in device.queue]
+                )
+                for device in self.devices
             ),
-            tuple([(t - now, d, -1 if x == END else age[n], x) for t, _, d, n, x in pending]),
+            tuple(events),
         )
 
-    def restore(self, state: State, slots: list[int]) -> None:
-        """Takes up a state; from here on time counts from it."""
-        self.now_us, self._resume = 0.0, list(state.resume)
-        self._bus_free = list(state.bus_free)
-        self._running.clear()
-        self._works.clear()
-        for age, (slot, work, waiting) in enumerate(zip(slots, state.works, state.waiting, strict=True)):
-            self._works[age] = work
-            self._running[age] = (Flight(0, slot, 0, [], waiting), work.script, work.scale)
-        for device, (now, jobs) in enumerate(zip(state.devices, state.jobs, strict=True)):
-            self.devices[device] = _device(device, now, jobs, slots, state.works)
-        self._events = [(t, n, d, a if x != END else 0, x) for n, (t, d, a, x) in enumerate(state.events)]
-        self._order = max(len(slots), len(state.events)) + 1
-
-
-def jobs_of(device: Device) -> list[Job]:
-    """The jobs of a device in the order in which its queue keeps them."""
-    return list(device.queue)
+    def restore(self, state: State) -> None:
+        """Takes up a state at time zero."""
+        self.ended, self._bus_free = [], list(state.bus_free)
+        self.busy_us = [0.0] * len(self.busy_us)
+        self._running = {
+            age: (Flight(age, age, 0, list(left), waiting), *work)
+            for age, (waiting, work, left) in enumerate(state.flights)
+        }
+        for index, (now, jobs) in enumerate(zip(state.devices, state.jobs, strict=True)):
+            device = self.devices[index] = Device()
+            current, device.start, device.stop, device.since_us = now
+            for age, position, arrived, spent_us in jobs:
+                column = self._running[age][1].columns[index]
+                job = Job(age, age, column.items, position, set(arrived), column.until_wait_us, spent_us)
+                device.queue.add(job)
+                if age == current:
+                    device.job = job
+        self._events = [(t, n, d, max(age, 0), what) for n, (t, d, age, what) in enumerate(state.events)]
+        self._order = len(state.flights) + len(state.events)
 
 
 def _device_state(device: Device, age: dict[int, int], now: float) -> tuple[int, int, int, float]:
     if device.job is None:
         return -1, 0, 0, 0.0
-    return age[device.job.ticket], device.start, device.stop, device.since_us - now
+    return age[device.job.ticket], device.start, device.stop, round(device.since_us - now, DECIMALS)
 
 
-def _device(
-    index: int,
-    now: tuple[int, int, int, float],
-    jobs: tuple[tuple[int, int, tuple[int, ...], float], ...],
-    slots: list[int],
-    works: tuple[Work, ...],
-) -> Device:
-    device = Device()
-    current, device.start, device.stop, device.since_us = now
-    for age, position, arrived, spent_us in jobs:
-        column = works[age].script.columns[index]
-        job = Job(slots[age], age, column.items, position, set(arrived), column.until_wait_us, spent_us)
-        device.queue.add(job)
-        if age == current:
-            device.job = job
-    return device
+class Machine:
+    """Begins runs of microbatches, and says which has ended."""
+
+    def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:
+        self.now_us = 0.0
+        # Of every device and every bus, until the last end of a run.
+        self.busy_us = [0.0] * (num_devices + num_buses)
+        # Stretches between two ends of runs that were known, and that were worked out.
+        self.num_followed = self.num_worked_out = 0
+        self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
+        self._places: dict[State, _Place] = {}
+        # The place where it stood last, when that was, who flies there, and what was begun there.
+        self._place = self._known(self._loop.state(0.0))
+        self._since_us = 0.0
+        self._flying: list[int] = []
+        self._begun: list[tuple[int, tuple[Work, ...]]] = []
+        self._ended: list[int] = []
+
+    def start(self, microbatch: int, works: Sequence[Work]) -> None:
+        """Begins runs of a microbatch, one after the other."""
+        if self.now_us > self._since_us:
+            self._stop_here()
+        self._begun.append((microbatch, tuple(works)))
+
+    def take(self, limit_us: float) -> int | None:
+        """The microbatch whose last run ends next; None if the limit comes first. Moves the clock there."""
+        if not self._ended and (self._flying or self._begun):
+            edge = self._place.edges.get(tuple([works for _, works in self._begun]))
+            if edge is None:
+                edge = self._work_out()
+            if self._since_us + edge.us <= limit_us:
+                self._follow(edge)
+        if self._ended:
+            return self._ended.pop(0)
+        if limit_us < float("inf"):
+            self.now_us = max(self.now_us, limit_us)
+        return None
+
+    def drop(self, microbatches: Collection[int]) -> None:
+        """Forgets their runs wherever they are."""
+        self._ended = [number for number in self._ended if number not in microbatches]
+        numbers = self._catch_up()
+        self._loop.forget(
+            [n for n, m in enumerate(numbers) if m in microbatches], self.now_us - self._since_us
+        )
+        self._stand(numbers)
+
+    def _work_out(self) -> _Edge:
+        """What follows from here."""
+        self.num_worked_out += 1
+        self._begin()
+        now: float | None = 0.0
+        while not self._loop.ended and now is not None:
+            now = self._loop.advance()
+        assert now is not None, "what is begun ends"
+        loop = self._loop
+        edge = _Edge(now, tuple(loop.ended), loop.flying, tuple(loop.busy_us), self._known(loop.state(now)))
+        self._place.edges[tuple([works for _, works in self._begun])] = edge
+        return edge
+
+    def _follow(self, edge: _Edge) -> None:
+        self.num_followed += 1
+        numbers = self._flying + [number for number, _ in self._begun]
+        self._since_us = self.now_us = self._since_us + edge.us
+        self._place, self._begun = edge.place, []
+        self._flying = [numbers[flight] for flight in edge.staying]
+        self._ended = [numbers[flight] for flight in edge.ended]
+        busy_us = self.busy_us
+        for index, us in enumerate(edge.busy_us):
+            busy_us[index] += us
+
+    def _begin(self) -> None:
+        """The loop stands where this stood last, with what was begun there."""
+        self._loop.restore(self._place.state)
+        for number, (_, works) in enumerate(self._begun, len(self._flying)):
+            self._loop.begin(Flight(number, number, 0, list(reversed(works))), 0.0)
+
+    def _catch_up(self) -> list[int]:
+        """The loop stands where this is; gives the microbatches of its flights."""
+        self._begin()
+        self._loop.run_until(self.now_us - self._since_us)
+        assert not self._loop.ended, "no run ends before the next place"
+        return self._flying + [number for number, _ in self._begun]
+
+    def _stop_here(self) -> None:
+        """This moment is a place."""
+        self._stand(self._catch_up())
+
+    def _stand(self, numbers: Sequence[int]) -> None:
+        state = self._loop.state(self.now_us - self._since_us)
+        # Moments that come from outside do not come again, unless nothing was going on.
+        self._place = _Place(state) if state.flights else self._known(state)
+        self._since_us, self._begun = self.now_us, []
+        self._flying = [numbers[flight] for flight in self._loop.flying]
+        for index, us in enumerate(self._loop.busy_us):
+            self.busy_us[index] += us
+
+    def _known(self, state: State) -> _Place:
+        if not self._remembers:
+            return _Place(state)
+        if len(self._places) >= MAX_PLACES:
+            self._places.clear()
+        return self._places.setdefault(state, _Place(state))

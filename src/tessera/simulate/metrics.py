@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import ArrivalsError, UnknownName
-from tessera.ir import Arrivals, Clock, Quantiles, ServingReport
+from tessera.ir import Arrivals, Clock, Cluster, Plan, Quantiles, ServingReport
 from tessera.plan.objectives import IDLE_SHARE
+from tessera.simulate.columns import bus_names
 from tessera.simulate.online import Served
-from tessera.simulate.policy import Policy, bus_names
 
 Floats = npt.NDArray[np.float64]
 METRICS = ("ttft", "tpot", "latency", "normalised")
@@ -94,7 +94,7 @@ def _quantiles(values: Floats) -> Quantiles | None:
 
 def report_of(
     served: Served,
-    policies: Sequence[Policy],
+    plans: Sequence[Plan],
     arrivals: Arrivals,
     capacity_per_s: float,
     limits: Sequence[Limit] = (),
@@ -105,10 +105,10 @@ def report_of(
     done = np.array(served.ledger.done_us) >= 0.0
     seconds = served.duration_us * 1e-6
     tokens = float(np.array(served.demand.tokens)[done].sum())
-    cluster = policies[0].shop.truth.cluster
+    cluster = plans[0].cluster
     names = (*cluster.names, *bus_names(cluster))
     offered = arrivals.rate_per_s
-    used = sorted({cluster.names.index(d) for p in policies for lane in p.lanes for d in lane.devices})
+    used = sorted({device for plan in plans for device in plan.used})
     is_saturated = bool(math.isfinite(offered) and offered > capacity_per_s)
     return ServingReport(
         clock=Clock.SIMULATED,
@@ -134,8 +134,8 @@ def report_of(
             (name, min(1.0, us * 1e-6 / seconds) if seconds else 0.0)
             for name, us in zip(names, served.busy_us, strict=True)
         ),
-        usd_per_million_tokens=_dollars(policies[0], used, seconds, tokens),
-        joules_per_token=_joules(policies[0], used, served.busy_us, seconds, tokens),
+        usd_per_million_tokens=_dollars(cluster, used, seconds, tokens),
+        joules_per_token=_joules(cluster, used, served.busy_us, seconds, tokens),
         max_waiting=served.ledger.max_waiting,
         decisions=tuple(served.decisions),
         notes=(*notes, *_saturation(is_saturated, offered, capacity_per_s)),
@@ -151,9 +151,8 @@ def _saturation(is_saturated: bool, offered: float, capacity: float) -> tuple[st
     )
 
 
-def _dollars(policy: Policy, used: Sequence[int], seconds: float, tokens: float) -> float | None:
-    devices = policy.shop.truth.cluster.devices
-    prices = [devices[d].usd_per_hour for d in used]
+def _dollars(cluster: Cluster, used: Sequence[int], seconds: float, tokens: float) -> float | None:
+    prices = [cluster.devices[d].usd_per_hour for d in used]
     known = [p for p in prices if p is not None]
     if len(known) < len(prices) or not tokens:
         return None
@@ -161,11 +160,11 @@ def _dollars(policy: Policy, used: Sequence[int], seconds: float, tokens: float)
 
 
 def _joules(
-    policy: Policy, used: Sequence[int], busy_us: Sequence[float], seconds: float, tokens: float
+    cluster: Cluster, used: Sequence[int], busy_us: Sequence[float], seconds: float, tokens: float
 ) -> float | None:
     total = 0.0
     for device in used:
-        watts = policy.shop.truth.cluster.devices[device].tdp_w
+        watts = cluster.devices[device].tdp_w
         if watts is None:
             return None
         total += watts * (IDLE_SHARE * seconds + (1.0 - IDLE_SHARE) * busy_us[device] * 1e-6)

@@ -1,22 +1,23 @@
-"""SteadyRates: the rate of a plan with all slots full, from a short stretch of simulated time.
+"""SteadyRates: the rate of a plan with all microbatches full, from a short stretch of simulated time.
 
-The same loop as `simulate`, without a timeline. Short programs repeat, and repeated runs are skipped
-(`repeated`); of long ones, and in a quick look, samples are simulated (`fluid`). What is looked at is in
-`window`.
+The same loop as `simulate`, without a timeline (`window`). A verdict simulates every launch, of fewer requests
+where programs are long; a quick look, and a verdict that would take seconds, simulates samples (`fluid`).
 """
 
-from tessera.ir import Plan
-from tessera.simulate.columns import Scripts
-from tessera.simulate.fluid import Fluid
-from tessera.simulate.repeated import Repeated
-from tessera.simulate.window import Extent, extent_of, longest_list
+from collections.abc import Sequence
 
-# Lists of more items than this are sampled; in a quick look, those of more than the second.
-LONG_LISTS, QUICK_LISTS = 150, 60
-# Requests' worth of work before the clock counts, and while it does: slots that start spread over their
-# requests fall in and out of step over several of them. Very long lists average out sooner.
-FULL, QUICK, VERY_LONG = Extent(4.0, 10.0), Extent(2.0, 4.0), Extent(3.0, 6.0)
-VERY_LONG_LISTS = 1000
+from tessera.ir import Plan
+from tessera.simulate.columns import Script, Scripts
+from tessera.simulate.fluid import Fluid
+from tessera.simulate.window import Extent, Window, extent_of
+
+# Requests' worth of work before the clock counts, and while it does: microbatches that start spread over their
+# requests fall in and out of step over several of them.
+FULL, SHORT = Extent(4.0, 10.0), Extent(2.0, 4.0)
+# Items of all runs that a verdict simulates at most (a second), and that it takes as long as it can for.
+MOST_ITEMS, MANY_ITEMS = 300_000, 60_000
+# In a quick look, lanes whose longest list has more items than this are sampled.
+QUICK_LISTS = 60
 
 
 class SteadyRates:
@@ -47,11 +48,10 @@ class SteadyRates:
         rate = self._known.get(key)
         if rate is None:
             lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
-            longest = longest_list(lanes)
-            full = VERY_LONG if longest > VERY_LONG_LISTS else FULL
-            extent = extent_of(plan, QUICK if is_quick else full)
-            kind = Fluid if longest > (QUICK_LISTS if is_quick else LONG_LISTS) else Repeated
-            rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
+            is_sampled, wanted = _effort(lanes, is_quick)
+            kind = Fluid if is_sampled else Window
+            rate = kind(plan, self._scripts[0], lanes, extent_of(plan, wanted)).rate_per_us()
+            self._known[key] = rate
         return rate
 
     def _shares(self, plan: Plan) -> bool:
@@ -61,3 +61,13 @@ class SteadyRates:
             one.unit is other.unit and one.costs is other.costs and one.cluster is plan.cluster
             for one, other in zip(known, wanted, strict=True)
         )
+
+
+def _effort(lanes: Sequence[Sequence[Script]], is_quick: bool) -> tuple[bool, Extent]:
+    """Are samples enough, and how much is looked at?"""
+    if is_quick:
+        longest = max(sum(script.num_items for script in lane) for lane in lanes)
+        return longest > QUICK_LISTS, SHORT
+    each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
+    is_sampled = SHORT.total * each > MOST_ITEMS
+    return is_sampled, FULL if is_sampled or FULL.total * each <= MANY_ITEMS else SHORT

@@ -5,19 +5,20 @@ of kernel types where there is noise). Plans that a monitor chooses among share 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tessera.adapt import Capability, Monitor, MonitorConfig
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import Arrivals, Plan, ServingReport, need_one_batch
 from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.capability import capabilities, capacity_per_s, check_limits
+from tessera.simulate.demand import Demand, demand_of
 from tessera.simulate.metrics import Limit, report_of
-from tessera.simulate.online import ServeConfig, Served, Server
-from tessera.simulate.policy import Policy, Truth, Workshop
-from tessera.simulate.seats import Demand, demand_of
+from tessera.simulate.online import Served, Server
+from tessera.simulate.stepper import FAIR, Weather
+from tessera.simulate.truth import Truth
 
-NOTHING_ELSE, USUAL = ServeConfig(), MonitorConfig()
+USUAL = MonitorConfig()
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,28 @@ class Setting:
     """Everything but the plans."""
 
     arrivals: Arrivals
-    config: ServeConfig = NOTHING_ELSE
+    weather: Weather = FAIR
     limits: tuple[Limit, ...] = ()
-    # Requests that share a slot; None: the captured batch.
+    # Requests that share a microbatch; None: the captured batch.
     rows: int | None = None
     # Every kernel type is mispriced on every device by exp(noise * normal).
     noise: float = 0.0
+    # Requests that come while so many wait are turned away; None: none are.
+    max_waiting: int | None = None
 
     def demand(self, plan: Plan) -> Demand:
         """What the arrivals ask of a plan."""
         return demand_of(plan.unit, self.arrivals, self.rows)
 
+    def truth(self, plan: Plan) -> Truth:
+        """What launches really take, where the plan's costs are the best guess."""
+        return Truth(plan, self.noise, self.weather.seed)
+
     def check(self, plan: Plan) -> None:
         """Devices that are lost or slow are devices of the plan, at a time that comes; all is one batch."""
         need_one_batch(plan, "a simulation of arrivals")
-        for device, second in (*self.config.losses, *((d, s) for d, s, _ in self.config.slowdowns)):
+        lost = ((loss.device, loss.at_s) for loss in self.weather.losses)
+        for device, second in (*lost, *((d, s) for d, s, _ in self.weather.slowdowns)):
             if device not in plan.cluster.names:
                 known = ", ".join(plan.cluster.names)
                 raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {known}.")
@@ -49,18 +57,17 @@ class Setting:
 
 def compare(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[ServingReport, ...]:
     """One report a plan."""
-    return tuple(_alone(name, plan, setting) for name, plan in plans)
+    return tuple(_alone(replace(plan, policy=name), setting) for name, plan in plans)
 
 
-def _alone(name: str, plan: Plan, setting: Setting) -> ServingReport:
+def _alone(plan: Plan, setting: Setting) -> ServingReport:
     setting.check(plan)
-    policy = Policy(name, plan, Workshop(Truth(plan, setting.noise, setting.config.seed)))
-    demand = setting.demand(plan)
-    check_limits([policy], demand, setting.limits)
-    served = Server([policy], demand, setting.config).run()
+    demand, truth = setting.demand(plan), setting.truth(plan)
+    check_limits([plan], demand, setting.limits, truth)
+    served = Server([plan], demand, truth, setting.weather, setting.max_waiting).run()
     notes = _failures(served.ledger.num_failed, "; a monitor would replan")
-    capacity = capacity_per_s(policy, demand)
-    return report_of(served, [policy], setting.arrivals, capacity, setting.limits, notes)
+    capacity = capacity_per_s(plan, demand, truth)
+    return report_of(served, [plan], setting.arrivals, capacity, setting.limits, notes)
 
 
 def _failures(num: int, remedy: str = "") -> tuple[str, ...]:
@@ -69,23 +76,27 @@ def _failures(num: int, remedy: str = "") -> tuple[str, ...]:
     )
 
 
-def policies_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Policy]:
-    """Plans for one machine; they must be for the same work, devices and costs."""
+def checked(plans: Sequence[tuple[str, Plan]], setting: Setting) -> list[Plan]:
+    """Plans to choose among, under the names given; they must be for the same work, devices and costs."""
     first_name, first = plans[0]
     setting.check(first)
-    shop = Workshop(Truth(first, setting.noise, setting.config.seed))
     for name, plan in plans[1:]:
-        for what, same in (("devices", plan.cluster == first.cluster), ("costs", plan.costs == first.costs)):
-            if not same:
+        alike = {
+            "work": plan.unit == first.unit,
+            "devices": plan.cluster == first.cluster,
+            "costs": plan.costs == first.costs,
+        }
+        for what, is_same in alike.items():
+            if not is_same:
                 message = f"the plans '{first_name}' and '{name}' were made with different {what}"
                 raise MismatchError(message, "Make both from the same traces, costs and devices.")
-    return [Policy(name, plan, shop) for name, plan in plans]
+    return [replace(plan, policy=name) for name, plan in plans]
 
 
 def known_of(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[Capability, ...]:
     """What a monitor knows of plans beforehand: by their own costs, whatever the truth will be."""
-    planned = policies_of(plans, Setting(setting.arrivals))
-    return capabilities(planned, setting.demand(plans[0][1]), setting.config.seed)
+    made = checked(plans, Setting(setting.arrivals))
+    return capabilities(made, setting.demand(made[0]), setting.weather.seed)
 
 
 def adapt(
@@ -101,11 +112,11 @@ def adapt(
     New plans take `replan_s` (modelled). What is known beforehand may be given, for several loads.
     """
     known = tuple(known) or known_of(plans, setting)
-    policies = policies_of(plans, setting)
-    served = _watched(policies, setting, Adaptive(Monitor(known, watch), replan, replan_s))
+    served = watched(plans, setting, known, watch, replan, replan_s)
     best = max(x.capacity_per_s for x in known)
     notes = _failures(served.ledger.num_failed)
-    return report_of(served, policies, setting.arrivals, best, setting.limits, notes), known
+    made = [plan for _, plan in plans]
+    return report_of(served, made, setting.arrivals, best, setting.limits, notes), known
 
 
 def watched(
@@ -113,12 +124,13 @@ def watched(
     setting: Setting,
     known: Sequence[Capability],
     watch: MonitorConfig = USUAL,
+    replan: Replan | None = None,
+    replan_s: float = 10.0,
 ) -> Served:
     """What happened to every request with a monitor choosing among plans."""
-    return _watched(policies_of(plans, setting), setting, Adaptive(Monitor(tuple(known), watch)))
-
-
-def _watched(policies: Sequence[Policy], setting: Setting, adaptive: Adaptive) -> Served:
-    demand = setting.demand(policies[0].plan)
-    check_limits(policies, demand, setting.limits)
-    return Server(policies, demand, setting.config, adaptive).run()
+    made = checked(plans, setting)
+    demand, truth = setting.demand(made[0]), setting.truth(made[0])
+    check_limits(made, demand, setting.limits, truth)
+    weather = replace(setting.weather, is_mended=replan is not None)
+    driver = Adaptive(Monitor(tuple(known), watch), replan, replan_s)
+    return Server(made, demand, truth, weather, setting.max_waiting, driver).run()

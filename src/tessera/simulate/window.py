@@ -8,6 +8,7 @@ skipped in between is up to subclasses.
 
 from dataclasses import dataclass
 
+from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Plan
 from tessera.simulate.columns import Script, Scripts, Stretch
 from tessera.simulate.core import Core, Flight
@@ -26,10 +27,10 @@ class Extent:
     warm_up: float
     window: float
 
-
-def longest_list(lanes: list[tuple[Script, ...]]) -> int:
-    """Items of the lane that has most of them."""
-    return max(sum(len(c.items) for script in lane for c in script.columns) for lane in lanes)
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.warm_up + self.window
 
 
 def extent_of(plan: Plan, wanted: Extent) -> Extent:
@@ -54,7 +55,8 @@ class Window(Core):
     """All slots full; `rate_per_us` says how fast work is done."""
 
     def __init__(self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: Extent) -> None:
-        super().__init__(plan, scripts.wires.num_buses)
+        super().__init__(len(plan.cluster.devices), scripts.wires.num_buses)
+        self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._slots, self._extent = lanes, plan.slots, extent
         self._weights = [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
         self._done = self._target = self._skipped_us = 0.0
@@ -89,7 +91,7 @@ class Window(Core):
 
     def _admit(self, slot: int, now: float, skipped: float = 0.0) -> None:
         """A request begins; of the first ones, the runs that make up the skipped share are left out."""
-        lane = self.table.take()
+        lane = self._table.take()
         runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
         total = sum(script.busy_us for script, _ in runs)
         first, spent = 0, 0.0
@@ -105,7 +107,7 @@ class Window(Core):
 
     def begin(self, flight: Flight, now: float) -> None:
         """Starts a run."""
-        slot = flight.slot
+        slot = flight.microbatch
         self._script[slot], self._ticket[slot] = flight.left[-1][0], self._order + 1
         self._run_us[slot] = 0.0
         super().begin(flight, now)
@@ -121,7 +123,7 @@ class Window(Core):
             if device.job is not None:
                 flight = self._running[device.job.ticket][0]
                 done += (now - device.since_us) * flight.per_us
-                run_us[flight.slot] += now - device.since_us
+                run_us[flight.microbatch] += now - device.since_us
         return done, run_us
 
     def on_stretch(
@@ -131,8 +133,9 @@ class Window(Core):
         us = stop_us - self.devices[device].since_us
         self._count += 1
         self._done += us * flight.per_us
-        self._run_us[flight.slot] += us
+        self._run_us[flight.microbatch] += us
 
-    def on_request_end(self, flight: Flight, now: float) -> None:
+    def on_end(self, flight: Flight, now: float) -> None:
         """The slot takes the next request."""
-        self._admit(flight.slot, now)
+        self._table.give_back(flight.lane)
+        self._admit(flight.microbatch, now)

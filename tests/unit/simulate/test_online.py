@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from factories import make_chain, make_cluster, make_plan, make_trace
-from online_factory import RUN_US, alone_plan, at_us, policy_of, serve, split_plan
+from online_factory import RUN_US, alone_plan, at_us, serve, split_plan
 from tessera.ir import Arrivals, BufferKind, Plan
 from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.demand import demand_of
 from tessera.simulate.machine import Machine
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import ServeConfig, Server
-from tessera.simulate.seats import demand_of
+from tessera.simulate.online import Server
+from tessera.simulate.stepper import Weather
 
 
 def mixed_plan() -> Plan:
@@ -42,12 +43,13 @@ def test_remembering_changes_no_time(plan: Plan, rows: int) -> None:
     """A machine that follows known stretches and one that works everything out agree on every request."""
     arrivals = make_arrivals("poisson:15000", 400, 3, "geometric:1,6")
     demand = demand_of(plan.unit, arrivals, rows)
-    quick, plain = (Server([policy_of(plan)], demand, ServeConfig()) for _ in range(2))
-    plain._machine = Machine(plan, quick.shop.scripts.wires.num_buses)  # type: ignore[assignment]
+    quick, plain = (Server([plan], demand) for _ in range(2))
+    plain.stepper.machine = Machine(len(plan.cluster.devices), len(plan.cluster.links), remembers=False)
 
     first, second = quick.run(), plain.run()
 
-    assert quick._machine.num_followed > quick._machine.num_worked_out
+    assert quick.stepper.machine.num_followed > 2 * quick.stepper.machine.num_worked_out
+    assert plain.stepper.machine.num_followed <= plain.stepper.machine.num_worked_out
     assert first.ledger.done_us == pytest.approx(second.ledger.done_us, abs=1e-3)
     assert first.ledger.first_us == pytest.approx(second.ledger.first_us, abs=1e-3)
     assert first.busy_us == pytest.approx(second.busy_us)
@@ -76,7 +78,7 @@ def test_geometric_answers_on_two_devices_are_an_mm2_queue() -> None:
     assert wait_us.mean() == pytest.approx(waits * mean / (num * (1 - load)), rel=0.1)
 
 
-def test_requests_that_share_a_slot_share_its_runs() -> None:
+def test_requests_that_share_a_microbatch_share_its_steps() -> None:
     """Two requests of three tokens in one slot take three runs, not six."""
     served = serve(alone_plan(), at_us(0.0, 0.0, outputs=[3, 3]), rows=2)
 
@@ -90,14 +92,14 @@ def test_a_request_joins_between_two_runs() -> None:
     assert [3 * RUN_US, 2 * RUN_US] == served.ledger.done_us
 
 
-def test_a_second_slot_opens_when_the_first_is_full() -> None:
-    """Without a free seat the third request takes a slot of its own, and shares the device."""
+def test_a_second_microbatch_opens_when_the_first_is_full() -> None:
+    """Without a free seat the third request takes a microbatch of its own, and shares the device."""
     served = serve(alone_plan(), at_us(0.0, 0.0, 0.0, outputs=[1, 1, 1]), rows=2)
 
-    assert [RUN_US, RUN_US, 2 * RUN_US] == served.ledger.done_us
+    assert [RUN_US, RUN_US, 2 * RUN_US] == sorted(served.ledger.done_us)
 
 
-def test_slots_close_when_the_load_falls() -> None:
+def test_microbatches_close_when_the_load_falls() -> None:
     """Late requests take seats of the older slot, so the younger one empties and its runs end."""
     arrivals = at_us(*[0.0] * 4, *(RUN_US * 2.5 * n for n in range(1, 20)), outputs=[40, 1, 1, 4] + [1] * 19)
     served = serve(alone_plan(slots=2), arrivals, rows=2)
@@ -141,7 +143,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
             split_plan(),
             make_arrivals("bursty:9000", 200, seed, "geometric:4,4"),
             2,
-            ServeConfig(seed=seed, jitter=0.1),
+            Weather(seed=seed, jitter=0.1),
         )
         for seed in (1, 1, 2)
     ]
@@ -152,7 +154,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_jitter_varies_runs_about_the_model() -> None:
     """With 10 % jitter runs take about as long on average, and no two the same."""
-    served = serve(alone_plan(1), at_us(*[0.0] * 400), config=ServeConfig(jitter=0.1))
+    served = serve(alone_plan(1), at_us(*[0.0] * 400), weather=Weather(jitter=0.1))
     times = np.diff([0.0, *served.ledger.done_us])
 
     assert times.mean() == pytest.approx(RUN_US, rel=0.03)
@@ -170,7 +172,7 @@ def test_links_of_one_group_are_shared_while_serving() -> None:
 
 def test_requests_beyond_the_queue_are_turned_away() -> None:
     """With room for three to wait, what comes then is refused and counted, and the rest is served."""
-    served = serve(alone_plan(1), at_us(*[0.0] * 10), config=ServeConfig(max_waiting=3))
+    served = serve(alone_plan(1), at_us(*[0.0] * 10), max_waiting=3)
 
     assert 7 == served.ledger.num_refused
     assert 3 == sum(done >= 0.0 for done in served.ledger.done_us)

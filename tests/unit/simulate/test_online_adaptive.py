@@ -11,7 +11,7 @@ from tessera.adapt import Capability, Factors, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.online import ServeConfig
+from tessera.simulate.stepper import Loss, Weather
 from tessera.simulate.study import Setting, adapt, compare, known_of
 
 ROWS, TOKENS = 4, 20
@@ -19,10 +19,10 @@ ROWS, TOKENS = 4, 20
 ALONE_PER_S = ROWS / (RUN_US * 1e-6) / TOKENS
 
 
-def setting(arrivals: str, num: int = 1500, config: ServeConfig | None = None, noise: float = 0.0) -> Setting:
-    """Geometric answers in slots of four."""
+def setting(arrivals: str, num: int = 1500, weather: Weather | None = None) -> Setting:
+    """Geometric answers in microbatches of four."""
     made = make_arrivals(arrivals, num, 1, f"geometric:1,{TOKENS}")
-    return Setting(made, config or ServeConfig(seed=1), rows=ROWS, noise=noise)
+    return Setting(made, weather or Weather(seed=1), rows=ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_lost_device_is_planned_around_and_no_request_is_lost(known: tuple[Cap
         return [(name, on_devices(plan, 0)) for name, plan in both_plans()]
 
     plans = [("latency", on_devices(alone_plan(), 1)), both_plans()[1]]
-    lost = setting("batch:300", config=ServeConfig(losses=(("d1", 0.005),)))
+    lost = setting("batch:300", weather=Weather(losses=(Loss("d1", 0.005),)))
     adaptive, _ = adapt(plans, lost, replan=replan, known=known)
 
     assert [frozenset({"d1"})] == asked
@@ -104,7 +104,7 @@ def test_a_replan_that_fails_leaves_the_old_plans_running(known: tuple[Capabilit
     def replan(factors: Factors, without: frozenset[str]) -> Sequence[tuple[str, Plan]]:
         raise PlanInfeasible("there is no such placement")
 
-    slow = ServeConfig(slowdowns=(("d1", 0.01, 2.0),))
+    slow = Weather(slowdowns=(("d1", 0.01, 2.0),))
     watch = MonitorConfig(window_s=0.05)
     wanted = setting(f"poisson:{1.3 * ALONE_PER_S}", 5000, slow)
     adaptive, _ = adapt(both_plans(), wanted, watch, replan, 0.1, known)
@@ -116,7 +116,7 @@ def test_a_replan_that_fails_leaves_the_old_plans_running(known: tuple[Capabilit
 def test_rebalancing_lanes_in_flight_loses_nothing() -> None:
     """Two lanes in equal shares, one device twice as slow: other shares, with every request served."""
     plan = replace(make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]], slots=6), policy="mix")
-    wanted = setting("batch:3000", config=ServeConfig(slowdowns=(("d1", 0.0, 2.0),)))
+    wanted = setting("batch:3000", weather=Weather(slowdowns=(("d1", 0.0, 2.0),)))
     watch = MonitorConfig(window_s=0.02)
 
     adaptive, _ = adapt([("mix", plan)], wanted, watch)
@@ -136,7 +136,7 @@ def test_a_price_is_corrected_once() -> None:
         right = factors.apply(split_plan().unit, split_plan().costs)
         return [("throughput", replace(split_plan(), costs=right))]
 
-    wanted = setting("batch:4000", config=ServeConfig(slowdowns=(("d1", 0.0, 1.5),)))
+    wanted = setting("batch:4000", weather=Weather(slowdowns=(("d1", 0.0, 1.5),)))
     adapt([("throughput", split_plan())], wanted, MonitorConfig(window_s=0.02), replan, 0.01)
 
     assert [pytest.approx(1.5, rel=0.05)] == asked

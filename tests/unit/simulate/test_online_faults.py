@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 
 from factories import make_chain, make_cluster, make_plan, make_trace
-from online_factory import RUN_US, alone_plan, at_us, both_plans, policy_of, serve, split_plan
+from online_factory import RUN_US, alone_plan, at_us, both_plans, serve, split_plan
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.demand import Demand, demand_of
 from tessera.simulate.metrics import Limit
-from tessera.simulate.online import ServeConfig, Served, Server
-from tessera.simulate.policy import Policy, Truth, Workshop
-from tessera.simulate.seats import Demand, demand_of
-from tessera.simulate.study import Setting, compare, policies_of
+from tessera.simulate.online import Served, Server
+from tessera.simulate.stepper import Loss, Weather
+from tessera.simulate.study import Setting, checked, compare
+from tessera.simulate.truth import Truth
 
 STATE_BYTES = 64_000
 
@@ -25,37 +26,12 @@ def home_plan(device: int) -> Plan:
     return replace(plan, policy=f"on{device}")
 
 
-def policies(*plans: Plan) -> list[Policy]:
-    """On one machine."""
-    shop = Workshop(Truth(plans[0]))
-    return [Policy(plan.policy, plan, shop) for plan in plans]
-
-
 def served_with_switches(plans: list[Plan], demand: Demand, *seconds: float) -> Served:
     """Goes over from one plan to the other at given times."""
-    made = policies(*plans)
-    server = Server(made, demand, ServeConfig())
+    server = Server(plans, demand)
     for number, second in enumerate(seconds, start=1):
-        server.at(second, lambda number=number: server.switch(made[number % 2].name))  # type: ignore[misc]
+        server.at(second, lambda number=number: server.switch(plans[number % 2].policy))  # type: ignore[misc]
     return server.run()
-
-
-def test_a_switch_moves_state_and_goes_on_where_it_was() -> None:
-    """Five decodes with a switch in the second one take five runs and one transfer of the state."""
-    demand = demand_of(home_plan(0).unit, at_us(0.0, outputs=[5]), 1)
-    served = served_with_switches([home_plan(0), home_plan(1)], demand, 15e-6)
-
-    wire_us = STATE_BYTES / 1e3
-    assert served.ledger.done_us == pytest.approx([5 * 10.0 + wire_us + 1.0])
-    assert served.busy_us[:3] == pytest.approx([20.0, 30.0, wire_us])
-
-
-def test_a_switch_moves_only_the_seats_in_use() -> None:
-    """With one of four seats taken, a quarter of the state crosses (modelled)."""
-    demand = demand_of(home_plan(0).unit, at_us(0.0, outputs=[5]), 4)
-    served = served_with_switches([home_plan(0), home_plan(1)], demand, 15e-6)
-
-    assert served.busy_us[2] == pytest.approx(STATE_BYTES / 1e3 / 4)
 
 
 def test_switching_back_and_forth_drains_nothing() -> None:
@@ -69,13 +45,10 @@ def test_switching_back_and_forth_drains_nothing() -> None:
     assert 0 == served.ledger.num_restarted
 
 
-def test_requests_may_keep_the_lane_they_were_admitted_to() -> None:
-    """As in an engine that moves no state: one ends on d0, one that comes after the switch runs on d1."""
-    made = policies(home_plan(0), home_plan(1))
+def test_requests_keep_the_lane_they_were_admitted_to() -> None:
+    """At a switch no state moves: one ends on d0, one that comes after the switch runs on d1."""
     demand = demand_of(home_plan(0).unit, at_us(0.0, 20.0, outputs=[5, 2]), 1)
-    server = Server(made, demand, ServeConfig(moves_state=False))
-    server.at(15e-6, lambda: server.switch("on1"))
-    served = server.run()
+    served = served_with_switches([home_plan(0), home_plan(1)], demand, 15e-6)
 
     assert served.ledger.done_us == pytest.approx([50.0, 40.0])
     assert served.busy_us[:3] == pytest.approx([50.0, 20.0, 0.0])
@@ -84,15 +57,24 @@ def test_requests_may_keep_the_lane_they_were_admitted_to() -> None:
 def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
     """Of two lanes on two devices one is left; its request is not touched, the other starts anew there."""
     plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
-    served = serve(plan, at_us(0.0, 0.0), config=ServeConfig(losses=(("d1", 20e-6),)))
+    served = serve(plan, at_us(0.0, 0.0), weather=Weather(losses=(Loss("d1", 20e-6),)))
 
     assert 1 == served.ledger.num_restarted
     assert sorted(served.ledger.done_us) == pytest.approx([RUN_US, 2 * RUN_US])
 
 
+def test_requests_wait_for_a_device_that_comes_back() -> None:
+    """Without another lane the one that ran starts anew when its device is there again."""
+    weather = Weather(losses=(Loss("d1", 20e-6, 100e-6),))
+    served = serve(split_plan(), at_us(0.0), weather=weather)
+
+    assert served.ledger.done_us == pytest.approx([100.0 + 50.0], abs=0.1)
+    assert (1, 0) == (served.ledger.num_restarted, served.ledger.num_failed)
+
+
 def test_no_request_is_lost_silently_when_no_lane_is_left() -> None:
     """Without a monitor, requests that no lane can serve are counted as failed, and the report says why."""
-    setting = Setting(poisson(10_000, 50), ServeConfig(losses=(("d1", 1e-3),)), rows=1)
+    setting = Setting(poisson(10_000, 50), Weather(losses=(Loss("d1", 1e-3),)), rows=1)
     (report,) = compare([("throughput", split_plan())], setting)
 
     assert 50 == report.num_finished + report.num_failed
@@ -102,8 +84,8 @@ def test_no_request_is_lost_silently_when_no_lane_is_left() -> None:
 
 def test_a_slow_device_takes_longer_from_then_on() -> None:
     """Four requests in a row of which the last two run at half the speed."""
-    config = ServeConfig(slowdowns=(("d0", 1.5 * RUN_US * 1e-6, 2.0),))
-    served = serve(alone_plan(1), at_us(*[0.0] * 4), config=config)
+    weather = Weather(slowdowns=(("d0", 1.5 * RUN_US * 1e-6, 2.0),))
+    served = serve(alone_plan(1), at_us(*[0.0] * 4), weather=weather)
 
     assert served.ledger.done_us == pytest.approx([RUN_US, 2 * RUN_US, 4 * RUN_US, 6 * RUN_US])
 
@@ -157,8 +139,8 @@ def test_a_plan_for_a_device_that_is_not_there_is_refused() -> None:
     """A policy's devices are devices of the machine."""
     three = make_plan([make_chain(4)], [[[0, 1, 2, 2]]], cluster=make_cluster(3))
 
-    with pytest.raises(MismatchError, match="needs d2, which is not there"):
-        Policy("three", three, policy_of(alone_plan()).shop)
+    with pytest.raises(MismatchError, match="other steps or devices"):
+        Server([alone_plan(), three], demand_of(three.unit, at_us(0.0), 1))
 
 
 def test_plans_with_different_costs_are_not_chosen_among() -> None:
@@ -166,12 +148,12 @@ def test_plans_with_different_costs_are_not_chosen_among() -> None:
     other = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=make_cluster(latency_us=10.0), us=11.0)
 
     with pytest.raises(MismatchError, match="different costs"):
-        policies_of([("a", alone_plan()), ("b", other)], Setting(poisson(1.0, 3)))
+        checked([("a", alone_plan()), ("b", other)], Setting(poisson(1.0, 3)))
 
 
 def test_losing_an_unknown_device_is_a_mistake() -> None:
     """The message lists the devices that there are."""
-    setting = Setting(poisson(1.0, 3), ServeConfig(losses=(("d7", 1.0),)))
+    setting = Setting(poisson(1.0, 3), Weather(losses=(Loss("d7", 1.0),)))
 
     with pytest.raises(ArrivalsError, match=r"no device 'd7'\. Its devices: d0, d1"):
         compare(both_plans(), setting)

@@ -1,0 +1,61 @@
+"""Demand: what requests ask of a work unit; Ledger: what became of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tessera.ir import Arrivals, WorkUnit
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Requests as the simulator needs them."""
+
+    times_us: Sequence[float]
+    # Tokens that each one gives, and decodes that it takes.
+    tokens: Sequence[int]
+    decodes: Sequence[int]
+    # Of a whole head, what each one's prompt takes.
+    shares: Sequence[float]
+    # Requests that share a microbatch.
+    rows: int
+    # True if a head gives the first token.
+    head_speaks: bool
+
+    def __len__(self) -> int:
+        return len(self.times_us)
+
+
+def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Demand:
+    """What arrivals ask of a work unit; `rows` requests share a microbatch, by default the captured batch."""
+    steps = [graph.trace.step for graph in unit.graphs]
+    is_decode = steps[-1].kind == "decode"
+    head_speaks = is_decode and any(s.kind == "prefill" for s in steps[:-1])
+    rows = rows or max(1, steps[-1].batch)
+    num = len(arrivals.times_s)
+    usual = unit.counts[-1] + head_speaks if is_decode else 1
+    tokens = arrivals.outputs if arrivals.outputs and is_decode else (usual,) * num
+    context = max((s.context for s in steps if s.kind == "prefill"), default=0)
+    shares = (
+        [prompt / (context * rows) for prompt in arrivals.prompts]
+        if context and arrivals.prompts
+        else [1.0 / rows] * num
+    )
+    decodes = [n - head_speaks for n in tokens] if is_decode else [0] * num
+    return Demand([t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks)
+
+
+@dataclass
+class Ledger:
+    """What happened to each request; times in microseconds, negative: it did not."""
+
+    first_us: list[float]
+    done_us: list[float]
+    num_restarted: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    max_waiting: int = 0
+
+    @staticmethod
+    def of(num: int) -> "Ledger":
+        """With nothing in it."""
+        return Ledger([-1.0] * num, [-1.0] * num)

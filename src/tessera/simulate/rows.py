@@ -1,0 +1,128 @@
+"""Rows: the requests of a microbatch, modelled: a number each, and decodes to go.
+
+Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
+first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
+proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the captured
+batch and context take, however many rows are in use and wherever they stand. A work unit that does not end in
+a decode has no more than a head, for a whole microbatch: its requests join when it is empty, run every step as
+often as the unit says, and leave together.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.stepper import StepCall, StepDone
+from tessera.simulate.demand import Demand, Ledger
+
+# Heads are timed in this many parts of a whole one.
+PARTS = 16
+
+
+class Rows:
+    """What the scheduler's microbatches hold in a simulation; requests are numbers."""
+
+    def __init__(
+        self, number: int, lane: LoadedLane, demand: Demand, ledger: Ledger, now_us: Callable[[], float]
+    ) -> None:
+        self._number, self._demand, self._ledger, self._now_us = number, demand, ledger, now_us
+        unit, first = lane.plan.unit_of(lane.lane), lane.plan.first_step(lane.lane)
+        runs = [first + step for step, count in enumerate(unit.counts) for _ in range(count)]
+        self._decode: StepCall | None = None
+        if unit.graphs[-1].trace.step.kind == "decode":
+            self._decode = StepCall(number, first + len(unit.graphs) - 1)
+            runs = runs[: len(runs) - unit.counts[-1]]
+        self._head = runs[::-1]
+        # Decodes done, and (decode after which it leaves, request).
+        self._clock = 0
+        self._seats: list[tuple[int, int]] = []
+        # Who joins; of those who sit, who has not given a token yet.
+        self._joining: list[int] = []
+        self._silent: list[int] = []
+        # What is left of the head, last first, and what runs.
+        self._ahead: list[StepCall] = []
+        self._runs: StepCall | None = None
+
+    @property
+    def num_used(self) -> int:
+        """Requests that sit here or join."""
+        return len(self._seats) + len(self._joining)
+
+    @property
+    def num_free(self) -> int:
+        """Seats; without decodes, only those who came together share the steps."""
+        if self._decode is None and (self._runs is not None or self._ahead):
+            return 0
+        return self._demand.rows - len(self._seats) - len(self._joining)
+
+    @property
+    def takes(self) -> bool:
+        """Between two decodes."""
+        return self._runs is None and not self._ahead and self.num_free > 0
+
+    def add(self, request: int) -> None:
+        """Joins now; one that lost its device begins again."""
+        self._joining.append(request)
+
+    def state(self) -> None:
+        """Nothing is computed."""
+
+    def requests(self) -> list[int]:
+        """Everybody."""
+        return sorted([*(request for _, request in self._seats), *self._joining])
+
+    def next_step(self, num_waiting: int) -> StepCall | None:
+        """The head of those who join, then decodes."""
+        if self._joining and not self._ahead:
+            self._begin_head()
+        if self._ahead:
+            self._runs = self._ahead.pop()
+        else:
+            self._runs = self._decode if self._seats else None
+        return self._runs
+
+    def _begin_head(self) -> None:
+        if self._head:
+            share = sum(self._demand.shares[request] for request in self._joining)
+            scale = max(1, math.ceil(share * PARTS - 1e-9)) / PARTS
+            self._ahead = [StepCall(self._number, step, scale=scale) for step in self._head]
+        else:
+            self._sit(is_spoken=False)
+
+    def _sit(self, is_spoken: bool) -> None:
+        """The head is over: those who joined have their first token, or their only one, or none yet."""
+        decodes = self._demand.decodes
+        for request in self._joining:
+            if is_spoken or not decodes[request]:
+                self._speak(request)
+            else:
+                self._silent.append(request)
+            heapq.heappush(self._seats, (self._clock + decodes[request], request))
+        self._joining = []
+
+    def _speak(self, request: int) -> None:
+        if self._ledger.first_us[request] < 0.0:  # a request begun again has spoken before
+            self._ledger.first_us[request] = self._now_us()
+
+    def end(self, done: StepDone) -> Sequence[int]:
+        """Books what the step gave, and lets those who are done go."""
+        is_decode, self._runs = self._runs is self._decode, None
+        if self._ahead:
+            return ()
+        if is_decode:
+            self._clock += 1
+            if self._silent:
+                for request in self._silent:
+                    self._speak(request)
+                self._silent = []
+        else:
+            self._sit(self._demand.head_speaks)
+        if not self._seats or self._seats[0][0] > self._clock:
+            return ()
+        leaving, now_us = [], self._now_us()
+        while self._seats and self._seats[0][0] <= self._clock:
+            request = heapq.heappop(self._seats)[1]
+            self._ledger.done_us[request] = now_us
+            leaving.append(request)
+        return leaving

@@ -1,0 +1,226 @@
+"""VirtualStepper: steps that compute nothing and take the time that is true of them, on a virtual clock.
+
+Devices, links and queues are those of the simulator's one loop (`machine`). `take` moves the clock: to the next
+end of a step, to a loss or a return of a device, or by its timeout. A step takes what its launches and
+transfers take at true costs, times its `scale`; with jitter each one varies. State that an earlier step left
+elsewhere than a later one wants it moves before the later one runs, in as large a part as the earlier one was;
+what a step of rows that join leaves behind never moves back. Deterministic by seed.
+
+Not handled: bytes moved are not counted, and memory is not watched.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from types import TracebackType
+
+import numpy as np
+
+from tessera.execute.lanes import Lanes
+from tessera.execute.stepper import (
+    DeviceBack,
+    DeviceLost,
+    DeviceStatus,
+    Event,
+    StepCall,
+    StepDone,
+    Tensors,
+    Use,
+)
+from tessera.ir import Plan
+from tessera.simulate.core import Work
+from tessera.simulate.machine import Machine
+from tessera.simulate.truth import Truth
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A device is lost at a time, and may come back."""
+
+    device: str
+    at_s: float
+    # None: it does not.
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """What happens to devices, beside what they are asked to do."""
+
+    seed: int = 0
+    # Each step takes exp(jitter * normal) times as long.
+    jitter: float = 0.0
+    losses: tuple[Loss, ...] = ()
+    # (device, second, factor)
+    slowdowns: tuple[tuple[str, float, float], ...] = ()
+    # True if somebody plans around a device that does not come back, so that requests wait for that.
+    is_mended: bool = False
+
+
+FAIR = Weather()
+
+
+@dataclass(slots=True)
+class _Open:
+    """A microbatch: its lane, and the step that ran last or runs."""
+
+    lane: int
+    call: StepCall | None = None
+    since_us: float = 0.0
+    works: tuple[Work, ...] = ()
+
+
+class VirtualStepper:
+    """A `Stepper`; `outputs` makes what a step hands out, where somebody looks at it."""
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        truth: Truth | None = None,
+        weather: Weather = FAIR,
+        outputs: Callable[[StepCall], Tensors] | None = None,
+    ) -> None:
+        self.plans, self.lanes = tuple(plans), Lanes(plans)
+        self._truth, self._weather, self._outputs = truth or Truth(plans[0]), weather, outputs
+        self._names = self._truth.cluster.names
+        self._scripts = self._truth.scripts()
+        num_devices, num_buses = len(self._names), self._scripts[0].wires.num_buses
+        self.machine = Machine(num_devices, num_buses, not weather.jitter)
+        self._open: dict[int, _Open] = {}
+        # (lane, step before, its scale, step, scale) -> what runs.
+        self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
+        self._busy_s: dict[Work, dict[str, float]] = {}
+        self._random = np.random.default_rng([weather.seed, 7])
+        self._agenda: list[tuple[float, int, Callable[[], Event | None]]] = []
+        self._order = count()
+        for loss in weather.losses:
+            self._at(loss.at_s, lambda loss=loss: self._lose(loss))  # type: ignore[misc]
+            if loss.back_s is not None:
+                self._at(loss.back_s, lambda name=loss.device: self._return(name))  # type: ignore[misc]
+        for name, second, factor in weather.slowdowns:
+            self._at(second, lambda name=name, factor=factor: self._slow_down(name, factor))  # type: ignore[misc]
+
+    def __enter__(self) -> "VirtualStepper":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        pass
+
+    def load(self, plans: Sequence[Plan]) -> None:
+        """Microbatches that are open go on along their lanes."""
+        self.lanes.load(plans)
+        self.plans = tuple(plans)
+
+    def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
+        """Its state is nowhere in particular."""
+        self._open[microbatch] = _Open(lane)
+
+    def close(self, microbatch: int) -> None:
+        """Nothing is left of it."""
+        self._open.pop(microbatch, None)
+
+    def start(self, call: StepCall) -> None:
+        """Its first launches are ready now."""
+        here = self._open[call.microbatch]
+        here.works = self._works_of(here, call)
+        here.call, here.since_us = call, self.machine.now_us
+        self.machine.start(call.microbatch, here.works)
+
+    def take(self, timeout_s: float | None) -> Event | None:
+        """Moves the clock; with nothing to wait for and no timeout, None at once."""
+        limit_us = float("inf") if timeout_s is None else self.machine.now_us + timeout_s * 1e6
+        while True:
+            next_us = self._agenda[0][0] if self._agenda else float("inf")
+            microbatch = self.machine.take(min(limit_us, next_us))
+            if microbatch is not None:
+                return self._done(microbatch)
+            if next_us > limit_us or not self._agenda:
+                return None
+            event = heapq.heappop(self._agenda)[2]()
+            if event is not None:
+                return event
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def use(self) -> Use:
+        """Busy times, and which devices are there."""
+        lost = self.lanes.lost
+        status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
+        busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
+        return Use(busy, {}, status)
+
+    def now_s(self) -> float:
+        """Since the stepper was made."""
+        return self.machine.now_us * 1e-6
+
+    @property
+    def busy_us(self) -> list[float]:
+        """Of every device, then of every bus."""
+        return self.machine.busy_us
+
+    def _done(self, microbatch: int) -> StepDone:
+        here = self._open[microbatch]
+        call, work = here.call, here.works[-1]
+        assert call is not None, "what ends was started"
+        busy_s = self._busy_s.get(work)
+        if busy_s is None:
+            script, scale = work
+            busy_s = {
+                name: us * scale * 1e-6 for name, us in zip(self._names, script.device_us, strict=True) if us
+            }
+            if not self._weather.jitter:
+                self._busy_s[work] = busy_s
+        outputs = self._outputs(call) if self._outputs is not None else {}
+        seconds = (self.machine.now_us - here.since_us) * 1e-6
+        return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
+
+    def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:
+        """The runs of a step, after what ran before it in the same microbatch."""
+        last = here.call
+        before = -1 if last is None else last.step
+        moved = 1.0 if last is None else last.scale
+        key = (here.lane, before, moved, call.step, call.scale)
+        found = self._known.get(key)
+        if found is None:
+            lane = self.lanes.all[here.lane]
+            first = lane.plan.first_step(lane.lane)
+            steps = self._scripts[lane.lane.variant].steps(lane.lane.placement)
+            moves = [] if last is None else [steps[n - first][0] for n in range(before + 1, call.step + 1)]
+            found = (*((m, moved) for m in moves if m is not None), (steps[call.step - first][1], call.scale))
+            self._known[key] = found
+        if not self._weather.jitter:
+            return found
+        factor = float(np.exp(self._weather.jitter * self._random.standard_normal()))
+        return tuple((script, scale * factor) for script, scale in found)
+
+    def _at(self, second: float, action: Callable[[], Event | None]) -> None:
+        heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
+
+    def _lose(self, loss: Loss) -> DeviceLost | None:
+        name = loss.device
+        if name in self.lanes.lost:
+            return None
+        self.lanes.lost.add(name)
+        gone = [n for n, here in self._open.items() if name in self.lanes.all[here.lane].devices]
+        self.machine.drop(gone)
+        for number in gone:
+            del self._open[number]
+        if loss.back_s is not None:
+            retry_s: float | None = loss.back_s - loss.at_s
+        else:
+            retry_s = float("inf") if self._weather.is_mended else None
+        return DeviceLost(name, tuple(gone), f"{name} was lost at {loss.at_s:g} s (simulated)", 1, retry_s)
+
+    def _return(self, name: str) -> DeviceBack:
+        self.lanes.lost.discard(name)
+        return DeviceBack(name)
+
+    def _slow_down(self, name: str, factor: float) -> None:
+        """Every launch takes longer there, from each microbatch's next step on."""
+        self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
+        self._scripts = self._truth.scripts()
+        self._known.clear()
