@@ -20,7 +20,7 @@ from tessera.errors import MismatchError, RuleBroken, WorkerError
 from tessera.execute.messages import Piece
 from tessera.execute.packing import Packed
 from tessera.execute.worker import Setup
-from tessera.ir import AWAY, Device, Program, Trace, verify
+from tessera.ir import AWAY, Cluster, Device, Program, Trace, verify
 from tessera.ir.codec import Undecodable, decode, encode
 
 NAME = "briefing"
@@ -47,7 +47,7 @@ class Briefing:
     """A `Setup` that can travel; the fields that both have mean the same."""
 
     device: int
-    devices: tuple[Device, ...]
+    cluster: Cluster
     traces: tuple[Trace, ...]
     programs: tuple[tuple[Program, ...], ...]
     # Those that this device reads.
@@ -68,7 +68,7 @@ def briefing_of(setup: Setup, session: bytes) -> Briefing:
     """What the worker of this setup must know."""
     return Briefing(
         setup.device,
-        setup.devices,
+        setup.cluster,
         tuple(setup.traces),
         tuple(tuple(lane) for lane in setup.programs),
         tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items())),
@@ -109,7 +109,7 @@ def unpack_briefing(packed: Mapping[str, Packed]) -> Briefing:
 
 
 def _check_sizes(briefing: Briefing) -> None:
-    steps, world = len(briefing.traces), len(briefing.devices)
+    steps, world = len(briefing.traces), len(briefing.cluster.devices)
     if not 0 <= briefing.device < world or steps == 0 or len(briefing.epochs) != world:
         raise ValueError(f"there is no device {briefing.device} of {world} in {steps} steps")
     if min(briefing.microbatches, briefing.num_threads) < 1:
@@ -140,7 +140,7 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
         own[weight.name] = _laid_out(found.detach(), weight.stride)
     return Setup(
         device=briefing.device,
-        devices=tuple(replace(d, ordinal=0) if d.ordinal == AWAY else d for d in briefing.devices),
+        cluster=replace(briefing.cluster, devices=tuple(map(_here, briefing.cluster.devices))),
         traces=briefing.traces,
         programs=list(briefing.programs),
         weights=own,
@@ -155,6 +155,11 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
         us=briefing.us,
         host=host,
     )
+
+
+def _here(device: Device) -> Device:
+    """A device as its own machine counts it."""
+    return replace(device, ordinal=0) if device.ordinal == AWAY else device
 
 
 class Pieces:

@@ -2,8 +2,8 @@
 
 One rule everywhere, in services, runs and simulations: the lane that is furthest below its share of the open
 microbatches, counting the newcomer; of equals the first. A plan's lane table says the shares (entry i is the
-lane of microbatch i), else the lanes' rates do. With all microbatches open this keeps each of them on its lane
-from request to request.
+lane of microbatch i), else the lanes' rates do. With all microbatches open this keeps each of them on its
+lane from request to request.
 
 The lanes of all plans that were ever loaded are numbered one after another, so that a microbatch can go on
 along a lane of a plan that was replaced. Importing this imports no torch.

@@ -58,6 +58,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Worker to engine: nothing of a cancelled run goes on here any more."""
+
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Engine to worker: more lanes, numbered from `first_lane`; see `pack_programs`."""
 
@@ -210,7 +217,7 @@ class StoreValue:
 Calling = Hello | Welcome | Refused | Want | Piece | Briefed
 Meeting = Ready | StoreSet | StoreGet | StoreValue | Relink | PeerLost
 Order = Begin | Clear | Cancel | Load | Where
-Message = Calling | Meeting | Order | Done | Progress | Failed
+Message = Calling | Meeting | Order | Cancelled | Done | Progress | Failed
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
 # Fields that hold tensors, by name.
 TENSORS = ("inputs", "state", "outputs", "briefing", "programs", "piece")
@@ -277,7 +284,8 @@ def decode(data: bytes) -> Message:
 
 def pack_programs(programs: Sequence[Sequence[Program]]) -> dict[str, Packed]:
     """Programs of some lanes, as `Load` carries them."""
-    text = json.dumps(codec.encode(tuple(tuple(lane) for lane in programs)), separators=(",", ":")).encode()
+    plain = [[codec.encode(program) for program in lane] for lane in programs]
+    text = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
     return {PROGRAMS: ("uint8", (len(text),), text)}
 
 

@@ -89,16 +89,20 @@ def run_offline(
     policy: int | Callable[[int], int] = 0,
     on_done: Callable[[int], None] = lambda number: None,
     spans: SpanLog | None = None,
+    is_timed: bool = False,
+    skips: tuple[str, ...] = (),
 ) -> OfflineRun:
     """Runs all requests, as many at a time as the plan in force says.
 
     policy   under which requests begin, or what it is when so many have ended: a switch drains nothing
     on_done  hears the number of every request that ends
     spans    the stepper's own log of launches and transfers, begun anew here
+    is_timed only how long they take matters: state begins as zeros, and neither it nor outputs are kept
+    skips    outputs that nobody asks for
     """
     check_batches(stepper.plans[0], requests)
     choose = policy if callable(policy) else lambda num_done: policy
-    run = _Run(stepper, requests, choose, on_done, spans)
+    run = _Run(stepper, requests, choose, on_done, spans, is_timed, skips)
     return run.through()
 
 
@@ -112,7 +116,10 @@ class _Run(Watcher[int]):
         policy: Callable[[int], int],
         on_done: Callable[[int], None],
         spans: SpanLog | None,
+        is_timed: bool,
+        skips: tuple[str, ...],
     ) -> None:
+        self.is_timed, self.skips = is_timed, skips
         self._stepper, self._policy, self._on_done, self.spans = stepper, policy, on_done, spans
         self.requests = requests
         self.origin_s = stepper.now_s()
@@ -206,9 +213,9 @@ class _One:
         if run.spans is not None:
             run.spans.open(self._number, request)
 
-    def state(self) -> Tensors:
+    def state(self) -> Tensors | None:
         """As its first run finds it."""
-        return self._request.state()
+        return None if self._run.is_timed else self._request.state()
 
     def next_step(self, num_waiting: int) -> StepCall | None:
         """The next run of its steps."""
@@ -217,11 +224,14 @@ class _One:
         step, run = self._left.pop()
         last = self._result.outputs[-1] if self._result.outputs else {}
         inputs = self._request.inputs(step, run, last)
-        return StepCall(self._number, self._first_step + step, inputs, wants_state=not self._left)
+        wants_state = not self._left and not self._run.is_timed
+        return StepCall(self._number, self._first_step + step, inputs, self._run.skips, wants_state)
 
     def end(self, done: StepDone) -> Sequence[int]:
         """It leaves after its last run."""
         if done.outputs:
+            if self._run.is_timed:
+                self._result.outputs.clear()
             self._result.outputs.append(dict(done.outputs))
         if self._left:
             return ()

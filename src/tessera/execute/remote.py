@@ -24,7 +24,7 @@ from tessera.execute import messages
 from tessera.execute.briefing import Pieces, briefing_of, pack_briefing
 from tessera.execute.gate import Caller, Gate
 from tessera.execute.handshake import link_key
-from tessera.execute.hub import QUICK_FAILURES, START_TIMEOUT_S, Line, LocalHub, Lost, Up
+from tessera.execute.hub import FORKSERVER, QUICK_FAILURES, START_TIMEOUT_S, Line, LocalHub, Lost, Up
 from tessera.execute.messages import Briefed, Failed, Ready, Want, Welcome
 from tessera.execute.muster import Muster
 from tessera.execute.worker import Setup
@@ -36,6 +36,8 @@ ABSENT_S = 20.0
 # Of what a worker says before it has started.
 MAX_ASKED_BYTES = 1 << 16
 SESSION_BYTES = 16
+# Workers that are lost while they are briefed, before this counts as a failure.
+MAX_BRIEFINGS = 3
 
 
 @dataclass
@@ -74,18 +76,16 @@ class RemoteHub(LocalHub):
 
     def __init__(
         self,
-        names: Sequence[str],
         setups: Sequence[Setup],
-        method: str = "spawn",
         *,
         gate: Gate,
         secret: bytes,
         here: frozenset[int] = frozenset(),
         digest: str = "",
         about: Callable[[int], str] = lambda device: "",
-        max_failures: int | None = None,
     ) -> None:
-        super().__init__(names, setups, method, max_failures=max_failures)
+        names = [device.name for device in setups[0].devices]
+        super().__init__(names, setups, FORKSERVER)
         self._gate, self._here, self._about = gate, here, about
         self._session = os.urandom(SESSION_BYTES)
         key = link_key(secret, self._session)
@@ -105,17 +105,23 @@ class RemoteHub(LocalHub):
     def _open(self, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
         if device in self._here:
             return super()._open(device, setup, is_over)
-        self._muster.awaited.add(device)
-        caller = self._await(device, is_over)
-        self._muster.awaited.discard(device)
-        line = Called(caller.pipe)
-        try:
-            self._brief(caller, setup, is_over)
-        except BaseException:
-            line.end(0.0)
-            caller.pipe.close()
-            raise
-        return line
+        for _ in range(MAX_BRIEFINGS):
+            self._muster.awaited.add(device)
+            caller = self._await(device, is_over)
+            self._muster.awaited.discard(device)
+            line = Called(caller.pipe)
+            try:
+                self._brief(caller, setup, is_over)
+            except (EOFError, OSError):  # it was lost meanwhile; another may come
+                line.end(0.0)
+                caller.pipe.close()
+            except WorkerError:
+                line.end(0.0)
+                caller.pipe.close()
+                raise
+            else:
+                return line
+        raise WorkerError(f"{MAX_BRIEFINGS} workers hung up while they were briefed")
 
     def _await(self, device: int, is_over: Callable[[], bool]) -> Caller:
         """The worker of a device, when it has called."""

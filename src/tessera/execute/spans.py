@@ -57,7 +57,7 @@ class SpanLog:
         for number, start, stop in done.transfers:
             transfer = program.transfers[int(number)]
             begin = (start + offset_s(transfer.src) - self._origin_s) * 1e6
-            track, label = f"{names[transfer.src]} -> {names[device]}", f"{transfer.num_bytes} bytes"
+            track, label = f"{names[transfer.src]} -> {names[transfer.dst]}", f"{transfer.num_bytes} bytes"
             # Clocks of two machines agree to a message's time only; a span must not end before it starts.
             end = max(begin, (stop + here_s) * 1e6)
             spans.append(Span(track, label, request, microbatch, begin, end, True))

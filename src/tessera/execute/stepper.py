@@ -5,8 +5,8 @@
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
 A stepper has plans loaded. A microbatch is opened on one lane of one of them, with state of its own, and runs
-one step at a time: `start` begins it, `take` tells its end. Microbatches run beside one another, which is what
-hides transfers. Which lane a microbatch gets is the scheduler's choice, out of `lanes`.
+one step at a time: `start` begins it, `take` tells its end. Microbatches run beside one another, which is
+what hides transfers. Which lane a microbatch gets is the scheduler's choice, out of `lanes`.
 
 A device that is lost takes the microbatches of its lanes with it; they are closed when `take` tells. The
 stepper brings the device back by itself, in the background, and tells that too.

@@ -32,6 +32,7 @@ from tessera.execute.memory import Storage, bytes_of, constant, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
+    Cancelled,
     Clear,
     Done,
     Failed,
@@ -49,7 +50,7 @@ from tessera.execute.packing import pack, unpack
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.stand import Ground, Stand
 from tessera.execute.transport import Arrived, Gone, RunTransfer, open_transport
-from tessera.ir import BufferKind, Device, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
+from tessera.ir import BufferKind, Cluster, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
@@ -60,8 +61,7 @@ class Setup:
     """What a worker is born with."""
 
     device: int
-    # Of the cluster.
-    devices: tuple[Device, ...]
+    cluster: Cluster
     traces: tuple[Trace, ...]
     # programs[lane][index], by the lane's number among all that were ever loaded.
     programs: list[Sequence[Program]]
@@ -247,6 +247,7 @@ class Worker:
                 self._begin(news)
             case Cancel(run):
                 self._cancel(run)
+                self._answers.tell(Cancelled(run))
             case Clear(microbatch, lane):
                 self._clear(microbatch, lane)
             case Load(first_lane, packed):
@@ -388,6 +389,8 @@ class Worker:
 def main(pipe: Connection) -> None:
     """The entry of a process of the engine's machine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
+    # Streams that share a hardware queue wait for one another; read when CUDA starts, with the first weight.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         setup = take_over(pipe)
     except (EOFError, OSError):
@@ -428,7 +431,7 @@ def serve(setup: Setup, pipe: Connection) -> None:
 
 def _backend(setup: Setup, store: Store, orders: Orders, answers: Answers) -> Backend:
     """By the kind of the device."""
-    if setup.devices[setup.device].kind is DeviceKind.CUDA:
+    if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
         made: Backend = CudaWorker(setup, store, orders, answers)

@@ -27,7 +27,18 @@ from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.hub import FORKSERVER, Hub, LocalHub, Lost, Up, hidden_main
 from tessera.execute.inbox import Hangup, Wake
 from tessera.execute.lanes import Lanes, LoadedLane
-from tessera.execute.messages import Begin, Cancel, Clear, Done, Failed, PeerLost, Progress, Where
+from tessera.execute.messages import (
+    Begin,
+    Cancel,
+    Cancelled,
+    Clear,
+    Done,
+    Failed,
+    Message,
+    PeerLost,
+    Progress,
+    Where,
+)
 from tessera.execute.packing import Packed, pack, pack_all, unpack_all
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import (
@@ -150,6 +161,9 @@ class WorkerStepper:
         self._open: dict[int, _Microbatch] = {}
         # Lost, and not told yet.
         self._dead: set[int] = set()
+        # Microbatch -> (run, device) that was told to stop and has not said that it did; orders that wait.
+        self._ending: dict[int, set[tuple[int, int]]] = {}
+        self._held: dict[int, list[tuple[int, Message]]] = {}
         self._running: dict[int, _Running] = {}
         self._num_runs = 0
         self._inquiries: list[_Inquiry] = []
@@ -195,7 +209,7 @@ class WorkerStepper:
         self._open[microbatch] = _Microbatch(microbatch, found, dict(state or {}))
         if state is None:
             for device in self._devices(found):
-                self.hub.order(device, Clear(microbatch, lane))  # one that is gone is heard of as a hang-up
+                self._order(microbatch, device, Clear(microbatch, lane))
 
     def close(self, microbatch: int) -> None:
         """Frees a microbatch that runs nothing."""
@@ -318,7 +332,23 @@ class WorkerStepper:
                 self.spans is not None,
                 skips,
             )
-            self.hub.order(device, order)
+            self._order(opened.number, device, order)
+
+    def _order(self, microbatch: int, device: int, order: Message) -> None:
+        """Sends an order of a microbatch; those of one whose cancelled run is not over everywhere wait."""
+        if self._ending.get(microbatch):
+            self._held.setdefault(microbatch, []).append((device, order))
+        else:
+            self.hub.order(device, order)  # one that is gone is heard of as a hang-up
+
+    def _over(self, is_over: Callable[[int, int], bool]) -> None:
+        """Some cancelled runs (by run and device) are over; orders that waited for the last one go out."""
+        for microbatch, ending in list(self._ending.items()):
+            ending -= {pair for pair in ending if is_over(*pair)}
+            if not ending:
+                del self._ending[microbatch]
+                for device, order in self._held.pop(microbatch, []):
+                    self.hub.order(device, order)
 
     def _take_state(self, opened: _Microbatch, program: Program) -> dict[int, dict[str, Packed]]:
         """Device -> the state that lives there and that this run is the first to use."""
@@ -337,6 +367,8 @@ class WorkerStepper:
         match message:
             case Done():
                 self._collect(device, message)
+            case Cancelled(run):
+                self._over(lambda of, at: (of, at) == (run, device))
             case Up():
                 self.lanes.lost.discard(self._names[device])
                 self._events.append(DeviceBack(self._names[device]))
@@ -509,8 +541,16 @@ class WorkerStepper:
     def _end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
         """Closes microbatches; whoever still works for one is told to stop."""
         for run in [r for r, running in self._running.items() if running.microbatch.number in microbatches]:
-            for other in self._running.pop(run).missing - set(gone):
+            running = self._running.pop(run)
+            number = running.microbatch.number
+            if self._held.pop(number, None) is not None:
+                continue  # nobody has heard of it
+            for other in running.missing - set(gone):
+                self._ending.setdefault(number, set()).add((run, other))
                 self.hub.order(other, Cancel(run))
+        for number in microbatches:
+            self._held.pop(number, None)
+        self._over(lambda run, device: device in gone)
         for number in microbatches:
             del self._open[number]
         self._dead.update(microbatches)
@@ -547,7 +587,7 @@ def make_setups(
     return [
         Setup(
             device,
-            plan.cluster.devices,
+            plan.cluster,
             traces,
             list(programs),
             own,

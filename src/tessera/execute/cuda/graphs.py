@@ -1,15 +1,15 @@
 """DeviceGraphs: what one device holds for some programs: weights, and memory and graphs by microbatch.
 
-Every microbatch has one graph for each program, over the same weights and its own state; programs that do the
-same share a graph. Graphs are captured when `prepare` is called, or when they are first asked for. Memory is
-counted before anything is allocated; temporaries come on top, inside the graphs' own pools.
+Every microbatch has one graph for each program, over the same weights and its own state; programs without
+transfers that do the same share a graph. Graphs are captured when `prepare` is called, or when they are first
+asked for. Memory is counted before anything is allocated; temporaries come on top, inside the graphs' own
+pools.
 
 Used by a worker (`worker`), with a transport, and without one to measure steps that run whole on a device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -72,9 +72,10 @@ class DeviceGraphs:
         self._clockwork = Clockwork(
             cluster, number, us, num_microbatches, scale, is_profiled, card, keeps_links
         )
-        # Programs that differ, in order, and their numbers.
         self._programs: list[Program] = []
-        self._numbers: dict[Program, int] = {}
+        # What a program does -> the first that does it; program -> whose graph it has.
+        self._numbers: dict[object, int] = {}
+        self._shared: list[int] = []
         self._rooms: list[Room] = []
         # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at.
         self.marks = torch.zeros(num_microbatches, dtype=torch.int32)
@@ -84,25 +85,22 @@ class DeviceGraphs:
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
 
     def add(self, programs: Sequence[Program]) -> list[int]:
-        """Makes room for programs; those that do what another does need none. Gives their numbers."""
-        keys = [key_of(program) for program in programs]
-        new = list(dict.fromkeys(p for p in keys if p not in self._numbers))
-        if new:
-            self._add(new)
-        return [self._numbers[key] for key in keys]
-
-    def _add(self, new: Sequence[Program]) -> None:
-        self._check_memory(new)
-        for program in new:
-            self._numbers[program] = len(self._programs)
-            self._programs.append(program)
+        """Makes room for the programs of a lane; gives their numbers, which the transport counts too."""
+        self._check_memory(programs)
+        first = len(self._programs)
+        self._programs += programs
+        for number, program in enumerate(programs, first):
+            # Programs without transfers that do the same share a graph; the first of them has it.
+            key = (program.step, program.instructions, program.weights, program.homes, program.outputs)
+            self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
         if self.transport is not None:
-            self.transport.add(new, self.traces)
+            self.transport.add(programs, self.traces)
         while len(self._rooms) < self.num_microbatches:
             self._rooms.append(self._open_room(len(self._rooms)))
         for room in self._rooms:
-            for program in new:
+            for program in programs:
                 self._make_room(room, program)
+        return list(range(first, len(self._programs)))
 
     def room(self, microbatch: int) -> Room:
         """What a microbatch has."""
@@ -110,7 +108,7 @@ class DeviceGraphs:
 
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:
         """The graph of a program in a microbatch; None where this device has no share in it."""
-        key = (microbatch, number)
+        key = (microbatch, self._shared[number])
         if key not in self._graphs and self._has_share(self._programs[number]):
             self._graphs[key] = self._capture(self._rooms[microbatch], number)
         return self._graphs.get(key)
@@ -123,15 +121,16 @@ class DeviceGraphs:
                     self.graph(microbatch, number)
         self.device.synchronize()
 
-    def relink(self, peer: int) -> None:
-        """A peer was started again: what sends there is captured anew."""
-        if self.transport is None or not self.transport.relink(peer):
-            return
+    def relink(self, peer: int, epoch: int) -> bool:
+        """The link to a peer is opened anew; True if what sends there must be captured again."""
+        if self.transport is None or not self.transport.relink(peer, epoch):
+            return False
         mine = self.device.number
         for microbatch, number in list(self._graphs):
             pairs = {(t.src, t.dst) for t in self._programs[number].transfers}
             if (mine, peer) in pairs:
                 del self._graphs[microbatch, number]
+        return True
 
     def close(self) -> None:
         """Waits for the GPU and gives back graphs, memory and streams."""
@@ -258,11 +257,6 @@ class DeviceGraphs:
             remedy,
             self.device.record.name,
         )
-
-
-def key_of(program: Program) -> Program:
-    """What a graph is made of: equal for programs of different lanes and plans that do the same."""
-    return replace(program, lane=0, count=1)
 
 
 def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:

@@ -37,7 +37,7 @@ class _Mirror:
         if torch.cuda.is_available():
             self.tensor = self.tensor.pin_memory()
         self.address, self.layout = self.tensor.data_ptr(), layout
-        self.bytes = memoryview(self.tensor.numpy())
+        self.bytes = memoryview(self.tensor.numpy().data)
         flags = layout.num_flags
         self.flags = self.tensor.numpy()[: flags * WORD].view(np.int64)
 
@@ -105,7 +105,8 @@ class Host:
         """A place on the GPU."""
         generation, at = self._at(spot)
         start = self._mirrors[generation][self._device].layout.place(at)
-        return self._places[generation].untyped_storage()[start : start + num_bytes]
+        storage: torch.UntypedStorage = self._places[generation].untyped_storage()[start : start + num_bytes]
+        return storage
 
     def record(self, spot: Spot) -> torch.Tensor:
         """None comes."""
@@ -153,7 +154,7 @@ class Host:
         """Flags of this device."""
         self._fill(microbatch, 1)
 
-    def reset(self, microbatch: int) -> None:
+    def reset(self, microbatch: int, program: int) -> None:
         """Flags of this device, and what was to be sent."""
         self._fill(microbatch, 0)
         for mirrors in self._mirrors:
@@ -161,13 +162,10 @@ class Host:
                 start, size = mirror.layout.flags(microbatch)
                 mirror.flags[start // WORD : (start + size) // WORD] = 0
 
-    def relink(self, device: int) -> bool:
+    def relink(self, device: int, epoch: int) -> bool:
         """The links do that; graphs name this process's own memory only."""
-        return False
-
-    def relink_to(self, device: int, epoch: int) -> None:
-        """A peer was started again."""
         self._links.relink(device, epoch)
+        return False
 
     def close(self) -> None:
         """Ends the links and their threads."""

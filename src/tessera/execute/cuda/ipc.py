@@ -35,7 +35,17 @@ class Ipc:
 
     carries_records = True
 
-    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int, store: Keeper) -> None:
+    def __init__(
+        self,
+        device: int,
+        ordinal: int,
+        num_devices: int,
+        microbatches: int,
+        store: Keeper,
+        epochs: Sequence[int],
+    ) -> None:
+        """`epochs`: how often every device's worker was started before."""
+        self._epochs = list(epochs)
         self._device, self._ordinal, self._num = device, ordinal, num_devices
         self._microbatches, self._store = microbatches, store
         # (added together, device) -> layout of its inbox; one a call of `add`.
@@ -45,6 +55,7 @@ class Ipc:
         self._opened: dict[tuple[int, int], int] = {}
         # Program -> (added together, number there)
         self._where: list[tuple[int, int]] = []
+        self._programs: list[Program] = []
         self._side = driver.new_stream(ordinal)
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
@@ -53,6 +64,7 @@ class Ipc:
         layouts = [InboxLayout(programs, traces, d, self._microbatches) for d in range(self._num)]
         self._layouts.append(layouts)
         self._where += [(generation, number) for number in range(len(programs))]
+        self._programs += programs
         memory = driver.SharedMemory(self._ordinal, layouts[self._device].total_bytes)
         self._inboxes.append(memory)
         self._store.set(self._key(generation, self._device), memory.handle)
@@ -94,12 +106,22 @@ class Ipc:
         """On a stream of its own: those of the graphs wait."""
         self._fill(microbatch, 1)
 
-    def reset(self, microbatch: int) -> None:
-        """Likewise."""
+    def reset(self, microbatch: int, program: int) -> None:
+        """Likewise; then what this device has set in other inboxes."""
         self._fill(microbatch, 0)
+        generation, _ = self._where[program]
+        for number, transfer in enumerate(self._programs[program].transfers):
+            base = self._opened.get((generation, transfer.dst))
+            if transfer.src == self._device and base is not None:
+                flag = self._layouts[generation][transfer.dst].flag(Spot(microbatch, 0, number))
+                driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
+        self._side.synchronize()
 
-    def relink(self, device: int) -> bool:
-        """Its inbox is another."""
+    def relink(self, device: int, epoch: int) -> bool:
+        """Its inbox is another, if its worker is."""
+        if epoch == self._epochs[device]:
+            return False
+        self._epochs[device] = epoch
         for key in [k for k in self._opened if k[1] == device]:
             driver.close_shared(self._opened.pop(key))
         return True
@@ -134,6 +156,5 @@ class Ipc:
                 raise PeerAway(error.message, device=device) from error
         return self._opened[key]
 
-    @staticmethod
-    def _key(generation: int, device: int) -> str:
-        return f"ipc/{generation}/{device}"
+    def _key(self, generation: int, device: int) -> str:
+        return f"ipc/{generation}/{device}/{self._epochs[device]}"

@@ -29,7 +29,6 @@ from tessera.ir import Program, Trace
 ID_BYTES = 128
 _BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
 _SET, _AT_LEAST = 9, 5  # NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_GE
-KEY = "nvshmem/id"
 
 
 class _IdArgs(ctypes.Structure):
@@ -73,7 +72,9 @@ class Nvshmem:
 
     carries_records = True
 
-    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int, store: Keeper) -> None:
+    def __init__(
+        self, device: int, ordinal: int, num_devices: int, microbatches: int, store: Keeper, epoch: int = 0
+    ) -> None:
         self._device, self._ordinal, self._num, self._microbatches = (
             device,
             ordinal,
@@ -85,17 +86,17 @@ class Nvshmem:
         self._bases: list[int] = []
         self._where: list[tuple[int, int]] = []
         self._side = driver.new_stream(ordinal)
-        self._join(store)
+        self._join(store, f"nvshmem/{epoch}")
 
-    def _join(self, store: Keeper) -> None:
+    def _join(self, store: Keeper, key: str) -> None:
         library = _library()
         name = (ctypes.c_char * ID_BYTES)()
         ctypes.cast(name, ctypes.POINTER(ctypes.c_int))[0] = (1 << 16) + ID_BYTES
         if self._device == 0:
             self._ask(library.nvshmemx_get_uniqueid(name), "make an identifier")
-            store.set(KEY, bytes(name))
+            store.set(key, bytes(name))
         else:
-            found = store.get(KEY, MEET_S)
+            found = store.get(key, MEET_S)
             if len(found) != ID_BYTES:
                 raise WorkerError("the identifier of the NVSHMEM group is broken", "Update both sides.")
             ctypes.memmove(name, found, ID_BYTES)
@@ -177,11 +178,11 @@ class Nvshmem:
         """Sets this device's flags."""
         self._fill(microbatch, 1)
 
-    def reset(self, microbatch: int) -> None:
-        """Clears them."""
+    def reset(self, microbatch: int, program: int) -> None:
+        """Clears them; after a loss all workers are started again, so none is set elsewhere."""
         self._fill(microbatch, 0)
 
-    def relink(self, device: int) -> bool:
+    def relink(self, device: int, epoch: int) -> bool:
         """Never: all workers are started again together."""
         return False
 

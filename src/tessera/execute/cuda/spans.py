@@ -49,16 +49,16 @@ class Calibration:
 def rows_of(
     graph: ShareGraph, device: int, is_stretched: bool, clock: Calibration
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """((launch, start, stop, 0) of every launch that was timed, (transfer, start, stop) of every send)."""
+    """(rows of launches: launch, start, stop, time at work; rows of sends: transfer, start, stop)."""
     records = graph.records.cpu().tolist()
     if not records:
         return [], []
     column, first = graph.program.instructions[device], len(graph.trace.launches)
-    spans = [
-        [launch, clock.seconds(records[launch][STARTED]), _stop(records[launch], is_stretched, clock), 0.0]
-        for launch in (x.launch for x in column if isinstance(x, Run))
-        if records[launch][STARTED]
-    ]
+    spans = []
+    for launch in (x.launch for x in column if isinstance(x, Run)):
+        if records[launch][STARTED]:
+            start, stop = clock.seconds(records[launch][STARTED]), _stop(records[launch], is_stretched, clock)
+            spans.append([launch, start, stop, stop - start])
     sends = [
         [number, clock.seconds(row[STARTED]), _stop(row, True, clock)]
         for number, transfer in enumerate(graph.program.transfers)

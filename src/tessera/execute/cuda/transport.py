@@ -11,7 +11,7 @@ step is begun when all devices have ended the last, so no flag and no place is w
 
 When a peer is lost in the middle of a step, this device's graph may wait for ever: `release` sets the flags
 of a microbatch from the CPU, so that the graph ends, with contents that nobody will look at; `reset` clears
-them when every device has ended it.
+them then.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class GpuTransport(Protocol):
     carries_records: bool
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """Makes room for the transfers of more programs, and meets the peers."""
+        """Makes room for the transfers of a lane's programs; every worker adds lanes in the same order."""
 
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """Memory of this device in which the buffer of a transfer is, once `wait` is over."""
@@ -68,11 +68,15 @@ class GpuTransport(Protocol):
     def release(self, microbatch: int) -> None:
         """Sets all flags of a microbatch, from the CPU."""
 
-    def reset(self, microbatch: int) -> None:
-        """Clears all flags of a microbatch whose graph has ended on every device."""
+    def reset(self, microbatch: int, program: int) -> None:
+        """Clears all flags of a microbatch here, and those that this device has set elsewhere.
 
-    def relink(self, device: int) -> bool:
-        """A peer's worker was started again; True if graphs that send there must be captured again."""
+        Called when a cancelled graph has ended here. When every device has done so, no flag is left: each
+        clears what it may still have set itself.
+        """
+
+    def relink(self, device: int, epoch: int) -> bool:
+        """The link to a peer is opened anew; True if graphs that send there must be captured again."""
 
     def close(self) -> None:
         """Lets go of what it holds."""

@@ -7,7 +7,7 @@ graph and copy out what is asked for, all on the microbatch's stream; the CPU th
 ended.
 
 When a run is cancelled, its graph may wait for a peer that is gone: its flags are set from here, so that it
-ends, and the microbatch is used again when it has ended everywhere.
+ends and its flags are cleared; the microbatch is used again when that is so on every device.
 
 How long the device was at work is measured for runs that wait for nobody; of others it is what the plan's
 costs say, times the scale.
@@ -52,7 +52,6 @@ from tessera.ir import Program, Recv, Run
 if TYPE_CHECKING:
     from tessera.execute.worker import Answers, Orders, Setup
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # How long the CPU looks away between two looks at runs that were launched.
 LOOK_S = 20e-6
 # A cancelled graph whose flags were set ends within milliseconds; one that does not is stuck elsewhere.
@@ -78,7 +77,6 @@ class CudaWorker:
     """The device's graphs and the loop."""
 
     def __init__(self, setup: "Setup", store: Keeper, orders: "Orders", answers: "Answers") -> None:
-        os.environ.setdefault(CONNECTIONS, "32")
         self._setup, self._orders, self._answers = setup, orders, answers
         # Where the worker is: (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
@@ -100,8 +98,6 @@ class CudaWorker:
         self._clock = Calibration.of(self._graphs.device) if setup.is_profiled else None
         # Oldest first.
         self._running: dict[int, _Running] = {}
-        # Microbatches with a cancelled run whose flags must be cleared.
-        self._dirty: set[int] = set()
         self._last_stop: Any = None
         # (microbatch, step, name) -> pinned memory that an input passes through.
         self._staged: dict[tuple[int, int, str], torch.Tensor] = {}
@@ -138,21 +134,20 @@ class CudaWorker:
                 raise TesseraError(f"a worker was sent {type(news).__name__}")
 
     def _load(self, programs: Sequence[Sequence[Program]]) -> None:
-        numbers = iter(self._graphs.add([p for lane in programs for p in lane]))
-        self._numbers += [[next(numbers) for _ in lane] for lane in programs]
+        self._numbers += [self._graphs.add(lane) for lane in programs]
         self._programs += programs
         self._graphs.prepare()
 
     def _relink(self, device: int, epoch: int) -> None:
-        transport = self._graphs.transport
-        if isinstance(transport, Host):
-            transport.relink_to(device, epoch)
-        self._graphs.relink(device)
-        self._graphs.prepare()
+        if self._graphs.relink(device, epoch):
+            self._graphs.prepare()
 
-    def _where(self) -> list[list[int]]:
+    def close(self) -> None:
+        """The process ends, and with it everything."""
+
+    def _where(self) -> list[list[float]]:
         """(microbatch, run, position of the last instruction that was begun) of every run in progress."""
-        rows = []
+        rows: list[list[float]] = []
         for run, running in list(self._running.items()):
             microbatch = running.order.microbatch
             rows.append([microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)])
@@ -262,10 +257,12 @@ class CudaWorker:
 
     def _cancel(self, run: int) -> None:
         running = self._running.pop(run, None)
+        self._over(run)
         if running is not None:
             self._end_stuck(running)
-            self._dirty.add(running.order.microbatch)
-        self._over(run)
+            if self._graphs.transport is not None:
+                order = running.order
+                self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
         self._answers.tell(Cancelled(run))
 
     def _end_stuck(self, running: _Running) -> None:
@@ -281,9 +278,6 @@ class CudaWorker:
     def _clear(self, microbatch: int, lane: int) -> None:
         """Zeros all state of a lane that lives here."""
         room = self._graphs.room(microbatch)
-        if microbatch in self._dirty and self._graphs.transport is not None:
-            self._graphs.transport.reset(microbatch)
-            self._dirty.discard(microbatch)
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:
                 for contents in self._state_of(room, program).values():
@@ -299,9 +293,9 @@ def _opener(setup: "Setup", store: Keeper, orders: "Orders") -> "Callable[[GpuDe
     def open_transport(device: GpuDevice) -> GpuTransport:
         place = (setup.device, device.ordinal, num, setup.microbatches)
         if setup.transport == "ipc":
-            return Ipc(*place, store)
+            return Ipc(*place, store, setup.epochs)
         if setup.transport == "nvshmem":
-            return Nvshmem(*place, store)
+            return Nvshmem(*place, store, setup.epoch)
         epochs = list(setup.epochs)
 
         def links(receiver: Host, max_bytes: Callable[[int], int]) -> Links:
