@@ -20,7 +20,8 @@ from tessera.errors import TesseraError
 from tessera.ir import Clock, Objective, Plan, Step, Timeline, save
 
 if TYPE_CHECKING:
-    from tessera.execute import Engine, RunResult
+    from tessera.execute.offline import RunResult
+    from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import Undivided, UnitRequest
 
 MODEL = "tiny-llama"
@@ -35,7 +36,7 @@ PROMPTS = (
 PROMPT_TOKENS = 48
 SIMULATED_REQUESTS = 12
 WORDS = (
-    "A lane is one way to place the launches; each slot keeps to one of the lanes. "
+    "A lane is one way to place the launches; each microbatch keeps to one of the lanes. "
     "Rates by busy time alone leave out all waiting."
 )
 SMALL = (
@@ -96,8 +97,9 @@ def _run(
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.capture.text import prompt_inputs
-    from tessera.execute import Engine
-    from tessera.execute.hub import FORKSERVER, hidden_main
+    from tessera.execute.hub import FORKSERVER
+    from tessera.execute.spans import SpanLog
+    from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
     from tessera.profile import make_cluster, parse_devices
 
@@ -132,25 +134,27 @@ def _run(
     for request in requests:
         reference.append(run_undivided(unit, request))
         advance("generating undivided, for comparison")
-    with hidden_main(), Engine(plans, workloads[0].weights(), method=FORKSERVER) as engine:
-        return [_run_policy(engine, plans, i, requests, reference, advance) for i in range(len(plans))]
+    with WorkerStepper(plans, workloads[0].weights(), method=FORKSERVER, max_failures=3) as stepper:
+        stepper.spans = SpanLog(plans[0])
+        return [_run_policy(stepper, i, requests, reference, advance) for i in range(len(plans))]
 
 
 def _run_policy(
-    engine: "Engine",
-    plans: list[Plan],
+    stepper: "WorkerStepper",
     policy: int,
     requests: "list[UnitRequest]",
     reference: "list[Undivided]",
     advance: Callable[[str], None],
 ) -> Policy:
+    from tessera.execute.offline import run_offline, timeline_of
     from tessera.execute.replay import same_bits
 
-    plan = plans[policy]
-    engine.switch(policy)
+    plan, log = stepper.plans[policy], stepper.spans
+    assert log is not None, "set when the workers were started"
     what = f"generating on {len(plan.cluster.devices)} workers, {plan.policy} policy"
-    results = engine.run(requests, lambda number: advance(what))
-    measured = engine.timeline()
+    run = run_offline(stepper, requests, policy=policy, on_done=lambda number: advance(what), spans=log)
+    run.raise_failures()
+    results, measured = run.results, timeline_of(log, stepper.plans, run.results)
     pairs = list(zip(reference, results, strict=True))
 
     def equal(name: str) -> bool:

@@ -12,7 +12,7 @@ from tessera.ir import Plan, Timeline
 
 if TYPE_CHECKING:
     from tessera.cli.picking import Picked
-    from tessera.execute import RunResult
+    from tessera.execute.offline import RunResult
     from tessera.flow import Undivided
 
 

@@ -18,13 +18,16 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Plan, load
 
 if TYPE_CHECKING:
-    from tessera.execute import Engine, RunResult
+    from tessera.execute.offline import RunResult
+    from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import BatchRequest, UnitRequest
 
 __all__ = ["overlap", "per_device", "run"]
 
 # Predicted alongside: enough for a share, few enough to be quick.
 PREDICTED_REQUESTS = 32
+# A device whose worker fails so often in a row is given up.
+MAX_FAILURES = 3
 
 
 def run(
@@ -41,11 +44,14 @@ def run(
         typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted."),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="One instruction at a time, waiting for each.")
+        bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
     ] = False,
-    transport: Annotated[str, typer.Option(help="How workers pass bytes on: shm, gloo or nccl.")] = "shm",
+    transport: Annotated[
+        str, typer.Option(help="How workers pass bytes on: auto, shm, ipc, nvshmem or host.")
+    ] = "auto",
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which a run counts its slowest device as lost.")
+        float | None,
+        typer.Option(help="Seconds after which who holds a step up counts as lost."),
     ] = None,
     switch_every: Annotated[int, typer.Option(help="Requests between two switches of the policy.")] = 8,
     pick: Annotated[
@@ -75,17 +81,18 @@ def run(
         with progress("building the model", total) as advance:
             ran, equal = run_on_gpus(plans, requests, verify, switch_every, pick, advance)
     else:
-        options = {"transport": transport, "is_plain": plain, "timeout_s": timeout}
+        options: dict[str, Any] = {"transport": transport, "timeout_s": timeout}
         if rendezvous is not None or torchrun:
             meeting = Meeting.of(rendezvous, rank, secret_file, torchrun)
             if meeting.rank > 0:
-                serve_rank(plans, meeting, plain)
+                serve_rank(plans, meeting)
                 return
             options["hub"] = meeting.hub(plans)
         for graph in plans[0].graphs:
             check_runnable(graph.trace, place)
         with progress("building the model", total) as advance:
-            ran, equal = _run(plans, requests, verify, 0 if pick else switch_every, options, advance)
+            every, depth = 0 if pick else switch_every, 1 if plain else None
+            ran, equal = _run(plans, requests, verify, every, depth, options, advance)
     found = _found(plans, [str(path) for path in plan], ran, equal, started, trace)
     print_json(found) if as_json else _show(found, any(d.is_stretched for d in plans[0].cluster.devices))
     _judge(found, place)
@@ -104,19 +111,21 @@ def _run(
     num: int,
     verify: bool,
     switch_every: int,
+    depth: int | None,
     options: dict[str, Any],
     advance: Callable[[str], None],
 ) -> tuple[Ran, bool | None]:
     """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
-    from tessera.execute import Engine
-    from tessera.execute.hub import FORKSERVER, hidden_main
+    from tessera.execute.hub import FORKSERVER
+    from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import as_run, requests_of, run_undivided
 
     weights, work = requests_of(plans[0], num)
     advance("starting workers")
-    with hidden_main(), Engine(plans, weights, method=FORKSERVER, **options) as engine:
-        picked = None if switch_every else _try_out(engine, plans, work, advance)
-        ran = replace(_through(engine, work, len(plans), switch_every, advance), picked=picked)
+    with WorkerStepper(plans, weights, method=FORKSERVER, max_failures=MAX_FAILURES, **options) as stepper:
+        picked = None if switch_every else _try_out(stepper, plans, work, advance)
+        policy = _every(switch_every, len(plans)) if picked is None else picked.number
+        ran = replace(_through(stepper, work, policy, depth, advance), picked=picked)
     if not verify:
         return ran, None
     equal = True
@@ -129,45 +138,53 @@ def _run(
 
 
 def _try_out(
-    engine: "Engine",
+    stepper: "WorkerStepper",
     plans: Sequence[Plan],
     work: "Sequence[UnitRequest | BatchRequest]",
     advance: Callable[[str], None],
 ) -> Picked:
-    """Tries every plan on the requests over and over; the fastest is the policy from then on."""
+    """Tries every plan on the requests over and over."""
+    from tessera.execute.offline import run_offline
     from tessera.execute.pick import EACH, pick, try_all
 
     advance("trying the plans out")
 
     def run_under(number: int) -> "list[RunResult]":
-        engine.switch(number)
-        return engine.run([work[i % len(work)] for i in range(EACH * plans[number].slots)])
+        again = [work[i % len(work)] for i in range(EACH * plans[number].slots)]
+        run = run_offline(stepper, again, policy=number)
+        run.raise_failures()
+        return run.results
 
     trials = try_all(plans, run_under)
-    picked = Picked(trials, pick(trials).plan)
-    engine.switch(picked.number)
-    return picked
+    return Picked(trials, pick(trials).plan)
+
+
+def _every(switch_every: int, num_policies: int) -> Callable[[int], int]:
+    return lambda num_done: num_done // switch_every % num_policies
 
 
 def _through(
-    engine: "Engine",
+    stepper: "WorkerStepper",
     work: "Sequence[UnitRequest | BatchRequest]",
-    num_policies: int,
-    switch_every: int,
+    policy: int | Callable[[int], int],
+    depth: int | None,
     advance: Callable[[str], None],
 ) -> Ran:
-    done = 0
+    from tessera.execute.offline import run_offline, timeline_of
+    from tessera.execute.spans import SpanLog
 
-    def on_done(number: int) -> None:
-        nonlocal done
-        done += 1
-        if switch_every and done % switch_every == 0:
-            engine.switch(done // switch_every % num_policies)
-        advance(f"ran request {number}")
-
-    results = engine.run(work, on_done, is_strict=False)
-    peaks = tuple(f.peak_bytes for f in engine.footprints)
-    return Ran(results, engine.timeline(), engine.compute_us(), peaks, tuple(str(f) for f in engine.faults))
+    log = stepper.spans = SpanLog(stepper.plans[0])
+    run = run_offline(
+        stepper,
+        work,
+        policy=policy,
+        on_done=lambda number: advance(f"ran request {number}"),
+        spans=log,
+        depth=depth,
+    )
+    peaks = tuple(f.peak_bytes for f in stepper.footprints)
+    timeline = timeline_of(log, stepper.plans, run.results)
+    return Ran(run.results, timeline, log.cpu_us, peaks, tuple(run.faults))
 
 
 def _document(

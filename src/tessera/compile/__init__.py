@@ -47,7 +47,7 @@ from tessera.capture.own import own_launches
 from tessera.compile.options import Options
 from tessera.compile.workers import MAX_ENGINES, Call, Workers, close_all
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
-from tessera.execute import RunResult
+from tessera.execute.offline import RunResult
 from tessera.execute.replay import UNINITIALISED
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 

@@ -1,4 +1,4 @@
-"""Workers: an engine for one graph, started when needed, ended with the graph, at most a few at a time."""
+"""Workers: a stepper for one graph, started when needed, ended with the graph, at most a few at a time."""
 
 import threading
 import weakref
@@ -10,19 +10,21 @@ from typing import Any, ClassVar
 import torch
 
 from tessera.errors import TesseraError
-from tessera.execute import Engine, RunResult
-from tessera.execute.hub import hidden_main
+from tessera.execute.offline import RunResult, run_offline
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 
 # Graphs that keep their workers; the one used longest ago gives its up and starts them again when called.
 MAX_ENGINES = 8
+# A device whose worker fails so often in a row is given up.
+MAX_FAILURES = 3
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as the engine sees it: a request of one step."""
+    """One call: a request of one step."""
 
     given_inputs: Tensors
     given_state: Tensors
@@ -46,7 +48,7 @@ class _Waiting:
 
 
 class Workers:
-    """An engine that starts when it is first needed and ends with this object.
+    """A stepper that starts when it is first needed and ends with this object.
 
     Calls of several threads that come while others run are taken together, `slots` of them in flight.
     """
@@ -57,7 +59,7 @@ class Workers:
 
     def __init__(self, plan: Plan, weights: Tensors) -> None:
         self.plan, self._weights = plan, weights
-        self._engine: Engine | None = None
+        self._stepper: WorkerStepper | None = None
         self._end: Callable[[], Any] | None = None
         self._turn = threading.RLock()
         self._waiting: list[_Waiting] = []
@@ -81,18 +83,19 @@ class Workers:
         with self._turn:
             if self._end is not None:
                 self._end()
-            self._engine, self._end = None, None
+            self._stepper, self._end = None, None
 
     def _run_waiting(self, mine: _Waiting) -> None:
         with self._waiting_lock:
             batch, self._waiting = self._waiting, []
         try:
-            results = self._started().run([waiting.request for waiting in batch])
+            run = run_offline(self._started(), [waiting.request for waiting in batch])
+            run.raise_failures()
         except TesseraError as error:
             for waiting in batch:
                 waiting.error = error
         else:
-            for waiting, result in zip(batch, results, strict=True):
+            for waiting, result in zip(batch, run.results, strict=True):
                 waiting.result = result
         finally:
             left = [w for w in batch if w.result is None and w.error is None]
@@ -101,16 +104,16 @@ class Workers:
             with self._waiting_lock:  # whoever was interrupted, the others still want their results
                 self._waiting = [w for w in left if w is not mine] + self._waiting
 
-    def _started(self) -> Engine:
+    def _started(self) -> WorkerStepper:
         with self.live_lock:
             self.live.pop(id(self), None)
-            if self._engine is None:
+            if self._stepper is None:
                 self._make_room()
-                with hidden_main():
-                    self._engine = Engine(self.plan, self._weights).__enter__()
-                self._end = weakref.finalize(self, _stop, self._engine, id(self), self.live)
+                made = WorkerStepper([self.plan], self._weights, max_failures=MAX_FAILURES)
+                self._stepper = made.__enter__()
+                self._end = weakref.finalize(self, _stop, self._stepper, id(self), self.live)
             self.live[id(self)] = weakref.ref(self)
-            return self._engine
+            return self._stepper
 
     def _make_room(self) -> None:
         """Ends the workers used longest ago, unless they are at work."""
@@ -123,9 +126,9 @@ class Workers:
                     other._turn.release()
 
 
-def _stop(engine: Engine, key: int, live: "OrderedDict[int, weakref.ref[Workers]]") -> None:
+def _stop(stepper: WorkerStepper, key: int, live: "OrderedDict[int, weakref.ref[Workers]]") -> None:
     live.pop(key, None)
-    engine.__exit__(None, None, None)
+    stepper.__exit__(None, None, None)
 
 
 def close_all() -> None:

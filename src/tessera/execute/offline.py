@@ -91,6 +91,7 @@ def run_offline(
     spans: SpanLog | None = None,
     is_timed: bool = False,
     skips: tuple[str, ...] = (),
+    depth: int | None = None,
 ) -> OfflineRun:
     """Runs all requests, as many at a time as the plan in force says.
 
@@ -99,10 +100,11 @@ def run_offline(
     spans    the stepper's own log of launches and transfers, begun anew here
     is_timed only how long they take matters: state begins as zeros, and neither it nor outputs are kept
     skips    outputs that nobody asks for
+    depth    requests at a time, in place of what the plan in force says
     """
     check_batches(stepper.plans[0], requests)
     choose = policy if callable(policy) else lambda num_done: policy
-    run = _Run(stepper, requests, choose, on_done, spans, is_timed, skips)
+    run = _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth)
     return run.through()
 
 
@@ -118,6 +120,7 @@ class _Run(Watcher[int]):
         spans: SpanLog | None,
         is_timed: bool,
         skips: tuple[str, ...],
+        depth: int | None,
     ) -> None:
         self.is_timed, self.skips = is_timed, skips
         self._stepper, self._policy, self._on_done, self.spans = stepper, policy, on_done, spans
@@ -129,7 +132,7 @@ class _Run(Watcher[int]):
         self._faults: list[str] = []
         self._num_done = 0
         # A microbatch is one request, so its short steps end: nobody has to be let go first.
-        config = SchedulerConfig(patience=math.inf)
+        config = SchedulerConfig(depth=depth, patience=math.inf)
         self._scheduler = Scheduler(stepper, lambda number, lane: _One(self, number, lane), config, self)
 
     def through(self) -> OfflineRun:

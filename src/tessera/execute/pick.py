@@ -4,19 +4,19 @@ Costs and simulation know neither every contention on a device nor a card's own 
 that are loaded together can be tried out before they are used: each runs the same requests, in turns, so that
 a drift of the clock meets all alike. The first plan is kept unless another one is clearly faster.
 
-Give at least five requests a slot: of fewer, most are run while the pipeline fills or empties.
+Give at least five requests a microbatch: of fewer, most are run while the pipeline fills or empties.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tessera.execute.flight import RunResult
+from tessera.execute.offline import RunResult
 from tessera.ir import Plan
 
 ROUNDS = 2
 # Another plan must be faster by this share to be picked over the first.
 MARGIN = 0.02
-# Requests a slot in every round.
+# Requests a microbatch in every round.
 EACH = 5
 
 
@@ -47,19 +47,19 @@ def pick(trials: Sequence[Trial]) -> Trial:
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:
-    """Requests per second while the system was full: of every slot, from its second start to its last.
+    """Requests per second while the system was full: of every microbatch, from its second start to its last.
 
     Whole requests are counted over the time that they took, so that neither the filling at the start nor the
     emptying at the end counts, and nothing is assumed about how fast a request advances in between.
     """
-    slots: dict[int, list[RunResult]] = {}
+    places: dict[int, list[RunResult]] = {}
     for result in results:
-        slots.setdefault(result.slot, []).append(result)
-    return sum(_slot_per_s(sorted(mine, key=lambda r: r.start_s)) for mine in slots.values())
+        places.setdefault(result.microbatch, []).append(result)
+    return sum(_place_per_s(sorted(mine, key=lambda r: r.start_s)) for mine in places.values())
 
 
-def _slot_per_s(mine: Sequence[RunResult]) -> float:
-    """One slot's rate; with few requests its first one counts too."""
+def _place_per_s(mine: Sequence[RunResult]) -> float:
+    """One microbatch's rate; with few requests its first one counts too."""
     if len(mine) == 1:
         return 1.0 / (mine[0].stop_s - mine[0].start_s)
     first = 1 if len(mine) > 2 else 0
