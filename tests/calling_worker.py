@@ -1,4 +1,4 @@
-"""A worker process that calls without plans, for tests; imports little, so that it starts at once."""
+"""A worker process that calls, for tests; imports little, so that it starts at once."""
 
 import os
 from collections.abc import Mapping

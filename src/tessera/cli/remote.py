@@ -25,9 +25,9 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 
 if TYPE_CHECKING:
-    from tessera.execute.crew import MakeHub
     from tessera.execute.gate import Gate
     from tessera.execute.remote import RemoteHub
+    from tessera.execute.worker_stepper import MakeHub
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
 Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also answers the requests.")]

@@ -23,7 +23,7 @@ from tessera.cli.worker import work
 from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:
-    from tessera.execute.crew import MakeHub
+    from tessera.execute.worker_stepper import MakeHub
     from tessera.ir import Cluster
     from tessera.serve.limits import Limits
     from tessera.serve.start import Options, Ready

@@ -100,7 +100,7 @@ def unpack_briefing(packed: Mapping[str, Packed]) -> Briefing:
     """What was packed, verified; raises WorkerError on anything else."""
     try:
         briefing = decode(Briefing, json.loads(packed[NAME][2]))
-        for record in (*briefing.traces, *(p for lane in briefing.programs for p in lane)):
+        for record in (briefing.cluster, *briefing.traces, *(p for lane in briefing.programs for p in lane)):
             verify(record)
         _check_sizes(briefing)
     except (Undecodable, RuleBroken, KeyError, ValueError, RecursionError) as error:

@@ -84,7 +84,7 @@ class RemoteHub(LocalHub):
         digest: str = "",
         about: Callable[[int], str] = lambda device: "",
     ) -> None:
-        names = [device.name for device in setups[0].devices]
+        names = [device.name for device in setups[0].cluster.devices]
         super().__init__(names, setups, FORKSERVER)
         self._gate, self._here, self._about = gate, here, about
         self._session = os.urandom(SESSION_BYTES)

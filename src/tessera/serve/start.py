@@ -23,7 +23,7 @@ from tessera.serve.text import open_text
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from tessera.serve.gathering import Gathering
+    from tessera.execute.worker_stepper import MakeHub
     from tessera.serve.gpu import OnGpus
     from tessera.serve.local import Local
 
@@ -46,6 +46,8 @@ class Options:
     max_len: int | None = None
     chunk: int | None = None
     policy: str = AUTO
+    # How workers pass bytes on; see `execute.transport`.
+    transport: str = "auto"
     max_waiting: int = 1024
     keys: tuple[str, ...] = ()
     # True if it listens on this machine only.
@@ -68,12 +70,15 @@ def started(
     cluster: Cluster,
     options: Options | None = None,
     *,
-    gathering: "Gathering | None" = None,
+    hub: "MakeHub | None" = None,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Ready]:
-    """Plans, starts workers, and stops them at the end; `advance` hears what is done next."""
+    """Plans, starts workers, and stops them at the end; `advance` hears what is done next.
+
+    `hub` makes the way to workers that are not processes of this machine.
+    """
     options = options or Options()
-    local = _steppers(model, cluster, options, gathering, advance)
+    local = _steppers(model, cluster, options, hub, advance)
     with local, _serving(model, local, options) as ready:
         yield ready
 
@@ -82,7 +87,7 @@ def _steppers(
     model: str,
     cluster: Cluster,
     options: Options,
-    gathering: "Gathering | None",
+    hub: "MakeHub | None",
     advance: Callable[[str], None],
 ) -> "Local | OnGpus":
     """What makes the service's steppers: on worker processes, or on GPUs of this process."""
@@ -101,7 +106,7 @@ def _steppers(
 
     on_workers = prepare(model, cluster, wanted, advance=advance)
     advance("starting workers")
-    return Local(on_workers, gathering=gathering)
+    return Local(on_workers, transport=options.transport, hub=hub)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Workers that bring no plans: they are briefed, compared with the engine, and others take their place."""
+"""Workers that call: briefed, compared with the engine, and taken in again while others go on."""
 
 import dataclasses
 import multiprocessing
 import os
 import random
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -13,27 +14,33 @@ import pytest
 import torch
 
 import engine_factory as made
+import stepper_factory as factory
 from calling_worker import Given, serve
-from tessera.errors import MismatchError, TesseraError, WorkerError
-from tessera.execute import Engine, messages
+from tessera.errors import MismatchError, WorkerError
+from tessera.execute import briefing, messages, remote
 from tessera.execute.briefing import (
     Briefing,
+    Pieces,
     briefing_of,
+    fetch,
     fingerprint,
     pack_briefing,
     setup_of,
     unpack_briefing,
+    weight_of,
 )
-from tessera.execute.crew import MakeHub
+from tessera.execute.footprint import ready_programs
 from tessera.execute.gate import Gate
 from tessera.execute.handshake import LOOPBACK_SECRET, Call, call_engine
-from tessera.execute.hub import FORKSERVER, hidden_main, warm_up
-from tessera.execute.inbox import Hangup, Inbox
-from tessera.execute.messages import ANY_RANK, Cancel, Refused
+from tessera.execute.hub import FIRST_PAUSE_S, FORKSERVER, Up, hidden_main, warm_up
+from tessera.execute.inbox import Hangup
+from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
 from tessera.execute.remote import RemoteHub
-from tessera.execute.setups import setups_of
 from tessera.execute.worker import Setup
+from tessera.execute.worker_stepper import WorkerStepper, make_setups
 from tessera.ir import Plan
+
+SESSION = bytes(16)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +57,11 @@ def gate() -> Iterator[Gate]:
     found.close()
 
 
-def start_worker(gate: Gate, rank: int, offset: float = 0.0) -> BaseProcess:
-    """A process that calls without plans; with an offset, its weights are others."""
+def start_worker(gate: Gate, rank: int, offset: float | None = 0.0) -> BaseProcess:
+    """A process that calls; with an offset its weights are others, with none it can make no weights."""
     call = Call(gate.address, LOOPBACK_SECRET)
-    weights = Given({name: tensor + offset for name, tensor in made.workloads()[0].weights().items()})
+    own = made.workloads()[0].weights() if offset is not None else {}
+    weights = Given({name: tensor + (offset or 0.0) for name, tensor in own.items()})
     warm_up()
     context = multiprocessing.get_context(FORKSERVER)
     process = context.Process(target=serve, args=(call, rank, weights), daemon=True)  # type: ignore[attr-defined]
@@ -63,46 +71,63 @@ def start_worker(gate: Gate, rank: int, offset: float = 0.0) -> BaseProcess:
     return process
 
 
-def hub_of(plan: Plan, gate: Gate) -> MakeHub:
-    """A hub that starts nobody and leaves the gate open."""
-    names = plan.cluster.names
-    return lambda setups: RemoteHub(names, setups, gate, "", {}, keeps_gate=True, start_timeout_s=60.0)
+def stepper_of(plan: Plan, gate: Gate, here: frozenset[int] = frozenset()) -> WorkerStepper:
+    """A stepper whose workers call."""
+    return WorkerStepper(
+        [plan],
+        made.workloads()[0].weights(),
+        hub=lambda setups: RemoteHub(setups, gate=gate, secret=LOOPBACK_SECRET, here=here),
+        timeout_s=30.0,
+    )
 
 
-def setup(plan: Plan) -> Setup:
-    """Of the first device."""
-    return setups_of([plan], made.workloads()[0].weights())[0]
+def setups(plan: Plan) -> list[Setup]:
+    """One a device."""
+    weights = made.workloads()[0].weights()
+    return make_setups(plan, list(ready_programs(plan)), weights, 3, 1, "host", 1.0, False)
+
+
+def hub_of(plan: Plan, gate: Gate, digest: str = "") -> RemoteHub:
+    """A hub alone."""
+    return RemoteHub(setups(plan), gate=gate, secret=LOOPBACK_SECRET, digest=digest)
 
 
 def test_a_briefing_says_all_that_a_worker_is_born_with(plan: Plan) -> None:
     """The setup that a worker makes of it is the engine's, weights and all."""
-    sent = setup(plan)
-    found = setup_of(unpack_briefing(pack_briefing(briefing_of(sent, 2))), made.workloads()[0].weights())
+    sent = dataclasses.replace(setups(plan)[0], key=b"key", epochs=(0, 0), host="here")
+    told = unpack_briefing(pack_briefing(briefing_of(sent, SESSION)))
+    found = setup_of(told, made.workloads()[0].weights(), b"key", "here")
 
-    assert [tuple(lane) for lane in sent.programs] == [tuple(lane) for lane in found.programs]
-    for name in ("device", "traces", "slots", "slot_bytes", "num_threads", "is_plain", "us"):
-        assert getattr(sent, name) == getattr(found, name)
-    assert sent.weights.keys() == found.weights.keys()
+    for field in dataclasses.fields(Setup):
+        if field.name == "programs":
+            assert [tuple(lane) for lane in sent.programs] == [tuple(lane) for lane in found.programs]
+        elif field.name == "weights":
+            assert sent.weights.keys() == found.weights.keys()
+        else:
+            assert getattr(sent, field.name) == getattr(found, field.name)
 
 
 def test_a_briefing_has_every_field_of_a_setup() -> None:
     """A field that is added to one must be added to the other, or be one that each side has of its own."""
-    own = {"progress", "interpret"}
+    own = {"progress", "interpret", "key", "host", "folder"}
     setup_fields = {f.name for f in dataclasses.fields(Setup)}
 
-    assert setup_fields - own == {f.name for f in dataclasses.fields(Briefing)} - {"world"}
+    assert setup_fields - own == {f.name for f in dataclasses.fields(Briefing)} - {"session_hex"}
 
 
 def test_a_wrong_briefing_is_refused(plan: Plan) -> None:
     """Bytes that are no briefing, and one of a device that is not there, end in one line."""
-    good = briefing_of(setup(plan), 2)
+    good = briefing_of(dataclasses.replace(setups(plan)[0], epochs=(0, 0)), SESSION)
     data = b'{"device": "0"}'
+    weight = dataclasses.replace(good.weights[0], dtype="rm -rf")
     for packed in (
         {},
         {"briefing": ("uint8", (len(data),), data)},
         pack_briefing(dataclasses.replace(good, device=2)),
-        pack_briefing(dataclasses.replace(good, slots=0)),
+        pack_briefing(dataclasses.replace(good, microbatches=0)),
         pack_briefing(dataclasses.replace(good, traces=())),
+        pack_briefing(dataclasses.replace(good, session_hex="xyz")),
+        pack_briefing(dataclasses.replace(good, weights=(weight,))),
     ):
         with pytest.raises(WorkerError, match="briefing cannot be read"):
             unpack_briefing(packed)
@@ -117,43 +142,88 @@ def test_a_fingerprint_tells_weights_apart() -> None:
     assert fingerprint(tensor) not in {fingerprint(other) for other in others}
 
 
-def test_weights_that_are_missing_or_others_are_named(plan: Plan) -> None:
+def test_weights_that_are_others_are_named(plan: Plan) -> None:
     """The message says which weight, and what to do."""
-    briefing = briefing_of(setup(plan), 2)
-    with pytest.raises(MismatchError, match=r"has no weight 'layers.*--model"):
-        setup_of(briefing, {})
-    with pytest.raises(MismatchError, match=r"weight 'layers\..*' here is not the engine's"):
-        setup_of(briefing, {n: t + 1 for n, t in made.workloads()[0].weights().items()})
+    told = briefing_of(setups(plan)[0], SESSION)
+    with pytest.raises(MismatchError, match=r"weight 'layers\..*' here is not the engine's.*--model"):
+        setup_of(told, {n: t + 1 for n, t in made.workloads()[0].weights().items()}, b"", "")
 
 
-def test_workers_without_plans_run_one_and_are_replaced(plan: Plan, gate: Gate) -> None:
-    """Two of three that call are briefed; when one is lost, the third takes its place in the next engine."""
-    weights = made.workloads()[0].weights()
-    workers = [start_worker(gate, rank) for rank in (0, 1)]
-    with Engine(plan, weights, hub=hub_of(plan, gate)) as engine:
-        workers.append(start_worker(gate, ANY_RANK))
-        assert all(made.is_right(i, r) for i, r in enumerate(engine.run(made.make_requests(4))))
-        assert workers[1].pid is not None
-        os.kill(workers[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"device d1: .*0 of 2 requests were finished"):
-            engine.run(made.make_requests(2))
-    workers.append(start_worker(gate, 0))  # as the machine of the first does when it was hung up on
-    with Engine(plan, weights, hub=hub_of(plan, gate)) as engine:
-        results = engine.run(made.make_requests(4))
+def test_weights_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in order, whatever their size and strides; only those that the worker reads."""
+    monkeypatch.setattr(briefing, "PIECE_BYTES", 64)
+    there = {"a": torch.randn(7, 5).t(), "b": torch.arange(3), "c": torch.empty(0, 4), "d": torch.tensor(1.5)}
+    pieces, sizes = Pieces(there), []
+
+    def ask(name: str, start: int) -> bytes:
+        data = pieces.piece(name, start).piece[name][2]
+        sizes.append(len(data))
+        return data
+
+    for name, tensor in there.items():
+        found = fetch(weight_of(name, tensor), ask)
+        assert torch.equal(tensor, found)
+        assert tensor.dtype == found.dtype
+    assert max(sizes) == 64
+    with pytest.raises(WorkerError, match="does not read"):
+        pieces.piece("e", 0)
+    with pytest.raises(WorkerError, match="0 bytes"):
+        fetch(weight_of("b", there["b"]), lambda name, start: b"")
+
+
+def test_a_worker_that_leaves_is_replaced_while_the_other_stays(plan: Plan, gate: Gate) -> None:
+    """One is sent its weights; it is killed at work and the next takes its place: all bits are right."""
+    workers = [start_worker(gate, 0), start_worker(gate, ANY_RANK, None)]
+
+    def kill_at_five(num_done: int) -> None:
+        if num_done == 5:
+            assert workers[1].pid is not None
+            os.kill(workers[1].pid, signal.SIGKILL)
+            workers.append(start_worker(gate, 1))
+
+    with stepper_of(plan, gate) as stepper:
+        before = stepper.use().devices
+        results, told = factory.play(stepper, list(range(8)), between=kill_at_five)
+        again, _ = factory.play(stepper, [0])
+        after = stepper.use().devices
     for worker in workers:
         worker.join(10)
 
-    assert all(made.is_right(i, r) for i, r in enumerate(results))
-    assert [0, -signal.SIGKILL, 0, 0] == [worker.exitcode for worker in workers]
+    assert factory.are_right(results)
+    assert factory.are_right(again)
+    assert (["d1"], ["d1"]) == ([x.device for x in told.lost], [x.device for x in told.back])
+    assert before["d0"] == after["d0"]
+    assert (workers[2].pid, 1, "ready") == (after["d1"].pid, after["d1"].restarts, after["d1"].state)
+    assert [0, -signal.SIGKILL, 0] == [worker.exitcode for worker in workers]
+
+
+def test_a_worker_beside_the_engine_needs_no_call(plan: Plan, gate: Gate) -> None:
+    """Device 0 is started here; killed, it is started again, and the other goes on."""
+    worker = start_worker(gate, 1)
+
+    def kill_at_five(num_done: int) -> None:
+        if num_done == 5:
+            pid = stepper.use().devices["d0"].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+    with stepper_of(plan, gate, frozenset({0})) as stepper:
+        results, told = factory.play(stepper, list(range(8)), between=kill_at_five)
+        restarts = [stepper.use().devices[name].restarts for name in ("d0", "d1")]
+    worker.join(10)
+
+    assert factory.are_right(results)
+    assert ["d0"] == [x.device for x in told.lost]
+    assert [1, 0] == restarts
 
 
 def test_a_worker_with_other_weights_is_found_before_the_first_request(plan: Plan, gate: Gate) -> None:
     """Both sides end with one line that names the weight."""
     workers = [start_worker(gate, 0), start_worker(gate, 1, 1.0)]
-    engine = Engine(plan, made.workloads()[0].weights(), hub=hub_of(plan, gate))
+    stepper = stepper_of(plan, gate)
     with (
-        pytest.raises(WorkerError, match=r"device d1: could not start: weight .* is not the engine's"),
-        engine,
+        pytest.raises(WorkerError, match=r"device d1: could not start: .*weight .* is not the engine's"),
+        stepper,
     ):
         pass
     for worker in workers:
@@ -162,49 +232,99 @@ def test_a_worker_with_other_weights_is_found_before_the_first_request(plan: Pla
     assert 2 == workers[1].exitcode
 
 
-def test_nobody_calls_is_said_with_the_last_complaint(plan: Plan, gate: Gate) -> None:
-    """The engine names the devices that have no worker, and whom it sent away."""
-    names = plan.cluster.names
-    hub = RemoteHub(names, [setup(plan)] * 2, gate, "", {}, start_timeout_s=0.3)
+def test_nobody_calls_is_said_with_the_last_complaint(
+    plan: Plan, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine names the device that has no worker, and whom it sent away."""
+    monkeypatch.setattr(remote, "START_TIMEOUT_S", 0.3)
     with pytest.raises(MismatchError, match="another secret"):
         call_engine(Call(gate.address, b"not the secret at all"), 0, 0.0)
-    with pytest.raises(WorkerError, match=r"device d0, d1: nobody called within 0 s; sent away: .*secret"):
-        hub.start()
-    assert names == hub.absent
+    stepper = stepper_of(plan, gate)
+    with (
+        pytest.raises(WorkerError, match=r"device d.: .*nobody called within 0 s; sent away: .*secret"),
+        stepper,
+    ):
+        pass
+
+
+def test_an_absent_device_is_awaited_without_a_pause(
+    plan: Plan, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three times in vain it has long been planned around; whoever comes then is taken at once."""
+    monkeypatch.setattr(remote, "ABSENT_S", 0.1)
+    monkeypatch.setattr(remote, "LOOK_S", 0.05)
+    hub = hub_of(plan, gate)
+    workers = [start_worker(gate, 0), start_worker(gate, 1)]
+    hub.start()
+    assert [Up(0), Up(0)] == [hub.take(30.0)[1] for _ in range(2)]  # type: ignore[index]
+    workers[1].kill()
+    assert isinstance(hub.take(30.0)[1], Hangup)  # type: ignore[index]
+    for failures in (1, 2, 3):
+        assert failures == hub.lose(1).failures
+        if failures < 3:
+            assert "nobody called" in hub.take(30.0)[1].message  # type: ignore[index]
+    assert hub.take(1.0) is None
+    workers.append(start_worker(gate, 1))
+    start_s = time.monotonic()
+    assert hub.take(30.0) == (1, Up(3))
+    waited_s = time.monotonic() - start_s
+    hub.stop()
+    for worker in workers:
+        worker.join(10)
+
+    assert waited_s < 5.0 < FIRST_PAUSE_S
 
 
 @pytest.mark.parametrize(
-    ("rank", "digest", "said"),
-    [(7, "", "no rank 7"), (0, "other plans", "other plans")],
+    ("rank", "digest", "said"), [(7, "", "no rank 7"), (0, "other plans", "other plans")]
 )
 def test_one_that_does_not_belong_is_told_why(
     plan: Plan, gate: Gate, rank: int, digest: str, said: str
 ) -> None:
-    """A rank that is not there, or other plans: the caller hears the reason."""
-    hub = RemoteHub(plan.cluster.names, [setup(plan)] * 2, gate, "these plans", {}, start_timeout_s=0.3)
+    """A rank that is not there, or other plans: the caller hears the reason, and the engine waits on."""
+    hub = hub_of(plan, gate, "these plans")
+    hub.start()
     pipe = call_engine(Call(gate.address, LOOPBACK_SECRET, digest), rank, 5.0)
-    with pytest.raises(TesseraError):
-        hub.start()
     answer = messages.decode(pipe.recv_bytes())
 
     assert isinstance(answer, Refused)
     assert said in answer.message
+    assert hub.take(0.0) is None
+    hub.stop()
 
 
-def test_one_that_sends_garbage_is_lost_and_others_are_heard() -> None:
-    """An inbox drops the source that cannot be read, says why, and reads on."""
-    inbox = Inbox()
-    ends = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-    inbox.listen({i: mine for i, (mine, _) in enumerate(ends)}, messages.decode)
-    ends[0][1].send_bytes(b"\x02\0\0\0[]")
-    first = inbox.take(True, 5.0)
-    ends[1][1].send_bytes(messages.encode(Cancel(3)))
-    second = inbox.take(True, 5.0)
-    for _, theirs in ends:
-        theirs.close()
-    deadline = time.monotonic() + 5
-    inbox.join(deadline - time.monotonic())
+@pytest.mark.parametrize("is_briefed", [False, True])
+def test_a_message_that_is_too_long_is_not_read(plan: Plan, gate: Gate, is_briefed: bool) -> None:
+    """A caller with the secret that announces 700 MB is lost at once, while it is briefed and after."""
+    hub = hub_of(plan, gate)
+    hub.start()
+    pipe = call_engine(Call(gate.address, LOOPBACK_SECRET), 0, 5.0)
+    assert isinstance(messages.decode(pipe.recv_bytes()), Welcome)
+    if is_briefed:
+        messages.post(pipe, Briefed())
+    os.write(pipe.fileno(), struct.pack("!i", 700 << 20) + bytes(1 << 16))
+    if is_briefed:
+        found = hub.take(10.0)
+        assert found is not None
+        assert "too long" in found[1].reason
+    else:
+        with pytest.raises((EOFError, OSError)):
+            pipe.recv_bytes()
+    hub.stop()
 
-    assert first is not None
-    assert (0, True) == (first[0], isinstance(first[1], Hangup) and "cannot be read" in first[1].reason)
-    assert (1, Cancel(3)) == second
+
+def test_what_a_worker_says_while_it_is_briefed_is_bounded(plan: Plan, gate: Gate) -> None:
+    """One that asks for a weight that is not its own, or says something else, is a failure in words."""
+    for said, message in ((Want("x" * 999, 0), "does not read"), (messages.Ready(0.0, 1), "said Ready")):
+        hub = hub_of(plan, Gate("127.0.0.1", 0, LOOPBACK_SECRET))
+        hub.start()
+        pipe = call_engine(Call(hub._gate.address, LOOPBACK_SECRET), 0, 5.0)
+        pipe.recv_bytes()
+        messages.post(pipe, said)
+        found = hub.take(10.0)
+        hub.stop()
+
+        assert found is not None
+        assert isinstance(found[1], Failed)
+        assert message in found[1].message
+        assert len(found[1].message) < 200
