@@ -75,26 +75,24 @@ def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, 
     Inputs and state are needed from the start on. Without the weights, but for empty ones: nobody sends an
     empty buffer, and everybody may name it.
     """
-    kinds = [buffer.kind for buffer in trace.buffers]
-    seen = {b for b in trace.buffers_of(BufferKind.WEIGHT) if trace.buffers[b].size_bytes}
-    columns = [list(_named(trace, program, i)) for i in program.instructions[device]]
+    column = program.instructions[device]
     views = {name: view.buffer for name, view in trace.outputs}
-    given = {b for named in columns for b in named if kinds[b] in GIVEN}
-    given |= {b for b, home in program.homes if home == device}
-    given |= {
-        views[name] for name, holder in program.outputs if holder == device and kinds[views[name]] in GIVEN
-    }
-    given |= {b for b, buffer in enumerate(trace.buffers) if buffer.size_bytes == 0}
-    for named, instruction in zip(
-        [sorted(given), *columns], [None, *program.instructions[device]], strict=True
-    ):
+    named = {b for instruction in column for b in _named(trace, program, instruction)}
+    named |= {views[name] for name, holder in program.outputs if holder == device}
+    named |= {b for b, home in program.homes if home == device}
+    seen = set(trace.buffers_of(BufferKind.WEIGHT))
+    for index, buffer in enumerate(trace.buffers):
+        if buffer.size_bytes == 0 or (index in named and buffer.kind in GIVEN):
+            seen.add(index)
+            yield index, True
+    for instruction in column:
         if isinstance(instruction, Free):
             yield instruction.buffer, False
             continue
-        for buffer in named:
-            if buffer not in seen:
-                seen.add(buffer)
-                yield buffer, True
+        for index in _named(trace, program, instruction):
+            if index not in seen:
+                seen.add(index)
+                yield index, True
 
 
 def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:

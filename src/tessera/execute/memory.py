@@ -81,6 +81,3 @@ class PlacedMemory(Memory):
         if place.data_ptr() != storage.data_ptr():
             size = place.nbytes()
             bytes_of(place, 0, size).copy_(bytes_of(storage, 0, size))
-
-    def free(self, buffer: int) -> None:
-        """Its place stays, for the next run."""
