@@ -49,7 +49,7 @@ class Launcher:
         ):
             return
         memory.calls[index] = bind(
-            self._operator(index),
+            find_operator(self._trace.kernel_of(index).name),
             [self._maker(arg)(memory) for arg in launch.args],
             {name: self._maker(arg)(memory) for name, arg in launch.kwargs},
             _results_to_keep(launch),
@@ -61,7 +61,7 @@ class Launcher:
         launch = self._trace.launches[index]
         if self._trace.kernel_of(index).origin is not Origin.ATEN:
             return self._prepare_kernel(index, launch)
-        operator = self._operator(index)
+        operator = find_operator(self._trace.kernel_of(index).name)
         args = [self._maker(arg) for arg in launch.args]
         kwargs = {name: self._maker(arg) for name, arg in launch.kwargs}
         keep = _results_to_keep(launch)
@@ -94,15 +94,6 @@ class Launcher:
 
         return call
 
-    def _operator(self, index: int) -> Any:
-        kernel = self._trace.kernel_of(index)
-        namespace, name, overload = kernel.name.split(".")
-        try:
-            return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        except AttributeError as error:
-            remedy = "Import the package that registers it, or use the torch version of the capture."
-            raise WorkerError(f"this torch has no operator {kernel.name}", remedy) from error
-
     def _maker(self, arg: Arg) -> Make:
         if isinstance(arg, View):
             view = arg
@@ -130,6 +121,16 @@ class Launcher:
                 f"{(view.shape, view.stride, view.offset)}",
                 "Capture the trace again with this version of torch.",
             )
+
+
+def find_operator(name: str) -> Any:
+    """The operator overload of that name in this torch."""
+    namespace, operator, overload = name.split(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    except AttributeError as error:
+        remedy = "Import the package that registers it, or use the torch version of the capture."
+        raise WorkerError(f"this torch has no operator {name}", remedy) from error
 
 
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:

@@ -31,10 +31,10 @@ def allocate(size_bytes: int) -> Storage:
     return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
 
 
-def constant(buffer: Buffer) -> Storage:
-    """The memory of a constant that is carried in the trace."""
-    data = bytearray.fromhex(buffer.constant_hex)
-    return torch.frombuffer(data, dtype=torch.uint8).clone().untyped_storage()
+def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
+    """The memory of a constant that is carried in the trace; on the CPU unless told."""
+    data = torch.frombuffer(bytearray.fromhex(buffer.constant_hex), dtype=torch.uint8)
+    return data.to(device or torch.device("cpu"), copy=True).untyped_storage()
 
 
 class Memory:

@@ -22,7 +22,7 @@ from tessera.errors import CannotTime, TesseraError
 from tessera.execute.drawing import generator_buffer
 from tessera.execute.feed import made_up
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, bytes_of, constant
+from tessera.execute.memory import Memory, Storage, constant
 from tessera.ir import BufferKind, Launch, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -127,7 +127,7 @@ class Walk:
         bound: dict[int, Storage] = {}
         for index, buffer in enumerate(self._trace.buffers):
             if buffer.constant_hex:
-                bound[index] = _moved(constant(buffer), self._device)
+                bound[index] = constant(buffer, self._device)
             elif buffer.name in given and buffer.kind not in (BufferKind.TEMPORARY, BufferKind.OUTPUT):
                 storage = given[buffer.name].detach().untyped_storage()
                 if storage.nbytes() == buffer.size_bytes:
@@ -225,10 +225,6 @@ class CpuTimer:
                 self._launcher.run(launch, memory)
                 samples.append((time.perf_counter() - start) * 1e6)
         return samples
-
-
-def _moved(storage: Storage, device: torch.device) -> Storage:
-    return bytes_of(storage, 0, storage.nbytes()).to(device).untyped_storage()
 
 
 def copies_needed(trace: Trace, cold: frozenset[int], cache_bytes: int, most: int) -> int:
