@@ -512,7 +512,7 @@ class LocalHub(Hub):
         """Makes what the workers share."""
         self._hides_main = isinstance(sys.modules["__main__"], _Hidden)
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = tempfile.mkdtemp(prefix="tessera-", dir=home)
+        self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
         self._lock = os.open(os.path.join(self._folder, worker.LOCK), os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for device, setup in enumerate(self.setups):

@@ -94,6 +94,8 @@ class _Out:
     waiting: "queue.SimpleQueue[tuple[int, memoryview]]" = field(default_factory=queue.SimpleQueue)
     num_waiting: int = 0
     has_thread: bool = False
+    # True while that thread writes to the link, which is then not to be closed by another.
+    is_writing: bool = False
     # Counts the links that were given up; what waits for an earlier one is dropped.
     turn: int = 0
 
@@ -190,28 +192,27 @@ class Links:
         """
         out = self._outs[peer]
         with out.lock:
-            if out.link is not None:
-                with contextlib.suppress(OSError):
-                    out.link.send(_HEADER.pack(BYE, 0, 0, 0.0), socket.MSG_DONTWAIT)
+            if out.link is not None and not out.is_writing:
+                _say_bye(out.link)
             self._drop(out)
         with self._lock:
             stale = self._ins.pop(peer, None) if epoch > self._epochs[peer] else None
             self._epochs[peer] = max(epoch, self._epochs[peer])
         if stale is not None:
-            _shut(stale)
+            _end(stale)
 
     def close(self) -> None:
         """Ends all links, without a word to the receiver."""
         self._is_closed = True
         if self._server is not None:
-            _shut(self._server)
+            _end(self._server)
         for out in self._outs:
             with out.lock:
                 self._drop(out)
         with self._lock:
             ins, self._ins = list(self._ins.values()), {}
         for link in ins:
-            _shut(link)
+            _end(link)
 
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name="tessera-link", daemon=True).start()
@@ -220,7 +221,9 @@ class Links:
         """With the lock held: this link is over."""
         out.turn += 1
         if out.link is not None:
-            _shut(out.link)
+            _end(out.link)
+            if not out.is_writing:
+                out.link.close()
             out.link = None
 
     def _write_waiting(self, peer: int, out: _Out) -> None:
@@ -238,22 +241,29 @@ class Links:
 
     def _write(self, peer: int, out: _Out, turn: int, data: memoryview | bytes) -> None:
         """All of it, over a link that is opened if need be; nothing if the link was given up meanwhile."""
-        link = out.link
-        if link is None:
-            link = self._open(peer)
-            with out.lock:
-                if turn != out.turn:
-                    _shut(link)
-                    return
-                out.link = link
+        link = out.link or self._open(peer)
+        with out.lock:
+            is_stale = turn != out.turn
+            if not is_stale:
+                out.link, out.is_writing = link, True
+        if is_stale:
+            _say_bye(link)
+            link.close()
+            return
+        why: OSError | None = None
         try:
             link.sendall(data)
         except OSError as error:
-            with out.lock:
-                if turn != out.turn:  # given up, on purpose
-                    return
+            why = error
+        with out.lock:
+            out.is_writing = False
+            is_stale = turn != out.turn  # given up meanwhile, on purpose
+            if is_stale:
+                link.close()
+            elif why is not None:
                 self._drop(out)
-            raise LinkLost(_words(error)) from error
+        if why is not None and not is_stale:
+            raise LinkLost(_words(why)) from why
 
     def _open(self, peer: int) -> socket.socket:
         """A link to the peer's present worker."""
@@ -269,8 +279,8 @@ class Links:
                 continue
             try:
                 self._prove(link, peer)
-            except (OSError, LinkLost) as error:
-                _shut(link)
+            except (OSError, LinkLost, EOFError) as error:
+                link.close()
                 said = _words(error)
                 time.sleep(RETRY_S)
                 continue
@@ -321,6 +331,7 @@ class Links:
                 continue  # hung up before it was answered
             except OSError:
                 if self._is_closed:
+                    server.close()
                     return
                 time.sleep(RETRY_S)  # too many open files, perhaps; others will be closed
                 continue
@@ -328,7 +339,7 @@ class Links:
                 self._shaking[link] = None
                 oldest = next(iter(self._shaking)) if len(self._shaking) > MAX_HANDSHAKES else None
             if oldest is not None:
-                _shut(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
+                _end(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
             self._spawn(self._serve, link)
 
     def _serve(self, link: socket.socket) -> None:
@@ -345,7 +356,7 @@ class Links:
                 if peer is not None:
                     stale, self._ins[peer] = self._ins.get(peer), link
                     if stale is not None:
-                        _shut(stale)
+                        _end(stale)
         why = self._receive(peer, link) if peer is not None else ""
         link.close()
         with self._lock:
@@ -448,11 +459,18 @@ def _read_into(link: socket.socket, place: memoryview, deadline: float | None = 
         at += got
 
 
-def _shut(link: socket.socket) -> None:
-    """Ends a socket for both sides, and wakes a thread that reads it."""
+def _say_bye(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        link.send(_HEADER.pack(BYE, 0, 0, 0.0), socket.MSG_DONTWAIT)
+
+
+def _end(link: socket.socket) -> None:
+    """Ends a socket for both sides, and wakes the thread that uses it, which closes it.
+
+    Nobody else may: the number of a closed socket is given to the next one, under the other thread's hands.
+    """
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
-    link.close()
 
 
 def _words(error: BaseException) -> str:

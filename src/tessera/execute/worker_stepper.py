@@ -168,6 +168,9 @@ class WorkerStepper:
         self._num_runs = 0
         self._inquiries: list[_Inquiry] = []
         self._events: deque[Event] = deque()
+        # Link -> (run, device) of what was cancelled when it was opened again: until that is done, a device's
+        # complaints are about the old link.
+        self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
         # Link -> how often it was cut without a step over it between.
         self._cuts: Counter[tuple[int, int]] = Counter()
         self._busy_s = dict.fromkeys(self._names, 0.0)
@@ -369,6 +372,8 @@ class WorkerStepper:
                 self._collect(device, message)
             case Cancelled(run):
                 self._over(lambda of, at: (of, at) == (run, device))
+                for stale in self._stale.values():
+                    stale.discard((run, device))
             case Up():
                 self.lanes.lost.discard(self._names[device])
                 self._events.append(DeviceBack(self._names[device]))
@@ -377,7 +382,8 @@ class WorkerStepper:
             case Failed(text, remedy):
                 self._lose(device, text, remedy)
             case PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
-                if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch:
+                is_stale = any(at == device for _, at in self._stale.get(_pair(device, peer), ()))
+                if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch and not is_stale:
                     self._ask({device, peer}, ends=(device, peer), why=text)
             case Progress(rows):
                 self._note(device, {int(run): int(position) for _, run, position in rows})
@@ -504,6 +510,12 @@ class WorkerStepper:
         if not hit:
             return
         self._cuts[pair] += 1
+        over = [
+            (run, running.missing)
+            for run, running in self._running.items()
+            if running.microbatch.number in hit
+        ]
+        self._stale[pair] = {(run, at) for run, missing in over for at in missing if at in pair}
         self._end(hit, set())
         one, two = self._names[device], self._names[peer]
         message = (
@@ -532,6 +544,7 @@ class WorkerStepper:
         name = self._names[device]
         self.lanes.lost.add(name)
         self._inquiries = [i for i in self._inquiries if device not in i.asked]
+        self._stale = {pair: stale for pair, stale in self._stale.items() if device not in pair}
         hit = [number for number, opened in self._open.items() if name in opened.lane.devices]
         self._end(hit, {device})
         self._events.append(

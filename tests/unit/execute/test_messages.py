@@ -1,6 +1,7 @@
 """Messages between engine and workers: what is sent is what arrives, and nothing else is believed."""
 
 import json
+import random
 import struct
 from typing import Any
 
@@ -9,25 +10,37 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+import engine_factory as made
 from tessera.errors import TesseraError
+from tessera.execute.lower import lower
 from tessera.execute.messages import (
     KINDS,
     Begin,
+    Briefed,
     Cancel,
+    Cancelled,
     Clear,
     Done,
     Failed,
     Hello,
+    Load,
     Message,
     PeerLost,
+    Piece,
+    Progress,
     Ready,
     Refused,
+    Relink,
     StoreGet,
     StoreSet,
     StoreValue,
+    Want,
     Welcome,
+    Where,
     decode,
     encode,
+    pack_programs,
+    unpack_programs,
 )
 from tessera.execute.packing import Packed, pack, unpack
 
@@ -50,16 +63,24 @@ FIELDS: dict[type, list[st.SearchStrategy[Any]]] = {
     Hello: [NUMBERS, TEXTS, TEXTS],
     Welcome: [TENSORS],
     Refused: [TEXTS, TEXTS],
-    Ready: [FLOATS],
+    Want: [TEXTS, NUMBERS],
+    Piece: [TENSORS],
+    Briefed: [],
+    Ready: [FLOATS, NUMBERS],
     StoreSet: [TEXTS, HEX],
     StoreGet: [TEXTS],
-    StoreValue: [HEX],
+    StoreValue: [TEXTS, HEX],
+    Load: [NUMBERS, TENSORS],
+    Relink: [NUMBERS, NUMBERS],
+    Where: [],
+    Progress: [rows(3)],
+    Cancelled: [NUMBERS],
     Begin: [NUMBERS, NUMBERS, NUMBERS, NUMBERS, TENSORS, TENSORS, *[st.booleans()] * 2, TEXTS],
     Clear: [NUMBERS, NUMBERS],
     Cancel: [NUMBERS],
     Done: [NUMBERS, TENSORS, TENSORS, rows(4), rows(3), FLOATS],
     Failed: [TEXTS, TEXTS, NUMBERS, NUMBERS, NUMBERS],
-    PeerLost: [NUMBERS, TEXTS],
+    PeerLost: [NUMBERS, TEXTS, NUMBERS],
 }
 MESSAGES: st.SearchStrategy[Message] = st.one_of(*[st.builds(k, *parts) for k, parts in FIELDS.items()])
 JSON = st.recursive(
@@ -136,11 +157,11 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("ticket", 1.0),
-        ("ticket", True),
-        ("ticket", "1"),
-        ("ticket", 1 << 63),
-        ("ticket", None),
+        ("run", 1.0),
+        ("run", True),
+        ("run", "1"),
+        ("run", 1 << 63),
+        ("run", None),
         ("spans", [[0, 1.0, 2.0]]),
         ("spans", [[0.5, 1.0, 2.0, 0.1]]),
         ("spans", [[-1, 1.0, 2.0, 0.1]]),
@@ -188,3 +209,18 @@ def test_a_truncated_message_is_refused() -> None:
         decode(whole[:-1])
     with pytest.raises(TesseraError, match="length is wrong"):
         decode(whole + b"!")
+
+
+def test_programs_survive_the_way() -> None:
+    """Those of a plan that crosses between devices; anything else is refused."""
+    plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
+    lanes = [list(lane) for lane in lower(plan)]
+    packed = pack_programs(lanes)
+
+    assert [tuple(lane) for lane in lanes] == unpack_programs(packed)
+    kind, _, data = packed["programs"]
+    for wrong in (data[:-1], b"[]]", b"{}", b"[[{}]]", data.replace(b'"src":0', b'"src":9', 1)):
+        with pytest.raises(TesseraError, match="programs cannot be read"):
+            unpack_programs({"programs": (kind, (len(wrong),), wrong)})
+    with pytest.raises(TesseraError, match="programs cannot be read"):
+        unpack_programs({})

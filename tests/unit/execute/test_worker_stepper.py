@@ -1,0 +1,178 @@
+"""Steps on worker processes: the undivided model's bits whatever the lane, the transport or the policy."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import engine_factory as made
+import stepper_factory as factory
+from tessera.errors import MismatchError, TesseraError, UnknownName, WorkerError
+from tessera.execute.footprint import landing_bytes
+from tessera.execute.hub import FORKSERVER
+from tessera.execute.lower import lower
+from tessera.execute.spans import SpanLog
+from tessera.execute.stepper import StepCall, StepDone
+from tessera.execute.transport import resolve
+from tessera.execute.worker_stepper import WorkerStepper
+from tessera.ir import Device, DeviceKind, Plan
+from tessera.profile.devices import parse_devices
+
+
+def split(seed: int, num_devices: int = 2, num_lanes: int = 2) -> Plan:
+    """Lanes that cross between all devices, and move state between the two steps."""
+    rng = random.Random(seed)
+    return made.plan_of([made.scattered(rng, range(num_devices)) for _ in range(num_lanes)], num_devices)
+
+
+def workers(*plans: Plan, transport: str = "auto") -> WorkerStepper:
+    """Three microbatches on processes of this machine."""
+    weights = made.workloads()[0].weights()
+    return WorkerStepper(plans, weights, transport=transport, method=FORKSERVER, timeout_s=30.0)
+
+
+@pytest.fixture(scope="module", params=["shm", "host"])
+def stepper(request: pytest.FixtureRequest) -> Iterator[WorkerStepper]:
+    """Two policies on three devices."""
+    with workers(split(0, 3), split(1, 3), transport=request.param) as found:
+        yield found
+
+
+@pytest.mark.parametrize("policy", [0, 1])
+def test_requests_side_by_side_give_the_models_bits(stepper: WorkerStepper, policy: int) -> None:
+    """Outputs and final state, with state that moves between the steps, over both transports."""
+    results, told = factory.play(stepper, list(range(8)), policy=policy)
+
+    assert factory.are_right(results)
+    assert told == factory.Played()
+
+
+def test_outputs_that_nobody_wants_stay_away(stepper: WorkerStepper) -> None:
+    """A skipped output is not sent; without state given, it is zeros."""
+    request = made.make_requests(1)[0]
+    stepper.open(0, 0)
+    stepper.start(StepCall(0, 0, request.inputs(0, 0, {}), skips=("y",)))
+    done = stepper.take(60.0)
+    stepper.close(0)
+
+    assert isinstance(done, StepDone)
+    assert not done.outputs
+    assert set(done.busy_s) <= set(stepper.plans[0].cluster.names)
+    assert done.seconds > 0.0
+
+
+def test_a_microbatch_that_is_opened_again_starts_empty(stepper: WorkerStepper) -> None:
+    """State of an earlier use, on this lane or another, is gone."""
+    request = made.make_requests(1)[0]
+    for lane in (0, 3, 0):
+        stepper.open(1, lane)
+        for _ in range(2):
+            stepper.start(StepCall(1, 0, request.inputs(0, 0, {})))
+            done = stepper.take(60.0)
+            assert isinstance(done, StepDone)
+            if _ == 0:
+                assert (done.outputs["y"] == made.undivided(0).outputs[0]["y"]).all()
+        stepper.close(1)
+
+
+def test_take_returns_when_woken_or_late(stepper: WorkerStepper) -> None:
+    """A wake from elsewhere and a time-out both end the wait with nothing."""
+    stepper.wake()
+    assert stepper.take(60.0) is None
+    assert stepper.take(0.01) is None
+
+
+def test_use_counts_work_and_bytes(stepper: WorkerStepper) -> None:
+    """What every lane's programs move, and how devices are."""
+    before = stepper.use()
+    factory.play(stepper, [0], microbatches=1)
+    after = stepper.use()
+    lanes = [stepper._programs[n] for n in (0, 1)]
+    moved = {sum(t.num_bytes * p.count for p in lane for t in p.transfers) for lane in lanes}
+
+    assert sum(after.moved.values()) - sum(before.moved.values()) in moved
+    assert any(after.busy_s[name] > before.busy_s[name] for name in after.busy_s)
+    assert {"ready"} == {status.state for status in after.devices.values()}
+    assert all(status.pid and status.restarts == 0 for status in after.devices.values())
+
+
+def test_spans_are_reported_where_somebody_wants_them(stepper: WorkerStepper) -> None:
+    """Every launch of the request, by this machine's clock."""
+    log = SpanLog(stepper.plans[0])
+    log.begin(stepper.now_s())
+    log.open(0, 0)
+    stepper.spans = log
+    try:
+        factory.play(stepper, [0], microbatches=1)
+    finally:
+        stepper.spans = None
+    spans = log.timeline().spans
+    launches = sum(len(g.trace.launches) * n for g, n in zip(made.unit().graphs, made.COUNTS, strict=True))
+
+    assert launches == sum(not span.is_transfer for span in spans)
+    assert all(0 <= span.start_us <= span.stop_us < 60e6 for span in spans)
+
+
+def test_misuse_is_refused(stepper: WorkerStepper) -> None:
+    """A microbatch is opened once, exists, runs one step at a time, and steps do not go back over a move."""
+    request = made.make_requests(1)[0]
+    stepper.open(0, 0, request.state())
+    for wrong in (0, 3, -1):
+        with pytest.raises(TesseraError, match="is open already, or not one of 3"):
+            stepper.open(wrong, 0)
+    stepper.start(StepCall(0, 1, request.inputs(0, 0, {})))
+    with pytest.raises(TesseraError, match="at work"):
+        stepper.close(0)
+    with pytest.raises(TesseraError, match="at work"):
+        stepper.start(StepCall(0, 1, {}))
+    stepper.take(60.0)
+    with pytest.raises(MismatchError, match="no step 7"):
+        stepper.start(StepCall(0, 7, {}))
+    if len(stepper._programs[0]) > 2:
+        with pytest.raises(MismatchError, match="cannot go back"):
+            stepper.start(StepCall(0, 0, request.inputs(0, 0, {})))
+    stepper.close(0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "host"])
+def test_plans_are_loaded_while_steps_run(transport: str) -> None:
+    """What is open goes on along its old lane; what is opened next takes new ones, with larger transfers."""
+    alone = made.plan_of([[[0] * len(g.trace.launches) for g in made.unit().graphs]], 2)
+    across = split(2)
+    assert landing_bytes(lower(alone), 0, 1) < landing_bytes(lower(across), 0, 1)
+    with workers(alone, transport=transport) as stepper:
+
+        def load(num_done: int) -> None:
+            if num_done in (2, 9, 14):
+                stepper.load([across, alone] if num_done != 9 else [split(3, num_lanes=4), alone])
+
+        results, told = factory.play(stepper, list(range(10)), between=load)
+
+    assert factory.are_right(results)
+    assert told == factory.Played()
+    assert {0, 1} <= {result.lane for result in results.values()}
+
+
+def test_plans_for_more_microbatches_or_other_devices_are_refused() -> None:
+    """What the workers were made for stays."""
+    stepper = workers(split(0))
+    with pytest.raises(MismatchError, match="3 microbatches only"):
+        stepper.load([replace(split(1), slots=4)])
+    with pytest.raises(MismatchError, match="other steps or devices"):
+        stepper.load([split(0, 3)])
+
+
+def test_a_transport_is_chosen_by_what_the_devices_are() -> None:
+    """`auto`, and what cannot be."""
+    cpu = tuple(parse_devices("emu:a100,emu:l40s"))
+    gpu = tuple(replace(d, kind=DeviceKind.CUDA) for d in cpu)
+    mixed: tuple[Device, ...] = (cpu[0], gpu[1])
+    assert [resolve("auto", d, True) for d in (cpu, gpu, mixed)] == ["shm", "ipc", "host"]
+    assert {resolve("auto", d, False) for d in (cpu, gpu, mixed)} == {"host"}
+    assert resolve("nvshmem", gpu, False) == "nvshmem"
+    for name, devices, is_local in (("ipc", cpu, True), ("shm", gpu, True), ("shm", cpu, False)):
+        with pytest.raises(WorkerError, match="joins"):
+            resolve(name, devices, is_local)
+    with pytest.raises(UnknownName, match="auto, host, ipc, nvshmem, shm"):
+        resolve("gloo", cpu, True)
