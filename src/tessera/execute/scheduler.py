@@ -199,9 +199,12 @@ class Scheduler(Generic[R]):
         self._judge()
 
     def round(self, timeout_s: float | None) -> Event | None:
-        """Seats, starts, waits and settles; what happened, or None after the timeout or a wake."""
+        """Seats, starts, waits and settles; what happened, or None after the timeout or a wake.
+
+        Without a timeout, nothing is waited for when there is nothing left to do.
+        """
         self.begin()
-        return self.wait(timeout_s)
+        return None if timeout_s is None and self.is_idle else self.wait(timeout_s)
 
     def begin(self) -> None:
         """Seats who can be seated, and starts what can start."""
