@@ -1,14 +1,18 @@
-"""Plans run on one GPU: overhead, unlike pairs of devices on one card, and a long run with switches.
+"""Plans on one GPU with one worker process a device: overhead, unlike pairs, transports, faults.
 
+    export CUDA_MPS_PIPE_DIRECTORY=... CUDA_MPS_LOG_DIRECTORY=...; nvidia-cuda-mps-control -d
     python benchmarks/gpu_execute.py --out benchmarks/results --name execute_h200_202611
 
-Parts, each in a process of its own with a time limit, its results written as they come:
+Processes on one card run side by side only under CUDA MPS. Parts, each in a process of its own with a time
+limit, its results written as they come:
 
-probe     how well the turnstile keeps time, where kernels of partitions run, which transports there are
-overhead  a plan with everything on one device against the compiled model as a CUDA graph
-pairs     for each family and pair of devices: the throughput plan, data-parallel and the splits, all by the
-          same executor in one process, against what the plan's linear program predicted
-soak      1,000 requests in a row with a change of policy at random: outputs equal, memory flat
+probe     how well the turnstile keeps time, where kernels of partitions run
+overhead  a plan with everything on one worker against the compiled model as a CUDA graph
+pairs     for each family and pair of devices: the throughput plan, data-parallel and the splits over `ipc`,
+          by the same workers, against what was simulated; the plan over `host` for a link of that kind
+halves    the same throughput plan over `ipc` and over `nvshmem`, each process with half of the card, which is
+          what NVSHMEM asks for where two of its elements are one card
+soak      requests in a row with a change of policy at random and kills of workers: outputs equal, none lost
 
 Partitions of one card are priced by measuring, stretched devices by the cost model; rates on stretched
 devices are modelled rates: what was measured, times the time scale. Real widths, few layers, random weights.
@@ -22,15 +26,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
-PARTS = ("probe", "overhead", "pairs", "soak")
+PARTS = ("probe", "overhead", "pairs", "halves", "soak")
 PAIRS = (
-    ("cuda:0/sm=100,cuda:0/sm=32", "card"),
     ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4"),
     ("cuda:0/as=h20,cuda:0/as=l40s", "pcie4"),
 )
@@ -72,10 +76,10 @@ class Log:
         text = str(failed)[-1500:] if failed else json.dumps(value)[:700]
         print(f"[{self.found['seconds']:6.1f} s] {name}: {text}", flush=True)
 
-    def attempt(self, name: str, what: Callable[[], Any]) -> Any:
+    def attempt(self, name: str, what: Callable[..., Any], *args: Any) -> Any:
         """Runs one experiment; a failure is written down and does not stop the rest."""
         try:
-            value = what()
+            value = what(*args)
         except Exception:  # noqa: BLE001 - one experiment must not stop the others
             self.put(name, {"error": traceback.format_exc()[-3000:]})
             return None
@@ -86,39 +90,21 @@ class Log:
 # Workloads --------------------------------------------------------------------------------------------------
 
 
-class Request:
-    """A request whose first state is made once and kept on the GPU."""
-
-    def __init__(self, workloads: list[Any], seed: int) -> None:
-        from tessera.flow import UnitRequest
-
-        self._request = UnitRequest(workloads, workloads[0].make_inputs(seed), seed)
-        self._state: Any = None
-
-    def state(self) -> Any:
-        """The state it starts with; whoever runs it copies."""
-        if self._state is None:
-            self._state = self._request.state()
-        return self._state
-
-    def inputs(self, step: int, run: int, last: Any) -> Any:
-        """The inputs of a run."""
-        return self._request.inputs(step, run, last)
-
-
 @dataclass(frozen=True)
 class Built:
-    """A family on the GPU: its traces, the weights, and its requests by seed."""
+    """A family: its traces and weights on the GPU, and its requests by seed, on the CPU."""
 
     unit: Any
     workloads: list[Any]
     weights: dict[str, Any]
-    made: dict[int, Request]
+    made: dict[int, Any]
 
-    def request(self, seed: int) -> Request:
+    def request(self, seed: int) -> Any:
         """One request, made once."""
+        from tessera.flow import UnitRequest
+
         if seed not in self.made:
-            self.made[seed] = Request(self.workloads, seed)
+            self.made[seed] = UnitRequest(self.workloads, self.workloads[0].make_inputs(seed), seed)
         return self.made[seed]
 
 
@@ -137,9 +123,9 @@ def build(family: Family) -> Built:
     for kind, batch, context, reserve in family.steps:
         with torch.device("cuda"):
             workload = _build(Step(family.model, kind, batch, context, reserve=reserve), family.layers)
-        workloads.append(on_device(workload, "cuda:0"))
+        workloads.append(workload)
         with sdpa_kernel(PORTABLE):
-            traces.append(record(workloads[-1]))
+            traces.append(record(on_device(workload, "cuda:0")))
     return Built(make_unit(traces), workloads, workloads[0].weights(), {})
 
 
@@ -157,7 +143,6 @@ def whole_card() -> Any:
 def probe(log: Log, args: argparse.Namespace) -> None:
     """What the machine and the building blocks do."""
     from benchmarks.gpu_execute_probe import (
-        graph_over_partitions,
         partitions_are_disjoint,
         parts_with_unused_sms,
         priorities_are_kept,
@@ -166,37 +151,34 @@ def probe(log: Log, args: argparse.Namespace) -> None:
         stretched_times,
     )
 
-    from tessera.execute.cuda.probe import transports
-
-    log.attempt("transports", lambda: [vars_of(t) for t in transports()])
     log.attempt("slices of storage", slices_of_storage)
     log.attempt("stretched launches", stretched_times)
     log.attempt("stretched pair", stretched_pair)
     log.attempt("partitions", partitions_are_disjoint)
     log.attempt("parts with SMs left over", parts_with_unused_sms)
     log.attempt("priorities of streams", priorities_are_kept)
-    log.attempt("one graph over two partitions", graph_over_partitions)
-
-
-def vars_of(record: Any) -> dict[str, Any]:
-    """A slotted record as a mapping."""
-    return {name: getattr(record, name) for name in record.__slots__}
 
 
 # Overhead ---------------------------------------------------------------------------------------------------
 
 
 def overhead(log: Log, args: argparse.Namespace) -> None:
-    """All on one device against the compiled model, both as CUDA graphs, timed in turn."""
+    """All on one device against the compiled model, both as CUDA graphs, timed in turn.
+
+    `graph`: the plan's graph in this process. `worker`: the same in a worker process with two microbatches,
+    as requests a second, against the compiled graph's replays a second.
+    """
     import torch
     from benchmarks.gpu_capture import Case, as_graph, copies, differences, medians_us
     from benchmarks.gpu_capture import build as build_case
+    from benchmarks.gpu_execute_pairs import SKIPPED, opened
 
     from tessera.analyze.accesses import triton_accesses
     from tessera.capture.inductor import record_inductor
-    from tessera.execute.cuda.captured import Captured
-    from tessera.execute.cuda.engine import CudaEngine
-    from tessera.execute.cuda.measure import whole_plan
+    from tessera.execute.cuda.measure import Whole, whole_plan
+    from tessera.execute.offline import run_offline
+    from tessera.execute.pick import rate_per_s
+    from tessera.execute.worker_stepper import hidden_main
     from tessera.flow import UnitRequest, make_unit
 
     workload = build_case(Case("llama-3-8b", "decode", 32, 2048), args.layers)
@@ -206,35 +188,56 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     wanted_state = copies(state)
     wanted = {n: t.clone() for n, t in recording.code.run(weights, inputs, wanted_state).items()}
     compiled = as_graph(lambda: recording.code.run(weights, inputs, state))
-    plan = whole_plan(make_unit([recording.trace]), whole_card(), 0)
-    for name, kernels in (("compiled kernels", {0: recording.relaunch}), ("PTX text", None)):
+    unit = make_unit([recording.trace])
+    request = UnitRequest([workload], inputs, 0)
+    found: dict[str, float] = {}
 
-        def measured(kernels: Any = kernels) -> dict[str, Any]:
-            with Captured([plan], weights, kernels) as captured:
-                (result,) = CudaEngine(captured).run([UnitRequest([workload], inputs, 0)])
-                torch.cuda.synchronize()
-                found = {n: t.view(torch.uint8) for n, t in result.state.items()}
-                flat = {n: t.reshape(-1).view(torch.uint8) for n, t in wanted_state.items()}
-                differing = differences(wanted, result.outputs[0]) + differences(flat, found)
-                graph = captured.graph(0, captured.programs[0][0][0])
-                times = medians_us({"compiled": compiled.replay, "plan": graph.replay})
-            ratio = times["plan"]["median_us"] / times["compiled"]["median_us"]
-            return {
-                "times": times,
-                "ratio": round(ratio, 4),
-                "equal": not differing,
-                "differing": differing[:5],
-            }
+    def in_process() -> dict[str, Any]:
+        with Whole(unit, whole_card(), 0, weights) as whole:
+            (outputs,) = whole.run(request)
+            flat = {n: t.reshape(-1).view(torch.uint8) for n, t in wanted_state.items()}
+            differing = differences(wanted, outputs) + differences(flat, whole.state())
+            times = medians_us({"compiled": compiled.replay, "plan": whole.graph(0).replay})
+        found["compiled"] = times["compiled"]["median_us"]
+        ratio = times["plan"]["median_us"] / found["compiled"]
+        return {"times": times, "ratio": round(ratio, 4), "equal": not differing, "differing": differing[:5]}
 
-        log.attempt(name, measured)
+    def in_worker() -> dict[str, Any]:
+        plan = replace(whole_plan(unit, whole_card(), 0), slots=2)
+        cpu = UnitRequest([workload], {n: t.cpu() for n, t in inputs.items()}, 0)
+        with (
+            hidden_main(),
+            opened(SimpleNamespace(weights=weights), {"single": plan}, 1.0, "auto") as stepper,
+        ):
+            run_offline(stepper, [cpu] * 20, is_timed=True, skips=SKIPPED)
+            per_s = rate_per_s(run_offline(stepper, [cpu] * 300, is_timed=True, skips=SKIPPED).results)
+        again = medians_us({"compiled": compiled.replay})["compiled"]["median_us"]
+        return {
+            "us a step": round(1e6 / per_s, 1),
+            "compiled us": again,
+            "ratio": round(1e6 / per_s / again, 4),
+        }
+
+    log.attempt("graph", in_process)
+    log.attempt("worker", in_worker)
 
 
 # Pairs ------------------------------------------------------------------------------------------------------
 
 
 def pairs(log: Log, args: argparse.Namespace) -> None:
-    """One family on every pair."""
-    from benchmarks.gpu_execute_pairs import own_times, run_pair
+    """One family on every pair, over `ipc`; the throughput plan over `host`, planned for that link."""
+    from benchmarks.gpu_execute_pairs import (
+        compared,
+        hidden,
+        host_rates,
+        keep_plans,
+        make_plans,
+        own_times,
+        priced,
+        rates,
+        wanted,
+    )
 
     built = build(FAMILIES[args.family])
     counts = [len(g.trace.launches) for g in built.unit.graphs]
@@ -242,22 +245,60 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
     own = log.attempt("own times", lambda: own_times(built, whole_card()))
     if own is None or "error" in own:
         return
-    for devices, link in PAIRS:
-        if args.pair and args.pair not in devices:
+    expected = wanted(built, 2)
+    for text, link in PAIRS:
+        if args.pair and args.pair not in text:
             continue
-        run_pair(log, built, devices, link, own["launches"], POLICIES, SLOTS, args.seconds)
+        cluster, costs, scale = priced(built, text, link, own["launches"])
+        plans = make_plans(built, costs, cluster, POLICIES, SLOTS)
+        keep_plans(args.out / "plans", f"{args.family}.{_short(text)}", plans, scale)
+        log.put(f"{text} priced", {"scale": round(scale.factor, 3), "covered": round(scale.covered, 4)})
+        factor = scale.factor
+        found = log.attempt(f"{text} ipc", rates, built, plans, factor, "ipc", args.seconds, expected)
+        if found and "error" not in found:
+            log.put(f"{text} compared", compared(found))
+        if args.hidden:
+            log.attempt(f"{text} hidden", hidden, built, plans["throughput"], factor)
+        if args.host:
+            options = (built, costs, cluster, factor, SLOTS, args.seconds, expected)
+            log.attempt(f"{text} host", host_rates, *options)
+
+
+def halves(log: Log, args: argparse.Namespace) -> None:
+    """The kept throughput plans over `ipc` and `nvshmem`, each process with half of the card."""
+    from benchmarks.gpu_execute_pairs import kept_plans, rates, wanted
+
+    built = build(FAMILIES[args.family])
+    expected = wanted(built, 2)
+    for text, _ in PAIRS:
+        if args.pair and args.pair not in text:
+            continue
+        plans, scale = kept_plans(args.out / "plans", f"{args.family}.{_short(text)}", ["throughput"])
+        rate: dict[str, float] = {}
+        for transport in ("ipc", "nvshmem"):
+            options = (built, plans, scale, transport, args.seconds, expected)
+            found = log.attempt(f"{text} {transport}", rates, *options)
+            if found and "error" not in found:
+                rate[transport] = found["throughput"]["measured per s"]
+        if len(rate) == 2:
+            log.put(f"{text} nvshmem / ipc", round(rate["nvshmem"] / rate["ipc"], 4))
+
+
+def _short(text: str) -> str:
+    return "+".join(word.rpartition("=")[2] for word in text.split(","))
 
 
 # Soak -------------------------------------------------------------------------------------------------------
 
 
 def soak(log: Log, args: argparse.Namespace) -> None:
-    """Many requests with changes of policy among them."""
+    """Many requests with changes of policy and kills of workers among them."""
     from benchmarks.gpu_execute_pairs import run_soak
 
     small = Family("llama-3-8b", 2, (("prefill", 2, 64, 4), ("decode", 2, 68, 0)))
     built = build(small)
-    log.attempt("soak", lambda: run_soak(built, "cuda:0/sm=100,cuda:0/sm=32", SLOTS, args.soak))
+    text, link = PAIRS[0]
+    log.attempt("soak", run_soak, built, text, link, SLOTS, args.soak, args.kills)
 
 
 # All --------------------------------------------------------------------------------------------------------
@@ -288,18 +329,6 @@ def kept_parts(path: Path | None, again: list[str]) -> dict[str, Any]:
     }
 
 
-def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """One family's pairs of an earlier run with those that were run again; each is kept whole."""
-    kept = {k: v for k, v in old.items() if k.startswith("cuda:") and k not in new and not _is_half(k, old)}
-    again = [k.removesuffix(" rates") for k in new if k.endswith(" rates")]
-    return {**new, **({"from": old.get("from"), "again": again, **kept} if kept else {})}
-
-
-def _is_half(key: str, part: dict[str, Any]) -> bool:
-    """True of an entry of a pair that was priced and not run."""
-    return f"{key.rpartition(' ')[0]} rates" not in part
-
-
 def run_parts(args: argparse.Namespace, command: str) -> None:
     """Each part in a process of its own; what it found is joined into NAME.json and NAME.md."""
     from benchmarks.gpu_execute_table import table
@@ -308,7 +337,7 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
     jobs = [
         (part, family)
         for part in args.parts.split(",")
-        for family in (args.families.split(",") if part == "pairs" else [""])
+        for family in (args.families.split(",") if part in ("pairs", "halves") else [""])
     ]
     kept = kept_parts(args.keep, [part for part, _ in jobs])
     whole: dict[str, Any] = {"command": command, "about": about(), **kept}
@@ -323,6 +352,10 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
         call = [sys.executable, __file__, *sys.argv[1:], "--child", part, "--family", family]
         call += ["--result", str(path)]
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONUNBUFFERED": "1"}
+        if part == "halves":
+            environment |= {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+        if part == "soak" and args.kills:  # a client that dies at work takes its neighbours under MPS with it
+            environment |= {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
         try:
             done = subprocess.run(call, timeout=min(left, args.part_limit), env=environment, check=False)
             ended = f"exit code {done.returncode}"
@@ -330,7 +363,6 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
             ended = "stopped at its time limit"
         found = json.loads(path.read_text()) if path.exists() else {}
         path.unlink(missing_ok=True)
-        found = joined(kept.get(name, {}), found) if part == "pairs" else found
         whole[name] = {**found, "ended": ended}
         (args.out / f"{args.name}.json").write_text(json.dumps(whole, indent=1) + "\n")
         (args.out / f"{args.name}.md").write_text(table(whole))
@@ -354,6 +386,9 @@ def main() -> None:
         help="of a round of one policy, if longer than five requests a slot",
     )
     parser.add_argument("--soak", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--host", action="store_true", help="the host transport as well")
+    parser.add_argument("--hidden", action="store_true", help="a stamped run as well")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--part-limit", type=float, default=150.0, help="seconds for one part")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -363,7 +398,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
         log = Log(args.result)
-        what = {"probe": probe, "overhead": overhead, "pairs": pairs, "soak": soak}[args.child]
+        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "halves": halves, "soak": soak}
+        what = parts[args.child]
         try:
             what(log, args)
         except Exception:  # noqa: BLE001 - the parent reads what went wrong from the file

@@ -1,4 +1,4 @@
-"""Pairs of devices on one card: plans of every policy by the same executor; used by gpu_execute.py."""
+"""Pairs of devices on one card: plans of every policy on worker processes; used by gpu_execute.py."""
 
 import itertools
 import random
@@ -6,30 +6,40 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tessera.analyze import build_graph
 from tessera.errors import PlanInfeasible
 from tessera.execute.cuda import driver
-from tessera.execute.cuda.captured import Captured
-from tessera.execute.cuda.engine import CudaEngine
-from tessera.execute.cuda.measure import always, measure, whole_plan
-from tessera.execute.cuda.pick import try_plans
+from tessera.execute.cuda.measure import measure
+from tessera.execute.cuda.reference import InOrder
 from tessera.execute.cuda.stretch import Scale, choose_scale
-from tessera.execute.cuda.undivided import Undivided, differing
-from tessera.execute.engine import RunResult
-from tessera.execute.pick import Trial, pick, rate_per_s
+from tessera.execute.link_times import time_transfers
+from tessera.execute.offline import RunResult, run_offline, timeline_of
+from tessera.execute.pick import rate_per_s
+from tessera.execute.reference import ReferenceStepper
+from tessera.execute.replay import same_bits
+from tessera.execute.spans import SpanLog
+from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_main
 from tessera.flow import make_plan
-from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline
+from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
 from tessera.profile import estimate, make_cluster, parse_devices
+from tessera.profile.measured.links import fit_link
 
-# Requests of each lane that are compared bit by bit.
+# Requests that are compared bit by bit.
 COMPARED = 2
+# What nobody asks for while rates are measured: the next step is fed with other outputs.
+SKIPPED = ("logits",)
+TIMEOUT_S = 60.0
+# Of transfers by which a link is known.
+SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
 
 
 def own_times(built: Any, cluster: Cluster) -> dict[str, Any]:
-    """What launches take on the whole card, and that a divided run can be compared with an undivided one."""
+    """What launches take on the whole card."""
     costs, times = measure(built.unit, cluster, built.weights, built.request(0))
     return {
         "steps us": [round(t.whole_us, 1) for t in times[0]],
@@ -60,22 +70,20 @@ def card_link(a: Device, b: Device) -> tuple[Link, ...]:
 
 def priced(
     built: Any, text: str, link: str, own: Sequence[Sequence[float]]
-) -> tuple[Cluster, tuple[Costs, ...], Scale, Any]:
-    """The pair's cluster, costs (measured for parts, modelled for stretched devices), time scale, and what
-    the steps of parts take while the other part is idle."""
+) -> tuple[Cluster, tuple[Costs, ...], Scale]:
+    """The pair's cluster, costs (measured for parts, modelled for stretched devices) and time scale."""
     devices = parse_devices(text)
     if not devices[0].is_stretched:
         cluster = Cluster(devices, card_link(*devices))
-        costs, times = measure(built.unit, cluster, built.weights, built.request(0))
-        alone = [[round(t[step].alone_us, 1) for t in times] for step in range(len(costs))]
-        return cluster, costs, Scale(1.0, 1.0, 0, 0), alone
+        costs, _ = measure(built.unit, cluster, built.weights, built.request(0))
+        return cluster, costs, Scale(1.0, 1.0, 0, 0)
     emulated = parse_devices(",".join(f"emu:{d.gpu}" for d in devices))
     costs = tuple(
         replace(estimate(g.trace, emulated, tables=False), devices=devices) for g in built.unit.graphs
     )
     targets = [[c.us for c in row] for cost in costs for row in cost.costs]
     scale = choose_scale(targets, [us for step in own for us in step], len(devices))
-    return make_cluster(devices, link), costs, scale, None
+    return make_cluster(devices, link), costs, scale
 
 
 def make_plans(
@@ -91,208 +99,211 @@ def make_plans(
     return plans
 
 
-def run_pair(
-    log: Any,
+def keep_plans(folder: Path, name: str, plans: dict[str, Plan], scale: Scale) -> None:
+    """For another run of the same plans, by other transports or another executor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for policy, plan in plans.items():
+        save(plan, folder / f"{name}.{policy}.plan")
+    (folder / f"{name}.scale").write_text(repr(scale.factor))
+
+
+def kept_plans(folder: Path, name: str, policies: Sequence[str]) -> tuple[dict[str, Plan], float]:
+    """What `keep_plans` kept, and the time scale."""
+    paths = {policy: folder / f"{name}.{policy}.plan" for policy in policies}
+    plans = {policy: load(Plan, path) for policy, path in paths.items() if path.exists()}
+    return plans, float((folder / f"{name}.scale").read_text())
+
+
+def wanted(built: Any, num: int) -> list[RunResult]:
+    """What the launches give one by one on one device."""
+    traces = [g.trace for g in built.unit.graphs]
+    from tessera.execute.cuda.measure import whole_plan
+
+    plan = whole_plan(built.unit, Cluster(parse_devices("cuda:0"), ()), 0)
+    run = InOrder(traces, built.weights, driver.card(0))
+    with ReferenceStepper(plan, run, dict) as stepper:
+        return run_offline(stepper, [built.request(seed) for seed in range(num)]).results
+
+
+def differing(one: RunResult, other: RunResult) -> list[str]:
+    """Names of outputs (with their run) and state whose bits differ."""
+    if other.error:
+        return [other.error]
+    found = [
+        f"{name} of run {run}"
+        for run, (a, b) in enumerate(zip(one.outputs, other.outputs, strict=True))
+        for name in a
+        if not same_bits(a[name].cpu(), b[name].cpu())
+    ]
+    return found + [
+        f"state {n}" for n, t in one.state.items() if not same_bits(t.cpu(), other.state[n].cpu())
+    ]
+
+
+def opened(built: Any, plans: dict[str, Plan], scale: float, transport: str, **more: Any) -> WorkerStepper:
+    """Workers with these plans; to be used in a `with` statement, and inside `hidden_main`."""
+    options = {"transport": transport, "scale": scale, "timeout_s": TIMEOUT_S, "method": FORKSERVER, **more}
+    return WorkerStepper(list(plans.values()), built.weights, **options)
+
+
+def rates(
     built: Any,
-    text: str,
-    link: str,
-    own: Sequence[Sequence[float]],
-    policies: Sequence[str],
-    slots: int,
+    plans: dict[str, Plan],
+    scale: float,
+    transport: str,
     seconds: float,
-) -> None:
-    """Every policy on one pair of devices."""
-    found: dict[str, Any] = {}
-    began = time.monotonic()
-
-    def prepare() -> dict[str, Any]:
-        cluster, costs, scale, alone = priced(built, text, link, own)
-        plans = make_plans(built, costs, cluster, policies, slots)
-        found["plans"] = (plans, scale, cluster)
-        return {
-            "scale": round(scale.factor, 3), "covered": round(scale.covered, 4),
-            "missed": [scale.num_missed, scale.num_launches],
-            "whole step us": [[round(c.total_us(d), 1) for d in range(2)] for c in costs],
-            "whole step us, other device idle": alone,
-            "link": [cluster.links[0].name, cluster.links[0].latency_us, round(cluster.links[0].gbps, 1)],
-            "plan s": round(time.monotonic() - began, 1),
-        }  # fmt: skip
-
-    if log.attempt(f"{text} priced", prepare) and "plans" in found:
-        plans, scale, _ = found["plans"]
-        log.attempt(f"{text} rates", lambda: rates(built, plans, scale, seconds))
-        log.attempt(f"{text} hidden", lambda: hidden(built, plans["throughput"], scale))
-    torch.cuda.empty_cache()
-
-
-def rates(built: Any, plans: dict[str, Plan], scale: Scale, seconds: float) -> dict[str, Any]:
-    """Every policy's rate, in one process over the same weights and state, and whether its bits are right.
-
-    First all are tried once and one is picked, as a user would; the rates are of a second, equal round.
-    """
+    expected: list[RunResult],
+) -> dict[str, Any]:
+    """Every plan's rate on worker processes over one transport, and whether its bits are right."""
     names, found = list(plans), dict[str, Any]()
     began = time.monotonic()
-    reference = Undivided(built.unit, built.weights, driver.card(0))
-    wanted = [reference.run(built.request(seed)) for seed in range(COMPARED)]
-    with Captured(list(plans.values()), built.weights, scale=scale.factor) as captured:
-        found["graphs"], found["capture s"] = captured.num_graphs, round(time.monotonic() - began, 1)
-        checks = {name: check(built, captured, number, wanted) for number, name in enumerate(names)}
-        num = how_many(built, captured, seconds)
-        requests = [built.request(i % COMPARED) for i in range(num)]
-        trials = try_plans(captured, requests, 1)
-        chosen = names[pick(trials).plan]
-        found["tried per s"] = {names[t.plan]: _modelled(t, scale) for t in trials}
-        measured = try_plans(captured, requests, 1)
-        found["starting a request, us of CPU"] = submit_us(captured, requests)
-        for trial in measured:
-            name, plan = names[trial.plan], plans[names[trial.plan]]
-            rate = trial.per_s * scale.factor
-            found[name] = {
-                "measured per s": round(rate, 3), "LP per s": round(plan.throughput_per_s, 3),
-                "simulated per s": round(plan.simulated_per_s, 3), "bound per s": round(plan.bound_per_s, 3),
-                "measured / LP": round(rate / plan.throughput_per_s, 4), "lanes": len(plan.lanes),
-                "transfers": sum(len(p.transfers) * p.count for p in captured.programs[trial.plan][0]),
-                "equal": not any(checks[name]), "differing": [w for w in checks[name] if w][:2],
-            }  # fmt: skip
-    best = max(v["measured per s"] for k, v in found.items() if k in names[1:])
-    found["requests"], found["slots"], found["chosen"] = num, captured.num_slots, chosen
-    found["throughput / best coarse"] = round(found["throughput"]["measured per s"] / best, 4)
-    found["chosen / best coarse"] = round(found[chosen]["measured per s"] / best, 4)
-    found["chosen / LP"] = found[chosen]["measured / LP"]
+    with hidden_main(), opened(built, plans, scale, transport) as stepper:
+        found["start s"] = round(time.monotonic() - began, 1)
+        for number, name in enumerate(names):
+            num = 2 * len(plans[name].lanes)
+            requests = [built.request(i % COMPARED) for i in range(num)]
+            results = run_offline(stepper, requests, policy=number).results
+            wrong = [differing(expected[i % COMPARED], r)[:2] for i, r in enumerate(results)]
+            found[name] = {"equal": not any(wrong), "differing": [w for w in wrong if w][:2]}
+        for number, name in enumerate(names):
+            slots = plans[name].slots
+            first = timed(stepper, built, number, 2 * slots)
+            per_s = timed(stepper, built, number, max(6 * slots, min(240, round(first * seconds))))
+            found[name] |= figures(plans[name], per_s * scale)
     return found
 
 
-def check(built: Any, captured: Captured, number: int, wanted: Sequence[RunResult]) -> list[list[str]]:
-    """What differs from the undivided run, for each of a few requests of a plan."""
-    num = 2 * len(captured.plans[number].lanes)
-    requests = [built.request(i % COMPARED) for i in range(num)]
-    results = CudaEngine(captured).run(requests, always(number))
-    return [differing(wanted[i % COMPARED], r)[:3] for i, r in enumerate(results)]
+def host_rates(
+    built: Any,
+    costs: tuple[Costs, ...],
+    cluster: Cluster,
+    scale: float,
+    slots: int,
+    seconds: float,
+    expected: list[RunResult],
+) -> dict[str, Any]:
+    """The throughput plan for links as the host transport has them, over that transport.
 
-
-def how_many(built: Any, captured: Captured, seconds: float) -> int:
-    """Requests of a round, at least five a slot; a few run here to warm up."""
-    number, num = len(captured.plans) - 1, 2 * captured.num_slots
-    engine = CudaEngine(captured, keeps_results=False, keeps_state=True)
-    rate = rate_per_s(engine.run([built.request(i % COMPARED) for i in range(num)], always(number)))
-    return max(5 * captured.num_slots, min(240, round(rate * seconds)))
-
-
-def submit_us(captured: Captured, requests: Sequence[Any]) -> list[float]:
-    """How long the CPU takes to start a request of the first plan: median and longest of a full house."""
-    engine = CudaEngine(captured, keeps_results=False, keeps_state=True)
-    engine.run(requests[: 2 * captured.num_slots], always(0))
-    times = [s * 1e6 for s in engine.submit_s]
-    return [round(statistics.median(times), 1), round(max(times), 1)]
-
-
-def _modelled(trial: Trial, scale: Scale) -> float:
-    return round(trial.per_s * scale.factor, 3)
-
-
-def hidden(built: Any, plan: Plan, scale: Scale) -> dict[str, Any]:
-    """How much of the time in which bytes moved, the device that waited for them had other work.
-
-    And, on stretched devices, by how much launches ended later than due, as a share of what they hold.
+    A link is what it is, while devices are stretched: in the plan's time it is so many times as fast.
     """
-    with Captured([plan], built.weights, scale=scale.factor, is_profiled=True) as captured:
-        engine = CudaEngine(captured, keeps_results=False, keeps_state=True)
-        engine.run([built.request(0) for _ in range(2 * plan.slots)])
-        timeline = engine.timeline()
-    busy = timeline.busy_us()
+    a, b = cluster.devices
+    times = time_transfers(a, b, "host", SIZES, build_graph)
+    fit = fit_link(a.name, b.name, "host", times.alone, times.both)
+    links = tuple(
+        replace(x, name="host", latency_us=fit.latency_us / scale, gbps=fit.gbps * scale)
+        for x in cluster.links
+    )
+    plans = make_plans(built, costs, Cluster(cluster.devices, links), ("throughput", "data-parallel"), slots)
+    found = rates(built, plans, scale, "host", seconds, expected)
+    return found | {"link": [round(fit.latency_us, 1), round(fit.gbps, 3)]}
+
+
+def timed(stepper: WorkerStepper, built: Any, policy: int, num: int) -> float:
+    """Requests a second, by this machine's clock."""
+    requests = [built.request(i % COMPARED) for i in range(num)]
+    ran = run_offline(stepper, requests, policy=policy, is_timed=True, skips=SKIPPED)
+    ran.raise_failures()
+    return rate_per_s(ran.results)
+
+
+def figures(plan: Plan, per_s: float) -> dict[str, Any]:
+    """A measured rate beside what was predicted."""
     return {
-        "spans": len(timeline.spans), "transfer us": round(moved_us(timeline), 1),
-        "hidden": hidden_share(timeline), "clock": "GPU, divided by the scale; every launch stamped",
-        "busy": {k: round(v / timeline.makespan_us, 3) for k, v in busy.items()},
-        "slot idle between requests, us": slot_gaps_us(timeline),
-        "overrun": {k: round(late / held, 4) for k, (late, held) in engine.late_us.items() if held},
+        "measured per s": round(per_s, 3), "LP per s": round(plan.throughput_per_s, 3),
+        "simulated per s": round(plan.simulated_per_s, 3), "bound per s": round(plan.bound_per_s, 3),
+        "measured / simulated": round(per_s / plan.simulated_per_s, 4), "lanes": len(plan.lanes),
     }  # fmt: skip
 
 
-def slot_gaps_us(timeline: Timeline) -> list[float]:
-    """From the last span of a request to the first of the next in its slot: median and longest."""
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """The plan over the coarser policies, of one table of rates."""
+    plan = found["throughput"]["measured per s"]
+    coarse = {k: v["measured per s"] for k, v in found.items() if isinstance(v, dict) and k != "throughput"}
+    best = max(coarse, key=lambda k: coarse[k])
+    return {
+        "throughput / best coarse": round(plan / coarse[best], 4), "best coarse": best,
+        "throughput / data-parallel": round(plan / coarse["data-parallel"], 4),
+        "throughput / its simulation": found["throughput"]["measured / simulated"],
+    }  # fmt: skip
+
+
+def hidden(built: Any, plan: Plan, scale: float) -> dict[str, Any]:
+    """How much of the time in which bytes moved, the device that waited for them had other work."""
+    with hidden_main(), opened(built, {"p": plan}, scale, "ipc", is_profiled=True) as stepper:
+        stepper.spans = SpanLog(plan)
+        requests = [built.request(0) for _ in range(2 * plan.slots)]
+        ran = run_offline(stepper, requests, is_timed=True, skips=SKIPPED, spans=stepper.spans)
+        timeline = timeline_of(stepper.spans, [plan], ran.results)
+    total, covered = timeline.transfer_us()
+    busy = timeline.busy_us()
+    return {
+        "spans": len(timeline.spans), "transfer us": round(total / scale, 1),
+        "hidden": round(covered / total, 4) if total else None,
+        "busy": {k: round(v / timeline.makespan_us, 3) for k, v in busy.items()},
+        "idle between requests of a microbatch, us": gaps_us(timeline, scale),
+    }  # fmt: skip
+
+
+def gaps_us(timeline: Timeline, scale: float) -> list[float]:
+    """From the last span of a request to the first of the next in its microbatch: median and longest."""
     ends: dict[tuple[int, int], tuple[float, float]] = {}
     for s in timeline.spans:
         start, stop = ends.get((s.slot, s.request), (s.start_us, s.stop_us))
         ends[s.slot, s.request] = (min(start, s.start_us), max(stop, s.stop_us))
     rows = sorted((slot, *times) for (slot, _), times in ends.items())
     gaps = [b[1] - a[2] for a, b in itertools.pairwise(rows) if a[0] == b[0]]
-    return [round(statistics.median(gaps), 1), round(max(gaps), 1)] if gaps else []
+    return [round(statistics.median(gaps) / scale, 1), round(max(gaps) / scale, 1)] if gaps else []
 
 
-def moved_us(timeline: Timeline) -> float:
-    """Time of all transfers together."""
-    return sum(s.stop_us - s.start_us for s in timeline.spans if s.is_transfer)
+def run_soak(built: Any, text: str, link: str, slots: int, num: int, kills: int) -> dict[str, Any]:
+    """Requests in a row, each by a policy drawn at random, while workers are killed at random.
 
-
-def hidden_share(timeline: Timeline) -> float | None:
-    """Share of the transfers' time in which their destination computed; None without transfers."""
-    total = moved_us(timeline)
-    if not total:
-        return None
-    busy: dict[str, list[tuple[float, float]]] = {}
-    for span in timeline.spans:
-        if not span.is_transfer:
-            mine = busy.setdefault(span.track, [])
-            if mine and span.start_us <= mine[-1][1]:
-                mine[-1] = (mine[-1][0], max(mine[-1][1], span.stop_us))
-            else:
-                mine.append((span.start_us, span.stop_us))
-    covered = 0.0
-    for span in (s for s in timeline.spans if s.is_transfer):
-        for start, stop in busy.get(span.track.split(" -> ")[1], []):
-            covered += max(0.0, min(stop, span.stop_us) - max(start, span.start_us))
-    return round(covered / total, 4)
-
-
-def run_soak(built: Any, text: str, slots: int, num: int) -> dict[str, Any]:
-    """Requests in a row, each by a policy drawn at random; outputs equal, memory flat.
-
-    Flat: the bytes in use are the same after every fifty requests, and the bytes that torch has reserved grow
-    by less than 0.1 % in all, and not at all in the last third. Results of fifty requests are kept until they
-    are compared, and which slot made how many of them is chance, so that a slot's share of reserved memory
-    is found out late; a first run of a hundred and fifty, before anything is counted, reserves enough.
+    Kills are SIGKILL at random moments: while runs are under way, while workers start, while they capture.
+    Every result is compared; memory in use on the card is looked at after every fifty requests.
     """
-    devices = parse_devices(text)
-    cluster = Cluster(devices, card_link(*devices))
-    costs, _ = measure(built.unit, cluster, built.weights, built.request(0))
-    plans = list(
-        make_plans(built, costs, cluster, ("throughput", "attention-ffn", "layer-pipeline"), slots).values()
-    )
-    rng, seeds = random.Random(0), 8
-    plans.append(replace(whole_plan(built.unit, cluster, 0), costs=costs, slots=slots))
-    reference = Undivided(built.unit, built.weights, driver.card(0))
-    wanted = [reference.run(built.request(seed)) for seed in range(seeds)]
-    wrong, used, reserved, switches, last = 0, list[int](), list[int](), 0, -1
-    began = time.monotonic()
-    with Captured(plans, built.weights) as captured:
-        engine = CudaEngine(captured)
-        engine.run([built.request(i % seeds) for i in range(150)], lambda number: number % len(plans))
-        for first in range(0, num, 50):
-            batch = range(first, min(first + 50, num))
-            policy = [rng.randrange(len(plans)) for _ in batch]
-            for p in policy:
-                switches, last = switches + (p != last), p
-            results = engine.run([built.request(i % seeds) for i in batch], policy.__getitem__)
-            wrong += sum(bool(differing(wanted[i % seeds], r)) for i, r in zip(batch, results, strict=True))
-            del results
-            torch.cuda.synchronize()
-            used.append(torch.cuda.memory_allocated())
-            reserved.append(torch.cuda.memory_reserved())
-    return {
-        "requests": num, "policies": [p.policy for p in plans], "switches": switches, "different": wrong,
-        "allocated bytes after each 50": used, "reserved bytes after each 50": reserved,
-        "flat": is_flat(used, reserved),
-        "seconds": round(time.monotonic() - began, 1),
+    import os
+    import signal
+    import threading
+
+    own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
+    cluster, costs, scale = priced(built, text, link, own)
+    plans = make_plans(built, costs, cluster, ("throughput", "data-parallel", "layer-pipeline"), slots)
+    rng, seeds = random.Random(0), 4
+    expected = wanted(built, seeds)
+    found: dict[str, Any] = {"policies": list(plans), "scale": round(scale.factor, 3)}
+    wrong = lost = restarted = switches = 0
+    used: list[int] = []
+    with hidden_main(), opened(built, plans, scale.factor, "ipc") as stepper:
+        over = threading.Event()
+        killed: list[str] = []
+
+        def killer() -> None:
+            while len(killed) < kills and not over.wait(rng.uniform(0.2, 4.0)):
+                pids = [(s.pid, s.state) for s in stepper.use().devices.values() if s.pid]
+                if pids:
+                    pid, state = rng.choice(pids)
+                    killed.append(state)
+                    os.kill(pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=killer, daemon=True)
+        began, last, first = time.monotonic(), 0, 0
+        while first < num or (thread.is_alive() and len(killed) < kills):
+            if first == 50:
+                thread.start()
+            batch = [built.request(i % seeds) for i in range(first, first + 50)]
+            policy = [rng.randrange(len(plans)) for _ in range(51)]
+            switches += sum(a != b for a, b in itertools.pairwise([last, *policy[:50]]))
+            last = policy[49]
+            results = run_offline(stepper, batch, policy=policy.__getitem__).results
+            lost += sum(bool(r.error) for r in results)
+            restarted += sum(r.restarts for r in results)
+            wrong += sum(bool(differing(expected[i % seeds], r)) for i, r in enumerate(results, first))
+            first += 50
+            used.append(torch.cuda.mem_get_info(0)[1] - torch.cuda.mem_get_info(0)[0])
+        over.set()
+        devices = {name: [s.state, s.restarts] for name, s in stepper.use().devices.items()}
+    return found | {
+        "requests": first, "switches": switches, "kills": len(killed), "killed while": sorted(killed),
+        "different": wrong, "lost": lost, "started again": restarted, "devices at the end": devices,
+        "bytes in use on the card after each 50": used, "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
-
-
-def is_flat(used: Sequence[int], reserved: Sequence[int]) -> bool:
-    """See `run_soak`; the first tenth warms up."""
-    warm = len(used) // 10
-    grew = reserved[-1] - reserved[warm]
-    return (
-        len(set(used[warm:])) == 1
-        and grew < 1e-3 * reserved[warm]
-        and len(set(reserved[-len(reserved) // 3 :])) == 1
-    )

@@ -140,8 +140,11 @@ class _Run(Watcher[int]):
         for number in range(len(self.requests)):
             self._scheduler.push(number)
         try:
-            while not self._scheduler.is_idle:
-                self._scheduler.round(None)
+            while True:
+                self._scheduler.begin()
+                if self._scheduler.is_idle:
+                    break
+                self._scheduler.wait(None)
         finally:  # interrupted: what runs is waited for, and the stepper can be used again
             self._scheduler.drain(DRAIN_S)
         return OfflineRun(self.results, self._faults)

@@ -44,10 +44,13 @@ class StepCost:
 def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
     """Of every step of a lane, in the order of its unit."""
     names, found = lane.plan.cluster.names, []
-    for costs, place in zip(lane.plan.costs_of(lane.lane), lane.lane.placement.devices, strict=True):
+    places = lane.lane.placement.devices
+    # Of a plan that nobody priced nothing is known to be late.
+    priced = lane.plan.costs_of(lane.lane) or (None,) * len(places)
+    for costs, place in zip(priced, places, strict=True):
         busy_s: dict[str, float] = defaultdict(float)
         for launch, device in enumerate(place):
-            busy_s[names[device]] += costs.us(launch, device) * 1e-6
+            busy_s[names[device]] += costs.us(launch, device) * 1e-6 if costs is not None else 0.0
         found.append(StepCost(dict(busy_s), max(busy_s.values(), default=0.0)))
     return tuple(found)
 

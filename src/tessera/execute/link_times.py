@@ -1,0 +1,125 @@
+"""What a transfer takes between two devices over a transport, found by running plans on their workers.
+
+A chain of small launches runs once whole on one device and once in turns on the two: what the second takes
+longer, divided by its crossings, is one transfer with everything that belongs to it, as a plan would pay it.
+With two such chains at once the directions meet, and each crossing takes what it does beside the other.
+There and back are not told apart.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from tessera.errors import WorkerError
+from tessera.execute.stepper import StepCall, StepDone
+from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_main
+from tessera.ir import (
+    Access,
+    Buffer,
+    BufferKind,
+    Cluster,
+    Device,
+    Graph,
+    Kernel,
+    Lane,
+    Launch,
+    Link,
+    Objective,
+    Origin,
+    Placement,
+    Plan,
+    Region,
+    Step,
+    Trace,
+    View,
+    WorkUnit,
+)
+
+LAUNCHES = 8
+CROSSINGS = LAUNCHES - 1
+WARMUPS = 2
+# Bytes moved for each size, within these numbers of repeats.
+BYTES_PER_SIZE, MIN_REPEATS, MAX_REPEATS = 256 << 20, 3, 25
+TIMEOUT_S = 60.0
+LEAST_US = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """(bytes, microseconds) of one transfer, alone and beside one the other way."""
+
+    alone: tuple[tuple[int, float], ...]
+    both: tuple[tuple[int, float], ...]
+
+
+def time_transfers(
+    a: Device, b: Device, transport: str, sizes: Sequence[int], build_graph: Callable[[Trace], Graph]
+) -> TransferTimes:
+    """Starts a worker for each device and times transfers of these sizes, which are multiples of four."""
+    graphs = tuple(build_graph(chain(size)) for size in sizes)
+    turns = tuple(n % 2 for n in range(LAUNCHES))
+    lanes = [Lane(Placement((place,) * len(sizes)), 1.0) for place in ((0,) * LAUNCHES, turns)]
+    links = tuple(Link(x.name, y.name, "measured", 1.0, 1.0) for x, y in ((a, b), (b, a)))
+    unit, cluster = WorkUnit(graphs, (1,) * len(sizes)), Cluster((a, b), links)
+    plan = Plan(
+        unit, cluster, (), Objective.LATENCY, "links", tuple(lanes), 2, 0.0, 0.0, 0.0, 0.0, lane_table=(0, 1)
+    )
+    alone, both = list[tuple[int, float]](), list[tuple[int, float]]()
+    made = WorkerStepper(
+        [plan], {}, microbatches=2, transport=transport, timeout_s=TIMEOUT_S, method=FORKSERVER
+    )
+    with hidden_main(), made as stepper:
+        for step, size in enumerate(sizes):
+            x = torch.ones(size // 4)
+            one = [_median_s(stepper, [lane], step, x) for lane in (0, 1)]
+            two = [_median_s(stepper, [lane, lane], step, x) for lane in (0, 1)]
+            alone.append((size, _each_us(*one)))
+            both.append((size, max(_each_us(*two), alone[-1][1])))
+    return TransferTimes(tuple(alone), tuple(both))
+
+
+def _each_us(whole_s: float, divided_s: float) -> float:
+    return max(LEAST_US, (divided_s - whole_s) * 1e6 / CROSSINGS)
+
+
+def _median_s(stepper: WorkerStepper, lanes: Sequence[int], step: int, x: torch.Tensor) -> float:
+    """One step on each of these lanes at once, from the first start to the last end."""
+    repeats = min(MAX_REPEATS, max(MIN_REPEATS, BYTES_PER_SIZE // x.nbytes // CROSSINGS))
+    for microbatch, lane in enumerate(lanes):
+        stepper.open(microbatch, lane)
+    times = []
+    for _ in range(WARMUPS + repeats):
+        began_s = stepper.now_s()
+        for microbatch in range(len(lanes)):
+            stepper.start(StepCall(microbatch, step, {"x": x}, skips=("y",)))
+        for _ in lanes:
+            event = stepper.take(2 * TIMEOUT_S)
+            if not isinstance(event, StepDone):
+                raise WorkerError(f"a worker that measures a link was lost: {event}", "Try again.")
+        times.append(stepper.now_s() - began_s)
+    for microbatch in range(len(lanes)):
+        stepper.close(microbatch)
+    return median(times[WARMUPS:])
+
+
+def chain(num_bytes: int) -> Trace:
+    """x -> -x -> x ..., each from the one before."""
+    kinds = [BufferKind.INPUT, *[BufferKind.TEMPORARY] * (LAUNCHES - 1), BufferKind.OUTPUT]
+    names = ["x", *(f"t{n}" for n in range(1, LAUNCHES)), "y"]
+    buffers = tuple(Buffer(n, kind, num_bytes) for n, kind in zip(names, kinds, strict=True))
+    views = [View(n, "float32", (num_bytes // 4,), (1,)) for n in range(LAUNCHES + 1)]
+    region = Region(0, num_bytes)
+    launches = tuple(
+        Launch(
+            0,
+            (views[n],),
+            (),
+            (views[n + 1],),
+            (Access(n, region, read=True), Access(n + 1, region, write=True)),
+        )
+        for n in range(LAUNCHES)
+    )
+    kernel = Kernel("aten.neg.default", Origin.ATEN, "aten::neg(Tensor self) -> Tensor")
+    return Trace(Step("chain", f"{num_bytes} bytes", 1, 1), (kernel,), buffers, launches, (("y", views[-1]),))
