@@ -1,4 +1,4 @@
-"""A stepper on a clock of its own: nothing is computed, steps take what they are told, devices come and go."""
+"""A stepper on a clock of its own: nothing is computed, steps take what is said, devices come and go."""
 
 import heapq
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,8 @@ import families
 from factories import make_cluster, make_plan
 from models import random_placement
 from tessera.cli.ran import is_equal
-from tessera.execute import Engine
+from tessera.execute.offline import run_offline
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import Undivided, UnitRequest, make_unit, run_undivided
 from tessera.ir import Plan, WorkUnit
 
@@ -53,14 +54,11 @@ def plan(model: str) -> Plan:
 
 
 @pytest.mark.parametrize("model", UNITS)
-@pytest.mark.parametrize(
-    ("transport", "is_plain"), [("shm", False), ("gloo", False), ("shm", True)], ids=["shm", "gloo", "plain"]
-)
-def test_a_divided_family_gives_the_undivided_bits(model: str, transport: str, is_plain: bool) -> None:
-    """Overlapped or one instruction at a time, through shared memory or gloo, not a bit changes."""
+@pytest.mark.parametrize("transport", ["shm", "host"])
+def test_a_divided_family_gives_the_undivided_bits(model: str, transport: str) -> None:
+    """Through shared memory or sockets, not a bit changes."""
     weights = requests(model)[0].workloads[0].weights()
-    engine = Engine(plan(model), weights, transport=transport, is_plain=is_plain, method="forkserver")
-    with engine:
-        results = engine.run(requests(model))
+    with WorkerStepper([plan(model)], weights, transport=transport, method="forkserver") as stepper:
+        results = run_offline(stepper, requests(model)).results
 
     assert all(is_equal(one, other) for one, other in zip(references(model), results, strict=True))

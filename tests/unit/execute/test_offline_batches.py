@@ -11,20 +11,21 @@ import torch
 
 import models
 from batches_factory import mixed_plan
+from clocked_stepper import ClockedStepper
 from engine_factory import WIDTH, Net
 from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.cli.ran import is_equal
 from tessera.errors import DeviceMemoryError, MismatchError
-from tessera.execute import Engine, lower
-from tessera.execute.cuda.requests import check_same
-from tessera.execute.engine import RunResult
 from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.hub import FORKSERVER
-from tessera.execute.serving import Shape
-from tessera.execute.stepper import WorkerStepper
+from tessera.execute.lower import lower
+from tessera.execute.offline import RunResult, run_offline, timeline_of
+from tessera.execute.spans import SpanLog
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import BatchRequest, UnitRequest, as_run, make_unit, run_undivided
 from tessera.ir import Cluster, Lane, Placement, Plan, Step, Variant, verify
+from tessera.serve.rows import Steps
 
 BATCHES, COUNTS = (4, 2), (1, 3)
 
@@ -107,25 +108,28 @@ def test_scattered_lanes_of_two_batches_give_the_undivided_bits() -> None:
     """Each request has the inputs, the state and the tokens of its own lane's batch."""
     plan, requests = make_mixed(), make_requests(8)
     weights = workloads(BATCHES[0])[0].weights()
-    with Engine(plan, weights, method=FORKSERVER) as engine:
-        results = engine.run(requests)
+    log = SpanLog(plan)
+    with WorkerStepper([plan], weights, method=FORKSERVER) as stepper:
+        stepper.spans = log
+        results = run_offline(stepper, requests, spans=log).results
+    timeline = timeline_of(log, [plan], results)
 
     check_equal(plan, requests, results)
     assert {0, 1} == {r.lane for r in results}
     for result in results:
         assert {BATCHES[result.lane]} == {t.shape[0] for t in result.outputs[0].values()}
-    assert engine.timeline().weights == tuple(BATCHES[r.lane] / BATCHES[0] for r in results)
-    assert {"d0", "d1"} == {span.track for span in engine.timeline().spans if not span.is_transfer}
+    assert timeline.weights == tuple(BATCHES[r.lane] / BATCHES[0] for r in results)
+    assert {"d0", "d1"} == {span.track for span in timeline.spans if not span.is_transfer}
 
 
 def test_a_lost_device_leaves_the_other_batch() -> None:
     """Requests of its lane start again at the batch of the lane that is left, with that batch's bits."""
     plan, requests = make_mixed(is_apart=True), make_requests(8)
     weights = workloads(BATCHES[0])[0].weights()
-    with Engine(plan, weights, method=FORKSERVER) as engine:
+    with WorkerStepper([plan], weights, method=FORKSERVER, max_failures=1) as stepper:
         victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d0")
         victim.kill()
-        results = engine.run(requests)
+        results = run_offline(stepper, requests).results
 
     check_equal(plan, requests, results)
     assert {1} == {r.lane for r in results}
@@ -135,9 +139,8 @@ def test_requests_of_one_batch_are_refused() -> None:
     """They could not say what they are at the other one; nothing is started for them."""
     plan = make_mixed()
     steps = workloads(BATCHES[0])
-    engine = Engine(plan, steps[0].weights(), method=FORKSERVER)
     with pytest.raises(MismatchError, match="lanes of batch 4, 2"):
-        engine.run([UnitRequest(steps, steps[0].make_inputs(0), 0)])
+        run_offline(ClockedStepper([plan]), [UnitRequest(steps, steps[0].make_inputs(0), 0)])
 
 
 def test_programs_name_their_steps_among_all_variants() -> None:
@@ -178,11 +181,7 @@ def test_memory_that_holds_the_small_batch_only() -> None:
         check_fits([turned], footprints([turned], [programs]))
 
 
-def test_gpus_and_services_refuse_unlike_batches() -> None:
+def test_services_refuse_unlike_batches() -> None:
     """In one line, before anything is started."""
-    plan = mixed_plan()
-
-    with pytest.raises(MismatchError, match="a run on GPUs takes one batch"):
-        check_same([plan])
     with pytest.raises(MismatchError, match="a service takes one batch"):
-        WorkerStepper([plan], {}, Shape(1, 1, 8, 4, 16))
+        Steps.of(mixed_plan())

@@ -1,20 +1,24 @@
 """Several plans loaded at once: policies are switched between requests and nothing is drained."""
 
 import dataclasses
+import os
 import random
 import resource
+import signal
 
 import pytest
 
 import engine_factory as made
+from clocked_stepper import ClockedStepper
 from factories import make_cluster, make_plan
 from tessera.errors import MismatchError, TesseraError
-from tessera.execute import Engine
+from tessera.execute.offline import RunResult, run_offline
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 
 
 def policies() -> list[Plan]:
-    """All on one device, all on the other, and scattered over both; different numbers of slots."""
+    """All on one device, all on the other, and scattered over both; different numbers in flight."""
     rng = random.Random(0)
     return [
         made.plan_of([made.scattered(rng, devices)], 2, slots)
@@ -23,20 +27,17 @@ def policies() -> list[Plan]:
 
 
 def test_a_hundred_requests_under_three_policies_are_right_and_memory_stays_flat() -> None:
-    """Every output is the undivided one's whatever the policy, and the engine grows no more."""
+    """Every output is the undivided one's whatever the policy, and this process grows no more."""
     requests = made.make_requests(25)
-    with Engine(policies(), made.workloads()[0].weights(), method="forkserver") as engine:
-        done = 0
+    with WorkerStepper(policies(), made.workloads()[0].weights(), method="forkserver") as stepper:
 
-        def switch(number: int) -> None:
-            nonlocal done
-            done += 1
-            engine.switch(done // 3 % 3)
+        def run() -> list[RunResult]:
+            return run_offline(stepper, requests, policy=lambda num_done: num_done // 3 % 3).results
 
-        results = engine.run(requests, switch)
+        results = run()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(3):
-            results += engine.run(requests, switch)
+            results += run()
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     assert all(made.is_right(i % 25, r) for i, r in enumerate(results))
@@ -47,8 +48,8 @@ def test_a_hundred_requests_under_three_policies_are_right_and_memory_stays_flat
 def test_a_switch_holds_for_requests_admitted_after_it() -> None:
     """What is in flight goes on under the policy it was started with."""
     requests = made.make_requests(6)
-    with Engine(policies(), made.workloads()[0].weights(), method="forkserver") as engine:
-        results = engine.run(requests, lambda number: engine.switch(1))
+    with WorkerStepper(policies(), made.workloads()[0].weights(), method="forkserver") as stepper:
+        results = run_offline(stepper, requests, policy=lambda num_done: int(num_done > 0)).results
 
     assert [0, 0] == [r.policy for r in results[:2]]
     assert {1} == {r.policy for r in results[2:]}
@@ -57,9 +58,11 @@ def test_a_switch_holds_for_requests_admitted_after_it() -> None:
 def test_a_lost_device_sends_requests_to_another_policy() -> None:
     """Where a policy has no lane left, another policy's lane is taken."""
     plans = policies()
-    with Engine(plans, made.workloads()[0].weights(), method="forkserver") as engine:
-        engine._lose(0, "taken out by the test")
-        results = engine.run(made.make_requests(5))
+    with WorkerStepper(plans, made.workloads()[0].weights(), method="forkserver", max_failures=1) as stepper:
+        pid = stepper.use().devices["d0"].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        results = run_offline(stepper, made.make_requests(5)).results
 
     assert {1} == {r.policy for r in results}
     assert all(made.is_right(i, r) for i, r in enumerate(results))
@@ -72,12 +75,10 @@ def test_plans_for_other_devices_are_refused() -> None:
     other = make_plan(traces, [made.scattered(random.Random(0), [0])], made.COUNTS, make_cluster(3))
 
     with pytest.raises(MismatchError, match="other steps or devices"):
-        Engine([one, dataclasses.replace(other, policy="other")], made.workloads()[0].weights())
+        WorkerStepper([one, dataclasses.replace(other, policy="other")], made.workloads()[0].weights())
 
 
 def test_an_unknown_policy_is_refused() -> None:
     """There are as many as there are plans."""
-    engine = Engine(policies(), made.workloads()[0].weights())
-
     with pytest.raises(TesseraError, match=r"no policy 3.*0 to 2"):
-        engine.switch(3)
+        run_offline(ClockedStepper(policies()), made.make_requests(1), policy=3)

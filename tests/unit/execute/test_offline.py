@@ -1,4 +1,4 @@
-"""The engine: real worker processes, compared bit for bit with the undivided model."""
+"""Lists of requests on real worker processes, compared bit for bit with the undivided model."""
 
 import multiprocessing
 import os
@@ -18,10 +18,11 @@ from factories import make_cluster, make_plan
 from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.errors import WorkerError
-from tessera.execute import Engine
-from tessera.execute.engine import RunResult
 from tessera.execute.hub import FORKSERVER
+from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.replay import same_bits
+from tessera.execute.spans import SpanLog
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, run_undivided
 from tessera.ir import Plan, Step
 
@@ -66,11 +67,13 @@ def test_scattered_launches_give_the_undivided_bits(num_devices: int) -> None:
     """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
     requests = make_requests(5)
     plan = make_random_plan(num_devices, num_devices)
-    with Engine(plan, requests[0].workloads[0].weights(), method=FORKSERVER) as engine:
-        results = engine.run(requests)
+    with WorkerStepper([plan], requests[0].workloads[0].weights(), method=FORKSERVER) as stepper:
+        results = run_offline(stepper, requests).results
         assert_equal_to_undivided(requests, results)
-        assert_equal_to_undivided(requests, engine.run(requests))  # slots can be used again
-        timeline = engine.timeline()
+        log = stepper.spans = SpanLog(plan)
+        again = run_offline(stepper, requests, spans=log).results  # microbatches can be used again
+        assert_equal_to_undivided(requests, again)
+        timeline = timeline_of(log, [plan], again)
     assert {0, 1} == {r.lane for r in results}
     assert set(plan.cluster.names) == {s.track for s in timeline.spans if not s.is_transfer}
     assert (num_devices > 1) == any(s.is_transfer for s in timeline.spans)
@@ -87,16 +90,18 @@ def test_same_bits_sees_a_single_flipped_bit() -> None:
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left() -> None:
-    """A worker that dies ends the run with its device's name; no process survives."""
+    """A device that is given up ends the run with its name; no process survives."""
     plan = make_random_plan(0, 2)
     requests = make_requests(4)
     before = {p.pid for p in multiprocessing.active_children()}
-    with Engine(plan, requests[0].workloads[0].weights(), method=FORKSERVER) as engine:
+    weights = requests[0].workloads[0].weights()
+    with WorkerStepper([plan], weights, method=FORKSERVER, max_failures=1) as stepper:
         victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d1")
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
+        run = run_offline(stepper, requests)
         with pytest.raises(WorkerError, match=r"device d1: the worker process ended.*exit code -9"):
-            engine.run(requests)
+            run.raise_failures()
     assert before == {p.pid for p in multiprocessing.active_children()}
 
 
@@ -104,15 +109,16 @@ INTERRUPTED = """
 import signal, sys, time
 sys.path[:0] = {path!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-import test_engine as t
-from tessera.execute import Engine
+import test_offline as t
+from tessera.execute.offline import run_offline
+from tessera.execute.worker_stepper import WorkerStepper
 
 if __name__ == "__main__":
     plan, request = t.make_sliced()
-    with Engine(plan, request.workloads[0].weights()) as engine:
+    with WorkerStepper([plan], request.workloads[0].weights()) as stepper:
         print(*(p.pid for p in t.multiprocessing.active_children()), flush=True)
         while True:
-            engine.run([request])
+            run_offline(stepper, [request])
 """
 
 
@@ -126,7 +132,9 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_workers_do_not_outlive_their_engine(how: signal.Signals, tmp_path: pytest.TempPathFactory) -> None:
+def test_workers_do_not_outlive_who_started_them(
+    how: signal.Signals, tmp_path: pytest.TempPathFactory
+) -> None:
     """Ctrl-C and even a killed parent leave no worker behind."""
     here = os.path.dirname(os.path.abspath(__file__))
     script = os.path.join(str(tmp_path), "interrupted.py")

@@ -1,4 +1,4 @@
-"""The engine at the edges: empty tensors, results that no launch made, and errors inside a worker."""
+"""Runs at the edges: empty tensors, results that no launch made, and errors inside a worker."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,9 +8,10 @@ import torch
 from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
-from tessera.execute import Engine
 from tessera.execute.hub import FORKSERVER
+from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step, Trace
 
 Call = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -48,8 +49,8 @@ def run_alternating(call: Call, module: torch.nn.Module | None = None) -> dict[s
     """Every other launch on another worker."""
     workload, trace = capture(call, module)
     plan = make_plan([trace], [[[i % 2 for i in range(len(trace.launches))]]])
-    with Engine(plan, workload.weights(), method=FORKSERVER) as engine:
-        return engine.run([Once(torch.arange(8.0))])[0].outputs[0]
+    with WorkerStepper([plan], workload.weights(), method=FORKSERVER) as stepper:
+        return run_offline(stepper, [Once(torch.arange(8.0))]).results[0].outputs[0]
 
 
 def test_an_empty_tensor_may_be_read_on_another_device() -> None:
@@ -80,7 +81,25 @@ def test_an_error_in_a_worker_names_device_and_cause() -> None:
     workload, trace = capture(lambda inputs: {"y": inputs["x"][inputs["x"].long()]})
     plan = make_plan([trace], [[[0] * len(trace.launches)]])
     with (
-        Engine(plan, workload.weights(), method=FORKSERVER) as engine,
+        WorkerStepper([plan], workload.weights(), method=FORKSERVER, max_failures=2) as stepper,
         pytest.raises(WorkerError, match=r"device d0: .*out of (bounds|range)"),
     ):
-        engine.run([Once(torch.full((8,), 99.0))])
+        run_offline(stepper, [Once(torch.full((8,), 99.0))]).raise_failures()
+
+
+def test_a_request_that_raises_leaves_the_workers_usable() -> None:
+    """What runs is waited for; the next list finds every microbatch free."""
+    workload, trace = capture(lambda inputs: {"y": inputs["x"] + 1})
+    plan = make_plan([trace], [[[0] * len(trace.launches)]])
+
+    class Broken(Once):
+        def inputs(self, step: int, run: int, last: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            raise ValueError("no inputs")
+
+    good = Once(torch.arange(8.0))
+    with WorkerStepper([plan], workload.weights(), method=FORKSERVER) as stepper:
+        with pytest.raises(ValueError, match="no inputs"):
+            run_offline(stepper, [good, Broken(torch.arange(8.0)), good])
+        results = run_offline(stepper, [good] * 3).results
+
+    assert all(same_bits(result.outputs[0]["y"], torch.arange(8.0) + 1) for result in results)
