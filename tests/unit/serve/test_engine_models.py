@@ -12,8 +12,8 @@ from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_
 from tessera.serve.records import Ask, Sampling
 from tessera.serve.service import Service
 from tessera.serve.steps import Served, served
+from tessera.serve.steps import reference as own_code
 from tessera.serve.text import END, ByteText
-from tessera.serve.undivided import UndividedStepper
 
 CAPACITY = 32
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> Served:
 @pytest.fixture
 def service(model: Served) -> Iterator[Service]:
     """The model itself behind the engine."""
-    with UndividedStepper(model, num_threads=1) as stepper, Service(stepper, ByteText()) as made:
+    with own_code(model, num_threads=1) as stepper, Service(stepper, model.shape, ByteText()) as made:
         yield made
 
 

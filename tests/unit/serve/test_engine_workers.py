@@ -1,7 +1,9 @@
 """The engine on worker processes: the undivided model's answers, also when workers are killed."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Sequence
 
 import steps_factory
@@ -9,18 +11,16 @@ from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
 from tessera.serve.local import Local
 from tessera.serve.records import Ask
 from tessera.serve.service import Service
+from tessera.serve.steps import reference
 from tessera.serve.text import ByteText
-from tessera.serve.undivided import UndividedStepper
 
 What = tuple[list[int], str, str]
 
 
 def undivided(asks: Sequence[Ask]) -> list[What]:
     """What the model itself answers."""
-    with (
-        UndividedStepper(steps_factory.prepared().model, 1) as stepper,
-        Service(stepper, ByteText()) as service,
-    ):
+    model = steps_factory.prepared().model
+    with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
         return [told.what for told in wait_for(read_all(service, asks))]
 
 
@@ -33,10 +33,10 @@ async def read_while_killing(service: Service, local: Local, asks: Sequence[Ask]
             goal = service.snapshot().output_tokens + rng.randrange(5, 25)
             while service.snapshot().output_tokens < goal and not answers.done():
                 await asyncio.sleep(0.002)
-            processes = local.stepper._hub._processes  # type: ignore[attr-defined]
-            alive = [process for process in processes if process.is_alive()]
-            if alive:  # not between two crews
-                rng.choice(alive).kill()
+            devices = local.stepper.use().devices.values()
+            pids = [device.pid for device in devices if device.state == "ready" and device.pid]
+            if pids:
+                os.kill(rng.choice(pids), signal.SIGKILL)
 
     answers = asyncio.gather(*(read(service, ask) for ask in asks))
     await asyncio.sleep(0.05)
@@ -51,8 +51,7 @@ def test_no_request_is_lost_with_its_worker() -> None:
     asks = [random_ask(rng, shape.capacity, ignores_end=True) for _ in range(6)]
     wanted = undivided(asks)
     local = Local(steps_factory.prepared())
-    plans = steps_factory.prepared().plans
-    with local, Service(local.stepper, ByteText(), plans=plans, replace=local.replace) as service:
+    with local, Service(local.stepper, shape, ByteText()) as service:
         once = wait_for(read_while_killing(service, local, asks, 1))
         often = wait_for(read_while_killing(service, local, asks, 2))
         retried = service.snapshot().retried

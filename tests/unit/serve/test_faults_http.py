@@ -15,8 +15,7 @@ pytest.importorskip("fastapi")
 
 import http_factory
 from bad_clients import BadClients, Counts
-from serving_factory import ToyStepper
-from tessera.execute.serving import Shape
+from serving_factory import ToyStepper, service_of
 from tessera.serve.limits import Limits
 from tessera.serve.load import Load, Measured, measure
 from tessera.serve.load_figures import figures
@@ -24,6 +23,7 @@ from tessera.serve.load_http import parse_target
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai_ports import Endpoint
 from tessera.serve.service import Service
+from tessera.serve.shape import Shape
 from tessera.serve.text import ByteText
 
 SHAPE = Shape(slots=2, rows=8, capacity=256, chunk=32, vocab_size=258)
@@ -58,7 +58,7 @@ async def _meet(url: str) -> tuple[Counts, Measured]:
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[Met]:
-    with Service(ToyStepper(SHAPE), ByteText(), model="toy") as service:
+    with service_of(ToyStepper(SHAPE)) as service:
         endpoint = Endpoint("toy", service, ByteText(), SHAPE.capacity, SHAPE.vocab_size, 1_700_000_000)
         with http_factory.serving(endpoint, Metrics("toy", service.snapshot), LIMITS) as server:
             counts, good = asyncio.run(_meet(server.url))

@@ -20,9 +20,8 @@ from http_factory import Running, serving, wait_until  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai_ports import Endpoint  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
-from tessera.serve.steps import served  # noqa: E402
+from tessera.serve.steps import reference, served  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
-from tessera.serve.undivided import UndividedStepper  # noqa: E402
 
 MODEL = "tiny-llama"
 ROWS, CAPACITY = 8, 128
@@ -32,8 +31,8 @@ ROWS, CAPACITY = 8, 128
 def service() -> Iterator[Service]:
     model = served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, chunk=32)
     with (
-        UndividedStepper(model, num_threads=1) as stepper,
-        Service(stepper, ByteText(), model=MODEL) as found,
+        reference(model, num_threads=1) as stepper,
+        Service(stepper, model.shape, ByteText(), model=MODEL) as found,
     ):
         yield found
 

@@ -1,17 +1,13 @@
 """Plans served in virtual time: what a service reaches, against what the plan says of itself."""
 
 import functools
-import itertools
-
-import pytest
 
 from tessera.capture import record
-from tessera.execute.lower import lower
 from tessera.flow import make_plan, make_unit, price
 from tessera.ir import Objective, Plan, WorkUnit
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.planning import Average, counts_of
-from tessera.serve.rehearse import best_served, pieces_of, rehearse
+from tessera.serve.rehearse import best_served, rehearse
 from tessera.serve.steps import Served, served
 
 AVERAGE = Average(prompt=16, output=8)
@@ -32,7 +28,7 @@ def unit() -> WorkUnit:
 
 @functools.cache
 def plan(policy: str, slots: int, devices: str = "emu:a100,emu:l40s") -> Plan:
-    """One policy for so many slots."""
+    """One policy for so many microbatches."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
     return make_plan(unit(), price(unit(), cluster), cluster, Objective.THROUGHPUT, slots, policy)
 
@@ -60,8 +56,8 @@ def test_two_devices_side_by_side_serve_more_than_one() -> None:
     assert tokens_per_s("data-parallel", 4) > 1.3 * tokens_per_s("single", 4)
 
 
-def test_a_divided_plan_needs_slots() -> None:
-    """With one slot the devices wait for one another, which the plan's own figure does not know."""
+def test_a_divided_plan_needs_microbatches() -> None:
+    """With one the devices wait for one another, which the plan's own figure does not know."""
     one, many = (tokens_per_s("layer-pipeline", slots) for slots in (1, 6))
 
     assert many > 1.2 * one
@@ -79,28 +75,9 @@ def test_the_best_plan_is_kept() -> None:
     assert best_served([parallel, single], shape, AVERAGE)[0] is parallel
 
 
-def test_long_work_is_cut_so_that_short_work_can_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of one device add up to its run, and each says how much is left of it."""
-    monkeypatch.setattr("tessera.serve.rehearse.SLICE_US", 20.0)
-    made = plan("single", 4)
-    pieces = pieces_of(made, lower(made)[0][0])
+def test_one_client_is_served_by_one_lane() -> None:
+    """With nobody beside it, a request gets less than the service gives to many."""
+    found = plan("data-parallel", 4)
+    (alone,), (many,) = (rehearse([found], model(4).shape, AVERAGE, clients) for clients in (1, None))
 
-    assert len(pieces) > 2
-    assert max(piece.busy_us for piece in pieces) <= 20.0
-    assert pieces[0].left_us == pytest.approx(sum(piece.busy_us for piece in pieces))
-    assert all(a.left_us > b.left_us for a, b in itertools.pairwise(pieces))
-
-
-@pytest.mark.parametrize("policy", ["single", "attention-ffn", "layer-pipeline"])
-def test_pieces_hold_all_of_a_steps_work(policy: str) -> None:
-    """Each launch is in one piece, and neighbours are on different devices."""
-    made = plan(policy, 4)
-    for program in lower(made)[0]:
-        pieces = pieces_of(made, program)
-        launches = range(len(unit().graphs[program.step].trace.launches))
-        placed = made.lanes[0].placement.devices[program.step]
-        wanted = sum(made.costs[program.step].us(n, placed[n]) for n in launches)
-
-        assert wanted == pytest.approx(sum(piece.busy_us for piece in pieces))
-        assert all(a.device != b.device for a, b in itertools.pairwise(pieces))
-        assert 0.0 == pieces[-1].after_us
+    assert 0.0 < alone < many

@@ -11,13 +11,14 @@ import torch
 pytest.importorskip("transformers")
 
 from tessera.capture.models.seeing import PICTURE_TOKENS
-from tessera.execute.serving import Shape, SlotsLost, StepDone, StepKind, Tensors, Use
+from tessera.execute.reference import ReferenceStepper
+from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
 from tessera.serve.records import Ask, Finish, Picture, Sampling
 from tessera.serve.service import Service
-from tessera.serve.sight import GRID, rotary, with_sight
-from tessera.serve.steps import Served, served
+from tessera.serve.shape import Shape
+from tessera.serve.sight import GRID, rotary, sight_of
+from tessera.serve.steps import Served, reference, served
 from tessera.serve.text import ByteText
-from tessera.serve.undivided import UndividedStepper
 
 GREEDY = Sampling(temperature=0.0)
 NUM = 6
@@ -78,9 +79,10 @@ def own_positions(whole: Any, ids: list[int], start: int, grid: torch.Tensor) ->
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
+    made = model()
     with (
-        UndividedStepper(model(), num_threads=1) as stepper,
-        Service(with_sight(stepper, model()), ByteText(), model="tiny-qwen2.5-vl") as running,
+        reference(made, num_threads=1) as stepper,
+        Service(stepper, made.shape, ByteText(), model="tiny-qwen2.5-vl", sight=sight_of(made)) as running,
     ):
         yield running
 
@@ -133,53 +135,39 @@ def test_positions_are_the_librarys(start: int | None) -> None:
 
 
 class Forgetful:
-    """A stepper whose first encode never ends: its device is lost."""
+    """Around a stepper: its first encode never ends, for its device is lost and back at once."""
 
-    policies: tuple[str, ...] = ("only",)
-
-    def __init__(self, inner: UndividedStepper) -> None:
-        self._inner, self.shape, self._is_lost = inner, inner.shape, False
+    def __init__(self, inner: ReferenceStepper, encode: int) -> None:
+        self._inner, self._encode = inner, encode
         self.encodes = 0
 
-    def open(self, slot: int, policy: int) -> int:
-        return self._inner.open(slot, policy)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
-    def close(self, slot: int) -> None:
-        self._inner.close(slot)
+    def start(self, call: StepCall) -> None:
+        self.encodes += call.step == self._encode
+        self._inner.start(call)
 
-    def run(self, slot: int, kind: StepKind, inputs: Tensors, skips: tuple[str, ...] = ()) -> None:
-        self.encodes += kind == "encode"
-        self._inner.run(slot, kind, inputs, skips)
-
-    def take(self, timeout_s: float | None) -> StepDone | SlotsLost | None:
+    def take(self, timeout_s: float | None) -> Event | None:
         event = self._inner.take(timeout_s)
-        if isinstance(event, StepDone) and event.kind == "encode" and not self._is_lost:
-            self._is_lost = True
-            self._inner.close(event.slot)
-            return SlotsLost((event.slot,), "cpu", "it is gone", is_over=False)
+        if isinstance(event, StepDone) and event.step == self._encode and self.encodes == 1:
+            self._inner.close(event.microbatch)
+            return DeviceLost("cpu", (event.microbatch,), "it is gone")
         return event
-
-    def wake(self) -> None:
-        self._inner.wake()
-
-    def use(self) -> Use:
-        return self._inner.use()
 
 
 def test_a_picture_is_encoded_again_after_a_loss() -> None:
     """A request whose device is lost while its picture is encoded starts anew and answers as always."""
-    with UndividedStepper(model(), num_threads=1) as inner:
-        stepper = Forgetful(inner)
-        with Service(with_sight(stepper, model()), ByteText()) as running:
+    made = model()
+    with reference(made, num_threads=1) as inner:
+        stepper: Any = Forgetful(inner, list(made.workloads).index("encode"))
+        with Service(stepper, made.shape, ByteText(), sight=sight_of(made)) as running:
             found = asyncio.run(tokens_of(running, ASKS[2]))
 
     assert expected(2) == found
     assert 2 == stepper.encodes
 
 
-def test_a_model_without_eyes_is_left_alone() -> None:
-    """Nothing is put around the stepper of a model that reads text."""
-    plain = Served("x", Shape(1, 1, 8, 4, 258), {})
-    stepper: Any = object()
-
-    assert with_sight(stepper, plain) is stepper
+def test_a_model_without_eyes_sees_nothing() -> None:
+    """There is nothing to encode for a model that reads text."""
+    assert sight_of(Served("x", Shape(1, 1, 8, 4, 258), {})) is None
