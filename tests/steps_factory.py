@@ -6,10 +6,12 @@ from functools import cache
 import torch
 
 from tessera import flow
-from tessera.execute.serving import SlotsLost, StepDone, StepKind, Stepper
+from tessera.execute.stepper import StepDone, Stepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import POLICIES, Average, Prepared, Wanted, prepare
+from tessera.serve.rows import Steps
+from tessera.serve.shape import StepKind
 
 DEVICES = "emu:a100,emu:l40s"
 ROWS, CAPACITY, CHUNK = 3, 32, 8
@@ -18,7 +20,7 @@ Script = list[tuple[StepKind, dict[str, torch.Tensor]]]
 
 @cache
 def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICIES) -> Prepared:
-    """Two slots on two unlike devices."""
+    """Two microbatches on two unlike devices."""
     return prepare(
         model,
         make_cluster(parse_devices(DEVICES), "pcie4"),
@@ -61,20 +63,19 @@ def done(stepper: Stepper) -> StepDone:
     return event
 
 
-def lost(stepper: Stepper) -> SlotsLost:
-    """The next loss; steps that end before it do not matter."""
-    event: object = None
-    while not isinstance(event, SlotsLost):
-        event = stepper.take(60.0)
-        assert event is not None
-    return event
+def opened(stepper: Stepper, microbatch: int, policy: int = 0) -> None:
+    """A microbatch on the lane whose turn it is."""
+    lane = stepper.lanes.take(policy)
+    assert lane is not None
+    stepper.open(microbatch, lane.number)
 
 
-def play(stepper: Stepper, slot: int, steps: Script) -> list[dict[str, torch.Tensor]]:
-    """Outputs of one step after the other in an open slot."""
+def play(stepper: Stepper, microbatch: int, steps: Script) -> list[dict[str, torch.Tensor]]:
+    """Outputs of one step after the other in an open microbatch."""
+    known = Steps.of(stepper.plans[0])
     outputs = []
     for kind, inputs in steps:
-        stepper.run(slot, kind, inputs)
+        stepper.start(known.call(microbatch, kind, inputs, ()))
         outputs.append(dict(done(stepper).outputs))
     return outputs
 

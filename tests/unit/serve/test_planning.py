@@ -1,4 +1,4 @@
-"""From a model and devices to plans for serving, and to steppers that are replaced when they are over."""
+"""From a model and devices to plans for serving, and to others around a device."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,14 @@ import pytest
 import steps_factory as factory
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.hub import FORKSERVER
+from tessera.execute.lanes import check_alike, devices_of
 from tessera.execute.lower import lower
-from tessera.execute.serving import SlotsLost
-from tessera.execute.stepper import WorkerStepper
-from tessera.ir import Cluster, Device, DeviceKind, Objective
+from tessera.execute.worker_stepper import WorkerStepper
+from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.local import MAX_LOSSES, Local
 from tessera.serve.planning import Average, Wanted, counts_of, prepare
-from tessera.serve.steps import servable_models, served
-from tessera.serve.undivided import UndividedStepper
+from tessera.serve.replan import PreparedPlanner
+from tessera.serve.steps import reference, servable_models, served
 
 
 def emulated(names: str = factory.DEVICES) -> Cluster:
@@ -127,46 +126,24 @@ def test_a_sharded_checkpoint_is_served_with_its_own_weights(sharded: Path) -> N
     given = []
     for model, seed in ((str(sharded), 0), ("tiny-llama", 3)):
         made = served(model, rows=2, capacity=factory.CAPACITY, chunk=factory.CHUNK, seed=seed)
-        with UndividedStepper(made, 1) as stepper:
-            stepper.open(0, 0)
+        with reference(made, 1) as stepper:
+            factory.opened(stepper, 0)
             given.append(factory.play(stepper, 0, steps))
     assert factory.is_same(*given)
 
 
-def test_a_lost_worker_is_replaced_with_the_weights_in_memory() -> None:
-    """A stepper that is over makes way for one with new workers, which gives the same bits."""
-    steps = factory.script(2)
-    with UndividedStepper(factory.prepared().model, 1) as whole:
-        whole.open(0, 0)
-        wanted = factory.play(whole, 0, steps)
-    with Local(factory.prepared().without(["emu:l40s"])) as local:
-        old = local.stepper
-        old.open(0, 0)
-        old._hub._processes[0].kill()  # type: ignore[attr-defined]
-        loss = factory.lost(old)
-        assert loss.is_over
-        new = local.replace(loss)
-        assert new is local.stepper
-        assert new is not old
-        new.open(0, 0)
-        assert factory.is_same(factory.play(new, 0, steps), wanted)
+def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
+    """The device is left unused, the cluster stays, and a service can go over to them and back."""
+    made = factory.prepared()
+    around = PreparedPlanner(made).without(["emu:a100"])
 
-
-def test_a_device_lost_again_and_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some replacements the service goes on without the device, and ends with the last one."""
-    started: list[tuple[str, ...]] = []
-    local = Local(factory.prepared())
-    monkeypatch.setattr(local, "_start", lambda: started.append(local.prepared.cluster.names))
-    monkeypatch.setattr(Local, "stepper", None)
-    loss = SlotsLost((0,), "emu:a100", "gone", True)
-    for _ in range(MAX_LOSSES + 1):
-        local.replace(loss)
-    assert started == [("emu:a100", "emu:l40s")] * MAX_LOSSES + [("emu:l40s",)]
-    last = SlotsLost((0,), "emu:l40s", "gone", True)
-    for _ in range(MAX_LOSSES):
-        local.replace(last)
+    assert made.cluster.names == around[0].cluster.names
+    for plan in around:
+        verify(plan)
+        assert {"emu:l40s"} == {name for i in range(len(plan.lanes)) for name in devices_of(plan, i)}
+    check_alike([*made.plans, *around])
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        local.replace(last)
+        PreparedPlanner(made).without(made.cluster.names)
 
 
 @pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-mamba"])
@@ -176,11 +153,11 @@ def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
     plan = factory.plan_by("layer-pipeline", model)
     assert len(plan.used) == 2
     steps = factory.script(6, has_chunks=bool(made.model.shape.chunk))
-    with UndividedStepper(made.model, 1) as whole:
-        whole.open(0, 0)
+    with reference(made.model, 1) as whole:
+        factory.opened(whole, 0)
         wanted = factory.play(whole, 0, steps)
-    with WorkerStepper([plan], made.model.weights(), made.model.shape, method=FORKSERVER) as stepper:
-        stepper.open(0, 0)
+    with WorkerStepper([plan], made.model.weights(), method=FORKSERVER) as stepper:
+        factory.opened(stepper, 0)
         assert factory.is_same(factory.play(stepper, 0, steps), wanted)
 
 
