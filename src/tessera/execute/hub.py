@@ -517,7 +517,7 @@ class LocalHub(Hub):
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for device, setup in enumerate(self.setups):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
-            host = LOOPBACK if setup.transport == HOST else ""
+            host = setup.host or (LOOPBACK if setup.transport == HOST else "")
             self.setups[device] = replace(setup, folder=self._folder, host=host, progress=progress)
         if self._method == FORKSERVER:
             warm_up()
