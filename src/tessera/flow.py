@@ -244,12 +244,14 @@ def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
     return streams
 
 
-def time_link(a: Device, b: Device, sizes: Sequence[int]) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+def time_link(
+    a: Device, b: Device, sizes: Sequence[int], transport: str = "shm"
+) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     """How bytes travel between two devices of this machine, and what transfers of these sizes take."""
     if a.kind is DeviceKind.CPU and b.kind is DeviceKind.CPU:
         from tessera.execute.process_links import VIA, time_processes
 
-        return VIA, time_processes(sizes)
+        return VIA[transport], time_processes(sizes, transport)
     from tessera.execute.cuda_links import time_copies, via
 
     src, dst = (d.ordinal if d.kind is DeviceKind.CUDA else None for d in (a, b))

@@ -1,59 +1,74 @@
-"""Times of transfers between two worker processes of this machine, by size, each way and both ways at once.
+"""Times of transfers between two processes of this machine, by size, each way and both ways at once.
 
-As workers do it: the sender copies into shared memory and writes to a pipe; the receiver reads the pipe and
-copies into memory of its own. Both processes read the same monotonic clock. Needs no torch.
+Over the transports of CPU workers themselves (`transport`): from the start of a send to when the receiver has
+the bytes in memory of its own. Both processes read the same monotonic clock.
 """
 
-import multiprocessing
+import os
+import queue
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from tessera.errors import WorkerError
+from tessera.execute.hub import LOOPBACK
+from tessera.execute.transport import HOST, SHM, Arrived, RunTransfer, Transport, open_transport
+from tessera.execute.worker import Setup
+from tessera.ir import Cluster, Program, Transfer
 
-VIA = "shared memory and a pipe"
+# Transport -> how bytes travel, in words.
+VIA = {SHM: "shared memory", HOST: "TCP over loopback"}
 # Phase -> (first process sends, second process sends).
 PHASES = {"there": (True, False), "back": (False, True), "both": (True, True)}
 # Bytes moved for each size and phase, within these numbers of repeats.
 BYTES_PER_SIZE, MIN_REPEATS, MAX_REPEATS = 256 << 20, 3, 30
 TIMEOUT_S = 300.0
+KEY = b"of two processes and one parent"
 
 # Phase -> (bytes, microseconds) of every transfer; "both" as "both there" and "both back".
 Times = dict[str, list[tuple[int, float]]]
 
 
-def time_processes(sizes: Sequence[int]) -> Times:
+def time_processes(sizes: Sequence[int], transport: str = SHM) -> Times:
     """Starts two processes and times transfers of these sizes between them."""
-    context = multiprocessing.get_context("spawn")
-    arenas = [SharedMemory(create=True, size=max(sizes)) for _ in range(2)]
+    context = get_context("spawn")
     ends = context.Pipe()
     answers = [context.Pipe(duplex=False) for _ in range(2)]
-    names = [arena.name for arena in arenas]
-    workers = [
-        context.Process(target=_worker, args=(i, ends[i], names, list(sizes), answers[i][1]), daemon=True)
-        for i in range(2)
-    ]
-    try:
-        for worker in workers:
-            worker.start()
-        return _collect([reader for reader, _ in answers])
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
-        for arena in arenas:
-            arena.close()
-            arena.unlink()
+    with _folder() as folder:
+        workers = [
+            context.Process(
+                target=_worker, args=(i, transport, folder, list(sizes), ends[i], answers[i][1]), daemon=True
+            )
+            for i in range(2)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            return _collect([reader for reader, _ in answers])
+        finally:
+            for worker in workers:
+                if worker.is_alive():
+                    worker.join(1.0)
+                    worker.kill()
 
 
-def _collect(readers: list[Any]) -> Times:
-    """What arrived at the second process went there, what arrived at the first came back."""
+@contextmanager
+def _folder() -> Iterator[str]:
+    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="tessera-links-", dir=home) as folder:
+        yield folder
+
+
+def _collect(readers: Sequence[Connection]) -> Times:
     found: Times = {}
-    for reader, way in zip(readers, ("back", "there"), strict=True):
+    for reader, way in zip(readers, ("back", "there"), strict=True):  # who receives tells
         if not reader.poll(TIMEOUT_S):
             raise WorkerError(
                 "a process that measures a link did not answer", "Try again on an idle machine."
@@ -64,39 +79,86 @@ def _collect(readers: list[Any]) -> Times:
     return found
 
 
-def _worker(number: int, peer: Connection, names: list[str], sizes: list[int], answer: Connection) -> None:
-    arenas = [SharedMemory(name=name) for name in names]
-    outbox, inbox = (_array(arenas[i]) for i in (number, 1 - number))
-    mine = np.ones(max(sizes), dtype=np.uint8)
+class _Files:
+    """A store in a folder, for two processes without an engine."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Others see all of it or nothing."""
+        path = self._path(key)
+        path.with_suffix(".part").write_bytes(value)
+        path.with_suffix(".part").rename(path)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """When it is there."""
+        path, end = self._path(key), time.monotonic() + timeout_s
+        while not path.exists():
+            if time.monotonic() > end:
+                raise WorkerError(f"nobody has set {key}")
+            time.sleep(0.001)
+        return path.read_bytes()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"store-{key.replace('/', '-')}"
+
+
+class _End:
+    """One process's transport, with a lane a size and a transfer each way."""
+
+    def __init__(self, number: int, transport: str, folder: str, sizes: Sequence[int]) -> None:
+        self._number = number
+        self._programs = [
+            Program(0, 0, 1, ((), ()), tuple(_transfer(n, src) for src in (0, 1)), ((), ()), (), ())
+            for n in sizes
+        ]
+        lanes: list[Sequence[Program]] = [[program] for program in self._programs]
+        setup = Setup(number, Cluster((), ()), (), lanes, {}, 1, transport=transport, key=KEY, epochs=(0, 0))
+        setup.folder, setup.host = folder, LOOPBACK if transport == HOST else ""
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._transport: Transport = open_transport(setup, _Files(folder))
+        self._transport.start(self._news.put)
+        self._mine = torch.ones(max(sizes), dtype=torch.uint8)
+        self._theirs = torch.zeros(max(sizes), dtype=torch.uint8)
+
+    def exchange(self, lane: int, run: int, is_sender: bool, is_receiver: bool) -> float | None:
+        """One transfer; the microseconds of the one that arrives here, from the start of its send."""
+        program = self._programs[lane]
+        size = program.transfers[0].num_bytes
+        if is_sender:
+            self._transport.send(RunTransfer(lane, program, 0, run, self._number), self._mine[:size])
+        if not is_receiver:
+            return None
+        news = self._news.get(timeout=TIMEOUT_S)
+        if not isinstance(news, Arrived):
+            raise WorkerError(f"the link was lost: {news.message}")
+        transfer = RunTransfer(lane, program, 0, run, 1 - self._number)
+        self._transport.fetch(transfer, self._theirs[:size])
+        return (time.monotonic() - news.start_s) * 1e6
+
+
+def _transfer(num_bytes: int, src: int) -> Transfer:
+    return Transfer(src, src, 0, num_bytes, src, 1 - src)
+
+
+def _worker(
+    number: int, transport: str, folder: str, sizes: list[int], peer: Connection, answer: Connection
+) -> None:
+    torch.set_num_threads(1)
+    end = _End(number, transport, folder, sizes)
     found = []
+    run = 0
     for phase, senders in PHASES.items():
-        for size in sizes:
+        for lane, size in enumerate(sizes):
             for turn in range(1 + min(MAX_REPEATS, max(MIN_REPEATS, BYTES_PER_SIZE // size // 4))):
                 peer.send(None)  # both are here
                 peer.recv()
-                us = _exchange(size, peer, mine, outbox, inbox, senders[number], senders[1 - number])
+                run += 1
+                us = end.exchange(lane, run, senders[number], senders[1 - number])
                 if us is not None and turn > 0:
                     found.append((phase, size, us))
     answer.send(found)
-    del outbox, inbox
-    for arena in arenas:
-        arena.close()
-
-
-def _array(arena: SharedMemory) -> Any:
-    return np.ndarray((arena.size,), dtype=np.uint8, buffer=arena.buf)
-
-
-def _exchange(
-    size: int, peer: Connection, mine: Any, outbox: Any, inbox: Any, is_sender: bool, is_receiver: bool
-) -> float | None:
-    """One transfer; the time of the one that arrives here, from the start of its send."""
-    if is_sender:
-        start = time.monotonic()
-        outbox[:size] = mine[:size]
-        peer.send(start)
-    if not is_receiver:
-        return None
-    start = float(peer.recv())
-    mine[:size] = inbox[:size]
-    return (time.monotonic() - start) * 1e6
+    peer.send(None)  # the other may still read
+    peer.recv()
+    os._exit(0)  # threads of the links wait for ever

@@ -57,9 +57,10 @@ def test_the_last_measurement_of_a_link_counts(tmp_path: Path) -> None:
     assert 2 == len(path.read_text().splitlines())
 
 
-def test_two_processes_of_this_machine_are_timed_each_way_and_both() -> None:
-    """Every size has times in all four directions, none of them zero."""
-    found = time_processes((4096, 1 << 20))
+@pytest.mark.parametrize("transport", ["shm", "host"])
+def test_two_processes_of_this_machine_are_timed_each_way_and_both(transport: str) -> None:
+    """Every size has times in all four directions, none of them zero, over the workers' own transports."""
+    found = time_processes((4096, 1 << 20), transport)
 
     assert {"there", "back", "both there", "both back"} == found.keys()
     assert all({4096, 1 << 20} == {n for n, _ in times} for times in found.values())
