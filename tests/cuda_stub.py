@@ -1,20 +1,36 @@
-"""Stands in for a GPU where there is none: the engine's own code runs, on the CPU, one thing after the other.
+"""Stands in for a GPU where there is none: the workers' own code runs, on the CPU, one thing after the other.
 
-Streams and events do nothing, a "graph" issues its program again, and the turnstile writes records from the
-CPU's clock without waiting. So what is tested is memory, placement, requests and bookkeeping. Order between
-streams is tested in test_cuda_issue.py; time and graphs only on a GPU.
+Streams and events do nothing, a "graph" issues its share of the program again, and the turnstile writes records
+from the CPU's clock without waiting. Memory, flags and waits are real: a graph's wait holds up the worker that
+issues it, and only that one, for each is a thread of the test's process. So what is tested is memory,
+placement, transports, messages and bookkeeping; time and graphs only on a GPU.
 """
 
 import contextlib
+import ctypes
+import os
+import socket
+import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
-from tessera.execute.cuda import driver, graph, machine, measure, partition
+from tessera.execute import worker
+from tessera.execute.cuda import device, driver, graph, measure, partition
+from tessera.execute.cuda.driver import MemOp
+from tessera.execute.hub import Line, LocalHub
+from tessera.execute.worker import Setup
+from tessera.execute.worker_stepper import WorkerStepper
 
 CPU = torch.device("cpu")
+# A wait that nobody answers for so long ends the test's worker.
+WAIT_S = 20.0
 
 
 class Stream:
@@ -73,34 +89,74 @@ class Turnstile:
                 queue[0] = enter[1]
 
 
+class SharedMemory:
+    """Memory of this process, which its threads open by a handle."""
+
+    made: dict[bytes, torch.Tensor] = {}  # noqa: RUF012 - one process, one memory
+
+    def __init__(self, ordinal: int, num_bytes: int) -> None:
+        self.num_bytes = max(num_bytes, 1)
+        memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        self.address = memory.data_ptr()
+        self.handle = self.address.to_bytes(8, "little").ljust(driver.IPC_HANDLE_BYTES, b"\0")
+        self.made[self.handle] = memory
+
+
+def _mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
+    for op in ops:
+        word = (ctypes.c_uint64 if op.is_long else ctypes.c_uint32).from_address(op.address)
+        until = time.monotonic() + WAIT_S
+        while op.is_wait and word.value != op.value:
+            if time.monotonic() > until:
+                raise RuntimeError("a wait that nobody answers")
+            time.sleep(1e-4)
+        if not op.is_wait:
+            word.value = op.value
+
+
+def _bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def _capture(self: Any) -> Any:
-    self.outputs = self._issue()
+    self.issue(is_rehearsal=True)
 
     class Again:
         def replay(again) -> None:
-            made = self._issue()
-            for name, tensor in self.outputs.items():
-                tensor.copy_(made[name])
+            self.outputs = self.issue()
 
     return Again()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, num_sms: int = 132) -> None:
-    """One GPU of so many SMs, until the test ends."""
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, until the test ends."""
     patch = monkeypatch.setattr
-    patch(driver, "card", lambda ordinal: CPU)
-    patch(driver, "new_stream", lambda ordinal, priority=0: Stream())
-    patch(driver, "priorities", lambda ordinal: (0, -5))
-    patch(machine, "_FREE", {})
-    patch(machine, "_PARTS", {})
-    patch(machine, "Turnstile", Turnstile)
-    patch(machine, "cut", lambda ordinal, sizes: [Part(n) for n in sizes])
-    patch(graph.ProgramGraph, "_capture", _capture)
+    for name, what in {
+        "card": lambda ordinal: CPU,
+        "new_stream": lambda ordinal, priority=0: Stream(),
+        "priorities": lambda ordinal: (0, -5),
+        "pinned": lambda shape, dtype=torch.uint8: torch.zeros(tuple(shape), dtype=dtype),
+        "SharedMemory": SharedMemory,
+        "open_shared": lambda ordinal, handle: SharedMemory.made[handle].data_ptr(),
+        "close_shared": lambda address: None,
+        "bytes_at": _bytes_at,
+        "mem_ops": _mem_ops,
+        "copy": lambda stream, target, source, num: ctypes.memmove(target, source, num),
+    }.items():
+        patch(driver, name, what)
+    patch(LocalHub, "_open", _open)
+    patch(device, "_FREE", {})
+    patch(device, "_PARTS", {})
+    patch(device, "Turnstile", Turnstile)
+    patch(device, "cut", lambda ordinal, sizes: [Part(n) for n in sizes])
+    patch(graph.ShareGraph, "_capture", _capture)
     for name, value in {"REPEATS": 2, "BESIDE": 2, "PAUSE_US": 0.0}.items():
         patch(measure, name, value)  # what is measured here means nothing
     for name, what in {
         "is_available": lambda: True,
         "device_count": lambda: 1,
+        "set_device": lambda device: None,
         "synchronize": lambda *device: None,
         "empty_cache": lambda: None,
         "graph_pool_handle": lambda: None,
@@ -123,3 +179,35 @@ class Part(partition.Partition):
     def stream(self, priority: int = 0) -> Any:
         """A stream of the part."""
         return Stream()
+
+
+@dataclass
+class _Thread:
+    """A worker that is a thread."""
+
+    pipe: Connection
+    pid: int | None = None
+
+    def end(self, timeout_s: float) -> str:
+        """It leaves when its connection is cut."""
+        _shut(self.pipe)
+        return "its thread was let go"
+
+
+def cut_off(stepper: WorkerStepper, number: int) -> None:
+    """Cuts a worker's connection to the engine; it leaves when it notices."""
+    line = stepper.hub._members[number].line
+    assert line is not None, "it was started"
+    _shut(line.pipe)
+
+
+def _shut(pipe: Connection) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as link:
+        link.shutdown(socket.SHUT_RDWR)
+
+
+def _open(self: LocalHub, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
+    """Workers are threads of this process, so that what stands in for the GPU is theirs too."""
+    ours, theirs = Pipe()
+    threading.Thread(target=worker.serve, args=(setup, theirs), daemon=True).start()
+    return _Thread(ours)

@@ -1,14 +1,8 @@
-"""The schedule: oldest ready job first, requests shared among lanes by rate."""
+"""The schedule: what is over soonest goes first, of equals the oldest; lanes have their shares."""
 
-from tessera.execute.schedule import Job, LaneTable, Queue, until_wait
-from tessera.ir import Lane, Placement, Recv, Run, Send
-
-ANYWHERE = Placement(((0,),))
-
-
-def make_table(rates: list[float], slots: int) -> LaneTable:
-    """A lane per rate."""
-    return LaneTable([Lane(ANYWHERE, rate) for rate in rates], slots)
+from tessera.execute.lanes import LaneShares
+from tessera.execute.schedule import Job, Queue, until_wait
+from tessera.ir import Recv, Run, Send
 
 
 def test_the_oldest_job_goes_first() -> None:
@@ -52,22 +46,21 @@ def test_nothing_ready_is_no_job() -> None:
     assert queue.pick() is None
 
 
-def test_requests_are_shared_by_rate() -> None:
-    """A lane with three times the rate gets three times the requests."""
-    table = make_table([3.0, 1.0], slots=4)
-    taken = []
-    for _ in range(40):
-        taken.append(table.take())
-        table.give_back(taken[-1])
+def test_open_microbatches_are_shared_by_rate() -> None:
+    """A lane with three times the rate has three of four, and who follows one that ended takes its lane."""
+    shares = LaneShares([3.0, 1.0])
+    taken = [shares.take() for _ in range(4)]
+    shares.give_back(1)
 
-    assert 30 == taken.count(0)
+    assert [0, 0, 0, 1] == taken
+    assert 1 == shares.take()
 
 
-def test_a_slow_lane_cannot_fill_every_slot() -> None:
-    """With nothing finishing, slots are filled in proportion to the rates."""
-    table = make_table([1.0, 1.0], slots=4)
+def test_a_closed_lane_is_not_taken() -> None:
+    """Only those allowed, however far the others are below their share."""
+    shares = LaneShares([3.0, 1.0])
 
-    assert [0, 0, 1, 1] == sorted(table.take() for _ in range(4))
+    assert [1, 1] == [shares.take([1]) for _ in range(2)]
 
 
 def test_the_shorter_stretch_goes_first() -> None:
@@ -96,13 +89,3 @@ def test_time_until_a_wait_ends_at_receives() -> None:
     items = [Run(0), Run(1), Recv(0), Recv(1), Run(2)]
 
     assert (20.0, 10.0, 10.0, 10.0, 10.0) == until_wait(items, lambda _: 10.0)
-
-
-def test_a_slot_keeps_its_lane_while_shares_allow() -> None:
-    """The lane that has just ended is taken again, until it is too far ahead."""
-    table = make_table([1.0, 1.0], slots=2)
-    first = [table.take(), table.take()]
-    table.give_back(1)
-
-    assert [0, 1] == first
-    assert 1 == table.take()

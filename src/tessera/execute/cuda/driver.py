@@ -102,6 +102,11 @@ def card(ordinal: int) -> torch.device:
     return torch.device("cuda", ordinal)
 
 
+def pinned(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Zeros in memory of the host that GPUs reach."""
+    return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
+
+
 def new_stream(ordinal: int, priority: int = 0) -> torch.cuda.Stream:
     """A stream on a GPU that nobody else is given; it lives as long as the process."""
     handle = ctypes.c_void_p()

@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch
 
 from tessera.errors import DeviceMemoryError
+from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.graph import Room, ShareGraph, Storage
 from tessera.execute.cuda.inbox import InboxLayout, is_move_of_state
@@ -78,9 +79,7 @@ class DeviceGraphs:
         self._shared: list[int] = []
         self._rooms: list[Room] = []
         # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at.
-        self.marks = torch.zeros(num_microbatches, dtype=torch.int32)
-        if card.type == "cuda":
-            self.marks = self.marks.pin_memory()
+        self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
 

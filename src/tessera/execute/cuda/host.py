@@ -24,7 +24,7 @@ from tessera.ir import Program, Trace
 LOOK_S = 20e-6
 # A transfer may come before the order that its run begins; after so long it is thrown away.
 EARLY_S = 60.0
-# Runs that are over and remembered, for what still comes for them.
+# Cancelled runs that are remembered, for what still comes for them.
 REMEMBERED = 4096
 
 
@@ -33,9 +33,7 @@ class _Mirror:
 
     def __init__(self, layout: InboxLayout) -> None:
         size = max(layout.total_bytes, WORD)
-        self.tensor = torch.zeros(size, dtype=torch.uint8)
-        if torch.cuda.is_available():
-            self.tensor = self.tensor.pin_memory()
+        self.tensor = driver.pinned((size,))
         self.address, self.layout = self.tensor.data_ptr(), layout
         self.bytes = memoryview(self.tensor.numpy().data)
         flags = layout.num_flags
@@ -69,10 +67,14 @@ class Host:
         self._programs: list[Program] = []
         self._where: list[tuple[int, int]] = []
         self._largest: dict[int, int] = {}
-        # Run -> (microbatch, program); microbatch -> its run.
+        # Run -> (microbatch, program); microbatch -> its run, also when that has ended on this device: what
+        # its graph has flagged may be still to be sent.
         self._runs: dict[int, tuple[int, int]] = {}
         self._current: dict[int, int] = {}
-        self._over: dict[int, None] = {}
+        # Runs in flight, and how many have ended: after each end the flags are looked at once more.
+        self._in_flight: set[int] = set()
+        self._num_ended = 0
+        self._cancelled: dict[int, None] = {}
         self._changed = threading.Condition()
         self._is_closed = False
         self._links = make_links(self, lambda peer: self._largest.get(peer, 0))
@@ -135,19 +137,24 @@ class Host:
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """From now on its transfers have a place."""
         with self._changed:
+            self._runs.pop(self._current.get(microbatch, -1), None)
             self._runs[run] = (microbatch, program)
             self._current[microbatch] = run
+            self._in_flight.add(run)
             self._changed.notify_all()
 
-    def end(self, run: int) -> None:
-        """What still comes for it is thrown away."""
+    def end(self, run: int, is_cancelled: bool) -> None:
+        """Of a cancelled one nothing is sent any more, and what comes is thrown away."""
         with self._changed:
-            microbatch, _ = self._runs.pop(run, (-1, -1))
-            if self._current.get(microbatch) == run:
-                del self._current[microbatch]
-            self._over[run] = None
-            while len(self._over) > REMEMBERED:
-                del self._over[next(iter(self._over))]
+            self._in_flight.discard(run)
+            self._num_ended += 1
+            if is_cancelled:
+                microbatch, _ = self._runs.pop(run, (-1, -1))
+                if self._current.get(microbatch) == run:
+                    del self._current[microbatch]
+                self._cancelled[run] = None
+                while len(self._cancelled) > REMEMBERED:
+                    del self._cancelled[next(iter(self._cancelled))]
             self._changed.notify_all()
 
     def release(self, microbatch: int) -> None:
@@ -201,7 +208,7 @@ class Host:
         with self._changed:
             while frame.run not in self._runs:
                 left_s = deadline - time.monotonic()
-                if frame.run in self._over or self._is_closed or left_s <= 0.0:
+                if frame.run in self._cancelled or self._is_closed or left_s <= 0.0:
                     return None
                 self._changed.wait(left_s)
             microbatch, program = self._runs[frame.run]
@@ -217,12 +224,14 @@ class Host:
 
     def _send_all(self, dst: int) -> None:
         """A link's thread."""
+        seen = 0
         while True:
             with self._changed:
-                while not self._current and not self._is_closed:
+                while not self._in_flight and seen == self._num_ended and not self._is_closed:
                     self._changed.wait()
                 if self._is_closed:
                     return
+                seen = self._num_ended
                 mirrors = [row[dst] for row in self._mirrors]
             if not any(self._send_flagged(mirror, dst) for mirror in mirrors):
                 time.sleep(LOOK_S)

@@ -99,7 +99,7 @@ class Ipc:
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """Nothing is to be known of a run."""
 
-    def end(self, run: int) -> None:
+    def end(self, run: int, is_cancelled: bool) -> None:
         """Likewise."""
 
     def release(self, microbatch: int) -> None:

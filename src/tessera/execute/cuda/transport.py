@@ -62,8 +62,8 @@ class GpuTransport(Protocol):
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """A run of a program is about to be launched."""
 
-    def end(self, run: int) -> None:
-        """It has ended, or is over because it was cancelled; what still comes for it is thrown away."""
+    def end(self, run: int, is_cancelled: bool) -> None:
+        """It has ended on this device; if it was cancelled, what is still to be sent or comes is dropped."""
 
     def release(self, microbatch: int) -> None:
         """Sets all flags of a microbatch, from the CPU."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.errors import TesseraError, WorkerError
+from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.graph import Room, ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs
@@ -200,7 +201,7 @@ class CudaWorker:
             message = f"{what} has {flat.numel()} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
         if key not in self._staged:
-            self._staged[key] = _pinned((storage.nbytes(),), torch.uint8)
+            self._staged[key] = driver.pinned((storage.nbytes(),))
         bytes_of(storage, 0, storage.nbytes()).copy_(self._staged[key].copy_(flat), non_blocking=True)
 
     def _state_of(self, room: Room, program: Program) -> dict[str, torch.Tensor]:
@@ -215,7 +216,7 @@ class CudaWorker:
         for running in ended:
             order = running.order
             del self._running[order.run]
-            self._over(order.run)
+            self._over(order.run, is_cancelled=False)
             spans, transfers = self._report(running)
             self._answers.tell(
                 Done(
@@ -249,15 +250,15 @@ class CudaWorker:
             self._last_stop = running.stop
         return max(0.0, ran_ms) * 1e-3
 
-    def _over(self, run: int) -> None:
+    def _over(self, run: int, is_cancelled: bool) -> None:
         if self._graphs.transport is not None:
-            self._graphs.transport.end(run)
+            self._graphs.transport.end(run, is_cancelled)
 
     # What goes wrong ----------------------------------------------------------------------------------
 
     def _cancel(self, run: int) -> None:
         running = self._running.pop(run, None)
-        self._over(run)
+        self._over(run, is_cancelled=True)
         if running is not None:
             self._end_stuck(running)
             if self._graphs.transport is not None:
@@ -307,10 +308,6 @@ def _opener(setup: "Setup", store: Keeper, orders: "Orders") -> "Callable[[GpuDe
     return open_transport
 
 
-def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
-
-
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on its way to the host, on the current stream; the CPU does not wait for it."""
-    return _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+    return driver.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)

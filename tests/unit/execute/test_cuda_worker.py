@@ -1,0 +1,140 @@
+"""GPU workers with a stand-in for the GPU: bits, lanes, transports, faults; see `cuda_stub`."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cuda_stub
+from tessera.capture import build, record
+from tessera.errors import WorkerError
+from tessera.execute.offline import RunResult, run_offline
+from tessera.execute.replay import same_bits
+from tessera.execute.spans import SpanLog
+from tessera.execute.worker_stepper import WorkerStepper
+from tessera.flow import UnitRequest, make_plan, make_unit, run_undivided
+from tessera.ir import Cluster, Device, DeviceKind, Link, Objective, Plan, Step, WorkUnit
+from tessera.profile import estimate, parse_devices
+
+MICROBATCHES = 3
+STEPS = (Step("tiny-llama", "prefill", 2, 16, reserve=3), Step("tiny-llama", "decode", 2, 19))
+
+
+@pytest.fixture(autouse=True)
+def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    cuda_stub.install(monkeypatch)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def workloads() -> list:  # type: ignore[type-arg]
+    """The two steps of a small model."""
+    return [build(step) for step in STEPS]
+
+
+@functools.cache
+def unit() -> WorkUnit:
+    """One request of it."""
+    return make_unit([record(workload) for workload in workloads()])
+
+
+@functools.cache
+def plan(policy: str, is_stretched: bool = True) -> Plan:
+    """A policy on two devices of one card."""
+    emulated = parse_devices("emu:a100,emu:l40s")
+    devices = tuple(
+        Device(f"cuda:0/as={d.gpu}", DeviceKind.CUDA, d.gpu, 1 << 34, is_stretched=is_stretched)
+        for d in emulated
+    )
+    links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
+    costs = tuple(replace(estimate(g.trace, emulated), devices=devices) for g in unit().graphs)
+    return make_plan(unit(), costs, Cluster(devices, links), Objective.THROUGHPUT, MICROBATCHES, policy)
+
+
+def opened(*policies: str, transport: str = "ipc", **more: object) -> WorkerStepper:
+    """Workers with plans of these policies."""
+    plans, weights = [plan(policy) for policy in policies], workloads()[0].weights()
+    options = {"transport": transport, "timeout_s": 30.0, **more}
+    return WorkerStepper(plans, weights, **options)  # type: ignore[arg-type]
+
+
+def request(seed: int) -> UnitRequest:
+    """One of several."""
+    return UnitRequest(workloads(), workloads()[0].make_inputs(seed), seed)
+
+
+def is_right(seed: int, result: RunResult) -> bool:
+    """Has it every bit of the model's own run?"""
+    wanted = run_undivided(unit(), request(seed))
+    outputs = [
+        same_bits(t, other[name])
+        for one, other in zip(wanted.outputs, result.outputs, strict=True)
+        for name, t in one.items()
+    ]
+    state = [same_bits(t.reshape(-1).view(torch.uint8), result.state[n]) for n, t in wanted.state.items()]
+    return not result.error and all(outputs) and all(state)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "host"])
+@pytest.mark.parametrize("policy", ["attention-ffn", "prefill-decode"])
+def test_divided_runs_have_the_models_own_bits(policy: str, transport: str) -> None:
+    """Transfers within steps, and state that moves between them: every output and state is equal."""
+    with opened(policy, transport=transport) as stepper:
+        results = run_offline(stepper, [request(seed) for seed in range(5)]).results
+        assert all(is_right(seed, result) for seed, result in enumerate(results))
+
+
+def test_policies_share_weights_and_state() -> None:
+    """Requests under plans that alternate are right, and each follows its own plan."""
+    with opened("attention-ffn", "data-parallel") as stepper:
+        results = run_offline(stepper, [request(n) for n in range(6)], policy=lambda done: done % 2).results
+        assert {0, 1} == {result.policy for result in results}
+        assert all(is_right(seed, result) for seed, result in enumerate(results))
+
+
+def test_plans_are_loaded_while_workers_run() -> None:
+    """A plan that comes later is followed without a restart."""
+    with opened("data-parallel") as stepper:
+        stepper.load([plan("attention-ffn")])
+        (result,) = run_offline(stepper, [request(0)]).results
+        assert is_right(0, result)
+        assert all(status.restarts == 0 for status in stepper.use().devices.values())
+
+
+def test_a_lost_worker_comes_back_and_its_peers_find_its_new_memory() -> None:
+    """Requests in flight start again, and those after it are right over the new inbox."""
+    with opened("attention-ffn") as stepper:
+        lost = stepper.plans[0].cluster.names[1]
+        done = 0
+
+        def on_done(number: int) -> None:
+            nonlocal done
+            done += 1
+            if done == 2:
+                cuda_stub.cut_off(stepper, 1)
+
+        results = run_offline(stepper, [request(n % 2) for n in range(8)], on_done=on_done).results
+        assert all(is_right(n % 2, result) for n, result in enumerate(results))
+        assert stepper.use().devices[lost].restarts >= 1
+
+
+def test_stamped_runs_report_launches_and_sends() -> None:
+    """A profiled run has a span for every launch and every transfer."""
+    with opened("attention-ffn", is_profiled=True) as stepper:
+        stepper.spans = SpanLog(stepper.plans[0])
+        run_offline(stepper, [request(0)], spans=stepper.spans)
+        timeline = stepper.spans.timeline()
+        launches = sum(count * len(g.trace.launches) for g, count in zip(unit().graphs, unit().counts, strict=True))
+        assert launches == sum(not span.is_transfer for span in timeline.spans)
+        assert any(span.is_transfer for span in timeline.spans)
+
+
+def test_a_card_that_is_too_small_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is counted before anything is allocated."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 16, 1 << 16))
+    with pytest.raises(WorkerError, match="MiB are free"), opened("attention-ffn"):
+        pass
