@@ -33,9 +33,9 @@ from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.capability import capabilities, capacity_per_s
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import ServeConfig, Server
-from tessera.simulate.policy import Policy, Truth, Workshop, scaled_costs
+from tessera.simulate.online import Server
 from tessera.simulate.study import Setting, adapt, compare, known_of
+from tessera.simulate.truth import Truth, scaled_costs
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
@@ -68,11 +68,11 @@ def growth(plans: list[tuple[str, Plan]], most: int) -> list[dict[str, Any]]:
         ].capacity_per_s
         for num in (n for n in (1000, 3000, 10_000, 30_000, 100_000) if n <= most):
             setting = Setting(make_arrivals(f"poisson:{0.8 * capacity}", num, 0, LENGTHS))
-            rows.append(_timed_row(f"{name}, 32 rows a slot, 200 tokens", name, plan, setting))
+            rows.append(_timed_row(f"{name}, 32 rows a microbatch, 200 tokens", name, plan, setting))
     name, plan = plans[1]
     for num in (n for n in (1000, 10_000, 100_000) if n <= most):
         setting = Setting(make_arrivals(f"poisson:{0.8 * plan.simulated_per_s}", num), rows=1)
-        rows.append(_timed_row(f"{name}, a slot and one run each", name, plan, setting))
+        rows.append(_timed_row(f"{name}, a microbatch and one step each", name, plan, setting))
     return rows
 
 
@@ -187,19 +187,18 @@ def _costliest(plan: Plan, device: str) -> str:
 
 
 def _rate(plan: Plan, true: Plan, num: int) -> float:
-    policy = Policy(plan.policy, plan, Workshop(Truth(true)))
-    return capacity_per_s(policy, Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).demand(true))
+    demand = Setting(make_arrivals("batch:1000", num, 0, LENGTHS)).demand(true)
+    return capacity_per_s(plan, demand, Truth(true))
 
 
 def _after(made: Plan, true: Plan, num: int, replan: Replan | None) -> Plan:
     """The plan in force after requests were served at full load by a monitor."""
     demand = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).demand(true)
-    known = capabilities([Policy(made.policy, made, Workshop(Truth(made)))], demand)
-    policy = Policy(made.policy, made, Workshop(Truth(true)))
+    known = capabilities([made], demand)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
-    server = Server([policy], demand, ServeConfig(), Adaptive(monitor, replan, monitor.window_s))
+    server = Server([made], demand, Truth(true), driver=Adaptive(monitor, replan, monitor.window_s))
     server.run()
-    return server.policies[made.policy].plan
+    return server.plans[made.policy]
 
 
 def real(num: int = 60, rounds: int = 3) -> dict[str, Any]:

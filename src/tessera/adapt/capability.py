@@ -54,6 +54,10 @@ class Capability:
         """Seconds per token at a load, between the points of the curve; flat outside them."""
         return _between([(p.rate_per_s, p.normalised_s) for p in self.curve], rate_per_s)
 
+    def usual(self, rate_per_s: float) -> float:
+        """Requests that are here on average at a load; past the curve, as at its end."""
+        return _between(self._by_rate, rate_per_s)
+
     def served_per_s(self, num_requests: float) -> float:
         """Requests that leave in a second when so many are there: the load at which so many are usual."""
         return _between(self._by_number, num_requests)
@@ -87,7 +91,7 @@ class Capability:
         what is below it comes likewise. Past the capacity the number grows for the whole window, which is
         when the load is known anew.
         """
-        usual = _between(self._by_rate, rate_per_s)
+        usual = self.usual(rate_per_s)
         over = rate_per_s - self.capacity_per_s
         if over >= 0.0:
             return max(num_requests, usual) + over * window_s / 2

@@ -40,9 +40,10 @@ class MonitorConfig:
     # Seconds; None: by the policies.
     window_s: float | None = None
     # The threshold: standard errors to either side of a counted load at which another policy must be better.
-    # Two were tried as the default: a system near the crossing stayed too long on the worse side. A switch
-    # costs one move of state, so it may come often.
+    # Two were tried as the default: a system near the crossing stayed too long on the worse side.
     errors: float = 1.0
+    # What a switch costs: of the requests that are usual for the load, how many more there are for a window.
+    switch_cost: float = 0.2
     # Of the work done: less is not worth a change of shares or plans.
     min_gain: float = 0.05
     # What the plans' costs say of their own error.
@@ -116,8 +117,10 @@ class Monitor:
         chosen = min(self._policies.values(), key=lambda policy: expected(policy, 0.0))
         if chosen is now:
             return ()
+        # While requests end where they are, microbatches of both policies share the devices.
+        price = self._config.switch_cost * chosen.usual(load)
         for errors in (-self._config.errors, self._config.errors):
-            if not expected(chosen, errors) < expected(now, errors):
+            if not expected(chosen, errors) + price < expected(now, errors):
                 return ()
         self.current = chosen.name
         figures = (f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now))

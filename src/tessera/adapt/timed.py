@@ -59,7 +59,7 @@ class StepTimes:
 
 
 def planned_us(plan: Plan, index: int, step: int) -> dict[str, tuple[tuple[str, float], ...]]:
-    """Device -> (kernel, planned microseconds) of one step of a lane; kernels that take no time are left out."""
+    """Device -> (kernel, planned microseconds) of one step of a lane; what takes no time is left out."""
     lane = plan.lanes[index]
     graph, costs = plan.graphs[step], plan.prices[step]
     found: dict[str, dict[str, float]] = {}

@@ -36,13 +36,17 @@ def simulate(
     ] = False,
     lengths: LengthsText = None,
     speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
-    rows: Annotated[int | None, typer.Option(help="Requests that share a microbatch. [default: the batch]")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Requests that share a microbatch. [default: the batch]")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
     noise: Annotated[
         float, typer.Option(help="Misprice every kernel type on every device by about this.")
     ] = 0.0,
     jitter: Annotated[float, typer.Option(help="Vary the time of every run by about this.")] = 0.0,
-    lose: Annotated[list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS, or DEVICE@SECONDS-SECONDS if it comes back.")] = None,
+    lose: Annotated[
+        list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back].")
+    ] = None,
     slow: Annotated[list[str] | None, typer.Option(help="Slow a device down: DEVICE@SECONDSxFACTOR.")] = None,
     slo: Annotated[
         str | None, typer.Option(help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=.")

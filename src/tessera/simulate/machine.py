@@ -1,11 +1,11 @@
 """Machine: the simulator's loop, stopped whenever a run has ended; what it has done once it remembers.
 
-Whoever drives it begins the next run of a microbatch before the loop goes on. From one end of a run to the next
-devices and links do what follows from where they stand and from what is begun there, and from nothing else.
-So that stretch is kept, with its duration and the busy time in it: requests that join or leave a microbatch
-change none of it, a busy server repeats itself, and a hundred thousand requests take seconds. Times between
-two ends are rounded to a millionth of a microsecond, so that places that are the same are found again; that is
-all that is lost. Runs whose times are all different (jitter) are not worth keeping.
+Whoever drives it begins the next run of a microbatch before the loop goes on. From one end of a run to the
+next devices and links do what follows from where they stand and from what is begun there, and from nothing
+else. So that stretch is kept, with its duration and the busy time in it: requests that join or leave a
+microbatch change none of it, a busy server repeats itself, and a hundred thousand requests take seconds. Times
+between two ends are rounded to a millionth of a microsecond, so that places that are the same are found again;
+that is all that is lost. Runs whose times are all different (jitter) are not worth keeping.
 """
 
 import heapq
@@ -24,7 +24,7 @@ MAX_PLACES = 5000
 
 
 class State(NamedTuple):
-    """Where devices and links stand between two runs. Times count from then, flights by the age of their run."""
+    """Where devices and links stand between two runs; times count from then, flights by their runs' age."""
 
     # (devices that have not finished the run, the run, runs after it: last first)
     flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
@@ -65,6 +65,7 @@ class _Loop(Core):
         super().__init__(num_devices, num_buses)
         self.busy_us = [0.0] * (num_devices + num_buses)
         self.ended: list[int] = []
+        self.now_us = 0.0
 
     def on_end(self, flight: Flight, now: float) -> None:
         """Somebody looks at it before the loop goes on."""
@@ -85,12 +86,20 @@ class _Loop(Core):
         """Flights, by the age of their run."""
         return tuple([flight.number for flight, _, _ in self._running.values()])
 
-    def run_until(self, limit_us: float) -> None:
-        """Whatever happens up to a time."""
-        while self._events and self._events[0][0] <= limit_us:
+    def run(self, us: float) -> None:
+        """Whatever happens in some time."""
+        self.now_us += us
+        while self._events and self._events[0][0] <= self.now_us:
             self.advance()
 
-    def forget(self, numbers: Collection[int], now: float) -> None:
+    def run_on(self) -> None:
+        """Until something ends."""
+        while not self.ended and self._events:
+            now = self.advance()
+            assert now is not None, "there was an event"
+            self.now_us = now
+
+    def forget(self, numbers: Collection[int]) -> None:
         """Ends flights wherever they are; what occupies a bus still does."""
         for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in numbers]:
             del self._running[ticket]
@@ -102,10 +111,11 @@ class _Loop(Core):
             self._events = [e for e in self._events if e[4] == END or e[3] != ticket]
         heapq.heapify(self._events)
         for index in range(len(self.devices)):
-            self._look(index, now)
+            self._look(index, self.now_us)
 
-    def state(self, now: float) -> State:
+    def state(self) -> State:
         """Where it stands."""
+        now = self.now_us
         age = {ticket: number for number, ticket in enumerate(self._running)}
         events = [
             (round(t - now, DECIMALS), device, -1 if what == END else age[ticket], what)
@@ -125,10 +135,15 @@ class _Loop(Core):
             tuple(events),
         )
 
+    def go_on(self) -> None:
+        """Counts anew: flights by age, busy time, what ends."""
+        self.ended, self.busy_us = [], [0.0] * len(self.busy_us)
+        for age, (flight, _, _) in enumerate(self._running.values()):
+            flight.number = age
+
     def restore(self, state: State) -> None:
         """Takes up a state at time zero."""
-        self.ended, self._bus_free = [], list(state.bus_free)
-        self.busy_us = [0.0] * len(self.busy_us)
+        self.now_us, self._bus_free = 0.0, list(state.bus_free)
         self._running = {
             age: (Flight(age, age, 0, list(left), waiting), *work)
             for age, (waiting, work, left) in enumerate(state.flights)
@@ -164,7 +179,9 @@ class Machine:
         self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
         self._places: dict[State, _Place] = {}
         # The place where it stood last, when that was, who flies there, and what was begun there.
-        self._place = self._known(self._loop.state(0.0))
+        self._place = self._known(self._loop.state())
+        # Where the loop stands, if it stands at a place.
+        self._standing: _Place | None = self._place
         self._since_us = 0.0
         self._flying: list[int] = []
         self._begun: list[tuple[int, tuple[Work, ...]]] = []
@@ -194,21 +211,18 @@ class Machine:
         """Forgets their runs wherever they are."""
         self._ended = [number for number in self._ended if number not in microbatches]
         numbers = self._catch_up()
-        self._loop.forget(
-            [n for n, m in enumerate(numbers) if m in microbatches], self.now_us - self._since_us
-        )
+        self._loop.forget([n for n, m in enumerate(numbers) if m in microbatches])
         self._stand(numbers)
 
     def _work_out(self) -> _Edge:
         """What follows from here."""
         self.num_worked_out += 1
-        self._begin()
-        now: float | None = 0.0
-        while not self._loop.ended and now is not None:
-            now = self._loop.advance()
-        assert now is not None, "what is begun ends"
+        start_us = self._begin()
         loop = self._loop
-        edge = _Edge(now, tuple(loop.ended), loop.flying, tuple(loop.busy_us), self._known(loop.state(now)))
+        loop.run_on()
+        place = self._standing = self._known(loop.state())
+        us = loop.now_us - start_us
+        edge = _Edge(us, tuple(loop.ended), loop.flying, tuple(loop.busy_us), place)
         self._place.edges[tuple([works for _, works in self._begun])] = edge
         return edge
 
@@ -223,16 +237,21 @@ class Machine:
         for index, us in enumerate(edge.busy_us):
             busy_us[index] += us
 
-    def _begin(self) -> None:
-        """The loop stands where this stood last, with what was begun there."""
-        self._loop.restore(self._place.state)
+    def _begin(self) -> float:
+        """The loop stands where this stood last, with what was begun there; when that is, by the loop."""
+        loop = self._loop
+        if self._standing is not self._place:
+            loop.restore(self._place.state)
+        self._standing = None
+        loop.go_on()
         for number, (_, works) in enumerate(self._begun, len(self._flying)):
-            self._loop.begin(Flight(number, number, 0, list(reversed(works))), 0.0)
+            loop.begin(Flight(number, number, 0, list(reversed(works))), loop.now_us)
+        return loop.now_us
 
     def _catch_up(self) -> list[int]:
         """The loop stands where this is; gives the microbatches of its flights."""
         self._begin()
-        self._loop.run_until(self.now_us - self._since_us)
+        self._loop.run(self.now_us - self._since_us)
         assert not self._loop.ended, "no run ends before the next place"
         return self._flying + [number for number, _ in self._begun]
 
@@ -241,7 +260,7 @@ class Machine:
         self._stand(self._catch_up())
 
     def _stand(self, numbers: Sequence[int]) -> None:
-        state = self._loop.state(self.now_us - self._since_us)
+        state = self._loop.state()
         # Moments that come from outside do not come again, unless nothing was going on.
         self._place = _Place(state) if state.flights else self._known(state)
         self._since_us, self._begun = self.now_us, []

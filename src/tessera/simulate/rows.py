@@ -2,10 +2,10 @@
 
 Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
 first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
-proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the captured
-batch and context take, however many rows are in use and wherever they stand. A work unit that does not end in
-a decode has no more than a head, for a whole microbatch: its requests join when it is empty, run every step as
-often as the unit says, and leave together.
+proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the
+captured batch and context take, however many rows are in use and wherever they stand. A work unit that does
+not end in a decode has no more than a head: its requests join while the microbatch is empty, run every step
+as often as the unit says, and leave together.
 """
 
 import heapq

@@ -1,22 +1,21 @@
 """SteadyRates: the rate of a plan with all microbatches full, from a short stretch of simulated time.
 
-The same loop as `simulate`, without a timeline (`window`). A verdict simulates every launch, of fewer requests
-where programs are long; a quick look, and a verdict that would take seconds, simulates samples (`fluid`).
+The same loop as `simulate`, without a timeline (`window`). A verdict simulates every launch, of fewer
+requests where programs are long; a quick look at long programs, and a verdict on very long ones that would
+take a second, simulates samples (`fluid`).
 """
-
-from collections.abc import Sequence
 
 from tessera.ir import Plan
 from tessera.simulate.columns import Script, Scripts
 from tessera.simulate.fluid import Fluid
 from tessera.simulate.window import Extent, Window, extent_of
 
-# Requests' worth of work before the clock counts, and while it does: microbatches that start spread over their
-# requests fall in and out of step over several of them.
+# Requests' worth of work before the clock counts, and while it does: microbatches that start spread over
+# their requests fall in and out of step over several of them.
 FULL, SHORT = Extent(4.0, 10.0), Extent(2.0, 4.0)
-# Items of all runs that a verdict simulates at most (a second), and that it takes as long as it can for.
-MOST_ITEMS, MANY_ITEMS = 300_000, 60_000
-# In a quick look, lanes whose longest list has more items than this are sampled.
+# Items of all runs of a request: with more than this fewer requests are simulated, and then samples.
+LONG_REQUESTS, VERY_LONG_REQUESTS = 3000, 10_000
+# In a quick look, lanes with more items than this are sampled.
 QUICK_LISTS = 60
 
 
@@ -48,10 +47,9 @@ class SteadyRates:
         rate = self._known.get(key)
         if rate is None:
             lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
-            is_sampled, wanted = _effort(lanes, is_quick)
-            kind = Fluid if is_sampled else Window
-            rate = kind(plan, self._scripts[0], lanes, extent_of(plan, wanted)).rate_per_us()
-            self._known[key] = rate
+            kind, wanted = _effort(lanes, is_quick)
+            extent = extent_of(plan, wanted)
+            rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
         return rate
 
     def _shares(self, plan: Plan) -> bool:
@@ -63,11 +61,12 @@ class SteadyRates:
         )
 
 
-def _effort(lanes: Sequence[Sequence[Script]], is_quick: bool) -> tuple[bool, Extent]:
+def _effort(lanes: list[tuple[Script, ...]], is_quick: bool) -> tuple[type[Window], Extent]:
     """Are samples enough, and how much is looked at?"""
     if is_quick:
         longest = max(sum(script.num_items for script in lane) for lane in lanes)
-        return longest > QUICK_LISTS, SHORT
+        return Fluid if longest > QUICK_LISTS else Window, SHORT
     each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
-    is_sampled = SHORT.total * each > MOST_ITEMS
-    return is_sampled, FULL if is_sampled or FULL.total * each <= MANY_ITEMS else SHORT
+    if each > VERY_LONG_REQUESTS:
+        return Fluid, FULL
+    return Window, SHORT if each > LONG_REQUESTS else FULL

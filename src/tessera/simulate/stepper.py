@@ -1,10 +1,10 @@
 """VirtualStepper: steps that compute nothing and take the time that is true of them, on a virtual clock.
 
-Devices, links and queues are those of the simulator's one loop (`machine`). `take` moves the clock: to the next
-end of a step, to a loss or a return of a device, or by its timeout. A step takes what its launches and
+Devices, links and queues are those of the simulator's one loop (`machine`). `take` moves the clock: to the
+next end of a step, to a loss or a return of a device, or by its timeout. A step takes what its launches and
 transfers take at true costs, times its `scale`; with jitter each one varies. State that an earlier step left
-elsewhere than a later one wants it moves before the later one runs, in as large a part as the earlier one was;
-what a step of rows that join leaves behind never moves back. Deterministic by seed.
+elsewhere than a later one wants it moves before the later one runs, in as large a part as the earlier one
+was; what a step of rows that join leaves behind never moves back. Deterministic by seed.
 
 Not handled: bytes moved are not counted, and memory is not watched.
 """

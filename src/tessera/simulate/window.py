@@ -6,12 +6,13 @@ of a request: a stretch's share of its request's busy time, times the work units
 skipped in between is up to subclasses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Plan
 from tessera.simulate.columns import Script, Scripts, Stretch
-from tessera.simulate.core import Core, Flight
+from tessera.simulate.core import Core, Flight, Work
 from tessera.simulate.cuts import Cuts
 
 # Runs of each slot, at least: before the clock counts, and while it does.
@@ -27,11 +28,6 @@ class Extent:
     warm_up: float
     window: float
 
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.warm_up + self.window
-
 
 def extent_of(plan: Plan, wanted: Extent) -> Extent:
     """How much of a plan is looked at: less with few slots, but some runs of each."""
@@ -43,12 +39,28 @@ def extent_of(plan: Plan, wanted: Extent) -> Extent:
     )
 
 
+def weights_of(plan: Plan) -> list[float]:
+    """Work units in a request of each lane; 1 where all are of one batch."""
+    return [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
+
+
 def mean_weight(plan: Plan) -> float:
-    """Work units in an average request; 1 where all are of one batch."""
-    if not plan.variants:
-        return 1.0
+    """Work units in an average request."""
     rates = [lane.rate_per_s for lane in plan.lanes]
-    return sum(r * plan.weight_of(lane) for r, lane in zip(rates, plan.lanes, strict=True)) / sum(rates)
+    return sum(r * weight for r, weight in zip(rates, weights_of(plan), strict=True)) / sum(rates)
+
+
+def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> tuple[list[Work], float]:
+    """What a request runs, last first, but for a share of it; and work units a microsecond of busy time."""
+    runs = [(script, 1.0) for script in scripts for _ in range(script.count)]
+    total = sum(script.busy_us for script, _ in runs)
+    first, spent = 0, 0.0
+    while first < len(runs) - 1:
+        spent += runs[first][0].busy_us
+        if spent > skipped * total:
+            break
+        first += 1
+    return runs[first:][::-1], weight / total if total else 0.0
 
 
 class Window(Core):
@@ -58,7 +70,7 @@ class Window(Core):
         super().__init__(len(plan.cluster.devices), scripts.wires.num_buses)
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._slots, self._extent = lanes, plan.slots, extent
-        self._weights = [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
+        self._weights = weights_of(plan)
         self._done = self._target = self._skipped_us = 0.0
         self._count = 0  # stretches so far; a subclass may start again
         self._flights: dict[int, Flight] = {}
@@ -92,16 +104,8 @@ class Window(Core):
     def _admit(self, slot: int, now: float, skipped: float = 0.0) -> None:
         """A request begins; of the first ones, the runs that make up the skipped share are left out."""
         lane = self._table.take()
-        runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
-        total = sum(script.busy_us for script, _ in runs)
-        first, spent = 0, 0.0
-        while first < len(runs) - 1:
-            spent += runs[first][0].busy_us
-            if spent > skipped * total:
-                break
-            first += 1
-        per_us = self._weights[lane] / total if total else 0.0
-        flight = Flight(0, slot, lane, runs[first:][::-1], per_us=per_us)
+        runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
+        flight = Flight(0, slot, lane, runs, per_us=per_us)
         self._flights[slot] = flight
         self.begin(flight, now)
 
