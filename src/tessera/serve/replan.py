@@ -24,7 +24,8 @@ class PreparedPlanner:
     """A planner for what a service was prepared from."""
 
     def __init__(self, prepared: Prepared, average: Average = AVERAGE) -> None:
-        self._prepared, self._average = prepared, average
+        self._prepared, half = prepared, prepared.model.shape.capacity // 2
+        self._average = Average(min(average.prompt, half), min(average.output, half))
 
     def without(self, lost: Iterable[str]) -> Plans:
         """Planned for the others, and put back among all devices."""
