@@ -1,23 +1,13 @@
 """Plan -> Programs -> results: the run.
 
-`lower` and `schedule` import without torch, so that the simulator can use them; the engine is loaded
-when it is first asked for.
+    scheduler   who decides what runs next
+    stepper     the seam: what runs it, on workers (`worker_stepper`), a clock (`simulate.stepper`) or one
+                device in order (`reference`)
+    offline     a list of requests through both
+
+The scheduler, the seam and `lower` import without torch, so that the simulator can use them.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from tessera.execute.lower import lower
-from tessera.execute.schedule import Job, LaneTable, Queue
 
-if TYPE_CHECKING:
-    from tessera.execute.engine import Engine, Request, RunResult
-
-__all__ = ["Engine", "Job", "LaneTable", "Queue", "Request", "RunResult", "lower"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("Engine", "Request", "RunResult"):
-        from tessera.execute import engine
-
-        return getattr(engine, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["lower"]

@@ -1,14 +1,15 @@
-"""The monitor beside a real engine: worker processes, the wall clock, and the undivided model's bits."""
+"""The monitor beside a real run: worker processes, the wall clock, and the undivided model's bits."""
 
 import random
 from dataclasses import replace
 
 import models
 from factories import make_cluster, make_plan
-from tessera.adapt import Capability, Hands, Live, Monitor, Point, measured_of
-from tessera.execute import Engine
+from tessera.adapt import Capability, Hands, Live, Monitor, Point
 from tessera.execute.hub import FORKSERVER
+from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, run_undivided
 from tessera.ir import Plan
 
@@ -38,15 +39,20 @@ def test_a_switch_in_flight_changes_no_bit() -> None:
     workloads = [models.workload("prefill"), models.workload("decode")]
     requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(NUM)]
     plans = [scattered(0), scattered(1)]
-    with Engine(plans, workloads[0].weights(), method=FORKSERVER) as engine:
-        hands = Hands(lambda name: engine.switch(("quick", "wide").index(name)))
-        with Live(Monitor([QUICK, WIDE]), hands) as live:
-            results = engine.run(requests, lambda number: crowd(live))
-        assert {plans[0].cluster.names[0], plans[0].cluster.names[1]} == {
-            event.device for event in measured_of(plans[1], engine.timeline())
-        }
+    wanted = ["quick"]
+    with (
+        WorkerStepper(plans, workloads[0].weights(), method=FORKSERVER) as stepper,
+        Live(Monitor([QUICK, WIDE]), Hands(wanted.append)) as live,
+    ):
+        run = run_offline(
+            stepper,
+            requests,
+            policy=lambda num_done: ("quick", "wide").index(wanted[-1]),
+            on_done=lambda number: crowd(live),
+        )
+    results = run.results
 
-    assert 1 == len(live.decisions)
+    assert 1 == len(live.decisions.latest)
     assert {0, 1} == {result.policy for result in results}
     for request, result in zip(requests, results, strict=True):
         reference = run_undivided(models.unit(), request)

@@ -2,14 +2,13 @@
 
 import threading
 from collections.abc import Sequence
-
-import pytest
+from dataclasses import replace
 
 from online_factory import split_plan
-from tessera.adapt import Action, Capability, Hands, Live, Measured, Monitor, Point, measured_of
+from tessera.adapt import Action, Capability, Hands, Live, Monitor, MonitorConfig, Point
 from tessera.errors import PlanInfeasible
-from tessera.ir import Clock, DecisionKind, Span, Timeline
-from tessera.simulate import simulate
+from tessera.execute.lanes import Lanes
+from tessera.ir import DecisionKind, DeviceKind
 
 QUICK = Capability("quick", 10.0, (Point(1.0, 1.0, 1.0), Point(9.0, 3.0, 27.0)))
 WIDE = Capability("wide", 20.0, (Point(1.0, 2.0, 2.0), Point(18.0, 4.0, 72.0)))
@@ -40,55 +39,91 @@ def test_a_crowd_switches_the_engine_and_an_empty_house_switches_it_back() -> No
     assert "quick" == switched[-1]
 
 
+def monitor() -> Monitor:
+    """Judges costs every second."""
+    return Monitor([QUICK, WIDE], MonitorConfig(window_s=1.0))
+
+
+def slow_steps(live: Live, clock: Seconds, kind: DeviceKind = DeviceKind.CPU) -> None:
+    """Steps of a plan on two devices, one of which takes three times as long as planned."""
+    plan = split_plan()
+    devices = tuple(replace(device, kind=kind) for device in plan.cluster.devices)
+    plan = replace(plan, cluster=replace(plan.cluster, devices=devices))
+    (lane,) = Lanes([plan]).all
+    live.poll()
+    for step, (costs, place) in enumerate(zip(plan.costs, lane.lane.placement.devices, strict=True)):
+        busy_s = {"d0": 0.0, "d1": 0.0}
+        for launch, device in enumerate(place):
+            busy_s[f"d{device}"] += costs.us(launch, device) * 1e-6 * (1, 3)[device]
+        live.stepped(lane, step, {name: seconds for name, seconds in busy_s.items() if seconds})
+    clock.now += 2.0
+    live.poll()
+
+
 def test_new_plans_are_made_beside_the_running_ones() -> None:
     """While the background plans, calls return; what it made is adopted at the first call after that."""
-    clock, go, adopted = Seconds(), threading.Event(), list[str]()
+    clock, go, adopted, wanted = Seconds(), threading.Event(), list[str](), list[Action]()
 
     def replan(action: Action) -> Sequence[Capability]:
+        wanted.append(action)
         assert go.wait(20.0)
         return [WIDE]
 
-    hands = Hands(lambda name: None, replan, lambda: adopted.append("now"))
-    with Live(Monitor([QUICK, WIDE]), hands, clock) as live:
-        live.lost("d1")
+    def adopt() -> str:
+        adopted.append("now")
+        return "better ones"
+
+    with Live(monitor(), Hands(lambda name: None, replan, adopt), clock) as live:
+        slow_steps(live, clock)
         live.poll()
         before = list(adopted)
         go.set()
         live._background.shutdown(wait=True)
         live.poll()
 
-    assert [] == before
-    assert ["now"] == adopted
-    assert DecisionKind.ADOPT is live.decisions[-1].kind
+    assert ([], ["now"]) == (before, adopted)
+    assert [DecisionKind.REPLAN, DecisionKind.ADOPT] == [d.kind for d in live.decisions.latest]
+    assert "better ones" == live.decisions.latest[-1].why
+    (action,) = wanted
+    assert action.factors is not None
+    assert 2.0 < action.factors.usual["d1"] / action.factors.usual["d0"] < 3.5  # pulled towards 1
 
 
 def test_a_replan_that_fails_is_told() -> None:
     """The old plans run on and the reason is in the decisions."""
+    clock = Seconds()
 
     def replan(action: Action) -> Sequence[Capability]:
         raise PlanInfeasible("it does not fit")
 
-    with Live(Monitor([QUICK, WIDE]), Hands(lambda name: None, replan)) as live:
-        live.lost("d1")
+    with Live(monitor(), Hands(lambda name: None, replan), clock) as live:
+        slow_steps(live, clock)
         live._background.shutdown(wait=True)
         live.poll()
 
-    assert "no new plans: it does not fit" == live.decisions[-1].why
+    assert "no new plans: it does not fit" == live.decisions.latest[-1].why
 
 
-def test_a_run_as_planned_measures_as_planned() -> None:
-    """The spans of a simulated run give each kernel its planned time on each device."""
-    plan = split_plan()
-    found = measured_of(plan, simulate(plan, 5))
+def test_emulated_devices_and_owners_who_cannot_plan_decide_nothing() -> None:
+    """Times on a CPU are not those of the GPU that it stands for; and nobody is told what he cannot do."""
+    clock, wanted = Seconds(), list[Action]()
 
-    assert ["d0", "d1"] == [event.device for event in found]
-    assert all(event.us == pytest.approx(event.planned_us[0][1]) for event in found)
+    def replan(action: Action) -> Sequence[Capability]:
+        wanted.append(action)
+        return []
+
+    with Live(monitor(), Hands(lambda name: None, replan), clock) as live:
+        slow_steps(live, clock, DeviceKind.EMU)
+    with Live(monitor(), Hands(lambda name: None), clock) as other:
+        slow_steps(other, clock)
+
+    assert [] == wanted == [*live.decisions.latest, *other.decisions.latest]
 
 
-def test_a_slow_launch_shows_in_its_kernel() -> None:
-    """Twice the planned time on d1, from the spans alone."""
-    plan = split_plan()
-    kernel = plan.unit.graphs[0].trace.kernels[0].name
-    timeline = Timeline(Clock.MEASURED, (Span("d1", kernel, 0, 0, 5.0, 25.0),), ())
+def test_plans_that_the_owner_took_up_are_told() -> None:
+    """The monitor knows what they can do, and the decision is kept with the others."""
+    with Live(monitor(), Hands(lambda name: None)) as live:
+        live.adopted([replace(QUICK, capacity_per_s=5.0)], "plans without d1 are in force")
 
-    assert [Measured("d1", ((kernel, 10.0),), 20.0)] == measured_of(plan, timeline)
+    assert ["plans without d1 are in force"] == [decision.why for decision in live.decisions.latest]
+    assert 1 == live.decisions.counts[DecisionKind.ADOPT]

@@ -17,9 +17,10 @@ from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record_step
 from tessera.cli import _main
 from tessera.errors import CaptureError
-from tessera.execute import Engine
 from tessera.execute.hub import FORKSERVER
+from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit, run_undivided
 from tessera.ir import Origin, Step, Trace, save
 
@@ -103,8 +104,8 @@ def test_kernels_divided_over_two_workers_give_the_undivided_bits() -> None:
     assert placement[3] != placement[4]
     plan = make_plan([trace()], [[placement]], [2], make_cluster(2))
     requests = [UnitRequest([workload()], workload().make_inputs(i), i) for i in range(2)]
-    with Engine(plan, workload().weights(), method=FORKSERVER) as engine:
-        results = engine.run(requests)
+    with WorkerStepper([plan], workload().weights(), method=FORKSERVER) as stepper:
+        results = run_offline(stepper, requests).results
     for request, result in zip(requests, results, strict=True):
         wanted = run_undivided(make_unit([trace()], [2]), request)
         assert all(

@@ -21,8 +21,9 @@ import torch
 from tessera.compile import backend
 from tessera.compile.workers import Workers
 from tessera.errors import TesseraError, UnknownName, WorkerError
-from tessera.execute import Engine, RunResult
 from tessera.execute.hub import FORKSERVER
+from tessera.execute.offline import RunResult
+from tessera.execute.worker_stepper import WorkerStepper
 
 ONE = {"devices": "emu:a100"}
 TWO = {"devices": ["emu:a100", "emu:l40s"]}
@@ -34,7 +35,8 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     Workers are forked from one process that has imported torch; the script of its own below spawns them.
     """
-    monkeypatch.setattr("tessera.compile.workers.Engine", partial(Engine, method=FORKSERVER))
+    made = partial(WorkerStepper, method=FORKSERVER)
+    monkeypatch.setattr("tessera.compile.workers.WorkerStepper", made)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()

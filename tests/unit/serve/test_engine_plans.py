@@ -174,7 +174,7 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 
 
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
-    """One device is twenty times as slow: the plan for latency leaves it, that for throughput is no better."""
+    """One device is twenty times as slow: the plan for latency leaves it, throughput gains nothing."""
     made = steps_factory.prepared()
     planner = PreparedPlanner(made)
     kernels = {k.name for graph in made.unit.graphs for k in graph.trace.kernels}
