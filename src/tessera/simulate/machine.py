@@ -3,9 +3,9 @@
 Whoever drives it begins the next run of a microbatch before the loop goes on. From one end of a run to the
 next devices and links do what follows from where they stand and from what is begun there, and from nothing
 else. So that stretch is kept, with its duration and the busy time in it: requests that join or leave a
-microbatch change none of it, a busy server repeats itself, and a hundred thousand requests take seconds. Times
-between two ends are rounded to a millionth of a microsecond, so that places that are the same are found again;
-that is all that is lost. Runs whose times are all different (jitter) are not worth keeping.
+microbatch change none of it, a busy server repeats itself, and a hundred thousand requests take seconds.
+Times between two ends are rounded to a millionth of a microsecond, so that places that are the same are found
+again; that is all that is lost. Runs whose times are all different (jitter) are not worth keeping.
 """
 
 import heapq
