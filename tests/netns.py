@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a wire: two machines as far as the network is concerned."""
+"""Two network namespaces joined by a wire that can be cut: two machines as far as the network goes."""
 
 import os
 import shutil
@@ -43,3 +43,9 @@ def joined(network: str) -> Iterator[tuple[str, str]]:
 def within(name: str) -> list[str]:
     """What to put before a command so that it runs there."""
     return ["ip", "netns", "exec", name]
+
+
+def set_wire(name: str, state: str) -> None:
+    """Cuts the wire at one end (`down`), or mends it (`up`)."""
+    if not ip("-n", name, "link", "set", name.replace("tessera-", "t", 1), state):
+        raise RuntimeError(f"the wire of {name} could not be set {state}")

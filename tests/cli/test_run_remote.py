@@ -64,7 +64,7 @@ def ranks(plan: Path, address: str, *more: str) -> list[list[str]]:
 
 
 def test_two_processes_meet_on_loopback(plan: Path) -> None:
-    """Without a secret, on this machine only: the same bits over gloo."""
+    """Without a secret, on this machine only: the same bits over TCP."""
     found = answers(ranks(plan, f"127.0.0.1:{free_port()}"))
 
     assert found["verified"] is True
@@ -100,7 +100,7 @@ def test_two_network_namespaces_run_one_plan(plan: Path) -> None:
         (["--rendezvous", "10.1.2.3:4"], "--secret-file"),
         (["--rendezvous", "127.0.0.1:4", "--rank", "7"], "no rank 7"),
         (["--torchrun"], "not started by torchrun"),
-        (["--transport", "pigeon"], "unknown transport 'pigeon'; known: gloo, nccl, shm"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'; known: auto, host, ipc, nvshmem, shm"),
     ],
 )
 def test_wrong_options_end_in_one_line(

@@ -1,4 +1,4 @@
-"""A service over workers that call from elsewhere: lost ones are replaced or planned around, all answered."""
+"""A service over workers that call: lost ones come back or are planned around, and all is answered."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,17 +17,19 @@ import pytest
 import steps_factory
 from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
+from tessera.execute import remote
 from tessera.execute.gate import Gate
 from tessera.execute.handshake import Call
-from tessera.execute.remote import OwnProcess, RemoteHub, start_here
+from tessera.execute.remote import RemoteHub
+from tessera.execute.stepper import DeviceStatus
 from tessera.ir import Step
-from tessera.serve.gathering import BORN, Gathering
 from tessera.serve.joining import ModelHere, keep_working
 from tessera.serve.local import Local
 from tessera.serve.records import Ask
+from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service
+from tessera.serve.steps import reference
 from tessera.serve.text import ByteText
-from tessera.serve.undivided import UndividedStepper
 
 SECRET = b"a secret of more than sixteen bytes"
 LIMIT_S = 120.0
@@ -48,22 +51,10 @@ class Host:
 
     process: "subprocess.Popen[str]"
 
-    def workers(self) -> list[int]:
-        """Processes that compute: those that the process which forks them has."""
-        forking = _children(self.process.pid)
-        return [pid for parent in forking for pid in _children(parent)]
-
     def vanish(self) -> None:
         """As by a loss of power."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 @dataclass
@@ -73,6 +64,7 @@ class Away:
     service: Service
     local: Local
     host: Host
+    gate: Gate
 
     def answers(self, asks: Sequence[Ask], kills: str = "") -> list[Told]:
         """Answers to all; meanwhile workers are killed: `t` there, `h` here."""
@@ -83,74 +75,74 @@ class Away:
         reading = [asyncio.ensure_future(read(self.service, ask)) for ask in asks]
         for where in kills:
             await asyncio.sleep(rng.random() * 0.2)
-            while not (found := self._workers(where)) and not all(r.done() for r in reading):
+            while (pid := self.device(where).pid) is None and not all(r.done() for r in reading):
                 await asyncio.sleep(0.05)
-            for pid in found:
-                with suppress(ProcessLookupError):  # it ended by itself, since its engine hung up
+            with suppress(ProcessLookupError):
+                if pid is not None:
                     os.kill(pid, signal.SIGKILL)
         return list(await asyncio.gather(*reading))
 
-    def _workers(self, where: str) -> list[int]:
-        if where == "t":
-            return self.host.workers()
-        hub = self.local.stepper._hub
-        assert isinstance(hub, RemoteHub)
-        own = [started.process for started in hub._started.values() if isinstance(started, OwnProcess)]
-        return [process.pid for process in own if process.is_alive() and process.pid is not None]
+    def device(self, where: str) -> DeviceStatus:
+        """How the device there (`t`) or here (`h`) is."""
+        return self.local.stepper.use().devices["emu:l40s" if where == "t" else "emu:a100"]
+
+
+def start_worker(gate: Gate, folder: Path) -> Host:
+    """`tessera worker`, as from another machine."""
+    secret = folder / "secret"
+    secret.write_bytes(SECRET)
+    words = ["worker", "--rendezvous", f"127.0.0.1:{gate.address[1]}", "--secret-file", str(secret)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tessera", *words]
+    return Host(subprocess.Popen(command, env=environment, start_new_session=True, text=True))
 
 
 @pytest.fixture(scope="module")
-def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the secret."""
+    return tmp_path_factory.mktemp("away")
+
+
+@pytest.fixture(scope="module")
+def away(folder: Path) -> Iterator[Away]:
     """Device 0 is here, device 1 is where `tessera worker` runs."""
-    if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
-        pytest.skip("this system does not list the children of a process")
-    secret = tmp_path_factory.mktemp("away") / "secret"
-    secret.write_bytes(SECRET)
     gate = Gate("127.0.0.1", 0, SECRET)
-    words = ["worker", "--rendezvous", f"127.0.0.1:{gate.address[1]}", "--secret-file", str(secret)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tessera", *words], env=environment, start_new_session=True, text=True
-    )
+    host = start_worker(gate, folder)
     made = steps_factory.over_both()
-    here = {made.cluster.names[0]: start_here(Call(gate.address, SECRET, BORN))}
-    gathering = Gathering(gate, made.cluster.names, here, replace_s=30.0)
+    local = Local(made, hub=lambda setups: RemoteHub(setups, gate=gate, secret=SECRET, here=frozenset({0})))
+    planner = PreparedPlanner(made)
     try:
-        with pytest.MonkeyPatch.context() as patch, Local(made, gathering=gathering) as local:
-            patch.setattr("tessera.serve.local.MAX_LOSSES", 100)  # none is given up here for being killed
-            service = Service(local.stepper, ByteText(), plans=made.plans, replace=local.replace)
-            with service:
-                yield Away(service, local, Host(worker))
+        with local, Service(local.stepper, made.model.shape, ByteText(), planner=planner) as service:
+            yield Away(service, local, host, gate)
     finally:
-        gathering.close()
-        if worker.poll() is None:
-            os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
+        gate.close()
+        with suppress(ProcessLookupError):
+            os.killpg(host.process.pid, signal.SIGKILL)
+        host.process.wait()
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[Ask, list[int]]:
     """What the undivided model answers."""
     asks = [*some_asks(24, 0), *some_asks(6, 1)]
-    with (
-        UndividedStepper(steps_factory.prepared().model, 1) as stepper,
-        Service(stepper, ByteText()) as service,
-    ):
+    model = steps_factory.prepared().model
+    with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
         told = wait_for(read_all(service, asks), LIMIT_S)
     return {ask: one.numbers for ask, one in zip(asks, told, strict=True)}
 
 
-def test_a_killed_worker_is_replaced_and_no_request_is_lost(
+def test_a_killed_worker_comes_back_and_no_request_is_lost(
     away: Away, expected: dict[Ask, list[int]]
 ) -> None:
-    """Under load, its machine calls again: every request is answered as if nothing had happened."""
-    asks = some_asks(24, 0)
+    """Under load its machine calls again: all is answered as if nothing had happened; the other goes on."""
+    asks, here = some_asks(24, 0), away.device("h")
     told = away.answers(asks, kills="t")
 
     assert [expected[ask] for ask in asks] == [one.numbers for one in told]
     assert {"length"} == {one.finish.reason for one in told}
     assert away.service.snapshot().retried > 0
-    assert 2 == len(away.local.prepared.cluster.devices)
+    assert here == away.device("h")
+    assert 1 == away.device("t").restarts
 
 
 def test_whenever_workers_are_killed_every_request_has_one_end(
@@ -170,35 +162,40 @@ def test_whenever_workers_are_killed_every_request_has_one_end(
             assert expected[ask] == one.numbers
 
 
-def test_a_machine_that_does_not_come_back_is_planned_around(
-    away: Away, expected: dict[Ask, list[int]]
+def test_a_machine_that_is_gone_is_planned_around_and_taken_in_again(
+    away: Away, folder: Path, expected: dict[Ask, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service goes on with the devices that are left, and says the same."""
-    assert away.local._gathering is not None
-    away.answers(some_asks(1, 2))  # workers killed above are replaced, with the patience of before
-    away.local._gathering.replace_s = 3.0
+    """The service goes on with what is left, and says the same; a new machine takes the place."""
+    away.answers(some_asks(1, 1))  # workers killed above are replaced, with the patience of before
+    monkeypatch.setattr(remote, "ABSENT_S", 0.5)
     away.host.vanish()
     asks = some_asks(6, 1)
     told = away.answers(asks)
+    lost = away.device("t")
+    away.host = start_worker(away.gate, folder)
+    deadline = time.monotonic() + LIMIT_S
+    while away.device("t").state != "ready":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    again = away.answers(asks)
 
-    assert [expected[ask] for ask in asks] == [one.numbers for one in told]
-    assert ("emu:a100",) == away.local.prepared.cluster.names
+    assert [expected[ask] for ask in asks] == [one.numbers for one in told] == [one.numbers for one in again]
+    assert "ready" != lost.state
 
 
 def test_a_model_that_is_code_is_not_built() -> None:
     """The engine of another machine chooses no code on this one; a folder that is missing is named."""
     with pytest.raises(CaptureError, match="code to import"):
         ModelHere()(Step("os:getcwd", "decode", 1, 8))
-    with pytest.raises(CaptureError, match=r"no folder /nowhere/model on this machine.*--model"):
+    with pytest.raises(CaptureError, match=r"no folder /nowhere/model on this machine"):
         ModelHere()(Step("/nowhere/model", "decode", 1, 8))
 
 
 def test_a_worker_that_is_refused_ends_with_the_reason(away: Away) -> None:
     """It does not call again and again; and the service does not notice."""
-    (hub,) = away.local._gathering._hubs  # type: ignore[union-attr]
     with pytest.raises(MismatchError, match=r"another secret. Use one --secret-file"):
-        keep_working(Call(hub.gate.address, b"not the secret of this gate"), 1)
-    told = away.answers(some_asks(2, 2))
+        keep_working(Call(away.gate.address, b"not the secret of this gate"), 1, ModelHere())
+    told = away.answers(some_asks(2, 1))
 
     assert {"length"} == {one.finish.reason for one in told}
 
@@ -208,4 +205,4 @@ def test_a_worker_that_nobody_answers_says_so() -> None:
     gate = Gate("127.0.0.1", 0, SECRET)
     gate.close()
     with pytest.raises(WorkerError, match="no engine answers"):
-        keep_working(Call(gate.address, SECRET), 1, patience_s=0.0)
+        keep_working(Call(gate.address, SECRET), 1, ModelHere(), patience_s=0.0)
