@@ -36,6 +36,7 @@ from tessera.errors import TesseraError
 from tessera.execute import messages, worker
 from tessera.execute.handing import hand_over
 from tessera.execute.inbox import NOBODY, Hangup, Inbox, Outbox, Wake
+from tessera.execute.kernel_launch import handed_in
 from tessera.execute.messages import Failed, Load, Message, Ready, Relink, StoreGet, StoreSet, StoreValue
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import HOST, RESTART_TOGETHER
@@ -63,7 +64,9 @@ PRELOADED = ["tessera.execute.worker"]
 
 def warm_up() -> None:
     """Starts the process that workers are forked from, if there is none; it imports what they need."""
-    multiprocessing.get_context(FORKSERVER).set_forkserver_preload(PRELOADED)
+    interpret = handed_in()
+    also = [interpret.__module__] if interpret is not None else []
+    multiprocessing.get_context(FORKSERVER).set_forkserver_preload([*PRELOADED, *also])
     forkserver.ensure_running()
 
 

@@ -6,6 +6,7 @@ it could send, is not heard any more; the others are. What a full pipe does not 
 own writes.
 """
 
+import contextlib
 import os
 import queue
 import socket
@@ -114,6 +115,7 @@ class Outbox:
         self._lock = threading.Lock()
         # What is left to write, by the thread that there is as long as there is something.
         self._left: deque[memoryview] = deque()
+        self._has_thread = False
         self._is_gone = False
 
     def post(self, data: bytes) -> bool:
@@ -136,6 +138,7 @@ class Outbox:
                 return False
             if sent < len(whole):
                 self._left.append(whole[sent:])
+                self._has_thread = True
                 threading.Thread(target=self._drain, name="tessera-outbox", daemon=True).start()
         return True
 
@@ -144,27 +147,30 @@ class Outbox:
         with self._lock:
             self._is_gone = True
             self._left.clear()
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # it has ended
 
     def close(self) -> None:
         """Hangs up and gives the connection back."""
         self.hang_up()
-        self._socket.close()
+        with self._lock:
+            if not self._has_thread:  # else that closes it, so that its number is not given to another
+                self._socket.close()
 
     def _drain(self) -> None:
         while True:
             with self._lock:
                 if not self._left:
+                    self._has_thread = False
+                    if self._is_gone:
+                        self._socket.close()
                     return
                 part = self._left[0]
             try:
                 self._socket.sendall(part)
             except OSError:
                 self.hang_up()
-                return
+                continue
             with self._lock:
                 if self._left:  # not hung up meanwhile
                     self._left.popleft()

@@ -42,7 +42,7 @@ MAX_HANDSHAKES = 64
 OPEN_S, RETRY_S = 20.0, 0.05
 # A machine that does not acknowledge bytes for so long is cut off.
 UNACKNOWLEDGED_S = 20
-# Bytes that are thrown away are read in parts of this size.
+# Bytes that are thrown away are read in parts of this size; shorter frames are written at once.
 PART_BYTES = 1 << 16
 
 
@@ -91,13 +91,15 @@ class _Out:
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: socket.socket | None = None
     # What could not be written at once, for a thread of its own; the count includes what it is at.
-    waiting: "queue.SimpleQueue[tuple[int, memoryview]]" = field(default_factory=queue.SimpleQueue)
+    waiting: "queue.SimpleQueue[tuple[int, int, bytearray]]" = field(default_factory=queue.SimpleQueue)
     num_waiting: int = 0
     has_thread: bool = False
     # True while that thread writes to the link, which is then not to be closed by another.
     is_writing: bool = False
     # Counts the links that were given up; what waits for an earlier one is dropped.
     turn: int = 0
+    # Memory for what waits, used again: fresh memory costs more than the copy into it.
+    spare: dict[int, bytearray] = field(default_factory=dict)
 
 
 class Links:
@@ -152,7 +154,9 @@ class Links:
         out = self._outs[peer]
         with out.lock:
             turn = out.turn
-        self._write(peer, out, turn, _packed(frame, contents))
+        header = _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
+        is_small = len(contents) <= PART_BYTES
+        self._write(peer, out, turn, *([header + contents] if is_small else [header, contents]))
 
     def post(self, peer: int, frame: Frame, contents: memoryview) -> None:
         """Sends a frame without waiting; the contents may be overwritten when this returns.
@@ -168,19 +172,21 @@ class Links:
 
     def _post(self, peer: int, out: _Out, frame: Frame, contents: memoryview) -> None:
         """With the lock held."""
-        rest: memoryview | None
-        if out.link is None or out.num_waiting:
-            rest = memoryview(_packed(frame, contents))
-        else:
+        sent = 0
+        if out.link is not None and not out.num_waiting:
             try:
-                rest = _write_some(out.link, frame, contents)
+                sent = _write_some(out.link, frame, contents)
             except OSError as error:
                 self._drop(out)
                 raise LinkLost(_words(error)) from error
-        if rest is None:
+        size = _HEADER.size + len(contents)
+        if sent == size:
             return
+        kept = out.spare.pop(size, None) or bytearray(size)
+        _HEADER.pack_into(kept, 0, frame.run, frame.transfer, frame.size, frame.sent_s)
+        memoryview(kept)[_HEADER.size :] = contents
         out.num_waiting += 1
-        out.waiting.put((out.turn, rest))
+        out.waiting.put((out.turn, sent, kept))
         if not out.has_thread:
             out.has_thread = True
             self._spawn(self._write_waiting, peer, out)
@@ -229,18 +235,19 @@ class Links:
     def _write_waiting(self, peer: int, out: _Out) -> None:
         """A peer's thread."""
         while not self._is_closed:
-            turn, data = out.waiting.get()
+            turn, sent, kept = out.waiting.get()
             try:
                 if turn == out.turn:
-                    self._write(peer, out, turn, data)
+                    self._write(peer, out, turn, memoryview(kept)[sent:])
             except LinkLost as error:
                 self._receiver.gone(peer, error.message)
             finally:
                 with out.lock:
                     out.num_waiting -= 1
+                    out.spare[len(kept)] = kept
 
-    def _write(self, peer: int, out: _Out, turn: int, data: memoryview | bytes) -> None:
-        """All of it, over a link that is opened if need be; nothing if the link was given up meanwhile."""
+    def _write(self, peer: int, out: _Out, turn: int, *parts: memoryview | bytes) -> None:
+        """All of them, over a link that is opened if need be; nothing if the link was given up meanwhile."""
         link = out.link or self._open(peer)
         with out.lock:
             is_stale = turn != out.turn
@@ -252,7 +259,8 @@ class Links:
             return
         why: OSError | None = None
         try:
-            link.sendall(data)
+            for part in parts:
+                link.sendall(part)
         except OSError as error:
             why = error
         with out.lock:
@@ -398,20 +406,13 @@ def _proof(key: bytes, role: bytes, names: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, role + names + nonces, "sha256")
 
 
-def _packed(frame: Frame, contents: memoryview) -> bytes:
-    return b"".join((_HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s), contents))
-
-
-def _write_some(link: socket.socket, frame: Frame, contents: memoryview) -> memoryview | None:
-    """What the link does not take at once, in memory of its own; None if it has taken all."""
+def _write_some(link: socket.socket, frame: Frame, contents: memoryview) -> int:
+    """How many bytes of a frame the link takes at once."""
     header = _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
     try:
-        sent = link.sendmsg([header, contents], [], socket.MSG_DONTWAIT)
+        return link.sendmsg([header, contents], [], socket.MSG_DONTWAIT)
     except BlockingIOError:
-        sent = 0
-    if sent == len(header) + len(contents):
-        return None
-    return memoryview(header[sent:] + bytes(contents[max(0, sent - len(header)) :]))
+        return 0
 
 
 def _call(address: str) -> socket.socket:
@@ -453,7 +454,7 @@ def _read_into(link: socket.socket, place: memoryview, deadline: float | None = 
     while at < size:
         if deadline is not None:
             link.settimeout(max(0.001, deadline - time.monotonic()))
-        got = link.recv_into(place[at:] if at else place)
+        got = link.recv_into(place[at:] if at else place, 0, socket.MSG_WAITALL)
         if not got:
             raise EOFError
         at += got

@@ -54,6 +54,8 @@ from tessera.ir import BufferKind, Cluster, DeviceKind, Free, Instruction, Progr
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
+# Bytes of an order beside its tensors: programs, mostly.
+ORDER_BYTES = 1 << 30
 
 
 @dataclass
@@ -144,12 +146,12 @@ class Store:
 class Orders:
     """What the loop has to do next: the engine's orders, and what other threads post."""
 
-    def __init__(self, pipe: Connection, answers: Answers, store: Store) -> None:
+    def __init__(self, pipe: Connection, answers: Answers, store: Store, max_bytes: int) -> None:
         self._answers, self._store = answers, store
         self._inbox = Inbox()
         # (microbatch, run, position) of every run that the worker is at; the worker's own.
         self.where: Callable[[], list[list[float]]] = list
-        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear)
+        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear, lambda: max_bytes)
 
     def take(self, block: bool, timeout_s: float | None = None) -> Any:
         """The next one; None if there is none and one need not wait, or not any longer."""
@@ -416,7 +418,7 @@ def serve(setup: Setup, pipe: Connection) -> None:
     torch.set_grad_enabled(False)
     answers = Answers(pipe)
     store = Store(answers)
-    orders = Orders(pipe, answers, store)
+    orders = Orders(pipe, answers, store, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:
         backend = _backend(setup, store, orders, answers)
@@ -427,6 +429,11 @@ def serve(setup: Setup, pipe: Connection) -> None:
         _tell_failure(answers, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
         _tell_failure(answers, backend, f"{type(error).__name__}: {error}", "")
+
+
+def _given_bytes(trace: Trace) -> int:
+    """What the engine may send for one run."""
+    return sum(b.size_bytes for b in trace.buffers if b.kind in (BufferKind.INPUT, BufferKind.STATE))
 
 
 def _backend(setup: Setup, store: Store, orders: Orders, answers: Answers) -> Backend:
