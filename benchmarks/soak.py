@@ -19,7 +19,9 @@ from typing import Any
 
 from tessera.capture import build, record
 from tessera.cli.ran import is_equal, overlap
-from tessera.execute import Engine, RunResult
+from tessera.execute.offline import RunResult, run_offline, timeline_of
+from tessera.execute.spans import SpanLog
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided, workloads_of
 from tessera.ir import Objective, Plan, Step
 from tessera.profile import make_cluster, parse_devices
@@ -50,8 +52,13 @@ def resident_bytes() -> dict[str, int]:
 class Soak:
     """Requests in batches, compared as they come, so that results do not pile up."""
 
-    def __init__(self, engine: Engine, policies: Sequence[Plan], distinct: int, switch_every: int) -> None:
-        self._engine, self._num, self._every = engine, len(policies), switch_every
+    def __init__(
+        self, stepper: WorkerStepper, policies: Sequence[Plan], distinct: int, switch_every: int, plain: bool
+    ) -> None:
+        self._stepper, self._num, self._every = stepper, len(policies), switch_every
+        self._depth = 1 if plain else None
+        self._log = stepper.spans = SpanLog(policies[0])
+        self.faults: list[str] = []
         workloads = workloads_of(policies[0].unit)
         self.requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(distinct)]
         self._references = [run_undivided(policies[0].unit, request) for request in self.requests]
@@ -61,15 +68,24 @@ class Soak:
     def run(self, num: int) -> None:
         """The next requests."""
         numbers = [(self.done + i) % len(self.requests) for i in range(num)]
-        results = self._engine.run([self.requests[n] for n in numbers], self._on_done)
-        for number, result in zip(numbers, results, strict=True):
+        run = run_offline(
+            self._stepper,
+            [self.requests[n] for n in numbers],
+            policy=lambda num_done: self.switches % self._num,
+            on_done=self._on_done,
+            spans=self._log,
+            depth=self._depth,
+        )
+        run.raise_failures()
+        self.faults += run.faults
+        self.overlap = overlap(timeline_of(self._log, self._stepper.plans, run.results))
+        for number, result in zip(numbers, run.results, strict=True):
             self._count(number, result)
 
     def _on_done(self, number: int) -> None:
         self.done += 1
         if self.done % self._every == 0:
             self.switches += 1
-            self._engine.switch(self.switches % self._num)
 
     def _count(self, number: int, result: RunResult) -> None:
         self.equal += is_equal(self._references[number], result)
@@ -91,13 +107,13 @@ def main() -> None:
     asked = parser.parse_args()
     policies = plans(asked.slots)
     weights = workloads_of(policies[0].unit)[0].weights()
-    with Engine(policies, weights, transport=asked.transport, is_plain=asked.plain) as engine:
-        soak = Soak(engine, policies, asked.distinct, asked.switch_every)
+    with WorkerStepper(policies, weights, transport=asked.transport) as stepper:
+        soak = Soak(stepper, policies, asked.distinct, asked.switch_every, asked.plain)
         soak.run(max(1, asked.requests // 10))
         before, started, overlaps = resident_bytes(), time.perf_counter(), []
         while soak.done < asked.requests:
             soak.run(min(50, asked.requests - soak.done))
-            overlaps.append(overlap(engine.timeline()))
+            overlaps.append(soak.overlap)
         seconds, after = time.perf_counter() - started, resident_bytes()
     found: dict[str, Any] = {
         "requests": soak.done,
@@ -107,11 +123,11 @@ def main() -> None:
         "transport": asked.transport,
         "plain": asked.plain,
         "slots": asked.slots,
-        "faults": len(engine.faults),
+        "faults": len(soak.faults),
         "requests_per_s_on_this_cpu": round((soak.done - max(1, asked.requests // 10)) / seconds, 2),
         "overlap": round(sum(overlaps) / max(1, len(overlaps)), 3),
         "resident_mb": {n: [round(before[n] / 1e6, 1), round(after[n] / 1e6, 1)] for n in before},
-        "peak_bytes": {f.device: f.peak_bytes for f in engine.footprints},
+        "peak_bytes": {f.device: f.peak_bytes for f in stepper.footprints},
     }
     text = json.dumps(found, indent=2)
     print(text)

@@ -186,8 +186,24 @@ def test_weights_may_change_between_calls() -> None:
     assert torch.equal(model(x), fn(x))
 
 
-def test_a_lost_worker_is_reported_and_the_next_call_starts_anew() -> None:
-    """A killed worker raises with its device's name; nothing is wrong after that."""
+def test_a_lost_worker_is_started_again() -> None:
+    """The call that finds it gone waits for it."""
+    model = make_mlp()
+    fn, x = compiled(model, ONE), torch.randn(2, 8)
+    fn(x)
+    (victim,) = multiprocessing.active_children()
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+
+    assert torch.equal(model(x), fn(x))
+    assert 1 == len(workers())
+
+
+def test_a_device_that_is_given_up_is_reported_and_the_next_call_starts_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that fails too often raises with its device's name; nothing is wrong after that."""
+    monkeypatch.setattr("tessera.compile.workers.MAX_FAILURES", 1)
     model = make_mlp()
     fn, x = compiled(model, ONE), torch.randn(2, 8)
     fn(x)
