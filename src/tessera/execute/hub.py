@@ -70,10 +70,6 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
-class _Hidden(types.ModuleType):
-    """Stands in for the program that starts workers."""
-
-
 _hiding = threading.Lock()
 # The program itself first; one entry for everybody who hides it.
 _hidden: list[types.ModuleType] = []
@@ -84,7 +80,7 @@ def hidden_main() -> Iterator[None]:
     """Keeps workers from importing the program that starts them: it takes time, and may run it again."""
     with _hiding:
         _hidden.append(sys.modules["__main__"])
-        sys.modules["__main__"] = _Hidden("__main__")
+        sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
@@ -509,11 +505,9 @@ class LocalHub(Hub):
         self._method = method
         self._folder = ""
         self._lock = -1
-        self._hides_main = False
 
     def start(self) -> None:
         """Makes what the workers share."""
-        self._hides_main = isinstance(sys.modules["__main__"], _Hidden)
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
         self._lock = os.open(os.path.join(self._folder, worker.LOCK), os.O_CREAT | os.O_RDWR, 0o600)
@@ -543,14 +537,14 @@ class LocalHub(Hub):
         context = multiprocessing.get_context(self._method)
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(  # type: ignore[attr-defined]
-            target=worker.main, args=(theirs,), name=f"tessera-{self.names[device]}", daemon=True
+            target=worker.main,
+            args=(theirs, self._folder),
+            name=f"tessera-{self.names[device]}",
+            daemon=True,
         )
-        with theirs:  # so that the connection is closed when the worker that holds its end is gone
-            if self._hides_main:
-                with hidden_main():
-                    process.start()
-            else:
-                process.start()
+        # Its end is closed here, so that the connection is when the worker that holds it is gone.
+        with theirs, hidden_main():
+            process.start()
         own = Connection(os.dup(ours.fileno()))
         threading.Thread(target=_hand_over, args=(own, setup), daemon=True).start()
         return _Process(process, ours, process.pid)

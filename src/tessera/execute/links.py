@@ -248,7 +248,12 @@ class Links:
 
     def _write(self, peer: int, out: _Out, turn: int, *parts: memoryview | bytes) -> None:
         """All of them, over a link that is opened if need be; nothing if the link was given up meanwhile."""
-        link = out.link or self._open(peer)
+        try:
+            link = out.link or self._open(peer)
+        except LinkLost:
+            if turn != out.turn:
+                return
+            raise
         with out.lock:
             is_stale = turn != out.turn
             if not is_stale:
