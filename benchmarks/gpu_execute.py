@@ -9,9 +9,9 @@ limit, its results written as they come:
 probe     how well the turnstile keeps time, where kernels of partitions run
 overhead  a plan with everything on one worker against the compiled model as a CUDA graph
 pairs     for each family and pair of devices: the throughput plan, data-parallel and the splits over `ipc`,
-          by the same workers, against what was simulated; the plan over `host` for a link of that kind
-halves    the same throughput plan over `ipc` and over `nvshmem`, each process with half of the card, which is
-          what NVSHMEM asks for where two of its elements are one card
+          by the same workers, against what was simulated. With --halves the plan over `ipc` and `nvshmem`,
+          each process with half of the card, which NVSHMEM asks for where two of its elements are one card;
+          with --host the plan for a link as `host` has it, over `host`
 soak      requests in a row with a change of policy at random and kills of workers: outputs equal, none lost
 
 Partitions of one card are priced by measuring, stretched devices by the cost model; rates on stretched
@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
-PARTS = ("probe", "overhead", "pairs", "halves", "soak")
+PARTS = ("probe", "overhead", "pairs", "soak")
 PAIRS = (
     ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4"),
     ("cuda:0/as=h20,cuda:0/as=l40s", "pcie4"),
@@ -226,9 +226,11 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
 
 
 def pairs(log: Log, args: argparse.Namespace) -> None:
-    """One family on every pair, over `ipc`; the throughput plan over `host`, planned for that link."""
+    """One family on every pair: policies over `ipc`, then the plan over the other transports."""
     from benchmarks.gpu_execute_pairs import (
+        best_coarse,
         compared,
+        half_rates,
         hidden,
         host_rates,
         keep_plans,
@@ -251,37 +253,22 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
             continue
         cluster, costs, scale = priced(built, text, link, own["launches"])
         plans = make_plans(built, costs, cluster, POLICIES, SLOTS)
-        keep_plans(args.out / "plans", f"{args.family}.{_short(text)}", plans, scale)
-        log.put(f"{text} priced", {"scale": round(scale.factor, 3), "covered": round(scale.covered, 4)})
-        factor = scale.factor
-        found = log.attempt(f"{text} ipc", rates, built, plans, factor, "ipc", args.seconds, expected)
+        factor, best = scale.factor, best_coarse(plans)
+        chosen = {name: plans[name] for name in dict.fromkeys(("throughput", "data-parallel", best))}
+        keep_plans(args.plans, f"{args.family}.{_short(text)}", chosen, scale)
+        simulated = {name: round(plan.simulated_per_s, 3) for name, plan in plans.items()}
+        log.put(f"{text} priced", {"scale": factor, "covered": scale.covered, "simulated per s": simulated})
+        found = log.attempt(f"{text} ipc", rates, built, chosen, factor, "ipc", args.seconds, expected)
         if found and "error" not in found:
             log.put(f"{text} compared", compared(found))
+        if args.halves:
+            plan = plans["throughput"]
+            log.attempt(f"{text} halves", half_rates, built, plan, factor, args.seconds, expected)
         if args.hidden:
             log.attempt(f"{text} hidden", hidden, built, plans["throughput"], factor)
         if args.host:
             options = (built, costs, cluster, factor, SLOTS, args.seconds, expected)
             log.attempt(f"{text} host", host_rates, *options)
-
-
-def halves(log: Log, args: argparse.Namespace) -> None:
-    """The kept throughput plans over `ipc` and `nvshmem`, each process with half of the card."""
-    from benchmarks.gpu_execute_pairs import kept_plans, rates, wanted
-
-    built = build(FAMILIES[args.family])
-    expected = wanted(built, 2)
-    for text, _ in PAIRS:
-        if args.pair and args.pair not in text:
-            continue
-        plans, scale = kept_plans(args.out / "plans", f"{args.family}.{_short(text)}", ["throughput"])
-        rate: dict[str, float] = {}
-        for transport in ("ipc", "nvshmem"):
-            options = (built, plans, scale, transport, args.seconds, expected)
-            found = log.attempt(f"{text} {transport}", rates, *options)
-            if found and "error" not in found:
-                rate[transport] = found["throughput"]["measured per s"]
-        if len(rate) == 2:
-            log.put(f"{text} nvshmem / ipc", round(rate["nvshmem"] / rate["ipc"], 4))
 
 
 def _short(text: str) -> str:
@@ -337,7 +324,7 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
     jobs = [
         (part, family)
         for part in args.parts.split(",")
-        for family in (args.families.split(",") if part in ("pairs", "halves") else [""])
+        for family in (args.families.split(",") if part == "pairs" else [""])
     ]
     kept = kept_parts(args.keep, [part for part, _ in jobs])
     whole: dict[str, Any] = {"command": command, "about": about(), **kept}
@@ -352,8 +339,6 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
         call = [sys.executable, __file__, *sys.argv[1:], "--child", part, "--family", family]
         call += ["--result", str(path)]
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTHONUNBUFFERED": "1"}
-        if part == "halves":
-            environment |= {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
         if part == "soak" and args.kills:  # a client that dies at work takes its neighbours under MPS with it
             environment |= {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
         try:
@@ -375,7 +360,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="execute")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--families", default="llama,mamba,sd3.5")
+    parser.add_argument("--families", default="llama,gpt-oss,sd3.5")
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
     parser.add_argument("--pair", default="", help="only pairs whose devices contain this")
     parser.add_argument("--layers", type=int, default=4)
@@ -387,6 +372,8 @@ def main() -> None:
     )
     parser.add_argument("--soak", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--halves", action="store_true", help="the plan over nvshmem as well")
+    parser.add_argument("--plans", type=Path, default=Path("plans"), help="where plans are kept")
     parser.add_argument("--host", action="store_true", help="the host transport as well")
     parser.add_argument("--hidden", action="store_true", help="a stamped run as well")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all parts")
@@ -398,7 +385,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
         log = Log(args.result)
-        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "halves": halves, "soak": soak}
+        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "soak": soak}
         what = parts[args.child]
         try:
             what(log, args)

@@ -1,8 +1,11 @@
 """Pairs of devices on one card: plans of every policy on worker processes; used by gpu_execute.py."""
 
 import itertools
+import os
 import random
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -153,11 +156,12 @@ def rates(
     transport: str,
     seconds: float,
     expected: list[RunResult],
+    method: str = FORKSERVER,
 ) -> dict[str, Any]:
     """Every plan's rate on worker processes over one transport, and whether its bits are right."""
     names, found = list(plans), dict[str, Any]()
     began = time.monotonic()
-    with hidden_main(), opened(built, plans, scale, transport) as stepper:
+    with hidden_main(), opened(built, plans, scale, transport, method=method) as stepper:
         found["start s"] = round(time.monotonic() - began, 1)
         for number, name in enumerate(names):
             num = 2 * len(plans[name].lanes)
@@ -168,9 +172,31 @@ def rates(
         for number, name in enumerate(names):
             slots = plans[name].slots
             first = timed(stepper, built, number, 2 * slots)
-            per_s = timed(stepper, built, number, max(6 * slots, min(240, round(first * seconds))))
+            per_s = timed(stepper, built, number, max(8 * slots, min(240, round(first * seconds))))
             found[name] |= figures(plans[name], per_s * scale)
     return found
+
+
+def best_coarse(plans: dict[str, Plan]) -> str:
+    """The coarser policy with the best simulated rate."""
+    coarse = {name: plan.simulated_per_s for name, plan in plans.items() if name != "throughput"}
+    return max(coarse, key=lambda name: coarse[name])
+
+
+def half_rates(
+    built: Any, plan: Plan, scale: float, seconds: float, expected: list[RunResult]
+) -> dict[str, Any]:
+    """The plan over `ipc` and `nvshmem`, each worker with half of the card, under CUDA MPS."""
+    share, found = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", dict[str, Any]()
+    os.environ[share] = "50"
+    try:
+        for transport in ("ipc", "nvshmem"):
+            plans = {"throughput": plan}
+            found[transport] = rates(built, plans, scale, transport, seconds, expected, method="spawn")
+    finally:
+        del os.environ[share]
+    one, other = (found[t]["throughput"]["measured per s"] for t in ("nvshmem", "ipc"))
+    return found | {"nvshmem / ipc": round(one / other, 4)}
 
 
 def host_rates(
@@ -261,10 +287,6 @@ def run_soak(built: Any, text: str, link: str, slots: int, num: int, kills: int)
     Kills are SIGKILL at random moments: while runs are under way, while workers start, while they capture.
     Every result is compared; memory in use on the card is looked at after every fifty requests.
     """
-    import os
-    import signal
-    import threading
-
     own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
     cluster, costs, scale = priced(built, text, link, own)
     plans = make_plans(built, costs, cluster, ("throughput", "data-parallel", "layer-pipeline"), slots)

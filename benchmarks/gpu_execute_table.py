@@ -8,128 +8,93 @@ import sys
 from pathlib import Path
 from typing import Any
 
-POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
+NOTE = (
+    "One worker process a device, both on one card under CUDA MPS. Rates are requests (work units) per "
+    "second. On `/as=` devices time is modelled: rate = measured rate x scale, where every launch is "
+    "stretched to the modelled time of another GPU. 'simulated' is the planner's simulation of the same "
+    "plan. 'equal' says that every output and all state have the bits of the launches run one by one on one "
+    "device."
+)
 
 
 def table(whole: dict[str, Any]) -> str:
     """All sections."""
     about = whole["about"]
     lines = [
-        "# Plans run on one GPU",
+        "# Plans on one GPU, one worker process a device",
         "",
-        f"{about.get('gpu')}, {about.get('sms')} SMs, torch {about.get('torch')}. "
+        f"{about.get('gpu')}, {about.get('sms')} SMs, torch {about.get('torch')}.",
         f"Command: `{whole['command']}`",
         "",
-        "Rates are requests (work units) per second. On `/sm=` devices they are measured and so are the "
-        "costs, with the other part busy. On `/as=` devices time is modelled: rate = measured rate x scale. "
-        "'LP' is what the plan's linear program predicted, 'simulated' the planner's simulation (of every "
-        "policy in the order of the columns), 'chosen' the policy that `pick` took after a "
-        "first round; the rates are of a second round. Every round has at least five requests a slot and "
-        "counts neither the filling nor the emptying of the pipeline. 'equal' says that outputs and state "
-        "have the undivided run's bits, 'hidden' is the share of the transfers' time in which the device "
-        "that waited for them computed. 'overrun' is by how much launches on stretched devices ended later "
-        "than due, as a share of the time that they hold the device: it makes requests slower, and the rate "
-        "too where no other request could fill the gap.",
+        NOTE,
+        "",
+        "| family | devices | scale | policy | measured/s | simulated/s | measured / simulated | equal |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, part in whole.items():
-        if name.startswith("pairs"):
-            lines += ["", *_pairs(name, part)]
-    lines += ["", *_overhead(whole.get("overhead", {})), "", *_soak(whole.get("soak", {}))]
-    lines += ["", *_probe(whole.get("probe", {})), "", *_unfinished(whole)]
+    parts = {name: part for name, part in whole.items() if name.startswith("pairs")}
+    for name, part in parts.items():
+        lines += _rates(name.removeprefix("pairs-"), part)
+    lines += [
+        "",
+        "| family | devices | plan / data-parallel | plan / best coarse | best coarse |",
+        "|---|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        for key, row in _of(part, "compared"):
+            ratios = f"{row['throughput / data-parallel']} | {row['throughput / best coarse']}"
+            lines.append(f"| {name.removeprefix('pairs-')} | {key} | {ratios} | {row['best coarse']} |")
+    lines += _transports(parts)
+    for name in ("overhead", "soak", "probe"):
+        if name in whole:
+            lines += ["", f"## {name}", "", "```json", json.dumps(whole[name], indent=1), "```"]
+    ended = {
+        name: part["ended"] for name, part in whole.items() if isinstance(part, dict) and "ended" in part
+    }
+    lines += ["", f"How the parts ended: {ended}"]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _pairs(name: str, part: dict[str, Any]) -> list[str]:
-    family = part.get("family", {})
-    lines = [
-        f"## {name.removeprefix('pairs-')}: launches {family.get('launches')}, runs of each step "
-        f"{family.get('counts')}",
-        "",
-        f"| devices | scale | {' | '.join(POLICIES)} | chosen | chosen / best coarse | chosen / its LP "
-        "| throughput / best coarse | throughput / its LP | measured / simulated | hidden | overrun "
-        "| equal |",
-        f"|{'---|' * (len(POLICIES) + 11)}",
-    ]
-    if "from" in part:
-        but = "".join(f", but for `{devices}`" for devices in part.get("again", []))
-        lines[1:1] = ["", f"From an earlier run{but}: `{part['from']}`"]
-    for key, rates in part.items():
-        devices, _, what = key.rpartition(" ")
-        if what != "rates" or "error" in rates:
-            continue
-        priced, hidden = part.get(f"{devices} priced", {}), part.get(f"{devices} hidden", {})
-        found = [rates.get(p, {}).get("measured per s", "-") for p in POLICIES]
-        equal = all(rates[p]["equal"] for p in POLICIES if p in rates)
-        cells = [
-            f"`{devices}`", priced.get("scale"), *found, rates.get("chosen"),
-            rates.get("chosen / best coarse"), rates.get("chosen / LP"),
-            rates.get("throughput / best coarse"), rates["throughput"]["measured / LP"],
-            _simulated(rates), hidden.get("hidden", "-"),
-            ", ".join(map(str, hidden.get("overrun", {}).values())) or "-",
-            "yes" if equal else "**no**",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
+def _of(part: dict[str, Any], what: str) -> list[tuple[str, Any]]:
+    """(devices, result) of one kind."""
+    found = [(key.removesuffix(f" {what}"), value) for key, value in part.items() if key.endswith(f" {what}")]
+    return [(key, value) for key, value in found if "error" not in value]
 
 
-def _simulated(rates: dict[str, Any]) -> str:
-    """Of every policy in order, how its rate compares with what the planner's simulation said."""
-    found = [rates[p] for p in POLICIES if p in rates]
-    return ", ".join(f"{x['measured per s'] / x['simulated per s']:.3f}" for x in found)
-
-
-def _overhead(part: dict[str, Any]) -> list[str]:
-    lines = ["## Overhead: everything on one device against the compiled model, both as CUDA graphs", ""]
-    if "from" in part:
-        lines += [f"From an earlier run: `{part['from']}`", ""]
-    for name in ("compiled kernels", "PTX text"):
-        row = part.get(name)
-        if row and "ratio" in row:
-            times = {k: round(v["median_us"], 1) for k, v in row["times"].items()}
-            lines.append(
-                f"- {name}: {row['ratio']} of its time, bits equal: {row['equal']}; medians in us: {times}"
-            )
-    return lines
-
-
-def _soak(part: dict[str, Any]) -> list[str]:
-    row = part.get("soak", {})
-    if "requests" not in row:
-        return []
-    return [
-        "## A long run",
-        "",
-        f"{row['requests']} requests over {len(row['policies'])} plans ({', '.join(row['policies'])}), "
-        f"{row['switches']} changes of policy, {row['different']} results different, memory flat: "
-        f"{row['flat']} ({row['seconds']} s). In use after every 50 requests: {_spread(row, 'allocated')}; "
-        f"reserved by torch: {_spread(row, 'reserved')}.",
-    ]
-
-
-def _spread(row: dict[str, Any], what: str) -> str:
-    """The first and the last of some sizes, and how many differ."""
-    sizes = row.get(f"{what} bytes after each 50", [])
-    return f"{sizes[0]:,} to {sizes[-1]:,} bytes, {len(set(sizes))} sizes" if sizes else "not recorded"
-
-
-def _probe(part: dict[str, Any]) -> list[str]:
-    rows = {k: v for k, v in part.items() if k not in ("seconds", "ended", "from") and "error" not in v}
-    return ["## Building blocks", "", *(f"- {k}: `{json.dumps(v)[:900]}`" for k, v in rows.items())]
-
-
-def _unfinished(whole: dict[str, Any]) -> list[str]:
+def _rates(family: str, part: dict[str, Any]) -> list[str]:
     lines = []
-    for name, part in whole.items():
-        if not isinstance(part, dict):
-            continue
-        for key, value in part.items():
-            if isinstance(value, dict) and "error" in value:
-                lines.append(f"- {name}, {key}: {value['error'].strip().splitlines()[-1][:300]}")
-        if isinstance(part.get("error"), str):
-            lines.append(f"- {name}: {part['error'].strip().splitlines()[-1][:300]}")
-        if part.get("ended", "exit code 0") != "exit code 0" or "skipped" in part:
-            lines.append(f"- {name}: {part.get('ended') or part.get('skipped')}")
-    return ["## Not finished", "", *lines] if lines else []
+    for devices, found in _of(part, "ipc"):
+        scale = part.get(f"{devices} priced", {}).get("scale", 1.0)
+        for policy, row in found.items():
+            if isinstance(row, dict) and "measured per s" in row:
+                figures = (
+                    f"{row['measured per s']} | {row['simulated per s']} | {row['measured / simulated']}"
+                )
+                lines.append(
+                    f"| {family} | {devices} | {scale:.2f} | {policy} | {figures} | {row['equal']} |"
+                )
+    return lines
+
+
+def _transports(parts: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        "| family | devices | transport | plan, measured/s | beside | equal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, part in parts.items():
+        family = name.removeprefix("pairs-")
+        for devices, found in _of(part, "halves"):
+            for transport in ("ipc", "nvshmem"):
+                row = found[transport]["throughput"]
+                beside = f"halves of the card; nvshmem / ipc {found['nvshmem / ipc']}"
+                rate = row["measured per s"]
+                lines.append(f"| {family} | {devices} | {transport} | {rate} | {beside} | {row['equal']} |")
+        for devices, found in _of(part, "host"):
+            row = found["throughput"]
+            beside = f"simulated for that link {row['simulated per s']}, link {found['link']} us, GB/s"
+            rate = row["measured per s"]
+            lines.append(f"| {family} | {devices} | host | {rate} | {beside} | {row['equal']} |")
+    return lines
 
 
 if __name__ == "__main__":

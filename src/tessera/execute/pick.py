@@ -47,20 +47,14 @@ def pick(trials: Sequence[Trial]) -> Trial:
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:
-    """Requests per second while the system was full: of every microbatch, from its second start to its last.
+    """Requests per second while the system was full; of a list too short for that, over the whole of it.
 
-    Whole requests are counted over the time that they took, so that neither the filling at the start nor the
-    emptying at the end counts, and nothing is assumed about how fast a request advances in between.
+    Full is from when as many have ended as there are microbatches until the last one is begun.
     """
-    places: dict[int, list[RunResult]] = {}
-    for result in results:
-        places.setdefault(result.microbatch, []).append(result)
-    return sum(_place_per_s(sorted(mine, key=lambda r: r.start_s)) for mine in places.values())
-
-
-def _place_per_s(mine: Sequence[RunResult]) -> float:
-    """One microbatch's rate; with few requests its first one counts too."""
-    if len(mine) == 1:
-        return 1.0 / (mine[0].stop_s - mine[0].start_s)
-    first = 1 if len(mine) > 2 else 0
-    return (len(mine) - 1 - first) / (mine[-1].start_s - mine[first].start_s)
+    stops = sorted(result.stop_s for result in results)
+    num = len({result.microbatch for result in results})
+    full_s, last_s = stops[min(num, len(stops)) - 1], max(result.start_s for result in results)
+    ended = [stop for stop in stops[num:] if stop <= last_s]
+    if not ended:
+        return len(stops) / (stops[-1] - min(result.start_s for result in results))
+    return len(ended) / (ended[-1] - full_s)

@@ -147,6 +147,8 @@ class DeviceGraphs:
     def _capture(self, room: Room, number: int) -> ShareGraph:
         program = self._programs[number]
         trace = self.traces[program.step]
+        if self.transport is not None:
+            self.transport.meet(number)
         return ShareGraph(
             program,
             number,

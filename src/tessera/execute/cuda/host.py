@@ -103,6 +103,9 @@ class Host:
             name = f"tessera-send-{dst}"
             threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
 
+    def meet(self, program: int) -> None:
+        """Links are opened when something is sent."""
+
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """A place on the GPU."""
         generation, at = self._at(spot)
@@ -238,7 +241,7 @@ class Host:
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
         """Sends what graphs have flagged; True if there was something."""
-        found = np.flatnonzero(mirror.flags)
+        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags while it looks
         for word in found:
             microbatch, number = divmod(int(word), mirror.layout.flags_each)
             mirror.flags[word] = 0

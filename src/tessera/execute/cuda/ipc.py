@@ -69,6 +69,11 @@ class Ipc:
         self._inboxes.append(memory)
         self._store.set(self._key(generation, self._device), memory.handle)
 
+    def meet(self, program: int) -> None:
+        """The inboxes of its destinations."""
+        for dst in {t.dst for t in self._programs[program].transfers if t.src == self._device}:
+            self._address(self._where[program][0], dst)
+
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """A place in the inbox."""
         generation, at = self._at(spot)

@@ -125,6 +125,9 @@ class Nvshmem:
         self._bases.append(base)
         self._where += [(generation, number) for number in range(len(programs))]
 
+    def meet(self, program: int) -> None:
+        """All have met when they joined."""
+
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """A place in the inbox."""
         base, layout, at = self._at(spot, self._device)

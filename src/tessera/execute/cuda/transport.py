@@ -47,6 +47,9 @@ class GpuTransport(Protocol):
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         """Makes room for the transfers of a lane's programs; every worker adds lanes in the same order."""
 
+    def meet(self, program: int) -> None:
+        """Opens what a program sends to; before its graph is captured, for a capture allows no waiting."""
+
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """Memory of this device in which the buffer of a transfer is, once `wait` is over."""
 
