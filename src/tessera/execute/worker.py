@@ -9,6 +9,7 @@ Which loop it is depends on the kind of the device: the one here for CPUs, `cuda
 taken when a program first runs in a microbatch, and kept; see `stand`.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -388,17 +389,14 @@ class Worker:
         return held
 
 
-def main(pipe: Connection) -> None:
-    """The entry of a process of the engine's machine."""
+def main(pipe: Connection, folder: str) -> None:
+    """The entry of a process of the engine's machine, which is handed its setup."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine acts on it
     # Streams that share a hardware queue wait for one another; read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    try:
-        setup = take_over(pipe)
-    except (EOFError, OSError):
-        os._exit(0)  # the engine is gone
-    serve(setup, pipe)
-    _clean_up(setup.folder)
+    with contextlib.suppress(EOFError, OSError):  # the engine is gone
+        serve(take_over(pipe), pipe)
+    _clean_up(folder)
     os._exit(0)  # threads may still wait for peers that are gone
 
 

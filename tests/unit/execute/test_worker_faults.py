@@ -442,10 +442,10 @@ SCRIPT = """
 import sys, random
 sys.path.insert(0, {tests!r})
 import engine_factory as made
-from tessera.execute.worker_stepper import WorkerStepper, hidden_main
+from tessera.execute.worker_stepper import WorkerStepper
 if __name__ == "__main__":
     plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
-    with hidden_main(), WorkerStepper([plan], made.workloads()[0].weights()) as stepper:
+    with WorkerStepper([plan], made.workloads()[0].weights()) as stepper:
         print(stepper.hub._folder, *(s.pid for s in stepper.use().devices.values()), flush=True)
         sys.stdin.read()
 """
