@@ -1,7 +1,7 @@
 """Sight: pictures in prompts of a vision-language model, for the rows of one microbatch.
 
-A prompt's picture is encoded before its first chunk, in the same microbatch; its embeddings are kept until the
-next prompt begins there. Every chunk and decode is given its rotary positions (time, height, width): a
+A prompt's picture is encoded before its first chunk, in the same microbatch; its embeddings are kept until
+the next prompt begins there. Every chunk and decode is given its rotary positions (time, height, width): a
 picture spans its grid, and text goes on behind its longer side. So a row's text is shifted by the same amount
 for good; the shift of a prompt goes with it from the spare row to its row of the batch.
 

@@ -117,7 +117,7 @@ def test_emulated_devices_and_owners_who_cannot_plan_decide_nothing() -> None:
     with Live(monitor(), Hands(lambda name: None), clock) as other:
         slow_steps(other, clock)
 
-    assert [] == wanted == [*live.decisions.latest, *other.decisions.latest]
+    assert ([], []) == (wanted, [*live.decisions.latest, *other.decisions.latest])
 
 
 def test_plans_that_the_owner_took_up_are_told() -> None:
