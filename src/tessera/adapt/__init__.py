@@ -3,7 +3,7 @@
 from tessera.adapt.avoid import widened, without_devices
 from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
 from tessera.adapt.drift import Factors, corrected
-from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Ticked
+from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Returned, Ticked
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.adapt.rebalance import rebalanced
@@ -25,6 +25,7 @@ __all__ = [
     "Monitor",
     "MonitorConfig",
     "Point",
+    "Returned",
     "StepTimes",
     "Ticked",
     "corrected",

@@ -40,6 +40,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """A device that was lost is back."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Adopted:
     """New plans have replaced those of the same names."""
 
@@ -47,7 +54,7 @@ class Adopted:
     why: str = "new plans were ready"
 
 
-Event = Arrived | Ticked | Measured | Lost | Adopted
+Event = Arrived | Ticked | Measured | Lost | Returned | Adopted
 
 
 @dataclass(frozen=True, slots=True)

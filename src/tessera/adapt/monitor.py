@@ -18,13 +18,13 @@ at the load where the policies cross, so that the standard error is a tenth.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, drift
-from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Ticked
+from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Returned, Ticked
 from tessera.adapt.meter import Meter
 from tessera.adapt.rebalance import rebalanced
 from tessera.ir import Decision, DecisionKind
@@ -70,8 +70,6 @@ class Monitor:
         self._factors = Factors({})
         self._is_replanning = False
         self._lost: frozenset[str] = frozenset()
-        # Decisions of each kind so far.
-        self.counts: Counter[DecisionKind] = Counter()
         self._place()
 
     def _place(self) -> None:
@@ -98,6 +96,9 @@ class Monitor:
                 return ()
             case Lost(device):
                 return self._lose(now_s, device)
+            case Returned(device):
+                self._lost -= {device}
+                return (self._action(now_s, DecisionKind.RETURN, f"{device} is back"),)
             case Adopted():
                 return self._adopt(now_s, event)
 
@@ -192,5 +193,4 @@ class Monitor:
         factors: Factors | None = None,
         without: frozenset[str] = frozenset(),
     ) -> Action:
-        self.counts[kind] += 1
         return Action(Decision(now_s, kind, self.current, why), rates_per_s, factors, without)

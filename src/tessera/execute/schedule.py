@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.ir import Lane, Recv, Run
+from tessera.ir import Recv, Run
 
 
 @dataclass(slots=True)
@@ -141,60 +141,3 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-
-# How many requests a lane may be ahead of its share before the next one takes another lane.
-LEAD = 1.5
-
-
-class LaneTable:
-    """Which lane the next request takes.
-
-    With a table, slots follow lanes: entry i is the lane of slot i, and so on from the beginning where there
-    are more slots. A request takes the first entry that no request in flight holds, so with all slots full
-    the lane of the one that has just ended.
-
-    Without one, the lane of the request that has just ended, unless that lane is more than `LEAD` requests
-    ahead of its share by the lanes' rates, or nothing has ended yet: then the lane that is furthest behind.
-    """
-
-    def __init__(self, lanes: Sequence[Lane], slots: int, table: Sequence[int] = ()) -> None:
-        self._order = [table[i % len(table)] for i in range(slots)] if table else []
-        rates = [lane.rate_per_s for lane in lanes]
-        self._share = [rate / sum(rates) for rate in rates]
-        self._cap = [max(1, -int(-slots * share // 1)) for share in self._share]
-        self._started = [0] * len(lanes)
-        self._running = [0] * len(lanes)
-        self._ended: list[int] = []
-
-    def take(self) -> int:
-        """Chooses a lane for one request."""
-        if self._order:
-            lane = self._first_free()
-            self._running[lane] += 1
-            return lane
-        lane = self._ended.pop() if self._ended else self._behind()
-        if self._started[lane] + 1 - self._share[lane] * (sum(self._started) + 1) > LEAD:
-            lane = self._behind()
-        self._started[lane] += 1
-        self._running[lane] += 1
-        return lane
-
-    def _first_free(self) -> int:
-        """The lane of the first slot that is free; if none is, as if the slots began again."""
-        held = self._running.copy()
-        for lane in self._order:
-            if held[lane] == 0:
-                return lane
-            held[lane] -= 1
-        return self._order[sum(self._running) % len(self._order)]
-
-    def _behind(self) -> int:
-        """Of the lanes that hold no more than their share of the slots, the one furthest behind."""
-        free = [i for i, cap in enumerate(self._cap) if self._running[i] < cap]
-        return min(free or range(len(self._cap)), key=lambda i: ((self._started[i] + 1) / self._share[i], i))
-
-    def give_back(self, lane: int) -> None:
-        """A request of this lane has finished."""
-        self._running[lane] -= 1
-        self._ended = [lane]

@@ -11,7 +11,7 @@ plans are taken as they are, and when all devices are back the plans from before
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tessera.adapt import Action, Adopted, Arrived, Event, Factors, Lost, Monitor, StepTimes, Ticked
+from tessera.adapt import Action, Adopted, Arrived, Event, Factors, Lost, Monitor, Returned, StepTimes, Ticked
 from tessera.errors import TesseraError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import StepDone
@@ -81,6 +81,7 @@ class Adaptive:
 
     def on_back(self, server: Server, device: str) -> None:
         """With all devices there again, the plans from before the loss are."""
+        self._tell(server, Returned(device))
         if not server.stepper.lanes.lost:
             figures = capabilities(self._whole, server.demand)
             self._tell(server, Adopted(figures, f"{device} is back, and so are the plans that use it"))
@@ -113,6 +114,8 @@ class Adaptive:
     def _adopt(self, server: Server, action: Action) -> None:
         assert self.replan is not None, "only a replan is adopted"
         assert action.factors is not None, "a replan comes with factors"
+        if action.without - server.stepper.lanes.lost:
+            return  # what was lost came back meanwhile
         try:
             made = [replace(plan, policy=name) for name, plan in self.replan(action.factors, action.without)]
         except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing

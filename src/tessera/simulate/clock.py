@@ -1,24 +1,22 @@
 """simulate: requests that all wait at time zero, run through a plan under a virtual clock.
 
-Lowers the plan as the workers do and times it by `core`. With detail there is one span per launch; without,
+Times what the workers would run by `core`. With detail there is one span per launch; without,
 one per stretch of launches: the same times with fewer records.
 """
 
 from tessera.execute.lanes import LaneShares, shares_of
-from tessera.execute.lower import lower
 from tessera.ir import Clock, Plan, Span, Timeline, verify
-from tessera.simulate.columns import Script, Stretch, Wire, Wires, script_of
+from tessera.simulate.columns import Script, Scripts, Stretch, Wire
 from tessera.simulate.core import Core, Flight
 
 
 class _Simulation(Core):
     def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
-        wires = Wires(plan.cluster)
-        super().__init__(len(plan.cluster.devices), wires.num_buses)
+        scripts = [Scripts(variant.unit, variant.costs, plan.cluster) for variant in plan.every_variant]
+        super().__init__(len(plan.cluster.devices), scripts[0].wires.num_buses)
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._plan, self._is_detailed = plan, is_detailed
-        us = [[[c.us for c in row] for row in costs.costs] for costs in plan.prices]
-        self._lanes = [[script_of(p, us[p.step], wires) for p in lane] for lane in lower(plan)]
+        self._lanes = [scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
         self._pending = list(range(num_requests - 1, -1, -1))
         self._spans: list[Span] = []
         self._done: list[tuple[int, float, float]] = []
@@ -59,13 +57,13 @@ class _Simulation(Core):
         """A span per launch, or one for all of them."""
         state = self.devices[device]
         track = self._plan.cluster.devices[device].name
-        trace = self._plan.graphs[script.step].trace
+        lane = self._plan.lanes[flight.lane]
+        trace = self._plan.unit_of(lane).graphs[script.step].trace
         if not self._is_detailed:
             if stop_us > state.since_us:
                 self._span(track, trace.step.kind, flight, state.since_us, stop_us)
             return
-        lane = self._plan.lanes[flight.lane]
-        place = lane.placement.devices[script.step - self._plan.first_step(lane)]
+        place = lane.placement.devices[script.step]
         ends, first = stretch.ends_us, stretch.ends_us[state.start]
         for launch in range(state.start, state.stop):
             if place[launch] == device:

@@ -1,8 +1,7 @@
 """What a device goes through in one run of a program: receives, and stretches of launches that end in sends.
 
-`script_of` makes this of a lowered program. `Scripts` makes it straight from a placement, for judging many of
-them: the same lists (a test holds the two against each other), with work that grows with the transfers and
-not with the launches.
+`Scripts` makes this straight from a placement, with work that grows with the transfers and not with the
+launches; a test holds it against the programs that workers run.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.execute.schedule import until_wait
-from tessera.ir import BufferKind, Cluster, Costs, Graph, Link, Placement, Program, Recv, Run, Send, WorkUnit
+from tessera.ir import BufferKind, Cluster, Costs, Graph, Link, Placement, Recv, WorkUnit
 
 Ints = npt.NDArray[np.int64]
 
@@ -81,30 +80,6 @@ class Script:
 def make_column(items: Sequence[Recv | Stretch]) -> Column:
     """With its times until it waits."""
     return Column(tuple(items), until_wait(items, lambda x: x.us))
-
-
-def script_of(program: Program, us: Sequence[Sequence[float]], wires: "Wires") -> Script:
-    """Of a lowered program; us[launch][device]."""
-    sent = [wires.of(n, t.src, t.dst, t.num_bytes) for n, t in enumerate(program.transfers)]
-    columns = []
-    for device, instructions in enumerate(program.instructions):
-        ends = [0.0]
-        here = {x.launch for x in instructions if isinstance(x, Run)}
-        for launch, row in enumerate(us):
-            ends.append(ends[-1] + (row[device] if launch in here else 0.0))
-        events: list[tuple[int, int, int]] = []
-        at = -1
-        runs = [x.launch for x in instructions if isinstance(x, Run)][::-1]
-        for x in instructions:
-            if isinstance(x, Run):
-                at = runs.pop()
-            elif isinstance(x, Send):
-                events.append((at, 1, x.transfer))
-            elif isinstance(x, Recv):
-                events.append((runs[-1] if runs else len(us), 0, x.transfer))
-        columns.append(_column(ends, events, sent))
-    busy = sum(x.us for c in columns for x in c.items if isinstance(x, Stretch))
-    return Script(tuple(columns), program.count, busy, program.step)
 
 
 @dataclass(frozen=True)
@@ -204,7 +179,7 @@ class Scripts:
         ends = [
             np.concatenate([[0.0], np.cumsum(np.where(place == d, own, 0.0))]).tolist() for d in range(num)
         ]
-        columns = tuple(_column(ends[d], sorted(events[d]), wires) for d in range(num))
+        columns = tuple(column_of(ends[d], sorted(events[d]), wires) for d in range(num))
         return Script(columns, self.unit.counts[step], float(own.sum()), step)
 
     def _migration(self, step: int, place: tuple[int, ...], last: dict[str, int]) -> Script | None:
@@ -246,7 +221,7 @@ def _state_launches(graph: Graph) -> dict[str, tuple[int, int]]:
     return {name: (graph.groups[g][0], sizes[name]) for name, g in graph.state_groups.items()}
 
 
-def _column(ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[Wire]) -> Column:
+def column_of(ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[Wire]) -> Column:
     """Events are (launch, 1: sent after it or 0: received before it, transfer), in trace order."""
     items: list[Recv | Stretch] = []
     done = 0  # launches before this one are in the column

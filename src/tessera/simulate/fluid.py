@@ -3,14 +3,21 @@
 While every slot stays in its step, each goes on at a steady pace: what a few hundred stretches show holds for
 the thousands that follow. So some stretches are simulated to settle, then some to measure each slot's pace;
 then all slots are moved ahead at their paces, until just before the first of them comes to the end of its
-step, and taken up there (see `cuts`). The end of a step is always simulated. Work and time of what is skipped
+step, and taken up there. The end of a step is always simulated. Work and time of what is skipped
 are those of the sample, times how often it fits.
 
 Not seen: what differs along a program beyond the samples, which fall on other launches every time.
 """
 
-from tessera.ir import Plan
-from tessera.simulate.columns import Script, Scripts
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tessera.execute.schedule import Job
+from tessera.ir import Plan, Recv
+from tessera.simulate.columns import Script, Scripts, Stretch
 from tessera.simulate.core import Flight
 from tessera.simulate.window import Extent, Window
 
@@ -18,6 +25,62 @@ from tessera.simulate.window import Extent, Window
 SETTLE, SAMPLE, MANY_SLOTS = 10, 30, 4
 # A skip shorter than this many samples is not worth the settling behind it.
 MIN_SKIP = 1.0
+
+
+@dataclass(eq=False)
+class Cuts:
+    """The places where a run of one script can be taken up, as if the launches before some launch were done.
+
+    A cut is a number of launches in trace order. Behind it every launch has run and what it sent has
+    arrived. Transfers that would be under way at that moment count as arrived; that is all that is lost.
+    """
+
+    script: Script
+
+    @cached_property
+    def done_us(self) -> list[float]:
+        """[launches done]: busy time of the run so far, over all devices."""
+        lists = [
+            next((x.ends_us for x in c.items if isinstance(x, Stretch)), None) for c in self.script.columns
+        ]
+        return np.sum([x for x in lists if x is not None], axis=0).tolist() if any(lists) else [0.0]
+
+    @cached_property
+    def _sent(self) -> tuple[list[int], list[int]]:
+        """(launches done when it leaves, transfer), in that order."""
+        stretches = [x for c in self.script.columns for x in c.items if isinstance(x, Stretch)]
+        found = sorted((x.stop, wire.number) for x in stretches for wire in x.sends)
+        return [stop for stop, _ in found], [number for _, number in found]
+
+    @cached_property
+    def _stretches(self) -> list[tuple[list[int], list[int]]]:
+        """[device]: (where its stretches stop, their places in its list)."""
+        found = []
+        for column in self.script.columns:
+            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, Stretch)]
+            found.append(([stop for stop, _ in listed], [n for _, n in listed]))
+        return found
+
+    def at(self, busy_us: float) -> int:
+        """The last cut with no more busy time behind it."""
+        return max(0, bisect_right(self.done_us, busy_us) - 1)
+
+    def job(self, device: int, cut: int, slot: int, ticket: int) -> Job | None:
+        """What a device still has to do behind the cut; None if nothing."""
+        column = self.script.columns[device]
+        stops, places = self._stretches[device]
+        first = bisect_right(stops, cut)
+        if first == len(places):
+            return None
+        at = places[first]
+        item = column.items[at]
+        assert isinstance(item, Stretch), "only stretches are listed"
+        spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
+        while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
+            at -= 1  # it may have to wait for what is read next
+        left_at, numbers = self._sent
+        arrived = set(numbers[: bisect_right(left_at, cut)])
+        return Job(slot, ticket, column.items, at, arrived, column.until_wait_us, spent)
 
 
 class Fluid(Window):
@@ -31,6 +94,7 @@ class Fluid(Window):
         # Slot -> runs begun since the sample began; time, work and busy times of runs when it did.
         self._begun: dict[int, int] = dict.fromkeys(range(self._slots), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
+        self._cuts: dict[Script, Cuts] = {}
 
     def begin(self, flight: Flight, now: float) -> None:
         """Starts a run; a slot that comes to another step ends the sample."""
@@ -110,8 +174,9 @@ class Fluid(Window):
 
     def _take_up(self, slot: int, busy_us: float) -> None:
         """A slot's run, or the later one of its step, where so much is done since its beginning."""
-        flight, cuts, ticket = self._flights[slot], self._cuts_of(slot), self._ticket[slot]
-        runs, rest = divmod(busy_us, cuts.script.busy_us)
+        flight, ticket, script = self._flights[slot], self._ticket[slot], self._script[slot]
+        cuts = self._cuts.setdefault(script, Cuts(script))
+        runs, rest = divmod(busy_us, script.busy_us)
         if runs:
             del flight.left[len(flight.left) - int(runs) :]
         cut = cuts.at(rest)

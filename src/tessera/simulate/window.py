@@ -13,7 +13,6 @@ from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Plan
 from tessera.simulate.columns import Script, Scripts, Stretch
 from tessera.simulate.core import Core, Flight, Work
-from tessera.simulate.cuts import Cuts
 
 # Runs of each slot, at least: before the clock counts, and while it does.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
@@ -78,7 +77,6 @@ class Window(Core):
         self._script: dict[int, Script] = {}
         self._ticket: dict[int, int] = {}
         self._run_us: dict[int, float] = {}
-        self._cuts: dict[int, Cuts] = {}  # by the script's id, which the lanes keep
 
     def rate_per_us(self) -> float:
         """Work units per microsecond."""
@@ -115,10 +113,6 @@ class Window(Core):
         self._script[slot], self._ticket[slot] = flight.left[-1][0], self._order + 1
         self._run_us[slot] = 0.0
         super().begin(flight, now)
-
-    def _cuts_of(self, slot: int) -> Cuts:
-        script = self._script[slot]
-        return self._cuts.setdefault(id(script), Cuts(script))
 
     def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
         """(work done, slot -> busy time of its run), with what the devices are at."""

@@ -62,7 +62,7 @@ def test_an_idle_system_starts_with_the_quick_policy() -> None:
 
 
 def test_a_high_load_switches_once_and_a_low_load_back() -> None:
-    """At 15 a second to the wide policy, at 2 back to the quick one: two decisions, counted."""
+    """At 15 a second to the wide policy, at 2 back to the quick one: two decisions."""
     monitor = Monitor([QUICK, WIDE])
 
     up = arrivals(monitor, 15.0, 400)
@@ -70,7 +70,6 @@ def test_a_high_load_switches_once_and_a_low_load_back() -> None:
 
     assert [DecisionKind.SWITCH] == kinds(up)
     assert [DecisionKind.SWITCH] == kinds(down)
-    assert 2 == monitor.counts[DecisionKind.SWITCH]
     assert "quick" == monitor.current
 
 
@@ -88,9 +87,7 @@ def test_a_steady_load_at_the_crossing_does_not_flap() -> None:
     """Where both are as good, chance alone moves the count; the count's own error keeps the policy."""
     monitor = Monitor([QUICK, WIDE])
 
-    arrivals(monitor, 7.0, 3000)
-
-    assert monitor.counts[DecisionKind.SWITCH] < 30
+    assert len(arrivals(monitor, 7.0, 3000)) < 10
 
 
 def test_a_crowd_switches_before_the_window_has_seen_it() -> None:

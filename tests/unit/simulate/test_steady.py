@@ -1,14 +1,15 @@
 """The steady rate and the scripts behind it, held against the full simulation and the lowered programs."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
-from tessera.ir import BufferKind, Plan, Recv
+from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
-from tessera.simulate.columns import Column, Scripts, Stretch, Wires, script_of
-from tessera.simulate.cuts import Cuts
-from tessera.simulate.fluid import Fluid
+from tessera.simulate.columns import Column, Script, Scripts, Stretch, Wires, column_of
+from tessera.simulate.fluid import Cuts, Fluid
 from tessera.simulate.window import Extent, Window
 
 CROSSING = [0, 1, 0, 0, 1, 1]
@@ -32,6 +33,30 @@ def two_step_plan(count: int = 40) -> Plan:
     first = make_trace([[(0, 0, 64, "rw")]] * 4, {0: BufferKind.STATE}, kind="prefill")
     second = make_trace([[(0, 0, 64, "rw"), (1, 0, 64, "w")], [(1, 0, 64, "r")]], {0: BufferKind.STATE})
     return make_plan([first, second], [[[0] * 4, [1, 0]]], counts=[1, count], slots=4)
+
+
+def script_of(program: Program, us: Sequence[Sequence[float]], wires: Wires) -> Script:
+    """Of a lowered program; us[launch][device]."""
+    sent = [wires.of(n, t.src, t.dst, t.num_bytes) for n, t in enumerate(program.transfers)]
+    columns = []
+    for device, instructions in enumerate(program.instructions):
+        ends = [0.0]
+        here = {x.launch for x in instructions if isinstance(x, Run)}
+        for launch, row in enumerate(us):
+            ends.append(ends[-1] + (row[device] if launch in here else 0.0))
+        events: list[tuple[int, int, int]] = []
+        at = -1
+        runs = [x.launch for x in instructions if isinstance(x, Run)][::-1]
+        for x in instructions:
+            if isinstance(x, Run):
+                at = runs.pop()
+            elif isinstance(x, Send):
+                events.append((at, 1, x.transfer))
+            elif isinstance(x, Recv):
+                events.append((runs[-1] if runs else len(us), 0, x.transfer))
+        columns.append(column_of(ends, events, sent))
+    busy = sum(x.us for c in columns for x in c.items if isinstance(x, Stretch))
+    return Script(tuple(columns), program.count, busy, program.step)
 
 
 def shown(column: Column) -> list[object]:
