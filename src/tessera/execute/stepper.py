@@ -72,7 +72,8 @@ class DeviceLost:
     @property
     def said(self) -> str:
         """The device and what happened to it."""
-        return f"device {self.device}: {self.message}"
+        place = f"device {self.device}: "
+        return place + self.message.removeprefix(place)
 
 
 @dataclass(frozen=True, slots=True)
