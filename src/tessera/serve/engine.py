@@ -179,8 +179,12 @@ class Engine(Watcher[Request]):
 
     def _load(self, plans: Sequence[Plan], why: str) -> None:
         if plans:
-            self.scheduler.load(plans)
-            self.meters.plan_changes += 1
+            try:
+                self.scheduler.load(plans)
+            except TesseraError as error:  # those in force run on
+                why = f"plans cannot be taken up: {error}"
+            else:
+                self.meters.plan_changes += 1
         self._note(DecisionKind.ADOPT, why)
 
     # What the scheduler tells.

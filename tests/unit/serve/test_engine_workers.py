@@ -4,12 +4,15 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import Sequence
 
 import steps_factory
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
+from tessera.serve.keeper import MAX_FAILURES
 from tessera.serve.local import Local
 from tessera.serve.records import Ask
+from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service
 from tessera.serve.steps import reference
 from tessera.serve.text import ByteText
@@ -66,3 +69,29 @@ def test_no_request_is_lost_with_its_worker() -> None:
         else:
             assert right == told.what
     assert 5 == after.finish.output_tokens
+
+
+def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
+    """Every lane needs it; its workers are killed as they come, and the service answers without it."""
+    made, ask = steps_factory.over_both(), Ask((1, 2, 3), 9, GREEDY, ignores_end=True)
+    local, said, killed = Local(made), list[str](), set[int]()
+    with local:
+        service = Service(
+            local.stepper, made.model.shape, ByteText(), planner=PreparedPlanner(made), log=said.append
+        )
+        with service:
+            first = wait_for(read(service, ask))
+            while len(killed) < MAX_FAILURES:
+                pid = local.stepper.use().devices["emu:l40s"].pid
+                if pid is not None and pid not in killed and os.path.exists(f"/proc/{pid}"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+                time.sleep(0.002)
+            again = wait_for(read(service, ask))
+            devices = {device.name: device for device in service.snapshot().devices}
+            lanes = local.stepper.lanes.open()
+
+    assert first.what == again.what
+    assert {frozenset({"emu:a100"})} == {lane.devices for lane in lanes}
+    assert MAX_FAILURES == devices["emu:l40s"].losses
+    assert "plans without emu:l40s are in force" in said
