@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ import netns
 from tessera.cli import _main
 from tessera.cli.remote import Meeting, gathered
 from tessera.errors import MismatchError
-from tessera.profile import parse_devices, wire
 
 TESSERA = [sys.executable, "-m", "tessera"]
 SMALL = ["--max-len", "32", "--rows", "2", "--slots", "1", "--chunk", "8", "--policy", "latency"]
@@ -83,7 +84,10 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def test_two_hosts_serve_one_model(hosts: tuple[str, str], tmp_path: Path, start: Start) -> None:
-    """One has the endpoint and a device, the other only a worker, which is sent what to run, and leaves."""
+    """One has the endpoint and a device, the other only a worker, which is sent what to run.
+
+    The wire between them is cut for a while: the answer is late and the same. In the end the worker leaves.
+    """
     secret = tmp_path / "secret"
     secret.write_text("a secret of more than sixteen bytes\n")
     here, there = (netns.within(name) for name in hosts)
@@ -91,7 +95,12 @@ def test_two_hosts_serve_one_model(hosts: tuple[str, str], tmp_path: Path, start
     service = start([*here, *TESSERA, *SERVE, *meet])
     worker = start([*there, *TESSERA, "worker", *meet])
     url = url_of(service)
-    first, second = fetch(url, here), fetch(url, here)
+    first = fetch(url, here)
+    netns.set_wire(hosts[1], "down")
+    mend = threading.Timer(2.0, netns.set_wire, (hosts[1], "up"))
+    mend.start()
+    second = fetch(url, here)
+    mend.join()
     service.send_signal(signal.SIGTERM)
 
     assert "length" == first["finish_reason"]
@@ -113,13 +122,13 @@ def test_processes_of_torchrun_find_the_gate(monkeypatch: pytest.MonkeyPatch) ->
     """Rank 0 tells where it listens through torchrun's own store, and there must be one process a device."""
     store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
     first, second = (under_torchrun(monkeypatch, rank, store) for rank in (0, 1))
-    two, three = (wire(parse_devices(",".join(["cpu"] * n)), []) for n in (2, 3))
-    with gathered(two, "tiny-llama", first, None) as gathering:
-        assert gathering is not None
-        assert (1, gathering.gate.address) == (second.rank, second.address())
+    with gathered("emu:a100,emu:l40s", "tiny-llama", first, None) as (devices, hub):
+        assert ["emu:a100", "emu:l40s"] == [device.name for device in devices]
+        assert isinstance(hub, partial)
+        assert (1, hub.keywords["gate"].address) == (second.rank, second.address())
     with (
         pytest.raises(MismatchError, match=r"torchrun started 2 processes for 3 devices"),
-        gathered(three, "tiny-llama", first, None),
+        gathered("emu:a100,emu:l40s,emu:l40s", "tiny-llama", first, None),
     ):
         pass
 
@@ -131,6 +140,11 @@ def test_processes_of_torchrun_find_the_gate(monkeypatch: pytest.MonkeyPatch) ->
         (["serve", "tiny-llama", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
         (["serve", "tiny-llama", "--rendezvous", "127.0.0.1:0", "--ray", "local"], "one way only"),
         (["serve", "tiny-llama", "--ray", "ray://10.1.2.3:10001"], "--ray auto"),
+        (["serve", "tiny-llama", "--devices", "away:a100*"], "known to Ray only"),
+        (
+            ["serve", "tiny-llama", "--devices", "emu:a100", "--transport", "pigeon"],
+            "unknown transport 'pigeon'",
+        ),
         (["worker"], "--rendezvous"),
         (["worker", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
         (["worker", "--rendezvous", "127.0.0.1:4", "--rank", "-2"], "no rank -2"),

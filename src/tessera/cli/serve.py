@@ -90,11 +90,13 @@ def serve(
     _check_extra()
     counts = {"slots": slots, "rows": rows, "max-len": max_len, "max-waiting": max_waiting}
     _check_counts(counts | {"max-requests": max_requests, "max-body": max_body}, drain)
+    from tessera.execute.transport import check_name
     from tessera.serve.auth import read_keys
     from tessera.serve.limits import Limits
     from tessera.serve.server import is_loopback
     from tessera.serve.start import Options
 
+    check_name(transport)
     options = Options(
         name=served_model_name or "",
         slots=slots,

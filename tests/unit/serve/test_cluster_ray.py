@@ -1,74 +1,38 @@
-"""A service whose workers Ray places, on a real Ray cluster of two nodes on this machine."""
+"""Workers that Ray places, on a real Ray cluster of two nodes on this machine, of which one is killed."""
 
-import secrets
+import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-import steps_factory
+import engine_factory as made
+import stepper_factory as factory
 from tessera.errors import MissingExtra, TesseraError
-from tessera.execute.gate import Gate
-from tessera.execute.handshake import Call
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Device, DeviceKind
+from tessera.profile.devices import parse_devices
 from tessera.serve import ray_cluster
-from tessera.serve.gathering import Gathering
-from tessera.serve.local import Local
-from tessera.serve.undivided import UndividedStepper
+from tessera.serve.ray_cluster import check_room, counted, demands
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed")
-
-
-@dataclass
-class Placed:
-    """A service on Ray."""
-
-    local: Local
-    gathering: Gathering
-
-    def actors(self) -> list[Any]:
-        """Device -> its actor."""
-        (hub,) = self.gathering._hubs
-        return [started.actor for _, started in sorted(hub._started.items())]  # type: ignore[attr-defined]
-
-    def nodes(self) -> list[str]:
-        """Device -> the node its actor is on."""
-        places = {a["actor_id"]: a["node_id"] for a in map(dict, _actor_rows())}
-        return [places[actor._actor_id.hex()] for actor in self.actors()]
-
-
-def _actor_rows() -> list[dict[str, str]]:
-    from ray._private.state import actors
-
-    return [{"actor_id": n, "node_id": row["Address"]["NodeID"]} for n, row in actors().items()]
+SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+# Three nodes as Ray describes them.
+NODES: list[dict[str, float]] = [
+    {"CPU": 8.0, "GPU": 2.0, "accelerator_type:A100": 1.0},
+    {"CPU": 8.0, "GPU": 4.0, "accelerator_type:A100": 1.0},
+    {"CPU": 1.0, "GPU": 1.0, "accelerator_type:L40S": 1.0, "h20": 1.0},
+]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """A cluster of two nodes with one CPU each, which say whose times they keep."""
+def cluster() -> Iterator[Any]:
+    """Two nodes with one CPU each, which say whose times they keep."""
     from ray.cluster_utils import Cluster
 
-    small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    cluster: Any = Cluster(initialize_head=True, head_node_args={**small, "resources": {"a100": 1}})
-    cluster.add_node(**small, resources={"l40s": 1})
-    yield str(cluster.address)
-    cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def placed(address: str) -> Iterator[Placed]:
-    """The service over both nodes."""
-    made = steps_factory.over_both()
-    with ray_cluster.joined(address) as host:
-        ray_cluster.check_room(made.cluster.devices)
-        secret = secrets.token_bytes(32)
-        gate = Gate(host, 0, secret)
-        starters = ray_cluster.starters(made.cluster.devices, Call(gate.address, secret))
-        gathering = Gathering(gate, made.cluster.names, starters)
-        with Local(made, gathering=gathering) as local:
-            yield Placed(local, gathering)
-        gathering.close()
+    found: Any = Cluster(initialize_head=True, head_node_args={**SMALL, "resources": {"a100": 1}})
+    yield found
+    found.shutdown()
 
 
 def emulated(gpu: str) -> Device:
@@ -76,49 +40,65 @@ def emulated(gpu: str) -> Device:
     return Device(f"emu:{gpu}", DeviceKind.EMU, gpu, 1 << 30)
 
 
-def test_every_device_has_a_node_and_the_bits_are_the_same(placed: Placed) -> None:
-    """Workers of two nodes, met at the gate, give what the undivided model gives."""
-    steps = steps_factory.script(3)
-    with UndividedStepper(steps_factory.prepared().model, 1) as whole:
-        whole.open(0, 0)
-        wanted = steps_factory.play(whole, 0, steps)
-    placed.local.stepper.open(0, 0)
+def test_a_killed_node_costs_no_request(cluster: Any) -> None:
+    """Under load: the other node's worker goes on, Ray places the lost one on a new node, all bits are right.
 
-    assert steps_factory.is_same(steps_factory.play(placed.local.stepper, 0, steps), wanted)
-    assert 2 == len(set(placed.nodes()))
+    The model is known to this process alone, so the workers are sent its weights.
+    """
+    plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
+    devices = [emulated("a100"), emulated("l40s")]
+    second = cluster.add_node(**SMALL, resources={"l40s": 1})
 
+    def kill_at_five(num_done: int) -> None:
+        if num_done == 5:
+            cluster.remove_node(second, allow_graceful=False)
+            cluster.add_node(**SMALL, resources={"l40s": 1})
 
-def test_a_lost_actor_is_replaced_on_its_node(placed: Placed) -> None:
-    """Ray starts another worker of the same device, and the service goes on with the same bits."""
-    steps = steps_factory.script(4)
-    with UndividedStepper(steps_factory.prepared().model, 1) as whole:
-        whole.open(0, 0)
-        wanted = steps_factory.play(whole, 0, steps)
-    before = placed.nodes()
-    ray.kill(placed.actors()[1])
-    loss = steps_factory.lost(placed.local.stepper)
-    new = placed.local.replace(loss)
-    new.open(0, 0)
+    with ray_cluster.joined(cluster.address) as host, ray_cluster.placed(host, devices) as make:
+        stepper = WorkerStepper([plan], made.workloads()[0].weights(), hub=make, timeout_s=60.0)
+        with stepper:
+            before = stepper.use().devices
+            results, told = factory.play(stepper, list(range(6)), between=kill_at_five, limit_s=120.0)
+            after = stepper.use().devices
 
-    assert ("emu:l40s", True) == (loss.device, loss.is_over)
-    assert steps_factory.is_same(steps_factory.play(new, 0, steps), wanted)
-    assert before == placed.nodes()
-
-
-def test_a_device_asks_for_its_gpu_where_nodes_have_it() -> None:
-    """A custom resource of the GPU's name; otherwise a CPU is all."""
-    there = {"CPU": 4.0, "a100": 1.0}
-
-    assert {"CPU": 1.0, "a100": 1.0} == ray_cluster.demands(emulated("a100"), there)
-    assert {"CPU": 1.0} == ray_cluster.demands(emulated("l40s"), there)
+    assert factory.are_right(results)
+    assert {"d1"} == {event.device for event in told.lost}
+    assert "d1" == told.back[-1].device
+    assert before["d0"] == after["d0"]
+    assert "ready" == after["d1"].state
+    assert before["d1"].pid != after["d1"].pid
 
 
-def test_too_small_a_cluster_is_said_before_anything_starts(placed: Placed) -> None:
+def test_a_star_is_as_many_as_the_nodes_have() -> None:
+    """By Ray's own names of GPUs; other words stay as they are."""
+    found = counted("away:a100*, away:l40s:1,emu:h20", NODES)
+
+    assert "away:a100:6,away:l40s:1,emu:h20" == found
+    assert 8 == len(parse_devices(found))
+    with pytest.raises(TesseraError, match=r"no h100. It has accelerator_type:A100, accelerator_type:L40S"):
+        counted("away:h100*", NODES)
+
+
+def test_a_device_asks_for_what_it_needs() -> None:
+    """A GPU of its kind, or a CPU and the custom resource of its name where a node has that."""
+    (away,) = parse_devices("away:l40s")
+
+    assert {"CPU": 1.0, "GPU": 1.0, "accelerator_type:L40S": 0.001} == demands(away, NODES)
+    assert {"CPU": 1.0, "h20": 1.0} == demands(emulated("h20"), NODES)
+    assert {"CPU": 1.0} == demands(emulated("a100"), NODES)
+
+
+def test_too_small_a_cluster_is_said_before_anything_starts() -> None:
     """Which resource, how many and what there is."""
-    with pytest.raises(TesseraError, match=r"3 workers need 3 CPU; the Ray cluster has 2. Add nodes"):
-        ray_cluster.check_room([emulated("h100")] * 3)
-    with pytest.raises(TesseraError, match=r"2 workers need 2 a100; the Ray cluster has 1"):
-        ray_cluster.check_room([emulated("a100")] * 2)
+    check_room(parse_devices("away:a100:6,away:l40s"), NODES)
+    with pytest.raises(
+        TesseraError, match=r"no node of the Ray cluster has .*accelerator_type:H100 for away:h100"
+    ):
+        check_room(parse_devices("away:h100"), NODES)
+    with pytest.raises(TesseraError, match=r"8 workers need 8 GPU; the Ray cluster has 7. Add nodes"):
+        check_room(parse_devices("away:a100:8"), NODES)
+    with pytest.raises(TesseraError, match=r"2 workers need 2 h20; the Ray cluster has 1"):
+        check_room([emulated("h20")] * 2, NODES)
 
 
 def test_a_ray_client_is_refused() -> None:
