@@ -24,6 +24,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -232,7 +233,8 @@ class Hub:
         """More lanes, for workers that are there and for those to come."""
         packed = messages.pack_programs(programs)
         for device, setup in enumerate(self.setups):
-            self.setups[device] = replace(setup, programs=[*setup.programs, *programs])
+            loads = (*setup.loads, first_lane)
+            self.setups[device] = replace(setup, programs=[*setup.programs, *programs], loads=loads)
             if self._members[device].state == "ready":
                 self._members[device].num_lanes = first_lane + len(programs)
                 self.order(device, Load(first_lane, packed))
@@ -245,7 +247,8 @@ class Hub:
     def status(self, device: int) -> DeviceStatus:
         """How a device is."""
         member = self._members[device]
-        return DeviceStatus(member.state, member.pid, max(0, member.epoch))
+        # A worker that is lost has an epoch's successor, which has not started.
+        return DeviceStatus(member.state, member.pid, max(0, member.epoch - (member.state == "lost")))
 
     def epoch(self, device: int) -> int:
         """Which worker of the device it is, counted from 0."""
@@ -375,9 +378,10 @@ class Hub:
         member.state, member.ready_s = "ready", time.monotonic()
         member.pid = ready.pid if member.pid is None else member.pid
         member.offset_s = self._offset_s(ready)
-        missing = self.setups[device].programs[member.num_lanes :]
-        if missing:
-            self.order(device, Load(member.num_lanes, messages.pack_programs(missing)))
+        setup = self.setups[device]
+        for first, last in pairwise((*setup.loads, len(setup.programs))):
+            if first >= member.num_lanes:
+                self.order(device, Load(first, messages.pack_programs(setup.programs[first:last])))
         for peer, other in enumerate(self._members):
             if peer == device:
                 continue

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -127,7 +128,8 @@ class _Linked:
         self._post: Post = lambda news: None
         # Peer -> the most bytes of one transfer from it.
         self._largest: dict[int, int] = {}
-        self.load(0, setup.programs)
+        for first, last in pairwise((*setup.loads, len(setup.programs))):
+            self.load(first, setup.programs[first:last])
         self._links = Links(
             setup.device,
             setup.epochs,
@@ -177,7 +179,7 @@ class SharedMemory(_Linked):
     For each microbatch there is a fixed place for each transfer of a program, in a file of the session's
     folder that the workers of a pair share, also one that was started again. A place is used again only by
     the microbatch's next run, which starts when all devices have finished or forgotten the last one. Lanes
-    that are loaded later and need more have a file of their own.
+    that are loaded later and need more have a file of their own, so both ends know what was loaded when.
     """
 
     def __init__(self, setup: "Setup", store: Keeper) -> None:

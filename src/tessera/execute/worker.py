@@ -78,6 +78,8 @@ class Setup:
     # How often this device was started before, and every device, as far as it is known now.
     epoch: int = 0
     epochs: tuple[int, ...] = ()
+    # First lanes of what was loaded together, in order; see `transport.SharedMemory`.
+    loads: tuple[int, ...] = (0,)
     # Of a device that keeps another's times: all of them are so much longer.
     scale: float = 1.0
     # True to report the time of every launch, where that costs something.

@@ -128,6 +128,25 @@ def test_random_kills_under_load_cost_no_request(
     assert not [loss for loss in told.lost if not NAMED.search(loss.message) or not loss.is_certain]
 
 
+@pytest.mark.parametrize("transport", ["shm", "host"])
+def test_a_worker_that_is_started_again_knows_the_plans_that_were_loaded(transport: str) -> None:
+    """Those of before it started, and those that came while it did; also where transfers grew."""
+    alone = made.plan_of([[[0] * len(g.trace.launches) for g in made.unit().graphs]], 2)
+    with workers(alone, transport=transport) as stepper:
+        factory.play(stepper, [0])
+        for seed, num_lanes in ((5, 1), (6, 2), (7, 4)):
+            rng = random.Random(seed)
+            plan = made.plan_of([made.scattered(rng, [0, 1]) for _ in range(num_lanes)], 2)
+            stepper.load([plan, alone])
+            results, _ = factory.play(stepper, list(range(6)))
+            assert factory.are_right(results)
+            kill(stepper, seed % 2)
+            stepper.load([one_way(seed), alone])
+            results, told = factory.play(stepper, list(range(6)))
+            assert factory.are_right(results)
+            assert told.lost
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.4])
 def test_a_worker_killed_while_it_starts_is_started_again(delay_s: float) -> None:
     """The first start, and the first replacement of the other device."""
