@@ -57,6 +57,7 @@ class Briefing:
     transport: str
     epoch: int
     epochs: tuple[int, ...]
+    loads: tuple[int, ...]
     scale: float
     is_profiled: bool
     us: tuple[tuple[float, ...], ...]
@@ -77,6 +78,7 @@ def briefing_of(setup: Setup, session: bytes) -> Briefing:
         setup.transport,
         setup.epoch,
         setup.epochs,
+        setup.loads,
         setup.scale,
         setup.is_profiled,
         setup.us,
@@ -150,6 +152,7 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
         key=key,
         epoch=briefing.epoch,
         epochs=briefing.epochs,
+        loads=briefing.loads,
         scale=briefing.scale,
         is_profiled=briefing.is_profiled,
         us=briefing.us,
