@@ -91,11 +91,6 @@ class Gate:
                     return None
                 self._lock.wait(left)
 
-    def has(self, choose: Callable[[Sequence[Caller]], Caller | None]) -> bool:
-        """True if one would be taken now."""
-        with self._lock:
-            return choose(self._waiting()) is not None
-
     def _waiting(self) -> Sequence[Caller]:
         """Those that are still there, in the order they came."""
         for caller in [c for c in self._callers if not c.is_there()]:

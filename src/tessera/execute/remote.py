@@ -71,7 +71,7 @@ class RemoteHub(LocalHub):
     gate    where they call; closed with the hub
     secret  what they know
     digest  of the plans; what a worker that has plans must say
-    about   for a device whose worker has not called: what its starter knows of it, in words
+    about   asked now and then about a device whose worker has not called: what is known of it, in words
     """
 
     def __init__(
@@ -125,30 +125,34 @@ class RemoteHub(LocalHub):
 
     def _await(self, device: int, is_over: Callable[[], bool]) -> Caller:
         """The worker of a device, when it has called."""
-        failures, limit_s = self._members[device].failures, START_TIMEOUT_S
-        if self._members[device].epoch > 0:  # of one that was given up for now, as long as it takes
-            limit_s = (
-                ABSENT_S if failures <= QUICK_FAILURES or self.max_failures is not None else float("inf")
-            )
-        deadline = time.monotonic() + limit_s
+        limit_s, start_s = self._patience_s(device), time.monotonic()
+        asked_s, said = start_s, ""
         while not is_over():
             caller = self._gate.take(lambda callers: self._muster.choose(device, callers), LOOK_S)
+            now = time.monotonic()
             if caller is not None:
                 refusal = self._muster.refusal(caller.hello)
                 if refusal is None:
                     return caller
                 self._gate.send_away(caller, refusal.message, refusal.remedy)
-            elif time.monotonic() >= deadline:
+                continue
+            if now >= min(asked_s + ABSENT_S, start_s + limit_s):
+                asked_s, said = now, self._about(device)
+            if now >= start_s + limit_s:
                 self._absent.add(device)
-                raise self._nobody(device, limit_s)
+                if not said and self._gate.complaints:
+                    said = f"sent away: {self._gate.complaints[-1]}"
+                what = f"nobody called within {limit_s:.0f} s{f'; {said}' if said else ''}"
+                raise WorkerError(what, "Start one process a device.")
         raise WorkerError("nobody waits for it any more")
 
-    def _nobody(self, device: int, limit_s: float) -> WorkerError:
-        said = self._about(device)
-        if not said and self._gate.complaints:
-            said = f"sent away: {self._gate.complaints[-1]}"
-        what = f"nobody called within {limit_s:.0f} s{f'; {said}' if said else ''}"
-        return WorkerError(what, "Start one process a device.")
+    def _patience_s(self, device: int) -> float:
+        """How long a worker has to call: at first long; of a device that is planned around, as it likes."""
+        member = self._members[device]
+        if member.epoch == 0:
+            return START_TIMEOUT_S
+        is_planned_around = member.failures > QUICK_FAILURES and self.max_failures is None
+        return float("inf") if is_planned_around else ABSENT_S
 
     def _brief(self, caller: Caller, setup: Setup, is_over: Callable[[], bool]) -> None:
         """Tells a worker what to do, and sends the weights that it asks for, until it begins to start."""

@@ -161,7 +161,7 @@ class Seats:
         self.actors = [self._start(rank) for rank in range(len(devices))]
 
     def about(self, rank: int) -> str:
-        """How Ray and the actor say that a device's worker is; one that Ray has given up is started anew."""
+        """How Ray and the actor say that a device's worker is; one that has ended is started anew."""
         ray = ray_module()
         try:
             said = ray.get(self.actors[rank].said.remote(), timeout=SAY_S)
@@ -172,7 +172,10 @@ class Seats:
         except ray.exceptions.RayActorError as error:
             self.actors[rank] = self._start(rank)
             return f"Ray gave it up: {str(error).strip().splitlines()[-1].strip()}"
-        return f"it says: {said}" if said else ""
+        if not said:
+            return ""
+        ray.kill(self.actors[rank], no_restart=False)
+        return f"it said: {said}; Ray starts it anew"
 
     def close(self) -> None:
         """Ends all actors and gives the bundles back."""
