@@ -12,7 +12,6 @@ What is sent after the handshake is neither encrypted nor signed: use a private 
 """
 
 import contextlib
-import hmac
 import os
 import queue
 import socket
@@ -25,29 +24,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tessera.errors import TesseraError
+from tessera.execute.link_sockets import LinkLost, admit, call, end, prove, read_into, tune, words
 
-GREETING = b"tessera link 1\n"
-NONCE_BYTES = PROOF_BYTES = 32
-# Source device, its epoch, destination device.
-_NAMES = struct.Struct("<qqq")
+__all__ = ["Frame", "Keeper", "LinkLost", "Links", "Receiver"]
+
 # Run, transfer, bytes, when it was sent.
 _HEADER = struct.Struct("<qqqd")
 # A run that there is not: the sender opens another link.
 BYE = -1
-# From a call to the end of its handshake.
-HANDSHAKE_S = 5.0
 # Calls in their handshake at one time.
 MAX_HANDSHAKES = 64
 # How long a link is tried to be opened: the other worker may be starting.
 OPEN_S, RETRY_S = 20.0, 0.05
-# A machine that does not acknowledge bytes for so long is cut off.
-UNACKNOWLEDGED_S = 20
 # Bytes that are thrown away are read in parts of this size; shorter frames are written at once.
 PART_BYTES = 1 << 16
-
-
-class LinkLost(TesseraError):
-    """A link that cannot be opened, or was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +168,7 @@ class Links:
                 sent = _write_some(out.link, frame, contents)
             except OSError as error:
                 self._drop(out)
-                raise LinkLost(_words(error)) from error
+                raise LinkLost(words(error)) from error
         size = _HEADER.size + len(contents)
         if sent == size:
             return
@@ -205,20 +195,20 @@ class Links:
             stale = self._ins.pop(peer, None) if epoch > self._epochs[peer] else None
             self._epochs[peer] = max(epoch, self._epochs[peer])
         if stale is not None:
-            _end(stale)
+            end(stale)
 
     def close(self) -> None:
         """Ends all links, without a word to the receiver."""
         self._is_closed = True
         if self._server is not None:
-            _end(self._server)
+            end(self._server)
         for out in self._outs:
             with out.lock:
                 self._drop(out)
         with self._lock:
             ins, self._ins = list(self._ins.values()), {}
         for link in ins:
-            _end(link)
+            end(link)
 
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name="tessera-link", daemon=True).start()
@@ -227,7 +217,7 @@ class Links:
         """With the lock held: this link is over."""
         out.turn += 1
         if out.link is not None:
-            _end(out.link)
+            end(out.link)
             if not out.is_writing:
                 out.link.close()
             out.link = None
@@ -276,7 +266,7 @@ class Links:
             elif why is not None:
                 self._drop(out)
         if why is not None and not is_stale:
-            raise LinkLost(_words(why)) from why
+            raise LinkLost(words(why)) from why
 
     def _open(self, peer: int) -> socket.socket:
         """A link to the peer's present worker."""
@@ -285,56 +275,29 @@ class Links:
         while not self._is_closed and epoch == self._epochs[peer] and time.monotonic() < deadline:
             try:
                 address = self._store.get(_key_of(peer, epoch), deadline - time.monotonic()).decode()
-                link = _call(address)
+                link = call(address)
             except (OSError, TesseraError) as error:
-                said = _words(error)
+                said = words(error)
                 time.sleep(RETRY_S)
                 continue
             try:
-                self._prove(link, peer)
+                prove(link, self._key, (self._device, self._epochs[self._device], peer))
             except (OSError, LinkLost, EOFError) as error:
                 link.close()
-                said = _words(error)
+                said = words(error)
                 time.sleep(RETRY_S)
                 continue
             return link
         raise LinkLost(f"no link could be opened: {said}")
 
-    def _prove(self, link: socket.socket, peer: int) -> None:
-        """The caller's half of the handshake."""
-        deadline = time.monotonic() + HANDSHAKE_S
-        greeting = _read(link, len(GREETING) + NONCE_BYTES, deadline)
-        if greeting[: len(GREETING)] != GREETING:
-            raise LinkLost("what answers there is no worker")
-        names = _NAMES.pack(self._device, self._epochs[self._device], peer)
-        nonces = greeting[len(GREETING) :] + os.urandom(NONCE_BYTES)
-        link.sendall(names + nonces[NONCE_BYTES:] + _proof(self._key, b"caller", names, nonces))
-        answer = _read(link, PROOF_BYTES, deadline)
-        if not hmac.compare_digest(answer, _proof(self._key, b"called", names, nonces)):
-            raise LinkLost("what answers there has another key")
-        link.settimeout(None)
-
-    def _admit(self, link: socket.socket) -> tuple[int, int]:
-        """The other half: who calls, and which of its workers."""
-        deadline = time.monotonic() + HANDSHAKE_S
-        link.settimeout(HANDSHAKE_S)
-        own = os.urandom(NONCE_BYTES)
-        link.sendall(GREETING + own)
-        said = _read(link, _NAMES.size + NONCE_BYTES + PROOF_BYTES, deadline)
-        names, proof = said[: _NAMES.size], said[-PROOF_BYTES:]
-        nonces = own + said[_NAMES.size : -PROOF_BYTES]
-        if not hmac.compare_digest(proof, _proof(self._key, b"caller", names, nonces)):
-            raise LinkLost("it has another key")
-        src, epoch, dst = _NAMES.unpack(names)
+    def _check(self, src: int, epoch: int, dst: int) -> None:
+        """Who has the key must also be a peer's present worker."""
         if dst != self._device or not 0 <= src < len(self._epochs) or src == dst:
             raise LinkLost("it is no peer of this worker")
         with self._lock:
             if epoch < self._epochs[src]:
                 raise LinkLost("it was given up")
             self._epochs[src] = epoch
-        link.sendall(_proof(self._key, b"called", names, nonces))
-        link.settimeout(None)
-        return src, epoch
 
     def _listen(self, server: socket.socket) -> None:
         while True:
@@ -352,15 +315,15 @@ class Links:
                 self._shaking[link] = None
                 oldest = next(iter(self._shaking)) if len(self._shaking) > MAX_HANDSHAKES else None
             if oldest is not None:
-                _end(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
+                end(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
             self._spawn(self._serve, link)
 
     def _serve(self, link: socket.socket) -> None:
         """One call, in a thread of its own: who it is, then what it sends."""
         peer = None
         try:
-            _tune(link)
-            peer, _ = self._admit(link)
+            tune(link)
+            peer = admit(link, self._key, self._check)
         except (OSError, LinkLost, EOFError):
             pass  # who has no key is no peer, and one that has calls again
         finally:
@@ -369,7 +332,7 @@ class Links:
                 if peer is not None:
                     stale, self._ins[peer] = self._ins.get(peer), link
                     if stale is not None:
-                        _end(stale)
+                        end(stale)
         why = self._receive(peer, link) if peer is not None else ""
         link.close()
         with self._lock:
@@ -385,7 +348,7 @@ class Links:
         scratch = memoryview(bytearray(PART_BYTES))
         try:
             while True:
-                _read_into(link, memoryview(header))
+                read_into(link, memoryview(header))
                 frame = Frame(*_HEADER.unpack(header))
                 if frame.run == BYE:
                     return ""
@@ -394,21 +357,17 @@ class Links:
                     return f"it sent a frame of {frame.size} bytes, no program has more than {limit}"
                 place = self._receiver.place(peer, frame) if frame.size else None
                 if place is not None:
-                    _read_into(link, place)
+                    read_into(link, place)
                 else:
                     for start in range(0, frame.size, PART_BYTES):
-                        _read_into(link, scratch[: min(PART_BYTES, frame.size - start)])
+                        read_into(link, scratch[: min(PART_BYTES, frame.size - start)])
                 self._receiver.arrived(peer, frame)
         except (OSError, EOFError) as error:
-            return _words(error)
+            return words(error)
 
 
 def _key_of(device: int, epoch: int) -> str:
     return f"link/{device}/{epoch}"
-
-
-def _proof(key: bytes, role: bytes, names: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(key, role + names + nonces, "sha256")
 
 
 def _write_some(link: socket.socket, frame: Frame, contents: memoryview) -> int:
@@ -420,68 +379,6 @@ def _write_some(link: socket.socket, frame: Frame, contents: memoryview) -> int:
         return 0
 
 
-def _call(address: str) -> socket.socket:
-    kind, *where = address.split(" ", 2)
-    if kind == "tcp":
-        link = socket.create_connection((where[0], int(where[1])), timeout=HANDSHAKE_S)
-    else:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.settimeout(HANDSHAKE_S)
-        link.connect(" ".join(where))
-    _tune(link)
-    return link
-
-
-def _tune(link: socket.socket) -> None:
-    if link.family == socket.AF_UNIX:
-        return
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_S * 1000),
-    ):
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _read(link: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly so many bytes before the deadline, however slowly the other side drips."""
-    data = bytearray(size)
-    _read_into(link, memoryview(data), deadline)
-    return bytes(data)
-
-
-def _read_into(link: socket.socket, place: memoryview, deadline: float | None = None) -> None:
-    at, size = 0, len(place)
-    while at < size:
-        if deadline is not None:
-            link.settimeout(max(0.001, deadline - time.monotonic()))
-        got = link.recv_into(place[at:] if at else place, 0, socket.MSG_WAITALL)
-        if not got:
-            raise EOFError
-        at += got
-
-
 def _say_bye(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         link.send(_HEADER.pack(BYE, 0, 0, 0.0), socket.MSG_DONTWAIT)
-
-
-def _end(link: socket.socket) -> None:
-    """Ends a socket for both sides, and wakes the thread that uses it, which closes it.
-
-    Nobody else may: the number of a closed socket is given to the next one, under the other thread's hands.
-    """
-    with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, EOFError):
-        return "the link was closed"
-    if isinstance(error, OSError):
-        return (error.strerror or str(error) or type(error).__name__).lower()
-    return getattr(error, "message", str(error))

@@ -14,19 +14,18 @@ import fcntl
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
 
-from tessera.errors import TesseraError, WorkerError
+from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.handing import take_over
-from tessera.execute.inbox import NOBODY, Hangup, Inbox
+from tessera.execute.inbox import Hangup
 from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Storage, bytes_of, constant, tensor_of
@@ -39,19 +38,17 @@ from tessera.execute.messages import (
     Failed,
     Load,
     PeerLost,
-    Progress,
     Ready,
     Relink,
-    StoreGet,
-    StoreSet,
-    StoreValue,
-    Where,
 )
+from tessera.execute.orders import Answers, Orders, Store
 from tessera.execute.packing import pack, unpack
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.stand import Ground, Stand
 from tessera.execute.transport import Arrived, Gone, RunTransfer, open_transport
 from tessera.ir import BufferKind, Cluster, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
+
+__all__ = ["Answers", "Backend", "Orders", "Setup", "Store", "Worker", "main", "serve"]
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
@@ -93,95 +90,6 @@ class Setup:
     progress: torch.Tensor | None = None
     # Runs kernels with PTX on the CPU; see `kernel_launch`.
     interpret: Interpret | None = field(default_factory=handed_in)
-
-
-class Answers:
-    """The way to the engine, for any thread of a worker."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
-
-    def tell(self, message: messages.Message) -> None:
-        """Returns when the engine's end has taken it; raises OSError if it is gone."""
-        data = messages.encode(message)
-        with self._lock:
-            self._pipe.send_bytes(data)
-
-
-class Store:
-    """What workers tell one another through the engine. A key is set once."""
-
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-        self._known = threading.Condition()
-        self._values: dict[str, bytes] = {}
-        self._is_over = False
-
-    def set(self, key: str, value: bytes) -> None:
-        """Others can have it from now on."""
-        self._answers.tell(StoreSet(key, value.hex()))
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """What was set under this key, or will be within the time; raises WorkerError after it."""
-        with self._known:
-            is_known = key in self._values
-        if not is_known:
-            self._answers.tell(StoreGet(key))
-        with self._known:
-            self._known.wait_for(lambda: key in self._values or self._is_over, timeout_s)
-            if key not in self._values:
-                raise WorkerError(f"nobody has set {key} within {timeout_s:.0f} s")
-            return self._values[key]
-
-    def put(self, key: str, value: bytes) -> None:
-        """The engine's answer, by the thread that reads it."""
-        with self._known:
-            self._values[key] = value
-            self._known.notify_all()
-
-    def end(self) -> None:
-        """Nobody will answer any more."""
-        with self._known:
-            self._is_over = True
-            self._known.notify_all()
-
-
-class Orders:
-    """What the loop has to do next: the engine's orders, and what other threads post."""
-
-    def __init__(self, pipe: Connection, answers: Answers, store: Store, max_bytes: int) -> None:
-        self._answers, self._store = answers, store
-        self._inbox = Inbox()
-        # (microbatch, run, position) of every run that the worker is at; the worker's own.
-        self.where: Callable[[], list[list[float]]] = list
-        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear, lambda: max_bytes)
-
-    def take(self, block: bool, timeout_s: float | None = None) -> Any:
-        """The next one; None if there is none and one need not wait, or not any longer."""
-        news = self._inbox.take(block, timeout_s)
-        return None if news is None else news[1]
-
-    def post(self, news: Any) -> None:
-        """From any thread."""
-        self._inbox.post(NOBODY, news)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing waits to be taken."""
-        return self._inbox.is_empty
-
-    def _hear(self, source: Any, message: Any) -> bool:
-        match message:
-            case Where():
-                self._answers.tell(Progress(self.where()))
-            case StoreValue(key, value):
-                self._store.put(key, bytes.fromhex(value))
-            case Hangup():
-                self._store.end()
-                return False
-            case _:
-                return False
-        return True
 
 
 class Backend(Protocol):

@@ -1,0 +1,137 @@
+"""A worker's ways to its engine and back: orders, answers, and the store that workers share through it.
+
+The thread that reads orders answers at once what needs no loop: where the worker is, and what other workers
+have told the store.
+"""
+
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tessera.errors import WorkerError
+from tessera.execute import messages
+from tessera.execute.inbox import NOBODY, Hangup, Inbox
+from tessera.execute.messages import Message, Progress, StoreGet, StoreSet, StoreValue, Where
+
+
+class Answers:
+    """The way to the engine, for any thread of a worker."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def tell(self, message: messages.Message) -> None:
+        """Returns when the engine's end has taken it; raises OSError if it is gone."""
+        data = messages.encode(message)
+        with self._lock:
+            self._pipe.send_bytes(data)
+
+
+class Store:
+    """What workers tell one another through the engine. A key is set once."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._known = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._is_over = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Others can have it from now on."""
+        self._answers.tell(StoreSet(key, value.hex()))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """What was set under this key, or will be within the time; raises WorkerError after it."""
+        with self._known:
+            is_known = key in self._values
+        if not is_known:
+            self._answers.tell(StoreGet(key))
+        with self._known:
+            self._known.wait_for(lambda: key in self._values or self._is_over, timeout_s)
+            if key not in self._values:
+                raise WorkerError(f"nobody has set {key} within {timeout_s:.0f} s")
+            return self._values[key]
+
+    def put(self, key: str, value: bytes) -> None:
+        """The engine's answer, by the thread that reads it."""
+        with self._known:
+            self._values[key] = value
+            self._known.notify_all()
+
+    def end(self) -> None:
+        """Nobody will answer any more."""
+        with self._known:
+            self._is_over = True
+            self._known.notify_all()
+
+
+class Orders:
+    """What the loop has to do next: the engine's orders, and what other threads post."""
+
+    def __init__(self, pipe: Connection, answers: Answers, store: Store, max_bytes: int) -> None:
+        self._answers, self._store = answers, store
+        self._inbox = Inbox()
+        # (microbatch, run, position) of every run that the worker is at; the worker's own.
+        self.where: Callable[[], list[list[float]]] = list
+        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear, lambda: max_bytes)
+
+    def take(self, block: bool, timeout_s: float | None = None) -> Any:
+        """The next one; None if there is none and one need not wait, or not any longer."""
+        news = self._inbox.take(block, timeout_s)
+        return None if news is None else news[1]
+
+    def post(self, news: Any) -> None:
+        """From any thread."""
+        self._inbox.post(NOBODY, news)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits to be taken."""
+        return self._inbox.is_empty
+
+    def _hear(self, source: Any, message: Any) -> bool:
+        match message:
+            case Where():
+                self._answers.tell(Progress(self.where()))
+            case StoreValue(key, value):
+                self._store.put(key, bytes.fromhex(value))
+            case Hangup():
+                self._store.end()
+                return False
+            case _:
+                return False
+        return True
+
+
+class Board:
+    """The engine's side: what workers tell one another, addresses mostly. Used by its reading threads."""
+
+    def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._values: dict[str, str] = {}
+        self._asking: list[tuple[tuple[int, int], str]] = []
+
+    def set(self, key: str, value: str) -> None:
+        """Whoever waits for it is answered."""
+        with self._lock:
+            self._values[key] = value
+            asking = [source for source, wanted in self._asking if wanted == key]
+            self._asking = [(source, wanted) for source, wanted in self._asking if wanted != key]
+        for source in asking:
+            self._send(source, StoreValue(key, value))
+
+    def get(self, source: tuple[int, int], key: str) -> None:
+        """Answered now, or when it is set."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is None:
+                self._asking.append((source, key))
+        if value is not None:
+            self._send(source, StoreValue(key, value))
+
+    def forget(self, device: int) -> None:
+        """A worker that is gone waits for nothing."""
+        with self._lock:
+            self._asking = [(source, key) for source, key in self._asking if source[0] != device]
