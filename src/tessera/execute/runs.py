@@ -1,0 +1,258 @@
+"""Runs: the microbatches that are open, and the programs that workers are at for them.
+
+A step is one run of one program, ordered from all devices that take part in it. Where the plan moves state
+between two steps, the programs that do it run before the later step. A run that is cancelled goes on until
+its devices say that it is over; orders of its microbatch wait for that.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tessera.errors import MismatchError, TesseraError
+from tessera.execute.answers import problem_of
+from tessera.execute.hub_base import Hub
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.messages import Begin, Cancel, Clear, Done, Message
+from tessera.execute.packing import Packed, pack, pack_all, unpack_all
+from tessera.execute.spans import SpanLog
+from tessera.execute.stepper import StepCall, StepDone, Tensors
+from tessera.ir import BufferKind, Plan, Program, Run
+
+
+@dataclass
+class Microbatch:
+    """One that is open."""
+
+    number: int
+    lane: LoadedLane
+    # State that no run has used yet, by name.
+    state: dict[str, torch.Tensor]
+    # Index of the program that ran last; -1: none.
+    at: int = -1
+    call: StepCall | None = None
+    # Indexes of the programs of this call that are still to run.
+    left: deque[int] = field(default_factory=deque)
+    began_s: float = 0.0
+    # What has come of this call.
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    final: dict[str, torch.Tensor] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Running:
+    """One program that workers are at."""
+
+    microbatch: Microbatch
+    index: int
+    program: Program
+    missing: set[int]
+    # By when it must be over.
+    until_s: float
+
+
+class Runs:
+    """What is ordered from workers, and what comes back."""
+
+    def __init__(self, plan: Plan, hub: Hub, timeout_s: float | None) -> None:
+        self._plan, self._hub, self._timeout_s = plan, hub, timeout_s
+        self._names = plan.cluster.names
+        traces = [graph.trace for graph in plan.graphs]
+        self._inputs = [{t.buffers[b].name for b in t.buffers_of(BufferKind.INPUT)} for t in traces]
+        # By the lane's number.
+        self.programs: list[Sequence[Program]] = []
+        self._steps: list[dict[int, int]] = []
+        self.opened: dict[int, Microbatch] = {}
+        # Ended because of a loss that is not told yet.
+        self.dead: set[int] = set()
+        self.running: dict[int, Running] = {}
+        self._num_runs = 0
+        # Microbatch -> (run, device) that was told to stop and has not said that it did; orders that wait.
+        self._ending: dict[int, set[tuple[int, int]]] = {}
+        self._held: dict[int, list[tuple[int, Message]]] = {}
+        # Where set, workers report every launch and transfer.
+        self.spans: SpanLog | None = None
+        self.busy_s = dict.fromkeys(self._names, 0.0)
+        self.moved: Counter[tuple[str, str]] = Counter()
+
+    def add(self, lanes: Sequence[Sequence[Program]]) -> None:
+        """The programs of more lanes."""
+        self.programs += lanes
+        self._steps += [_steps_of(lane) for lane in lanes]
+
+    def open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
+        """Its state is sent with the first program that has it at home, or is zeros."""
+        self.opened[microbatch] = Microbatch(microbatch, lane, dict(state or {}))
+        if state is None:
+            for device, name in enumerate(self._names):
+                if name in lane.devices:
+                    self._order(microbatch, device, Clear(microbatch, lane.number))
+
+    def close(self, microbatch: int) -> None:
+        """Frees a microbatch that runs nothing."""
+        if microbatch in self.dead:
+            return
+        if self.opened[microbatch].call is not None:
+            raise TesseraError(f"microbatch {microbatch} is at work")
+        del self.opened[microbatch]
+
+    def start(self, call: StepCall) -> None:
+        """Starts a step on every device that takes part in it."""
+        if call.microbatch in self.dead:
+            return
+        opened = self.opened[call.microbatch]
+        if opened.call is not None:
+            raise TesseraError(f"microbatch {call.microbatch} is at work")
+        opened.left = deque(self._path(opened, call.step))
+        opened.call, opened.began_s = call, time.monotonic()
+        opened.outputs, opened.final, opened.busy_s = {}, {}, {}
+        self._run_next(opened)
+
+    def collect(self, device: int, done: Done) -> StepDone | str | None:
+        """A device's share of a run: the step, when it was its last; or what is wrong with it."""
+        running = self.running.get(done.run)
+        if running is None:  # its microbatch was lost in the meantime
+            return None
+        opened, program = running.microbatch, running.program
+        assert opened.call is not None, "a call is on"
+        is_step = not opened.left
+        skips = opened.call.skips if is_step else ()
+        trace = self._plan.graphs[program.step].trace
+        wants_state = is_step and opened.call.wants_state
+        wrong = problem_of(done, trace, program, device, running.missing, skips, wants_state)
+        if wrong:
+            return wrong
+        running.missing.discard(device)
+        opened.outputs |= unpack_all(done.outputs)
+        opened.final |= unpack_all(done.state)
+        opened.busy_s[self._names[device]] = opened.busy_s.get(self._names[device], 0.0) + done.busy_s
+        self.busy_s[self._names[device]] += done.busy_s
+        if self.spans is not None:
+            self.spans.add(device, done, program, opened.number, self._hub.clock_offset_s)
+        if running.missing:
+            return None
+        del self.running[done.run]
+        opened.at = running.index
+        for transfer in program.transfers:
+            self.moved[self._names[transfer.src], self._names[transfer.dst]] += transfer.num_bytes
+        if opened.left:
+            self._run_next(opened)
+            return None
+        for one in participants(program, set()):
+            self._hub.healthy(one)
+        call, opened.call = opened.call, None
+        seconds = time.monotonic() - opened.began_s
+        return StepDone(opened.number, call.step, opened.outputs, seconds, opened.final, opened.busy_s)
+
+    def over(self, run: int, device: int) -> None:
+        """A cancelled run has ended on a device."""
+        self._over(lambda of, at: (of, at) == (run, device))
+
+    def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
+        """Closes microbatches; whoever still works for one is told to stop."""
+        for run in [r for r, running in self.running.items() if running.microbatch.number in microbatches]:
+            running = self.running.pop(run)
+            number = running.microbatch.number
+            if self._held.pop(number, None) is not None:
+                continue  # nobody has heard of it
+            for other in running.missing - set(gone):
+                self._ending.setdefault(number, set()).add((run, other))
+                self._hub.order(other, Cancel(run))
+        for number in microbatches:
+            self._held.pop(number, None)
+        self._over(lambda run, device: device in gone)
+        for number in microbatches:
+            del self.opened[number]
+        self.dead.update(microbatches)
+
+    def _path(self, opened: Microbatch, step: int) -> list[int]:
+        """Programs that lead from where a microbatch is to a step, the step's own last."""
+        steps = self._steps[opened.lane.number]
+        if step not in steps:
+            raise MismatchError(f"lane {opened.lane.number} has no step {step}")
+        index = steps[step]
+        moves = set(range(len(self.programs[opened.lane.number]))) - set(steps.values())
+        if any(index < move <= opened.at for move in moves):
+            raise MismatchError(
+                f"state moves between the steps of lane {opened.lane.index}, which cannot go back",
+                "Plan the steps together as one served unit.",
+            )
+        first = opened.at + 1 if opened.at >= 0 else index
+        return [*(i for i in range(first, index) if i in moves), index]
+
+    def _run_next(self, opened: Microbatch) -> None:
+        """Orders the next program of a call from every device that takes part in it."""
+        assert opened.call is not None, "a call is on"
+        index = opened.left.popleft()
+        program = self.programs[opened.lane.number][index]
+        is_step, call = not opened.left, opened.call
+        inputs: dict[str, Packed] = {}
+        if is_step:
+            wanted = self._inputs[program.step]
+            inputs = pack_all({name: tensor for name, tensor in call.inputs.items() if name in wanted})
+        fresh = self._take_state(opened, program)
+        wants_state = is_step and call.wants_state
+        devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
+        self._num_runs += 1
+        until_s = float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
+        self.running[self._num_runs] = Running(opened, index, program, set(devices), until_s)
+        skips = ",".join(call.skips) if is_step else ""
+        for device in devices:
+            state = fresh.get(device, {})
+            order = Begin(
+                self._num_runs,
+                opened.number,
+                opened.lane.number,
+                index,
+                inputs,
+                state,
+                wants_state,
+                self.spans is not None,
+                skips,
+            )
+            self._order(opened.number, device, order)
+
+    def _order(self, microbatch: int, device: int, order: Message) -> None:
+        """Sends an order of a microbatch; those of one whose cancelled run is not over everywhere wait."""
+        if self._ending.get(microbatch):
+            self._held.setdefault(microbatch, []).append((device, order))
+        else:
+            self._hub.order(device, order)  # one that is gone is heard of as a hang-up
+
+    def _over(self, is_over: Callable[[int, int], bool]) -> None:
+        """Some cancelled runs (by run and device) are over; orders that waited for the last one go out."""
+        for microbatch, ending in list(self._ending.items()):
+            ending -= {pair for pair in ending if is_over(*pair)}
+            if not ending:
+                del self._ending[microbatch]
+                for device, order in self._held.pop(microbatch, []):
+                    self._hub.order(device, order)
+
+    def _take_state(self, opened: Microbatch, program: Program) -> dict[int, dict[str, Packed]]:
+        """Device -> the state that lives there and that this run is the first to use."""
+        buffers = self._plan.graphs[program.step].trace.buffers
+        found: dict[int, dict[str, Packed]] = {}
+        for buffer, device in program.homes:
+            name = buffers[buffer].name
+            if name in opened.state:
+                found.setdefault(device, {})[name] = pack(opened.state.pop(name))
+        return found
+
+
+def participants(program: Program, taking: Collection[int]) -> list[int]:
+    """Devices with something to do: instructions, an output to hand over, or state to take in or hand out."""
+    holding = {device for _, device in program.outputs} | set(taking)
+    return [d for d, column in enumerate(program.instructions) if column or d in holding]
+
+
+def _steps_of(programs: Sequence[Program]) -> dict[int, int]:
+    """Step -> index of its program; the others only move state."""
+    return {
+        program.step: index
+        for index, program in enumerate(programs)
+        if any(isinstance(i, Run) for column in program.instructions for i in column)
+    }
