@@ -126,6 +126,15 @@ class Service:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """False once it has ended."""
+        return self._process.poll() is None
+
     def said(self) -> str:
         """Its standard error."""
         return self._log.read_text()
@@ -309,28 +318,26 @@ def start_under_fire(num: int, expected: dict[Ask, Told], folder: Path) -> dict[
         rng = random.Random(seed)
         start_s = time.monotonic()
         service = Service(folder=folder)
-        killed = kill_child(service._process.pid, rng)
+        kill_child(service, rng)
         with service:
             service.await_whole()
             waits.append(time.monotonic() - start_s)
             same = (is_same(service.ask(ask), told) for ask, told in expected.items())
             assert all(same), "a wrong answer"
-            assert killed
     return {"starts": num, "ready": figures(waits)}
 
 
-def kill_child(pid: int, rng: random.Random) -> int:
+def kill_child(service: Service, rng: random.Random) -> None:
     """Kills a worker process of a service that starts, as soon as there is one and some moments more."""
-    while True:
-        for parent in children(pid):
-            found = children(parent)
-            if found:
-                time.sleep(rng.random() * 0.3)
-                victim = rng.choice(found)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-                    return victim
+    while service.is_running():
+        found = [worker for parent in children(service.pid) for worker in children(parent)]
+        if found:
+            time.sleep(rng.random() * 0.3)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(found), signal.SIGKILL)
+                return
         time.sleep(0.01)
+    raise SystemExit(f"the service did not start:\n{service.said()}")
 
 
 def children(pid: int) -> list[int]:

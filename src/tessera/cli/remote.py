@@ -7,7 +7,7 @@
 
 Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it. It
 sends the others what is to run: those of `tessera serve`, and `tessera worker`, need no plan, those of
-`tessera run` have one, which must be the same. With --ray, Ray starts the workers of all devices.
+`tessera run` have one, which must be the same. With --ray, Ray starts the workers of all devices, of both.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
-Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also answers the requests.")]
+Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also takes the requests.")]
 SecretFile = Annotated[
     Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
 ]
@@ -79,19 +79,19 @@ class Meeting:
             raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
         return Meeting(rank, host, int(port), check_secret(host, secret))
 
-    def hub(self, plans: Sequence[Plan]) -> "partial[RemoteHub]":
-        """For rank 0: what makes the engine's way to all workers."""
-        return self.hub_of(len(plans[0].cluster.devices), plans_digest(plans))
-
-    def hub_of(self, num_devices: int, digest: str = "") -> "partial[RemoteHub]":
-        """The same by the number of devices; `digest` names the plans that workers may have."""
+    @contextmanager
+    def hub_of(self, num_devices: int, digest: str = "") -> "Iterator[partial[RemoteHub]]":
+        """For rank 0: what makes the way to all workers; `digest` names the plans that they may have."""
         from tessera.execute.remote import RemoteHub
 
         if self.world not in (None, num_devices):
             message = f"torchrun started {self.world} processes for {num_devices} devices"
             raise MismatchError(message, "Start one process a device.", "--torchrun")
-        here = frozenset({0})
-        return partial(RemoteHub, gate=self.gate(), secret=self.secret, here=here, digest=digest)
+        gate = self.gate()
+        try:
+            yield partial(RemoteHub, gate=gate, secret=self.secret, here=frozenset({0}), digest=digest)
+        finally:
+            gate.close()
 
     def gate(self) -> "Gate":
         """For rank 0: where the others call."""
@@ -128,8 +128,7 @@ def gathered(
     """The devices of a service and the way to their workers; None: they are processes of this machine."""
     from tessera.profile import parse_devices
 
-    if meeting is not None and ray is not None:
-        raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
+    _check_way(meeting, ray)
     if ray is not None:
         from tessera.serve import ray_cluster
 
@@ -142,11 +141,30 @@ def gathered(
     if meeting is None:
         yield found, None
         return
-    hub = meeting.hub_of(len(found))
-    try:
+    with meeting.hub_of(len(found)) as hub:
         yield found, hub
-    finally:
-        hub.keywords["gate"].close()
+
+
+@contextmanager
+def met(plans: Sequence[Plan], meeting: Meeting | None, ray: str | None) -> "Iterator[MakeHub | None]":
+    """The way to the workers of a run, whose plans say the devices."""
+    _check_way(meeting, ray)
+    devices = plans[0].cluster.devices
+    if ray is not None:
+        from tessera.serve import ray_cluster
+
+        with ray_cluster.joined(ray) as host, ray_cluster.placed(host, devices, "", _complain) as make:
+            yield make
+    elif meeting is not None:
+        with meeting.hub_of(len(devices), plans_digest(plans)) as hub:
+            yield hub
+    else:
+        yield None
+
+
+def _check_way(meeting: Meeting | None, ray: str | None) -> None:
+    if meeting is not None and ray is not None:
+        raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")
 
 
 def _complain(line: str) -> None:

@@ -4,21 +4,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.picking import Picked, check_pick, picked_text
 from tessera.cli.ran import Ran, compared, is_equal, overlap, per_device
-from tessera.cli.remote import Meeting, serve_rank
-from tessera.cli.run_cuda import check_gpus, is_for_gpus, run_on_gpus
+from tessera.cli.remote import (
+    Meeting,
+    OnRay,
+    Rank,
+    Rendezvous,
+    SecretFile,
+    UnderTorchrun,
+    met,
+    serve_rank,
+)
+from tessera.cli.run_cuda import check_gpus, has_gpus, in_order, time_scale
 from tessera.cli.runnable import check_runnable
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Plan, load
 
 if TYPE_CHECKING:
-    from tessera.execute.offline import RunResult
+    from tessera.execute.offline import Request, RunResult
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import BatchRequest, UnitRequest
 
@@ -57,16 +66,11 @@ def run(
     pick: Annotated[
         bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
     ] = False,
-    rendezvous: Annotated[
-        str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")
-    ] = None,
-    rank: Annotated[int, typer.Option(help="Which device this process is; 0 also runs the requests.")] = 0,
-    secret_file: Annotated[
-        Path | None, typer.Option(help="A file with the secret of the rendezvous, the same everywhere.")
-    ] = None,
-    torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="Take rendezvous and rank from torchrun.")
-    ] = False,
+    rendezvous: Rendezvous = None,
+    rank: Rank = 0,
+    secret_file: SecretFile = None,
+    torchrun: UnderTorchrun = False,
+    ray: OnRay = None,
     as_json: AsJson = False,
 ) -> None:
     """Run requests through a plan, one worker process a device."""
@@ -76,23 +80,20 @@ def run(
     check_pick(plans, pick)
     started = time.perf_counter()
     total = requests * (2 if verify else 1) + 1 + pick
-    if is_for_gpus(plans[0], place):
-        check_gpus(plans[0], place)
-        with progress("building the model", total) as advance:
-            ran, equal = run_on_gpus(plans, requests, verify, switch_every, pick, advance)
+    options: dict[str, Any] = {"transport": transport, "timeout_s": timeout}
+    meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
+    if meeting is not None and meeting.rank > 0:
+        serve_rank(plans, meeting)
+        return
+    if has_gpus(plans[0]):
+        check_gpus(plans[0], verify, place)
     else:
-        options: dict[str, Any] = {"transport": transport, "timeout_s": timeout}
-        if rendezvous is not None or torchrun:
-            meeting = Meeting.of(rendezvous, rank, secret_file, torchrun)
-            if meeting.rank > 0:
-                serve_rank(plans, meeting)
-                return
-            options["hub"] = meeting.hub(plans)
         for graph in plans[0].graphs:
             check_runnable(graph.trace, place)
-        with progress("building the model", total) as advance:
-            every, depth = 0 if pick else switch_every, 1 if plain else None
-            ran, equal = _run(plans, requests, verify, every, depth, options, advance)
+    with met(plans, meeting, ray) as hub, progress("building the model", total) as advance:
+        options["hub"] = hub
+        every, depth = 0 if pick else switch_every, 1 if plain else None
+        ran, equal = _run(plans, requests, verify, every, depth, options, advance)
     found = _found(plans, [str(path) for path in plan], ran, equal, started, trace)
     print_json(found) if as_json else _show(found, any(d.is_stretched for d in plans[0].cluster.devices))
     _judge(found, place)
@@ -121,13 +122,20 @@ def _run(
     from tessera.flow import as_run, requests_of, run_undivided
 
     weights, work = requests_of(plans[0], num)
+    on_gpus, scale = has_gpus(plans[0]), 1.0
+    if on_gpus:
+        scale = time_scale(plans[0], weights, cast("Request", work[0]))
+        options |= {"scale": scale, "is_profiled": True}
     advance("starting workers")
     with WorkerStepper(plans, weights, method=FORKSERVER, max_failures=MAX_FAILURES, **options) as stepper:
-        picked = None if switch_every else _try_out(stepper, plans, work, advance)
+        picked = None if switch_every else _try_out(stepper, plans, work, scale, advance)
         policy = _every(switch_every, len(plans)) if picked is None else picked.number
-        ran = replace(_through(stepper, work, policy, depth, advance), picked=picked)
+        ran = replace(_through(stepper, work, policy, depth, advance), picked=picked).divided(scale)
     if not verify:
         return ran, None
+    if on_gpus:
+        wanted = in_order(plans[0], weights, cast("Sequence[Request]", work))
+        return ran, all(r.error or is_equal(w, r) for w, r in zip(wanted, ran.results, strict=True))
     equal = True
     for request, result in zip(work, ran.results, strict=True):
         if not result.error:
@@ -141,9 +149,10 @@ def _try_out(
     stepper: "WorkerStepper",
     plans: Sequence[Plan],
     work: "Sequence[UnitRequest | BatchRequest]",
+    scale: float,
     advance: Callable[[str], None],
 ) -> Picked:
-    """Tries every plan on the requests over and over."""
+    """Tries every plan on the requests over and over; rates are modelled where devices are stretched."""
     from tessera.execute.offline import run_offline
     from tessera.execute.pick import EACH, pick, try_all
 
@@ -155,7 +164,7 @@ def _try_out(
         run.raise_failures()
         return run.results
 
-    trials = try_all(plans, run_under)
+    trials = [replace(t, per_s=t.per_s * scale) for t in try_all(plans, run_under)]
     return Picked(trials, pick(trials).plan)
 
 
