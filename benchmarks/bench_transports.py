@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from tessera.execute.process_links import time_processes
+from benchmarks.transport_times import time_processes
 
 SIZES = (16 << 10, 1 << 20, 64 << 20)
 REPEATS = {16 << 10: 200, 1 << 20: 100, 64 << 20: 10}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from tessera.ir.joining import check_counts, check_steps
 from tessera.plan import Batched, PlanConfig, Simulate, Wish, solve, solve_batches
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
+
+if TYPE_CHECKING:
+    from tessera.execute.link_times import TransferTimes
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -244,15 +247,10 @@ def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
     return streams
 
 
-def time_link(
-    a: Device, b: Device, sizes: Sequence[int], transport: str = "shm"
-) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """How bytes travel between two devices of this machine, and what transfers of these sizes take."""
-    if a.kind is DeviceKind.CPU and b.kind is DeviceKind.CPU:
-        from tessera.execute.process_links import VIA, time_processes
+def time_link(a: Device, b: Device, sizes: Sequence[int], transport: str) -> tuple[str, "TransferTimes"]:
+    """The transport between two devices of this machine, and what transfers of these sizes take over it."""
+    from tessera.execute.link_times import time_transfers
+    from tessera.execute.transport import resolve
 
-        return VIA[transport], time_processes(sizes, transport)
-    from tessera.execute.cuda_links import time_copies, via
-
-    src, dst = (d.ordinal if d.kind is DeviceKind.CUDA else None for d in (a, b))
-    return via(src, dst), time_copies(src, dst, sizes)
+    name = resolve(transport, (a, b), is_local=True)
+    return name, time_transfers(a, b, name, sizes, build_graph)

@@ -69,17 +69,16 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _transports() -> dict[str, Any]:
-    """The ways between devices, and which one a run would take."""
-    from tessera.execute.cuda.probe import choose, transports
+    """The ways between workers, and which one a run would take."""
+    from tessera.execute.cuda.probe import chosen, transports
 
     found = transports()
-    chosen = {joins: choose(found, joins) for joins in ("one card", "one machine", "any")}
     return {
         "known": [
             {"name": t.name, "joins": t.joins, "present": t.is_present, "usable": t.is_usable, "why": t.why}
             for t in found
         ],
-        "chosen": {joins: t.name if t else None for joins, t in chosen.items()},
+        "chosen": chosen(found),
     }
 
 
@@ -103,7 +102,8 @@ def _show(found: dict[str, Any]) -> None:
     table.add_section()
     for transport in found["transports"]["known"]:
         state = "usable" if transport["usable"] else "there" if transport["present"] else "missing"
-        table.add_row(f"between GPUs: {transport['name']}", f"{state}: {transport['why']}", "")
+        joins = f"transport {transport['name']}: {transport['joins']}"
+        table.add_row(joins, f"{state}: {transport['why']}", "")
     table.add_section()
     for name, extra in found["extras"].items():
         state = "installed" if extra["installed"] else f"missing: {', '.join(extra['missing'])}"

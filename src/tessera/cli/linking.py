@@ -12,8 +12,8 @@ from tessera.errors import TesseraError
 from tessera.ir import Device
 
 
-def measure_links(devices: Sequence[Device], path: Path) -> list[dict[str, Any]]:
-    """Measures every two devices both ways, keeps the links in the store and returns them in figures."""
+def measure_links(devices: Sequence[Device], path: Path, transport: str) -> list[dict[str, Any]]:
+    """Measures every two devices, keeps the links in the store and returns them in figures."""
     from tessera.profile.measured.links import SIZES, LinkFit, document, fit_link, keep_links, remark
 
     _check(devices)
@@ -24,9 +24,8 @@ def measure_links(devices: Sequence[Device], path: Path) -> list[dict[str, Any]]
 
         for a, b in pairs:
             advance(f"{a.name} and {b.name}")
-            via, times = time_link(a, b, SIZES)
-            fits.append(fit_link(a.name, b.name, via, times["there"], times["both there"]))
-            fits.append(fit_link(b.name, a.name, via, times["back"], times["both back"]))
+            via, times = time_link(a, b, SIZES, transport)
+            fits += [fit_link(x.name, y.name, via, times.alone, times.both) for x, y in ((a, b), (b, a))]
             keep_links(path, fits[-2:])
     return [document(fit) | {"note": remark(fit)} for fit in fits]
 

@@ -30,6 +30,9 @@ def profile(
     links: Annotated[
         bool, typer.Option("--links", help="Measure what joins the devices; the plan's --link measured.")
     ] = False,
+    transport: Annotated[
+        str, typer.Option(help="Of --links: over auto, shm, ipc, nvshmem or host.")
+    ] = "auto",
     plot: Annotated[
         Path | None, typer.Option(help="Draw how unlike two devices are, as PNG, SVG or PDF.")
     ] = None,
@@ -44,7 +47,7 @@ def profile(
     if links:
         from tessera.cli.linking import measure_links, show_links
 
-        document["links"] = measure_links(parsed, kept.path)
+        document["links"] = measure_links(parsed, kept.path, transport)
         if not as_json:
             show_links(document["links"])
     if trace is None:

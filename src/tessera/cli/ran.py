@@ -5,7 +5,7 @@ device's share of all computing: measured in CPU time of the launches, predicted
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tessera.ir import Plan, Timeline
@@ -28,17 +28,31 @@ class Ran:
     # Which plan was taken, where plans were tried out first.
     picked: "Picked | None" = None
 
+    def divided(self, scale: float) -> "Ran":
+        """With modelled times, of a run in which all of them were so many times as long."""
+        if scale == 1.0:
+            return self
+        timeline = self.timeline
+        spans = tuple(
+            replace(s, start_us=s.start_us / scale, stop_us=s.stop_us / scale) for s in timeline.spans
+        )
+        requests = tuple((number, start / scale, stop / scale) for number, start, stop in timeline.requests)
+        compute_us = {name: us / scale for name, us in self.compute_us.items()}
+        return replace(
+            self, timeline=replace(timeline, spans=spans, requests=requests), compute_us=compute_us
+        )
+
 
 def is_equal(reference: "Undivided | RunResult", result: "RunResult") -> bool:
     """True iff every output of every run and the final state hold the same bytes."""
     from tessera.execute.replay import same_bits
 
     outputs = len(reference.outputs) == len(result.outputs) and all(
-        same_bits(one[name], other[name])
+        same_bits(one[name].cpu(), other[name])
         for one, other in zip(reference.outputs, result.outputs, strict=True)
         for name in one
     )
-    return outputs and all(same_bits(t, result.state[name]) for name, t in reference.state.items())
+    return outputs and all(same_bits(t.cpu(), result.state[name]) for name, t in reference.state.items())
 
 
 def overlap(timeline: Timeline) -> float:

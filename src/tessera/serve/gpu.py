@@ -1,4 +1,4 @@
-"""Serving on GPUs of this process: prepare_on_gpus for `planning.prepare`, OnGpus for `Local`.
+"""prepare_on_gpus: `planning.prepare` for GPUs of this machine, each with a worker process of its own.
 
 Chunks and decodes are captured from compiled code, so that they run at its speed; an insert only copies, and
 is captured as it stands. Launches are measured on real cards and parts of one; on stretched devices they are
@@ -6,15 +6,14 @@ priced by the cost model, and the run has a time scale (see `execute.cuda.stretc
 modelled time, stretched by that scale. The plan for throughput is rehearsed against simpler ones, and the
 best of them is served by; see `rehearse`.
 
-A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make.
-Not handled: GPUs beside CPUs, real cards beside stretched ones, and a GPU that fails, which ends the service:
-nothing of this process can use it again.
+A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make;
+workers of the same card are handed that very memory. Not handled: GPUs beside CPUs, and real cards beside
+stretched ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,40 +24,23 @@ from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload, known_models, record
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
-from tessera.errors import PlanInfeasible, TesseraError, WorkerError
+from tessera.errors import PlanInfeasible, TesseraError
 from tessera.execute.cuda import driver
-from tessera.execute.cuda.captured import Kernels
-from tessera.execute.cuda.measure import measure
-from tessera.execute.cuda.run import scale_of
-from tessera.execute.cuda.stepper import CudaStepper
+from tessera.execute.cuda.graphs import Kernels
+from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.footprint import footprints, ready_programs
-from tessera.execute.serving import SlotsLost, Stepper, Tensors
+from tessera.execute.stepper import Tensors
 from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.planning import Prepared, Wanted, counts_of
 from tessera.serve.rehearse import best_served
-from tessera.serve.steps import STEP_TIMEOUT_S, Served, served, weight_bytes
+from tessera.serve.steps import Served, served, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
 RIVALS = ("single-placement", "data-parallel", "prefill-decode", "layer-pipeline")
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30
 PLACE = "--devices"
-
-
-@dataclass(frozen=True)
-class PreparedOnGpus(Prepared):
-    """A model on a GPU with the plans to serve it by, and what runs its launches."""
-
-    kernels: Kernels = field(default_factory=dict)
-    # Measured time = modelled time x scale; 1 where no device is stretched.
-    scale: float = 1.0
-    # Policy -> tokens a second when served, modelled; the first plan is the best of them.
-    rehearsed: Mapping[str, float] = field(default_factory=dict)
-
-    def without(self, lost: Sequence[str]) -> Prepared:
-        """A GPU that failed cannot be used by this process again, nor can the others."""
-        raise WorkerError(f"lost {', '.join(lost)}", "Start the service again in a new process.")
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ def prepare_on_gpus(
     coarse: Sequence[str] = (),
     is_compiled: bool = True,
     advance: Callable[[str], None] = lambda what: None,
-) -> PreparedOnGpus:
+) -> Prepared:
     """Plans a service on GPUs. `coarse`: coarser policies to plan for as well, such as data-parallel.
 
     `is_compiled`: steps that compute are captured from compiled code, else operator by operator.
@@ -131,7 +113,7 @@ def prepare_on_gpus(
     plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
     found = footprints(plans, [ready_programs(plan) for plan in plans])
-    return PreparedOnGpus(made, cluster, unit, costs, plans, found, kernels, scale, rehearsed)
+    return Prepared(made, cluster, unit, costs, plans, found, scale, rehearsed)
 
 
 def _others(
@@ -191,31 +173,3 @@ def _made_on(card: str, model: str, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[torch.device(card)]), torch.device(card):
         torch.cuda.manual_seed(seed)
         yield
-
-
-class OnGpus:
-    """The stepper of a service on GPUs; in a `with` statement, which starts it and ends it."""
-
-    def __init__(self, prepared: PreparedOnGpus, timeout_s: float | None = STEP_TIMEOUT_S) -> None:
-        self.prepared, self._stack = prepared, ExitStack()
-        self.stepper = CudaStepper(
-            prepared.plans,
-            prepared.model.weights(),
-            prepared.model.shape,
-            kernels=prepared.kernels,
-            scale=prepared.scale,
-            timeout_s=timeout_s,
-        )
-
-    def __enter__(self) -> "OnGpus":
-        self._stack.enter_context(self.stepper)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def replace(self, lost: SlotsLost) -> Stepper:
-        """There is none: a GPU that failed cannot be used by this process again."""
-        raise WorkerError(lost.message, "Start the service again in a new process.", lost.device)

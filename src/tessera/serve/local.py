@@ -32,6 +32,7 @@ class Local:
             timeout_s=timeout_s,
             method=FORKSERVER,
             hub=hub,
+            scale=prepared.scale,
         )
 
     def __enter__(self) -> "Local":

@@ -14,17 +14,17 @@ machine's CPU need the model to fit in it.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tessera import flow
 from tessera.adapt.avoid import without_devices
 from tessera.capture import record
-from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError
+from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
 from tessera.execute.hub import warm_up
-from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
+from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
 from tessera.serve.steps import ROWS, SLOTS, Served, for_cpu, served
 
@@ -68,15 +68,19 @@ class Prepared:
     costs: tuple[Costs, ...]
     plans: tuple[Plan, ...]
     footprints: tuple[Footprint, ...]
+    # Measured time = modelled time x scale; 1 where no device is stretched.
+    scale: float = 1.0
+    # Policy -> tokens a second when served, modelled, where that was looked at.
+    rehearsed: Mapping[str, float] = field(default_factory=dict)
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
         cluster, costs = without_devices(self.cluster, self.costs, lost)
-        return _planned(self.model, cluster, self.unit, costs, self.policies)
+        return replace(_planned(self.model, cluster, self.unit, costs, self.policies), scale=self.scale)
 
     def at(self, costs: tuple[Costs, ...]) -> "Prepared":
         """The same service planned anew at other costs."""
-        return _planned(self.model, self.cluster, self.unit, costs, self.policies)
+        return replace(_planned(self.model, self.cluster, self.unit, costs, self.policies), scale=self.scale)
 
     @property
     def policies(self) -> tuple[Objective, ...]:
@@ -93,13 +97,6 @@ def prepare(
     advance: Callable[[str], None] = lambda what: None,
 ) -> Prepared:
     """Plans a service; `advance` hears what is done next, `store` keeps measurements."""
-    gpus = [device.name for device in cluster.devices if device.kind is DeviceKind.CUDA]
-    if gpus:
-        raise TesseraError(
-            f"{gpus[0]} is a GPU; worker processes compute on the CPU",
-            "Name GPUs alone, or cpu and emu: devices alone.",
-            "--devices",
-        )
     warm_up()  # beside the capture and the planning
     advance(f"building {model}")
     made = served(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tessera.errors import UnknownName
-from tessera.ir import Cluster, DeviceKind, Objective
+from tessera.ir import AWAY, Cluster, DeviceKind, Objective
 from tessera.serve.limits import Limits
 from tessera.serve.service import AUTO, Service, ServiceConfig
 from tessera.serve.steps import ROWS, SLOTS
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from tessera.execute.worker_stepper import MakeHub
-    from tessera.serve.gpu import OnGpus
     from tessera.serve.local import Local
+    from tessera.serve.planning import Prepared
 
 # Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
 OBJECTIVES = {
@@ -77,40 +77,33 @@ def started(
 
     `hub` makes the way to workers that are not processes of this machine.
     """
+    from tessera.serve.local import Local
+
     options = options or Options()
-    local = _steppers(model, cluster, options, hub, advance)
+    prepared = _prepared(model, cluster, options, advance)
+    advance("starting workers")
+    local = Local(prepared, transport=options.transport, hub=hub)
     with local, _serving(model, local, options) as ready:
         yield ready
 
 
-def _steppers(
-    model: str,
-    cluster: Cluster,
-    options: Options,
-    hub: "MakeHub | None",
-    advance: Callable[[str], None],
-) -> "Local | OnGpus":
-    """What makes the service's steppers: on worker processes, or on GPUs of this process."""
+def _prepared(model: str, cluster: Cluster, options: Options, advance: Callable[[str], None]) -> "Prepared":
+    """The model with its plans."""
     from tessera.serve.planning import Wanted, prepare
 
     policies = _objectives(options.policy)
     slots, rows = options.slots or SLOTS, options.rows or ROWS
     wanted = Wanted(slots, rows, options.max_len, options.chunk, policies=policies)
-    if any(device.kind is DeviceKind.CUDA for device in cluster.devices):
-        from tessera.serve.gpu import OnGpus, prepare_on_gpus
+    if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
+        from tessera.serve.gpu import is_for_gpus, prepare_on_gpus
 
-        on_gpus = prepare_on_gpus(model, cluster, wanted, advance=advance)
-        advance("capturing graphs")
-        return OnGpus(on_gpus)
-    from tessera.serve.local import Local
-
-    on_workers = prepare(model, cluster, wanted, advance=advance)
-    advance("starting workers")
-    return Local(on_workers, transport=options.transport, hub=hub)
+        is_for_gpus(cluster)
+        return prepare_on_gpus(model, cluster, wanted, advance=advance)
+    return prepare(model, cluster, wanted, advance=advance)
 
 
 @contextmanager
-def _serving(model: str, local: "Local | OnGpus", options: Options) -> Iterator[Ready]:
+def _serving(model: str, local: "Local", options: Options) -> Iterator[Ready]:
     """A service over steppers that are started."""
     from tessera.serve.app import create_app
     from tessera.serve.metrics import Metrics

@@ -1,39 +1,59 @@
-"""Which way between GPUs is taken."""
+"""Which transports a machine can use."""
 
-from tessera.execute.cuda.probe import Transport, choose, transports
+from pathlib import Path
 
+import pytest
+import torch
 
-def make_found(*usable: str) -> tuple[Transport, ...]:
-    """All four ways, some of them usable."""
-    joins = {"same-card copies": "one card", "peer copies": "one machine", "NVSHMEM": "any", "NCCL": "any"}
-    return tuple(Transport(n, j, True, n in usable, "") for n, j in joins.items())
-
-
-def test_a_machine_without_a_gpu_has_no_way() -> None:
-    """Every way is listed, with the reason why it is not there."""
-    import torch
-
-    if not torch.cuda.is_available():
-        assert not any(t.is_usable for t in transports())
-        assert {"no CUDA device"} == {t.why for t in transports()}
-    assert 4 == len(transports())
+from tessera.execute.cuda import driver, nvshmem, probe
+from tessera.execute.cuda.probe import chosen, transports
 
 
-def test_the_nearest_way_that_reaches_far_enough_is_taken() -> None:
-    """Within a machine peer copies, between machines what joins any, the GPU-initiated one first."""
-    everything = make_found("same-card copies", "peer copies", "NVSHMEM", "NCCL")
-
-    names = [t.name for j in ("one card", "one machine", "any") if (t := choose(everything, j))]
-    assert ["same-card copies", "peer copies", "NVSHMEM"] == names
+def usable() -> list[str]:
+    """Names of those that can be used."""
+    return [state.name for state in transports() if state.is_usable]
 
 
-def test_nccl_is_taken_where_there_is_no_symmetric_memory() -> None:
-    """The fallback joins everything."""
-    only = make_found("NCCL")
+@pytest.fixture
+def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "has", lambda name: True)
+    monkeypatch.setattr(nvshmem, "library_path", lambda: Path("libnvshmem_host.so.3"))
 
-    assert ["NCCL"] * 3 == [t.name for j in ("one card", "one machine", "any") if (t := choose(only, j))]
+
+def test_every_transport_is_listed_with_a_reason() -> None:
+    """By the names that `--transport` takes."""
+    found = transports()
+
+    assert ["shm", "ipc", "nvshmem", "host"] == [state.name for state in found]
+    assert all(state.why for state in found)
 
 
-def test_nothing_usable_is_nothing_chosen() -> None:
-    """One GPU alone reaches no other machine."""
-    assert choose(make_found("same-card copies"), "any") is None
+def test_without_a_gpu_workers_of_cpus_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shared memory here, over TCP elsewhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert ["shm", "host"] == usable()
+    assert chosen(transports())["GPUs of one machine"] is None
+
+
+@pytest.mark.usefixtures("_one_card")
+def test_two_elements_on_one_card_need_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM refuses them otherwise, so the way is there and cannot be used."""
+    monkeypatch.delenv(probe.MPS_SHARE, raising=False)
+    assert ["shm", "ipc", "host"] == usable()
+
+    monkeypatch.setenv(probe.MPS_PIPE, "pipes")
+    monkeypatch.setenv(probe.MPS_SHARE, "50")
+    assert ["shm", "ipc", "nvshmem", "host"] == usable()
+
+
+@pytest.mark.usefixtures("_one_card")
+def test_cards_without_peer_access_are_joined_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy into another card's memory would fail."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+
+    assert "ipc" not in usable()
+    assert "host" == chosen(transports())["GPUs of one machine"]

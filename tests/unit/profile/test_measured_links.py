@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera.execute.process_links import time_processes
+from tessera.analyze import build_graph
+from tessera.execute.link_times import time_transfers
+from tessera.profile import parse_devices
 from tessera.profile.measured.links import SIZES, fit_link, keep_links, remark, stored_links
 
 
@@ -58,10 +60,10 @@ def test_the_last_measurement_of_a_link_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "host"])
-def test_two_processes_of_this_machine_are_timed_each_way_and_both(transport: str) -> None:
-    """Every size has times in all four directions, none of them zero, over the workers' own transports."""
-    found = time_processes((4096, 1 << 20), transport)
+def test_two_workers_of_this_machine_are_timed_alone_and_beside_one_another(transport: str) -> None:
+    """Every size has a time, and a longer message takes longer, over the workers' own transports."""
+    sizes = (4096, 1 << 23)
+    found = time_transfers(*parse_devices("cpu,cpu"), transport, sizes, build_graph)
 
-    assert {"there", "back", "both there", "both back"} == found.keys()
-    assert all({4096, 1 << 20} == {n for n, _ in times} for times in found.values())
-    assert all(us > 0 for times in found.values() for _, us in times)
+    assert sizes == tuple(n for n, _ in found.alone) == tuple(n for n, _ in found.both)
+    assert found.alone[0][1] < found.alone[1][1]

@@ -1,87 +1,81 @@
-"""probe: which ways between GPUs this machine has, and which one a run would take.
+"""probe: which transports between workers this machine can use, and why not the others.
 
-    same-card copies  devices that are one card: a copy inside the CUDA graph
-    peer copies       GPUs of one machine: a peer copy inside the CUDA graph
-    NCCL              any GPUs: point-to-point between processes, started by the CPU
-    NVSHMEM           GPUs with symmetric memory: put-with-signal, started by the GPU
+    shm      CPU workers of one machine
+    ipc      GPUs of one machine, one card with several workers among them
+    nvshmem  GPUs with the library that torch brings
+    host     workers of any kind, on any machines
 
-Nothing is sent: the probe asks torch and the driver what is there. A way that is there and that this machine
-cannot exercise (two ranks need two GPUs) says so. The first usable one in this order is chosen, within one
-machine and between machines separately.
+Nothing is sent: torch and the driver are asked what is there.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
 
+from tessera.execute.cuda import driver, nvshmem
+
+NO_GPU = "no CUDA device"
+MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
 
 @dataclass(frozen=True, slots=True)
-class Transport:
-    """One way between devices."""
+class TransportState:
+    """One way between workers."""
 
     name: str
-    # What it joins: "one card", "one machine" or "any".
+    # What it joins, in words.
     joins: str
     is_present: bool
-    # Whether it can really be used with the GPUs of this machine.
+    # Whether it can really be used with what this machine has.
     is_usable: bool
     why: str
 
 
-def transports() -> tuple[Transport, ...]:
-    """Every way, best first."""
+def transports() -> tuple[TransportState, ...]:
+    """Every way."""
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return (_same_card(num), _peer(num), _nvshmem(num), _nccl(num))
+    return (
+        TransportState("shm", "CPU workers of one machine", True, True, "shared memory"),
+        _ipc(num),
+        _nvshmem(num),
+        TransportState("host", "any workers", True, True, "TCP, through pinned memory where there is a GPU"),
+    )
 
 
-def choose(found: tuple[Transport, ...], joins: str) -> Transport | None:
-    """The best usable way that joins devices of one card, of one machine, or any."""
-    order = {"one card": 0, "one machine": 1, "any": 2}
-    wide = [t for t in found if t.is_usable and order[t.joins] >= order[joins]]
-    return min(wide, key=lambda t: order[t.joins], default=None)
+def chosen(found: tuple[TransportState, ...]) -> dict[str, str | None]:
+    """What `--transport auto` takes, by what is joined."""
+    has_gpus = any(state.name == "ipc" and state.is_present for state in found)
+    gpus = "ipc" if any(state.name == "ipc" and state.is_usable for state in found) else "host"
+    return {
+        "CPUs of one machine": "shm",
+        "GPUs of one machine": gpus if has_gpus else None,
+        "several machines": "host",
+    }
 
 
-def _same_card(num: int) -> Transport:
-    why = "copies inside the CUDA graph" if num else "no CUDA device"
-    return Transport("same-card copies", "one card", bool(num), bool(num), why)
-
-
-def _peer(num: int) -> Transport:
+def _ipc(num: int) -> TransportState:
+    joins = "GPUs of one machine"
+    if not num:
+        return TransportState("ipc", joins, False, False, NO_GPU)
+    if not driver.has("cuStreamBatchMemOp_v2"):
+        return TransportState("ipc", joins, True, False, "this driver has no waits on streams; CUDA 12 has")
     pairs = [(a, b) for a in range(num) for b in range(num) if a != b]
-    direct = [p for p in pairs if torch.cuda.can_device_access_peer(*p)]
-    if num < 2:
-        why = "needs two GPUs" if num else "no CUDA device"
-    elif len(direct) == len(pairs):
-        why = "every GPU reaches every other one"
-    else:
-        why = f"{len(direct)} of {len(pairs)} pairs are direct; the others pass through the host"
-    return Transport("peer copies", "one machine", num > 1, num > 1, why)
+    apart = [f"cuda:{a}-cuda:{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        return TransportState("ipc", joins, True, False, f"no peer access: {', '.join(apart)}")
+    beside = (
+        "" if num > 1 or os.environ.get(MPS_PIPE) else "; workers on one card take turns without CUDA MPS"
+    )
+    return TransportState("ipc", joins, True, True, f"CUDA IPC memory{beside}")
 
 
-def _nccl(num: int) -> Transport:
-    from torch import distributed
-
-    present = bool(num) and distributed.is_available() and distributed.is_nccl_available()
-    if not present:
-        return Transport("NCCL", "any", False, False, "this torch has no NCCL" if num else "no CUDA device")
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    why = f"version {version}" + ("" if num > 1 else "; two ranks on one GPU are refused: not exercised here")
-    return Transport("NCCL", "any", True, num > 1, why)
-
-
-def _nvshmem(num: int) -> Transport:
-    present = bool(num) and _has_nvshmem()
-    if not present:
-        why = "this torch has no NVSHMEM" if num else "no CUDA device"
-    else:
-        why = "symmetric memory of torch" + ("" if num > 1 else "; needs two GPUs: not exercised here")
-    return Transport("NVSHMEM", "any", present, present and num > 1, why)
-
-
-def _has_nvshmem() -> bool:
-    try:
-        from torch.distributed import _symmetric_memory
-
-        return bool(_symmetric_memory.is_nvshmem_available())
-    except (ImportError, AttributeError, RuntimeError):
-        return False
+def _nvshmem(num: int) -> TransportState:
+    joins, path = "GPUs of any machines", nvshmem.library_path()
+    if not num or path is None:
+        why = "this torch brought no NVSHMEM" if num else NO_GPU
+        return TransportState("nvshmem", joins, False, False, why)
+    if num == 1 and not (os.environ.get(MPS_PIPE) and os.environ.get(MPS_SHARE)):
+        why = f"two workers on one card need CUDA MPS, with {MPS_SHARE} set to each one's share"
+        return TransportState("nvshmem", joins, True, False, why)
+    return TransportState("nvshmem", joins, True, True, path.name)

@@ -18,8 +18,8 @@ import numpy as np
 from tessera.ir import Link
 from tessera.profile.measured.store import append_lines, default_store, read_lines
 
-# 4 KB to 256 MB.
-SIZES = tuple(4096 * 4**n for n in range(9))
+# 4 KB to 64 MB.
+SIZES = tuple(4096 * 4**n for n in range(8))
 # Link name of a plan that took measured links.
 NAME = "measured"
 # A direction that keeps less than this share of its bandwidth when both are busy is worth a remark.
