@@ -44,7 +44,8 @@ def table(whole: dict[str, Any]) -> str:
             ratios = f"{row['throughput / data-parallel']} | {row['throughput / best coarse']}"
             lines.append(f"| {name.removeprefix('pairs-')} | {key} | {ratios} | {row['best coarse']} |")
     lines += _transports(parts)
-    for name in ("overhead", "soak", "probe"):
+    lines += _one_process(parts, whole.get("one process", {}))
+    for name in ("overhead", "soak", "small", "probe"):
         if name in whole:
             lines += ["", f"## {name}", "", "```json", json.dumps(whole[name], indent=1), "```"]
     ended = {
@@ -94,6 +95,26 @@ def _transports(parts: dict[str, Any]) -> list[str]:
             beside = f"simulated for that link {row['simulated per s']}, link {found['link']} us, GB/s"
             rate = row["measured per s"]
             lines.append(f"| {family} | {devices} | host | {rate} | {beside} | {row['equal']} |")
+    return lines
+
+
+def _one_process(parts: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The same plans by an executor that has all devices in one process."""
+    lines = ["", f"Beside it, {other['what']}:", ""] if other else []
+    lines += (
+        ["| family | pair | policy | workers/s | one process/s | ratio |", "|---|---|---|---|---|---|"]
+        if other
+        else []
+    )
+    for name, part in parts.items():
+        family = name.removeprefix("pairs-")
+        for devices, found in _of(part, "ipc"):
+            pair = "+".join(word.rpartition("=")[2] for word in devices.split(","))
+            for policy in ("throughput", "data-parallel"):
+                beside = other.get(f"{family}.{pair}", {}).get(policy)
+                if beside is not None:
+                    one, two = found[policy]["measured per s"], beside["measured per s"]
+                    lines.append(f"| {family} | {pair} | {policy} | {one} | {two} | {one / two:.3f} |")
     return lines
 
 
