@@ -20,7 +20,7 @@ from tessera.execute.messages import Begin, Cancel, Clear, Done, Message
 from tessera.execute.packing import Packed, pack, pack_all, unpack_all
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import StepCall, StepDone, Tensors
-from tessera.ir import BufferKind, Plan, Program, Run
+from tessera.ir import BufferKind, Plan, Program, Run, Trace
 
 
 @dataclass
@@ -61,10 +61,9 @@ class Runs:
     def __init__(self, plan: Plan, hub: Hub, timeout_s: float | None) -> None:
         self._plan, self._hub, self._timeout_s = plan, hub, timeout_s
         self._names = plan.cluster.names
-        traces = [graph.trace for graph in plan.graphs]
-        self._inputs = [{t.buffers[b].name for b in t.buffers_of(BufferKind.INPUT)} for t in traces]
-        # By the lane's number.
+        # By the lane's number; of every program, the inputs that each device looks at.
         self.programs: list[Sequence[Program]] = []
+        self._inputs: list[list[list[frozenset[str]]]] = []
         self._steps: list[dict[int, int]] = []
         self.opened: dict[int, Microbatch] = {}
         # Ended because of a loss that is not told yet.
@@ -82,6 +81,8 @@ class Runs:
     def add(self, lanes: Sequence[Sequence[Program]]) -> None:
         """The programs of more lanes."""
         self.programs += lanes
+        graphs = self._plan.graphs
+        self._inputs += [[_inputs_of(p, graphs[p.step].trace) for p in lane] for lane in lanes]
         self._steps += [_steps_of(lane) for lane in lanes]
 
     def open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
@@ -190,10 +191,9 @@ class Runs:
         index = opened.left.popleft()
         program = self.programs[opened.lane.number][index]
         is_step, call = not opened.left, opened.call
-        inputs: dict[str, Packed] = {}
-        if is_step:
-            wanted = self._inputs[program.step]
-            inputs = pack_all({name: tensor for name, tensor in call.inputs.items() if name in wanted})
+        wanted = self._inputs[opened.lane.number][index]
+        read = frozenset().union(*wanted) if is_step else frozenset[str]()
+        inputs = pack_all({name: tensor for name, tensor in call.inputs.items() if name in read})
         fresh = self._take_state(opened, program)
         wants_state = is_step and call.wants_state
         devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
@@ -208,7 +208,7 @@ class Runs:
                 opened.number,
                 opened.lane.number,
                 index,
-                inputs,
+                {name: packed for name, packed in inputs.items() if name in wanted[device]},
                 state,
                 wants_state,
                 self.spans is not None,
@@ -241,6 +241,20 @@ class Runs:
             if name in opened.state:
                 found.setdefault(device, {})[name] = pack(opened.state.pop(name))
         return found
+
+
+def _inputs_of(program: Program, trace: Trace) -> list[frozenset[str]]:
+    """For each device the names of the step's inputs that its launches touch, or that it hands out."""
+    names = {b: trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)}
+    views = dict(trace.outputs)
+    found = []
+    for device, column in enumerate(program.instructions):
+        launches = [trace.launches[x.launch] for x in column if isinstance(x, Run)]
+        here = {access.buffer for launch in launches for access in launch.accesses}
+        here |= {view.buffer for launch in launches for view in launch.views}
+        here |= {views[name].buffer for name, at in program.outputs if at == device}
+        found.append(frozenset(names[b] for b in here if b in names))
+    return found
 
 
 def participants(program: Program, taking: Collection[int]) -> list[int]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tessera.errors import TesseraError, WorkerError
@@ -46,7 +47,7 @@ from tessera.execute.messages import (
     Relink,
     unpack_programs,
 )
-from tessera.execute.packing import pack, unpack
+from tessera.execute.packing import Packed, pack
 from tessera.execute.transport import Gone
 from tessera.ir import Program, Recv, Run
 
@@ -187,22 +188,23 @@ class CudaWorker:
         for (step, name), storage in room.inputs.items():
             if step == program.step and storage.nbytes() and name in order.inputs:
                 key = (room.number, step, name)
-                self._copy_in(key, storage, unpack(order.inputs[name]), f"input '{name}'")
+                self._copy_in(key, storage, order.inputs[name], f"input '{name}'")
         for name, packed in order.state.items():
             if name in room.state:
-                self._copy_in((room.number, -1, name), room.state[name], unpack(packed), f"state '{name}'")
+                self._copy_in((room.number, -1, name), room.state[name], packed, f"state '{name}'")
 
     def _copy_in(
-        self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: torch.Tensor, what: str
+        self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: Packed, what: str
     ) -> None:
         """Through pinned memory; the microbatch's step before has ended, so nobody reads that."""
-        flat = given.detach().contiguous().view(-1).view(torch.uint8)
-        if flat.numel() != storage.nbytes():
-            message = f"{what} has {flat.numel()} bytes, the step {storage.nbytes()}"
+        data = np.frombuffer(given[2], dtype=np.uint8)
+        if len(data) != storage.nbytes():
+            message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
         if key not in self._staged:
             self._staged[key] = driver.pinned((storage.nbytes(),))
-        bytes_of(storage, 0, storage.nbytes()).copy_(self._staged[key].copy_(flat), non_blocking=True)
+        np.copyto(self._staged[key].numpy(), data)
+        bytes_of(storage, 0, storage.nbytes()).copy_(self._staged[key], non_blocking=True)
 
     def _state_of(self, room: Room, program: Program) -> dict[str, torch.Tensor]:
         """State that lives here in a program, as flat bytes by name."""
