@@ -321,16 +321,16 @@ def parts(results: Results) -> Any:
 
 
 def links(results: Results) -> Any:
-    """What joins the card to itself and to the host."""
-    from tessera.execute.cuda_links import time_copies, via
+    """What joins two workers on the card, by transport."""
+    from tessera.flow import time_link
+    from tessera.profile import parse_devices
     from tessera.profile.measured.links import SIZES, document, fit_link
 
+    a, b = parse_devices("cuda:0,cuda:0")
     found = {}
-    for name, dst in (("cuda:0/sm=100", 0), ("cpu", None)):
-        times = time_copies(0, dst, SIZES)
-        there = fit_link("cuda:0", name, via(0, dst), times["there"], times["both there"])
-        back = fit_link(name, "cuda:0", via(0, dst), times["back"], times["both back"])
-        found[name] = [document(there), document(back)]
+    for transport in ("ipc", "host"):
+        via, times = time_link(a, b, SIZES, transport)
+        found[transport] = document(fit_link(a.name, b.name, via, times.alone, times.both))
     return found
 
 

@@ -5,12 +5,14 @@ import functools
 import pytest
 import torch
 
+from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record
 from tessera.capture.inductor import on_device
 from tessera.errors import CannotTime
-from tessera.execute.cuda_links import time_copies
 from tessera.execute.cuda_timing import CudaTimer
+from tessera.execute.link_times import time_transfers
 from tessera.ir import Step, Trace, arg_views
+from tessera.profile import parse_devices
 from tessera.profile.measured import timing, until
 
 pytestmark = [
@@ -77,8 +79,9 @@ def test_the_clock_is_a_clock() -> None:
     assert 200 < found < 4000
 
 
-def test_copies_take_longer_the_more_they_move() -> None:
-    """Inside a card and to the host."""
-    for other in (0, None):
-        times = time_copies(0, other, (1 << 20, 1 << 28))["there"]
-        assert times[0][1] < times[1][1]
+@pytest.mark.parametrize("transport", ["ipc", "host"])
+def test_transfers_take_longer_the_more_they_move(transport: str) -> None:
+    """Between two workers on one card."""
+    devices = parse_devices("cuda:0,cuda:0")
+    times = time_transfers(*devices, transport, (1 << 14, 1 << 26), build_graph).alone
+    assert times[0][1] < times[1][1]

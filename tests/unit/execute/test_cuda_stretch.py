@@ -1,20 +1,21 @@
 """Stretching, partitions, spans and measuring for GPUs, as far as no GPU is needed."""
 
+import itertools
+
 import pytest
 from numpy.testing import assert_allclose
 
 from factories import make_chain, make_plan
-from tessera.errors import DeviceMemoryError, WorkerError
-from tessera.execute import lower
-from tessera.execute.cuda.machine import check_devices
+from tessera.errors import WorkerError
+from tessera.execute.cuda.device import check_device
+from tessera.execute.cuda.graphs import priority
+from tessera.execute.cuda.inbox import ALIGN, InboxLayout, Spot
 from tessera.execute.cuda.measure import FLOOR_US, reconcile
 from tessera.execute.cuda.partition import divide
-from tessera.execute.cuda.slot import Needs, check_fits, count_needs, priority
-from tessera.execute.cuda.spans import Since, lateness_us, spans_of
+from tessera.execute.cuda.spans import Calibration
 from tessera.execute.cuda.stretch import TURN_US, choose_scale, link_hold, throttled_links
+from tessera.execute.lower import lower
 from tessera.ir import Cluster, Device, DeviceKind, Link
-
-MIB = 1 << 20
 
 
 def make_device(name: str, stretched: bool = False, kind: DeviceKind = DeviceKind.CUDA) -> Device:
@@ -87,9 +88,9 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         divide(GROUPS, REST, [100, 64], "cuda:0")
 
 
-def test_short_steps_and_early_slots_go_first() -> None:
-    """On a GPU with six priorities, three slots of short steps go before three of long ones."""
-    order = [priority(slot, is_short, 0, -5) for is_short in (True, False) for slot in range(3)]
+def test_short_steps_and_early_microbatches_go_first() -> None:
+    """On a GPU with six priorities, three microbatches of short steps go before three of long ones."""
+    order = [priority(number, is_short, 0, -5) for is_short in (True, False) for number in range(3)]
 
     assert [-5, -4, -3, -2, -1, 0] == order
     assert 0 == priority(7, False, 0, -5) == priority(3, True, 0, 0)
@@ -98,28 +99,27 @@ def test_short_steps_and_early_slots_go_first() -> None:
 def test_devices_that_are_not_here_are_named() -> None:
     """A plan for another machine, and a device that is no GPU."""
     with pytest.raises(WorkerError, match=r"cuda:0: this machine has no CUDA device"):
-        check_devices([make_device("cuda:0")], 0)
-    with pytest.raises(WorkerError, match=r"emu:a100: .*CUDA devices only"):
-        check_devices([make_device("emu:a100", kind=DeviceKind.EMU)], 1)
+        check_device(make_device("cuda:0"), 0)
+    with pytest.raises(WorkerError, match=r"emu:a100 is no CUDA device"):
+        check_device(make_device("emu:a100", kind=DeviceKind.EMU), 1)
 
 
-def test_what_does_not_fit_says_how_many_slots_would() -> None:
-    """Weights of 60 and 20 a slot in 110 leave room for two."""
-    needs = Needs({0: 60 * MIB}, {0: 20 * MIB})
+def test_transfers_of_a_program_share_no_byte_of_an_inbox() -> None:
+    """Flags, records and places of two microbatches lie apart, places where torch would align them."""
+    trace = make_chain(4)
+    program = lower(make_plan([trace], [[[0, 1, 0, 1]]]))[0][0]
+    layout = InboxLayout([program], [trace], 1, 2)
+    here = [n for n, transfer in enumerate(program.transfers) if transfer.dst == 1]
+    spots = [Spot(microbatch, 0, number) for microbatch in range(2) for number in here]
+    parts = [(layout.flag(s), 8) for s in spots] + [(layout.record(s), 32) for s in spots]
+    sizes = [trace.buffers[program.transfers[s.transfer].buffer].size_bytes for s in spots]
+    parts += [(layout.place(s), size) for s, size in zip(spots, sizes, strict=True)]
+    ends = sorted((start, start + size) for start, size in parts)
 
-    check_fits(needs, {0: 110 * MIB}, 2)
-    with pytest.raises(DeviceMemoryError, match="Use 2 slots instead of 4"):
-        check_fits(needs, {0: 110 * MIB}, 4)
-
-
-def test_weights_of_two_devices_on_one_card_count_once() -> None:
-    """What a second device on the same card reads is there already; an inbox is not."""
-    trace = make_chain(2)
-    program = lower(make_plan([trace], [[[0, 1]]]))[0][0]
-    needs = count_needs([program], [trace], [0, 0], {})
-
-    assert 0 == needs.weights[0]
-    assert 512 == needs.per_slot[0]
+    assert len(here) > 1
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    assert all(layout.place(spot) % ALIGN == 0 for spot in spots)
+    assert ends[-1][1] <= layout.total_bytes
 
 
 def test_times_of_launches_add_up_to_the_whole_step() -> None:
@@ -137,24 +137,9 @@ def test_no_launch_is_measured_below_the_floor() -> None:
     assert min(us for us, _ in times.launches) >= FLOOR_US * 0.9
 
 
-def test_spans_are_exact_though_the_clock_is_large() -> None:
+def test_times_are_exact_though_the_clock_is_large() -> None:
     """Nanoseconds since 1970 do not fit a float; differences survive."""
     zero = 1_794_000_000_000_000_000
-    trace = make_chain(2)
-    plan = make_plan([trace], [[[0, 1]]])
-    program = lower(plan)[0][0]
-    rows = [[zero + 32, 0, zero + 5_032, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    spans = spans_of(program, trace, plan.cluster, {0: rows, 1: rows}, 7, 3, Since(zero))
+    clock = Calibration(zero, 100.0)
 
-    assert [(0.032, 5.032, 7, 3)] == [(s.start_us, s.stop_us, s.request, s.slot) for s in spans]
-
-
-def test_lateness_is_counted_on_stretched_devices_only() -> None:
-    """A launch that was due after 4 us of GPU time and ended after 5 is 1 us late, over a scale of 2."""
-    trace = make_chain(2)
-    plan = make_plan([trace], [[[0, 1]]])
-    devices = (make_device("a", stretched=True), make_device("b"))
-    rows = [[1000, 5000, 6000, 0], [1000, 5000, 9000, 0], [0, 0, 0, 0]]
-    found = lateness_us(lower(plan)[0][0], Cluster(devices, ()), {0: rows, 1: rows}, Since(0, 2.0))
-
-    assert {"a": (0.5, 2.0)} == found
+    assert 100.000005032 == pytest.approx(clock.seconds(zero + 5_032), abs=1e-12)

@@ -6,17 +6,25 @@ import torch
 import steps_factory as factory
 from tessera.errors import MismatchError
 from tessera.execute.briefing import briefing_of, pack_briefing, setup_of, unpack_briefing
-from tessera.execute.setups import setups_of
+from tessera.execute.footprint import ready_programs
+from tessera.execute.setups import make_setups
+from tessera.execute.worker import Setup
+from tessera.ir import Plan
 from tessera.serve.steps import for_cpu, served
+
+
+def setup_for(plan: Plan, weights: dict[str, torch.Tensor]) -> Setup:
+    """What the plan's first device is born with."""
+    return make_setups(plan, ready_programs(plan), weights, 1)[plan.used[0]]
 
 
 def test_a_worker_elsewhere_lays_its_weights_out_as_the_engine_does() -> None:
     """The same values in the same order in memory, whatever the layout was that the worker made."""
     plan, weights = factory.plan_by("single"), factory.prepared().model.weights()
-    sent = unpack_briefing(pack_briefing(briefing_of(setups_of([plan], weights)[plan.used[0]], 2)))
+    sent = unpack_briefing(pack_briefing(briefing_of(setup_for(plan, weights), b"session")))
     plain = {name: tensor.contiguous() for name, tensor in weights.items()}
     assert any(plain[name].stride() != tensor.stride() for name, tensor in weights.items())
-    for name, tensor in setup_of(sent, plain).weights.items():
+    for name, tensor in setup_of(sent, plain, b"key", "").weights.items():
         assert tensor.stride() == weights[name].stride()
         assert torch.equal(tensor, weights[name])
 
@@ -24,11 +32,11 @@ def test_a_worker_elsewhere_lays_its_weights_out_as_the_engine_does() -> None:
 def test_strides_that_no_weight_has_are_refused() -> None:
     """A briefing cannot make a worker take memory that the weight does not need."""
     plan, weights = factory.plan_by("single"), factory.prepared().model.weights()
-    setup = setups_of([plan], weights)[plan.used[0]]
+    setup = setup_for(plan, weights)
     name, tensor = next((n, t) for n, t in setup.weights.items() if t.dim() == 2)
     setup.weights[name] = torch.empty_strided(tensor.shape, (10**4, 2)).copy_(tensor)
     with pytest.raises(MismatchError, match="cannot lie with strides"):
-        setup_of(briefing_of(setup, 2), weights)
+        setup_of(briefing_of(setup, b"session"), weights, b"key", "")
 
 
 def test_laying_out_changes_no_value() -> None:
