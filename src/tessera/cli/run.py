@@ -35,6 +35,8 @@ __all__ = ["overlap", "per_device", "run"]
 
 # Predicted alongside: enough for a share, few enough to be quick.
 PREDICTED_REQUESTS = 32
+# A step on GPUs that takes longer is looked into, unless --timeout says otherwise: graphs wait for ever.
+GPU_TIMEOUT_S = 60.0
 # A device whose worker fails so often in a row is given up.
 MAX_FAILURES = 3
 
@@ -126,6 +128,7 @@ def _run(
     if on_gpus:
         scale = time_scale(plans[0], weights, cast("Request", work[0]))
         options |= {"scale": scale, "is_profiled": True}
+        options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
     advance("starting workers")
     with WorkerStepper(plans, weights, method=FORKSERVER, max_failures=MAX_FAILURES, **options) as stepper:
         picked = None if switch_every else _try_out(stepper, plans, work, scale, advance)
