@@ -223,8 +223,8 @@ class _Issue:
             with self._streams.on(self._compute):
                 if self._chain is not None:
                     self._chain.settle()
-                mark = MemOp(self._room.mark, position + 1)
-                transport.wait(self._spot(number), transfer.src, _handle(self._compute), mark)
+                marks = (MemOp(self._room.mark, position + 1), MemOp(self._room.mark, position + 2))
+                transport.wait(self._spot(number), _handle(self._compute), marks)
             place = transport.landing(self._spot(number), size)
             self._arrivals.append(number)
         if is_move_of_state(self._program, number):

@@ -78,7 +78,8 @@ class DeviceGraphs:
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
         self._rooms: list[Room] = []
-        # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at.
+        # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at, and
+        # 2 + the receive that it has passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}

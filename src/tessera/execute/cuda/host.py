@@ -125,7 +125,7 @@ class Host:
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
         driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(at), 1)])
 
-    def wait(self, spot: Spot, src: int, stream: int, mark: MemOp) -> None:
+    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The flag in pinned memory, then the copy to the GPU."""
         generation, at = self._at(spot)
         mirror, transfer = (
@@ -133,7 +133,7 @@ class Host:
             self._programs[spot.program].transfers[spot.transfer],
         )
         flag, place = mirror.address + mirror.layout.flag(at), mirror.layout.place(at) + transfer.start
-        driver.mem_ops(stream, [mark, MemOp(flag, 1, is_wait=True), MemOp(flag, 0)])
+        driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
         target = self._places[generation].data_ptr() + place
         driver.copy(stream, target, mirror.address + place, transfer.num_bytes)
 

@@ -95,11 +95,11 @@ class Ipc:
             driver.copy(stream, base + layout.record(at), parcel.record, WORD * RECORD_WORDS)
         driver.mem_ops(stream, [MemOp(base + layout.flag(at), 1)])
 
-    def wait(self, spot: Spot, src: int, stream: int, mark: MemOp) -> None:
+    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The flag in this device's inbox."""
         generation, at = self._at(spot)
         flag = self._inboxes[generation].address + self._layouts[generation][self._device].flag(at)
-        driver.mem_ops(stream, [mark, MemOp(flag, 1, is_wait=True), MemOp(flag, 0)])
+        driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """Nothing is to be known of a run."""

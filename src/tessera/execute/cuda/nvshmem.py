@@ -161,15 +161,15 @@ class Nvshmem:
             handle,
         )
 
-    def wait(self, spot: Spot, src: int, stream: int, mark: MemOp) -> None:
+    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The signal in this device's inbox."""
         base, layout, at = self._at(spot, self._device)
         flag = base + layout.flag(at)
-        driver.mem_ops(stream, [mark])
+        driver.mem_ops(stream, [marks[0]])
         _library().nvshmemx_signal_wait_until_on_stream(
             ctypes.c_void_p(flag), ctypes.c_int(_AT_LEAST), ctypes.c_uint64(1), ctypes.c_void_p(stream)
         )
-        driver.mem_ops(stream, [MemOp(flag, 0, is_long=True)])
+        driver.mem_ops(stream, [MemOp(flag, 0, is_long=True), marks[1]])
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """Nothing is to be known of a run."""

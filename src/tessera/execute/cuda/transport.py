@@ -59,8 +59,8 @@ class GpuTransport(Protocol):
     def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
         """Issues the copy and the flag."""
 
-    def wait(self, spot: Spot, src: int, stream: int, mark: MemOp) -> None:
-        """Issues the mark (where this device is), the wait for the flag, and what clears it."""
+    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+        """Issues the wait for the flag and what clears it, between marks that say where this device is."""
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """A run of a program is about to be launched."""
