@@ -30,7 +30,7 @@ from tessera.execute.cuda.graphs import Kernels
 from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.footprint import footprints, ready_programs
 from tessera.execute.stepper import Tensors
-from tessera.ir import Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
+from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.planning import Prepared, Wanted, counts_of
 from tessera.serve.rehearse import best_served
@@ -58,16 +58,19 @@ class Still:
         return self.workloads[step].make_inputs(0)
 
 
-def is_for_gpus(cluster: Cluster) -> bool:
-    """True if every device is a GPU's; refuses sets of both kinds."""
-    gpus = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA]
-    if gpus and len(gpus) < len(cluster.devices):
-        raise TesseraError(f"{', '.join(gpus)} cannot serve beside other devices", "Name GPUs only.", PLACE)
+def check_gpus(cluster: Cluster) -> None:
+    """Raises unless all devices are GPUs of this machine that keep one clock."""
+    here = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA and d.ordinal != AWAY]
+    if len(here) < len(cluster.devices):
+        raise TesseraError(
+            f"{', '.join(here)} cannot serve beside other devices",
+            "Name GPUs of this machine only, or none of them.",
+            PLACE,
+        )
     stretched = [d.name for d in cluster.devices if d.is_stretched]
     if stretched and len(stretched) < len(cluster.devices):
         remedy = "Stretch all devices or none."
         raise TesseraError(f"{', '.join(stretched)} keep other times than the rest", remedy, PLACE)
-    return bool(gpus)
 
 
 def prepare_on_gpus(
@@ -83,6 +86,7 @@ def prepare_on_gpus(
 
     `is_compiled`: steps that compute are captured from compiled code, else operator by operator.
     """
+    check_gpus(cluster)
     card = str(driver.card(cluster.devices[0].ordinal))
     advance(f"building {model}")
     slots, seed = wanted.slots, wanted.seed

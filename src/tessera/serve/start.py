@@ -95,9 +95,8 @@ def _prepared(model: str, cluster: Cluster, options: Options, advance: Callable[
     slots, rows = options.slots or SLOTS, options.rows or ROWS
     wanted = Wanted(slots, rows, options.max_len, options.chunk, policies=policies)
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
-        from tessera.serve.gpu import is_for_gpus, prepare_on_gpus
+        from tessera.serve.gpu import prepare_on_gpus
 
-        is_for_gpus(cluster)
         return prepare_on_gpus(model, cluster, wanted, advance=advance)
     return prepare(model, cluster, wanted, advance=advance)
 
