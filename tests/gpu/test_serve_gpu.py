@@ -1,51 +1,67 @@
-"""Serving on one GPU: compiled steps in CUDA graphs, undivided and divided, and a service over them."""
+"""Serving from worker processes of one GPU: compiled steps in graphs, whole and divided, and a service."""
 
 import asyncio
 import functools
+import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from serving_factory import GREEDY, random_ask, read_all
-from tessera.execute.serving import StepDone, StepKind, Tensors
+from serving_factory import GREEDY, Told, random_ask, read_all
+from tessera.execute.cuda.probe import MPS_PIPE
+from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.gpu import OnGpus, PreparedOnGpus, prepare_on_gpus
-from tessera.serve.planning import Average, Wanted
+from tessera.serve.gpu import prepare_on_gpus
+from tessera.serve.local import Local
+from tessera.serve.planning import Average, Prepared, Wanted
 from tessera.serve.records import Ask
+from tessera.serve.rows import Steps
 from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.shape import StepKind
 from tessera.serve.text import ByteText
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+alone = pytest.mark.skipif(
+    bool(os.environ.get(MPS_PIPE)), reason="a process that dies takes its neighbours under CUDA MPS with it"
+)
 
-SLOTS, ROWS, CAPACITY, CHUNK = 2, 3, 48, 8
+MICROBATCHES, ROWS, CAPACITY, CHUNK = 2, 3, 48, 8
 PARTS, STRETCHED = "cuda:0/sm=64,cuda:0/sm=32", "cuda:0/as=a100,cuda:0/as=l40s"
 CROSSING = "attention-ffn"
+# What a library may keep on the card, beside what a service needs.
+SLACK_BYTES = 16 << 20
 
 
 @functools.cache
-def prepared(devices: str) -> PreparedOnGpus:
+def prepared(devices: str) -> Prepared:
     """The tiny Llama from compiled code: the plan, one device, and a plan that crosses in every layer."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
     coarse = ("single", CROSSING) if len(cluster.devices) > 1 else ()
     return prepare_on_gpus(
         "tiny-llama",
         cluster,
-        Wanted(SLOTS, ROWS, CAPACITY, CHUNK, Average(12, 8), (Objective.THROUGHPUT,)),
+        Wanted(MICROBATCHES, ROWS, CAPACITY, CHUNK, Average(12, 8), (Objective.THROUGHPUT,)),
         coarse=coarse,
     )
 
 
 @pytest.fixture(params=[PARTS, STRETCHED])
-def local(request: pytest.FixtureRequest) -> Iterator[OnGpus]:
+def local(request: pytest.FixtureRequest) -> Iterator[Local]:
     """Two devices on one card."""
-    with OnGpus(prepared(request.param)) as made:
+    with Local(prepared(request.param)) as made:
         yield made
+
+
+def policies(local: Local) -> list[str]:
+    """By number."""
+    return [plan.policy for plan in local.stepper.plans]
 
 
 def script(seed: int) -> list[tuple[StepKind, Tensors]]:
@@ -65,42 +81,90 @@ def script(seed: int) -> list[tuple[StepKind, Tensors]]:
     return steps
 
 
-def outputs(local: OnGpus, policy: str) -> list[dict[str, torch.Tensor]]:
-    """Everything that both slots give, run beside one another, under a policy."""
-    stepper, found = local.stepper, []
-    for slot in range(SLOTS):
-        stepper.open(slot, stepper.policies.index(policy))
-    for steps in zip(*(script(slot) for slot in range(SLOTS)), strict=True):
-        for slot, (kind, given) in enumerate(steps):
-            stepper.run(slot, kind, given)
-        done = [stepper.take(30.0) for _ in range(SLOTS)]
-        assert all(isinstance(d, StepDone) for d in done), done
-        found += [dict(d.outputs) for d in sorted(done, key=lambda d: d.slot)]  # type: ignore[union-attr]
-    for slot in range(SLOTS):
-        stepper.close(slot)
+def calls(local: Local, microbatch: int) -> list[StepCall]:
+    """The script of one microbatch."""
+    steps = Steps.of(local.stepper.plans[0])
+    return [steps.call(microbatch, kind, given, ()) for kind, given in script(microbatch)]
+
+
+def outputs(local: Local, policy: str) -> list[Tensors]:
+    """Everything that both microbatches give, run beside one another, under a policy."""
+    stepper, found = local.stepper, list[Tensors]()
+    lanes = [stepper.lanes.take(policies(local).index(policy)) for _ in range(MICROBATCHES)]
+    for microbatch, lane in enumerate(lanes):
+        assert lane is not None
+        stepper.open(microbatch, lane.number)
+    for together in zip(*(calls(local, number) for number in range(MICROBATCHES)), strict=True):
+        for call in together:
+            stepper.start(call)
+        done: dict[int, Tensors] = {}
+        while len(done) < MICROBATCHES:
+            event = stepper.take(60.0)
+            assert isinstance(event, StepDone), event
+            done[event.microbatch] = event.outputs
+        found += [done[number] for number in range(MICROBATCHES)]
+    for microbatch, lane in enumerate(lanes):
+        assert lane is not None
+        stepper.close(microbatch)
+        stepper.lanes.give_back(lane.number)
     return found
 
 
-def test_divided_steps_have_the_bits_of_one_device(local: OnGpus) -> None:
-    """Every output of every step, in two slots at once, however the launches are placed."""
+def answers(local: Local, asks: list[Ask], policy: str = "auto") -> list[Told]:
+    """What a service answers to all, asked at once."""
+    shape, config = local.prepared.model.shape, ServiceConfig(policy=policy)
+    with Service(local.stepper, shape, ByteText(), config=config) as service:
+        return asyncio.run(asyncio.wait_for(read_all(service, asks), 120.0))
+
+
+def random_asks(num: int) -> list[Ask]:
+    """Greedy and drawn, of any length."""
+    rng = random.Random(5)
+    return [random_ask(rng, CAPACITY, client=str(i)) for i in range(num)]
+
+
+def used_bytes() -> int:
+    """Of the card, by all processes."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+def test_divided_steps_have_the_bits_of_one_device(local: Local) -> None:
+    """Every output of every step, in two microbatches at once, however the launches are placed."""
     wanted = outputs(local, "single")
 
-    for policy in (local.stepper.policies[0], CROSSING):
+    for policy in (policies(local)[0], CROSSING):
         for one, other in zip(wanted, outputs(local, policy), strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_service_answers_the_same_under_every_policy(local: OnGpus) -> None:
+def test_a_service_answers_the_same_under_every_policy(local: Local) -> None:
     """Random requests at once, greedy and drawn."""
-    rng = random.Random(5)
-    asks = [random_ask(rng, CAPACITY, client=str(i)) for i in range(8)]
-    told = []
-    for policy in local.stepper.policies:
-        with Service(local.stepper, ByteText(), config=ServiceConfig(policy=policy)) as service:
-            told.append([t.what for t in asyncio.run(read_all(service, asks))])
+    told = [[t.what for t in answers(local, random_asks(8), policy)] for policy in policies(local)]
 
     assert all(told[0] == other for other in told[1:])
+
+
+@alone
+def test_a_service_whose_worker_is_killed_answers_the_same(local: Local) -> None:
+    """The requests that it had start anew; no client sees more than a pause."""
+    wanted = [t.what for t in answers(local, random_asks(8), CROSSING)]
+    name = local.prepared.cluster.names[1]
+    pid = local.stepper.use().devices[name].pid
+    assert pid is not None
+
+    async def while_killed(service: Service) -> list[Told]:
+        reading = asyncio.ensure_future(read_all(service, random_asks(8)))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.wait_for(reading, 120.0)
+
+    shape, config = local.prepared.model.shape, ServiceConfig(policy=CROSSING)
+    with Service(local.stepper, shape, ByteText(), config=config) as service:
+        told = asyncio.run(while_killed(service))
+
+    assert wanted == [t.what for t in told]
 
 
 def test_greedy_answers_are_the_models_own() -> None:
@@ -109,11 +173,11 @@ def test_greedy_answers_are_the_models_own() -> None:
     asks = [
         Ask(tuple(rng.randrange(256) for _ in range(n)), 12, GREEDY, ignores_end=True) for n in (1, 9, 20)
     ]
-    with OnGpus(prepared("cuda:0")) as made:
-        with Service(made.stepper, ByteText()) as service:
-            told = asyncio.run(read_all(service, asks))
+    with Local(prepared("cuda:0")) as made:
+        told = answers(made, asks)
         model = made.prepared.model.workloads["decode"].module
         for ask, answer in zip(asks, told, strict=True):
+            assert 12 == len(answer.numbers)
             tokens = list(ask.prompt)
             for number in answer.numbers:
                 with torch.no_grad():
@@ -122,11 +186,11 @@ def test_greedy_answers_are_the_models_own() -> None:
                 tokens.append(number)
 
 
-def test_graphs_survive_other_peoples_compiled_code() -> None:
-    """torch.compile with CUDA graphs clears workspaces that products of a capture would else still name."""
+def test_workers_are_apart_from_compiled_code_of_the_program() -> None:
+    """torch.compile with CUDA graphs and memory written all over, in the program's own process: same bits."""
     layer = torch.nn.Linear(256, 256, device="cuda")
-    with OnGpus(prepared("cuda:0")) as made:
-        wanted = outputs(made, made.stepper.policies[0])
+    with Local(prepared("cuda:0")) as made:
+        wanted = outputs(made, policies(made)[0])
         compiled = torch.compile(layer, mode="reduce-overhead")
         for _ in range(4):
             with torch.no_grad():
@@ -135,7 +199,7 @@ def test_graphs_survive_other_peoples_compiled_code() -> None:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         filled = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(32)]
-        found = outputs(made, made.stepper.policies[0])
+        found = outputs(made, policies(made)[0])
         torch.cuda.synchronize()
 
         assert all(torch.equal(a[n], b[n]) for a, b in zip(wanted, found, strict=True) for n in a)
@@ -143,14 +207,14 @@ def test_graphs_survive_other_peoples_compiled_code() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """The second stepper takes no more memory than the first gave back."""
-    found = []
-    for _ in range(2):
-        with OnGpus(prepared("cuda:0")) as made:
-            made.stepper.open(0, 0)
-            made.stepper.run(0, *script(0)[0])
-            assert isinstance(made.stepper.take(30.0), StepDone)
+    """The second workers take no more memory than the first gave back."""
+    own, after = [], []
+    for _ in range(3):
+        with Local(prepared("cuda:0")) as made:
+            outputs(made, policies(made)[0])
         del made
-        found.append(torch.cuda.memory_allocated())
+        own.append(torch.cuda.memory_allocated())
+        after.append(used_bytes())
 
-    assert found[0] == found[1]
+    assert own[0] == own[1] == own[2]
+    assert abs(after[2] - after[1]) < SLACK_BYTES
