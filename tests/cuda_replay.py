@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tessera.execute.cuda.launches import Launchable, Launches, constant_storage, given_storage, is_given
+from tessera.execute.cuda.launches import Launchable, Launches, given_storage, is_given
 from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.drawing import drawing
+from tessera.execute.memory import constant
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -93,7 +94,7 @@ class CudaReplay:
 
     def _bind(self, buffer: Buffer, given: Tensors) -> torch.UntypedStorage:
         if buffer.constant_hex:
-            return constant_storage(buffer, self._device)
+            return constant(buffer, self._device)
         return given_storage(buffer, given)
 
 

@@ -25,11 +25,12 @@ import torch
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.driver import MemOp
 from tessera.execute.cuda.inbox import Spot, is_move_of_state
-from tessera.execute.cuda.launches import Launches, Memory, bytes_of
+from tessera.execute.cuda.launches import Launches, Memory
 from tessera.execute.cuda.pace import Clockwork, Pace
 from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.cuda.workspace import own_workspaces
+from tessera.execute.memory import bytes_of
 from tessera.ir import Free, Program, Recv, Region, Run, Send, Trace
 
 Storage = torch.UntypedStorage

@@ -23,13 +23,12 @@ from tessera.execute.cuda.launches import (
     Launchable,
     Launches,
     Memory,
-    bytes_of,
-    constant_storage,
     given_storage,
     refuse_generators,
 )
 from tessera.execute.cuda.pace import Clockwork
 from tessera.execute.cuda.transport import GpuTransport
+from tessera.execute.memory import bytes_of, constant
 from tessera.ir import BufferKind, Cluster, Program, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -195,7 +194,7 @@ class DeviceGraphs:
         key: object = (step, index) if buffer.constant_hex else buffer.name
         if key not in self._resident:
             if buffer.constant_hex:
-                self._resident[key] = constant_storage(buffer, self.device.card)
+                self._resident[key] = constant(buffer, self.device.card)
             else:
                 storage = given_storage(buffer, self._weights)
                 if storage.device != self.device.card:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from tessera.errors import WorkerError
+from tessera.execute.launcher import find_operator
+from tessera.execute.memory import tensor_of
 from tessera.execute.ptx_module import PtxKernel
-from tessera.ir import Arg, Buffer, BufferKind, Launch, Origin, Symbol, Trace, View, arg_views
+from tessera.ir import Arg, Buffer, BufferKind, Launch, Origin, Symbol, Trace, View
 
 Memory = MutableMapping[int, torch.UntypedStorage]
 Grid = tuple[int, int, int]
@@ -45,9 +47,7 @@ class Launches:
 
     def tensor(self, memory: Memory, view: View) -> torch.Tensor:
         """The tensor that a view means."""
-        storage = memory[view.buffer]
-        empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
-        return empty.set_(storage, view.offset, view.shape, view.stride)
+        return tensor_of(memory[view.buffer], view)
 
     def _launch(self, index: int, launch: Launch, memory: Memory) -> None:
         if launch.kernel not in self._kernels:
@@ -79,12 +79,11 @@ class Launches:
 
     def _allocate(self, memory: Memory, launch: Launch) -> None:
         """Memory for the temporaries among a launch's arguments; results bring their own."""
-        for arg in (*launch.args, *(value for _, value in launch.kwargs)):
-            for view in arg_views(arg):
-                if view.buffer not in memory:
-                    size = self._trace.buffers[view.buffer].size_bytes
-                    fresh = torch.empty(size, dtype=torch.uint8, device=self._device)
-                    memory[view.buffer] = fresh.untyped_storage()
+        for view in launch.given:
+            if view.buffer not in memory:
+                size = self._trace.buffers[view.buffer].size_bytes
+                fresh = torch.empty(size, dtype=torch.uint8, device=self._device)
+                memory[view.buffer] = fresh.untyped_storage()
 
     def _value(self, arg: Arg, memory: Memory) -> Any:
         if isinstance(arg, View):
@@ -94,16 +93,6 @@ class Launches:
         if isinstance(arg, Symbol):
             return self._device if arg.kind == "device" else getattr(torch, arg.name)
         return arg
-
-
-def find_operator(name: str) -> Any:
-    """The operator overload of that name in this torch."""
-    namespace, operator, overload = name.split(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-    except AttributeError as error:
-        remedy = "Import the package that registers it, or use the torch version of the capture."
-        raise WorkerError(f"this torch has no operator {name}", remedy) from error
 
 
 def is_given(buffer: Buffer) -> bool:
@@ -122,18 +111,6 @@ def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> torch.Un
             "Give tensors of the shapes that were captured.",
         )
     return storage
-
-
-def constant_storage(buffer: Buffer, device: torch.device) -> torch.UntypedStorage:
-    """The memory of a constant that the trace carries."""
-    data = torch.frombuffer(bytearray.fromhex(buffer.constant_hex), dtype=torch.uint8)
-    return data.to(device, copy=True).untyped_storage()
-
-
-def bytes_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
-    """Bytes [start, stop) of a storage as a flat tensor that shares its memory."""
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (stop - start,), (1,))
 
 
 def refuse_generators(trace: Trace) -> None:

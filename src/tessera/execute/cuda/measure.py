@@ -20,10 +20,10 @@ import torch
 
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
-from tessera.execute.cuda.launches import bytes_of
 from tessera.execute.cuda.spans import ENDED, STARTED
 from tessera.execute.cuda.stretch import Scale, choose_scale
 from tessera.execute.lower import lower
+from tessera.execute.memory import bytes_of
 from tessera.execute.offline import Request
 from tessera.ir import (
     Cluster,

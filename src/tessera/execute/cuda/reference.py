@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tessera.execute.cuda.graphs import Kernels
-from tessera.execute.cuda.launches import Launches, constant_storage, given_storage, refuse_generators
+from tessera.execute.cuda.launches import Launches, given_storage, refuse_generators
+from tessera.execute.memory import constant
 from tessera.ir import BufferKind, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -50,7 +51,5 @@ class InOrder:
         for index in trace.buffers_of(BufferKind.WEIGHT):
             buffer = trace.buffers[index]
             is_constant = bool(buffer.constant_hex)
-            found[index] = (
-                constant_storage(buffer, self._device) if is_constant else given_storage(buffer, weights)
-            )
+            found[index] = constant(buffer, self._device) if is_constant else given_storage(buffer, weights)
         return found

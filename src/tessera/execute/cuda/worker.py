@@ -29,12 +29,12 @@ from tessera.execute.cuda.graph import Room, ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.ipc import Ipc, PeerAway
-from tessera.execute.cuda.launches import bytes_of
 from tessera.execute.cuda.nvshmem import Nvshmem
 from tessera.execute.cuda.spans import Calibration, rows_of
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.inbox import Hangup
 from tessera.execute.links import Keeper, Links
+from tessera.execute.memory import bytes_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
