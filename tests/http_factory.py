@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.app import create_app
@@ -142,7 +143,16 @@ def serving(
 ) -> Iterator[Running]:
     """Serves anything until the end of the block."""
     rules = limits or Limits(drain_s=2.0)
-    server = Server(create_app(endpoint, metrics, rules, keys, is_local), rules, stop)
+    with listening(create_app(endpoint, metrics, rules, keys, is_local), rules, stop) as found:
+        yield found
+
+
+@contextmanager
+def listening(
+    app: Any, limits: Limits | None = None, stop: Callable[[], Awaitable[None]] = _leave_it
+) -> Iterator[Running]:
+    """Puts an application behind a socket until the end of the block."""
+    server = Server(app, limits or Limits(drain_s=2.0), stop)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
