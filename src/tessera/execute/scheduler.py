@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tessera.execute.admission import choose, width_of
+from tessera.execute.admission import choose, slowdown_of, width_of
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.queue import FairQueue
 from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, StepDone, Stepper, Tensors
@@ -262,7 +262,8 @@ class Scheduler(Generic[R]):
     def _seat_next(self) -> bool:
         num_open = len(self.microbatches)
         width = self._depth if len(self.queue) >= self._config.rows else self._width
-        found = choose(tuple(self.microbatches.values()), width, num_open < self._depth)
+        places = tuple(self.microbatches.values())
+        found = choose(places, width, num_open < self._depth, len(self.queue), self._slowdown)
         if found is False:
             return False
         lane = None
@@ -362,7 +363,7 @@ class Scheduler(Generic[R]):
         self.plan = self.stepper.plans[self.policy]
         depth = self._config.depth
         self._depth = self.plan.slots if depth is None else depth
-        self._width = width_of(self.plan)
+        self._width, self._slowdown = width_of(self.plan), slowdown_of(self.plan)
 
     def _renew(self) -> None:
         self._measure()

@@ -1,5 +1,6 @@
 """Who is served next, and in which microbatch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.errors import ServiceBusy
-from tessera.execute.admission import choose, width_of
+from tessera.execute.admission import choose, slowdown_of, width_of
 from tessera.execute.queue import FairQueue
 
 ROWS = 3
@@ -114,50 +115,81 @@ def place(number: int, used: int, is_reading: bool = False, is_old: bool = False
     return Place(number, Room(used, is_reading), is_old)
 
 
+def chosen(
+    places: Sequence[Place], width: int = 1, can_open: bool = True, waiting: int = 1, slowdown: float = 0.0
+) -> Place | bool:
+    """Where each microbatch more makes steps so much longer."""
+    return choose(places, width, can_open, waiting, lambda _: slowdown)
+
+
 def test_one_is_opened_when_the_open_ones_are_full() -> None:
     """With a width of one, requests are packed."""
     one = place(0, 2)
 
-    assert choose([], 1, can_open=True) is True
-    assert choose([one], 1, can_open=True) is one
-    assert choose([place(0, 3)], 1, can_open=True) is True
-    assert choose([place(0, 3)], 1, can_open=False) is False
+    assert chosen([]) is True
+    assert chosen([one]) is one
+    assert chosen([place(0, 3)]) is True
+    assert chosen([place(0, 3)], can_open=False) is False
 
 
 def test_a_request_waits_for_the_one_that_reads_another() -> None:
-    """There is a row, but nobody can begin now: nothing is opened for that."""
-    assert choose([place(0, 2, is_reading=True)], 1, can_open=True) is False
+    """There is a row, but nobody can begin now: nothing is opened for that, and no other one takes it."""
+    reading, other = place(0, 2, is_reading=True), place(1, 1)
+
+    assert chosen([reading]) is False
+    assert chosen([reading, other]) is False
+    assert chosen([reading, other], waiting=2) is other
 
 
 def test_a_wide_policy_spreads_requests() -> None:
     """Up to its width microbatches are opened first, then the emptiest takes the next."""
     one, two = place(0, 2), place(1, 1)
 
-    assert choose([one], 2, can_open=True) is True
-    assert choose([one, two], 2, can_open=True) is two
+    assert chosen([one], 2) is True
+    assert chosen([one, two], 2) is two
 
 
 def test_what_is_beyond_the_width_is_packed() -> None:
-    """The fullest of the others is filled, so that the emptier ones can be closed."""
+    """The first of the others is filled, so that the last ones can be closed."""
     full, some, more = place(0, 3), place(1, 1), place(2, 2)
 
-    assert choose([full, some, more], 1, can_open=True) is more
+    assert chosen([full, some, more]) is some
 
 
-def test_an_open_one_takes_what_would_wait_for_another() -> None:
-    """The first reads a prompt; the second is open and at work anyway: nobody waits beside an empty row."""
-    reading, other = place(0, 2, is_reading=True), place(1, 1)
+def test_one_more_is_opened_when_enough_wait_for_it() -> None:
+    """As many as make up for what everybody who is seated loses by it."""
+    full = [place(number, 3) for number in range(5)]
 
-    assert choose([reading, other], 1, can_open=True) is other
+    assert chosen(full, waiting=2, slowdown=1.0) is False
+    assert chosen(full, waiting=3, slowdown=1.0) is True
+    assert chosen(full, waiting=1, slowdown=0.0) is True
 
 
 def test_old_ones_are_renewed_one_by_one() -> None:
     """The emptiest takes nothing more, the others go on."""
     old, older = place(0, 2, is_old=True), place(1, 1, is_old=True)
 
-    assert choose([old, older], 1, can_open=False) is old
-    assert choose([older], 1, can_open=False) is False
-    assert choose([older], 1, can_open=True) is True
+    assert chosen([old, older], can_open=False) is old
+    assert chosen([older], can_open=False) is False
+    assert chosen([older]) is True
+
+
+def test_old_ones_are_renewed_together_where_others_have_room() -> None:
+    """Who waits has a place in a new one."""
+    old, older, new = place(0, 2, is_old=True), place(1, 1, is_old=True), place(2, 0)
+
+    assert chosen([old, older, new], can_open=False) is new
+    assert chosen([old, older, place(2, 3)], can_open=False) is old
+
+
+def test_a_slowdown_is_what_a_plan_says_of_microbatches_in_flight() -> None:
+    """With twice as many at the same rate each step takes twice as long; between the points, in proportion."""
+    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
+    slowdown = slowdown_of(replace(plan, by_slots=((1, 10.0), (2, 20.0), (4, 30.0))))
+
+    assert [0.0, pytest.approx(0.2), pytest.approx(1 / 9)] == [slowdown(num) for num in (1, 2, 3)]
+    assert pytest.approx(1 / 4) == slowdown(4)
+    assert 0.0 == slowdown_of(plan)(1)
 
 
 def test_a_width_is_what_keeps_the_devices_busy() -> None:
