@@ -188,37 +188,3 @@ def partitions_are_disjoint() -> dict[str, Any]:
         "shared": len(found[0] & found[1]), "whole card": len(_where(kernel, driver.new_stream(0))),
         "products have equal bits": equal,
     }  # fmt: skip
-
-
-def graph_over_partitions() -> dict[str, Any]:
-    """One graph captured from a plain stream and forked to both partitions."""
-    kernel = _smid_kernel()
-    parts = cut(0, [100, 32])
-    streams = [part.stream() for part in parts]
-    alone = [_where(kernel, stream) for stream in streams]
-    outs = [torch.full((2000,), -1, dtype=torch.int32, device="cuda") for _ in parts]
-    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    products = [torch.empty_like(a) for _ in parts]
-    for stream, product in zip(streams, products, strict=True):
-        with torch.cuda.stream(stream):
-            torch.mm(a, a, out=product)
-    torch.cuda.synchronize()
-    origin, graph = driver.new_stream(0), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=origin, capture_error_mode="thread_local"):
-        for stream in streams:
-            stream.wait_stream(origin)
-        for stream, out, product in zip(streams, outs, products, strict=True):
-            with torch.cuda.stream(stream):
-                kernel((2000, 1, 1), [out])
-                torch.mm(a, a, out=product)
-        for stream in streams:
-            origin.wait_stream(stream)
-    graph.replay()
-    torch.cuda.synchronize()
-    used = [set(out.tolist()) for out in outs]
-    return {
-        "stays on its partition": [mine <= here for mine, here in zip(used, alone, strict=True)],
-        "used": [len(s) for s in used],
-        "shared": len(used[0] & used[1]),
-        "products have equal bits": bool(torch.equal(products[0], products[1])),
-    }

@@ -1,8 +1,10 @@
 """Serving on one GPU: tokens per second against Hugging Face's static cache, and on two unlike devices.
 
+    export CUDA_MPS_PIPE_DIRECTORY=... CUDA_MPS_LOG_DIRECTORY=...; nvidia-cuda-mps-control -d
     python benchmarks/gpu_serve.py --out benchmarks/results --name serve_h200_202611
 
-Parts, each in a process of its own with a time limit, its results written as they come:
+Every device has a worker process, and processes on one card run side by side only under CUDA MPS. Parts, each
+in a process of its own with a time limit, its results written as they come:
 
 attention  one layer's attention of a decode step, written in several ways
 decode     the decode step as Tessera captures it and as torch.compile makes it of the Hugging Face model with
@@ -10,6 +12,8 @@ decode     the decode step as Tessera captures it and as torch.compile makes it 
 engine     the service's engine on one device, all rows decoding, in turn with the same Hugging Face loop,
            which is a process of its own on the same card
 pair       the engine on two stretched devices under a closed load: the plan, and coarser policies
+arrivals   a Poisson stream of requests on two stretched devices, for real and by the same engine in virtual
+           time: what requests wait for their first token and for each after it
 
 Real widths (llama-3-8b), random weights, bfloat16, greedy. In the Hugging Face loop nobody looks at tokens;
 the engine hands each to its reader. On stretched devices time is modelled: rate = measured rate x scale.
@@ -74,21 +78,21 @@ def engine(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_serve_load import run_full, stepper_per_s
     from benchmarks.gpu_serve_steps import named
 
-    from tessera.serve.gpu import OnGpus
+    from tessera.serve.local import Local
     from tessera.serve.service import Service
     from tessera.serve.text import ByteText
 
     rates: dict[str, list[float]] = {"tessera": [], "hf": []}
     with Beside({**sizes(args), "model": MODEL, "steps": args.steps, "mode": args.hf}) as theirs:
         prepared = _prepared(log, args, named(MODEL, args.layers), whole_card(), ())
+        shape = prepared.model.shape
         log.put("hf", theirs.ready())
-        with OnGpus(prepared) as local:
-            log.attempt("stepper alone", lambda: stepper_per_s(local.stepper, args.steps))
-            with Service(local.stepper, ByteText(), plans=prepared.plans) as service:
+        with Local(prepared) as local:
+            log.attempt("stepper alone", lambda: stepper_per_s(local.stepper, shape, args.steps))
+            with Service(local.stepper, shape, ByteText()) as service:
 
                 def round_of() -> dict[str, Any]:
-                    vocab = local.stepper.shape.vocab_size
-                    found = run_full(service, args.batch, args.prompt, args.output, vocab)
+                    found = run_full(service, args.batch, args.prompt, args.output, shape.vocab_size)
                     rates["tessera"].append(found["decoding, tokens per s"])
                     return found
 
@@ -104,7 +108,7 @@ def pair(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_serve_steps import named
 
     from tessera.profile import make_cluster, parse_devices
-    from tessera.serve.gpu import OnGpus
+    from tessera.serve.local import Local
     from tessera.serve.service import Service, ServiceConfig
     from tessera.serve.text import ByteText
 
@@ -112,13 +116,13 @@ def pair(log: Log, args: argparse.Namespace) -> None:
     prepared = _prepared(log, args, named(MODEL, args.layers), cluster, COARSE)
     log.put("scale", round(prepared.scale, 3))
     rates: dict[str, float] = {}
-    with OnGpus(prepared) as local:
-        shape = local.stepper.shape
+    shape = prepared.model.shape
+    with Local(prepared, transport=args.transport) as local:
         for number, plan in enumerate(prepared.plans):
 
             def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
                 config = ServiceConfig(policy=policy)
-                with Service(local.stepper, ByteText(), plans=prepared.plans, config=config) as service:
+                with Service(local.stepper, shape, ByteText(), config=config) as service:
                     clients = shape.slots * shape.rows
                     found = run_load(service, clients, args.prompt, args.output, args.seconds)
                 rates[policy] = found["tokens per s"] * prepared.scale
@@ -135,6 +139,44 @@ def pair(log: Log, args: argparse.Namespace) -> None:
                 name: round(rates[first] / rate, 4) for name, rate in rates.items() if rate and first in rates
             }
             log.put("gain of the plan over", gains)
+
+
+def arrivals(log: Log, args: argparse.Namespace) -> None:
+    """The same requests at the same moments, for real and in virtual time."""
+    from benchmarks.gpu_serve_steps import named
+
+    from tessera.profile import make_cluster, parse_devices
+    from tessera.serve.local import Local
+
+    cluster = make_cluster(parse_devices(args.devices), args.link)
+    prepared = _prepared(log, args, named(MODEL, args.layers), cluster, ("data-parallel",))
+    log.put("scale", round(prepared.scale, 3))
+    with Local(prepared, transport=args.transport) as local:
+        for number, plan in enumerate(prepared.plans):
+            log.attempt(f"{number} {plan.policy}", partial(_arrived, local, number, args))
+
+
+def _arrived(local: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One policy under a share of the load that the first plan can take."""
+    from benchmarks.gpu_serve_load import arrive, arrive_virtually, asks_of, compared_waits
+
+    from tessera.serve.service import Service, ServiceConfig
+    from tessera.serve.text import ByteText
+    from tessera.simulate.arrivals import make_arrivals
+
+    prepared = local.prepared
+    first, plan, shape = prepared.plans[0], prepared.plans[number], prepared.model.shape
+    most_per_s = first.throughput_per_s * shape.rows
+    if first.policy in prepared.rehearsed:
+        most_per_s = prepared.rehearsed[first.policy] / args.output
+    lengths = f"lognormal:{args.prompt},{args.output},0.5"
+    stream = make_arrivals(f"poisson:{args.load * most_per_s!r}", args.requests, 0, lengths)
+    asks = asks_of(stream, shape)
+    virtual = arrive_virtually(prepared.plans, number, shape, asks)
+    with Service(local.stepper, shape, ByteText(), config=ServiceConfig(policy=plan.policy)) as service:
+        arrive(service, [(0.0, ask) for _, ask in asks[:2]], 1.0)  # what is slow only once
+        real = arrive(service, asks, prepared.scale)
+    return {"requests per s": round(args.load * most_per_s, 3), **compared_waits(real, virtual)}
 
 
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
@@ -189,6 +231,7 @@ WHAT: dict[str, Callable[[Log, argparse.Namespace], None]] = {
     "decode": decode,
     "engine": engine,
     "pair": pair,
+    "arrivals": arrivals,
 }
 
 
@@ -221,12 +264,12 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def main() -> None:
-    """All parts, or one as a child."""
+def parsed(words: list[str]) -> argparse.Namespace:
+    """What was asked for."""
     parser = argparse.ArgumentParser(description="Serving on one GPU.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="serve")
-    parser.add_argument("--parts", default="decode,engine,pair")
+    parser.add_argument("--parts", default="decode,engine,pair,arrivals")
     parser.add_argument("--tag", default="", help="told apart from other runs of the same part")
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
     parser.add_argument("--layers", type=int, default=32)
@@ -239,6 +282,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="of one round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of one policy's load that are counted")
+    parser.add_argument("--requests", type=int, default=40, help="that arrive")
+    parser.add_argument("--load", type=float, default=0.6, help="of arrivals, as a share of the most")
+    parser.add_argument("--transport", default="auto")
     parser.add_argument("--devices", default=PAIR[0])
     parser.add_argument("--link", default=PAIR[1])
     parser.add_argument(
@@ -248,7 +294,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """All parts, or one as a child."""
+    args = parsed(sys.argv[1:])
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
         log = Log(args.result)

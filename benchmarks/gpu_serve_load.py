@@ -1,22 +1,32 @@
-"""A closed load on a service in this process, and what came of it; used by gpu_serve.py.
+"""Loads on a service in this process, and what came of them; used by gpu_serve.py.
 
-Every client asks, reads its answer to the end and asks again, so that the service is always full. Rates are
-counted between two moments at both of which it was full: no first prompts and no last answers.
+Closed: every client asks, reads its answer to the end and asks again, so that the service is always full.
+Rates are counted between two moments at both of which it was full: no first prompts and no last answers.
+
+Open: requests arrive when they do, and how long they take is looked at; once for real, and once by the same
+engine in virtual time, over the same plans.
 """
 
 import asyncio
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tessera.execute.cuda.stepper import CudaStepper
-from tessera.execute.serving import StepDone
+from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
+from tessera.execute.worker_stepper import WorkerStepper
+from tessera.ir import Arrivals, Plan
+from tessera.serve.engine import Engine, EngineConfig
 from tessera.serve.records import Ask, Finish, Piece, Sampling
+from tessera.serve.rows import Request, Steps
 from tessera.serve.service import Service
+from tessera.serve.shape import Shape
+from tessera.serve.text import ByteText
+from tessera.simulate.stepper import VirtualStepper
 
 GREEDY = Sampling(temperature=0.0)
 # A load that is not steady by then is counted all the same; the result says so.
@@ -105,22 +115,25 @@ def run_full(service: Service, clients: int, prompt: int, output: int, vocab: in
     }
 
 
-def stepper_per_s(stepper: CudaStepper, steps: int) -> dict[str, float]:
-    """Tokens a second of decodes one after the other in one slot, tokens passing through the host."""
-    rows = stepper.shape.rows
-    stepper.open(0, 0)
+def stepper_per_s(stepper: WorkerStepper, shape: Shape, steps: int) -> dict[str, float]:
+    """Tokens a second of decodes one after the other in one microbatch, tokens passing through the host."""
+    rows, known, lane = shape.rows, Steps.of(stepper.plans[0]), stepper.lanes.take(0)
+    assert lane is not None, "nothing is lost"
+    stepper.open(0, lane.number)
     tokens = torch.zeros(rows, 1, dtype=torch.int64)
     times: list[float] = []
     for _ in range(3):
         began = time.perf_counter()
         for number in range(steps):
-            positions = torch.full((rows, 1), stepper.shape.capacity - steps + number)
-            stepper.run(0, "decode", {"tokens": tokens, "positions": positions}, ("logits",))
+            positions = torch.full((rows, 1), shape.capacity - steps + number)
+            given = {"tokens": tokens, "positions": positions}
+            stepper.start(known.call(0, "decode", given, ("logits",)))
             done = stepper.take(60.0)
             assert isinstance(done, StepDone), done
             tokens = done.outputs["next_tokens"][:, None]
         times.append(time.perf_counter() - began)
     stepper.close(0)
+    stepper.lanes.give_back(lane.number)
     return {
         "tokens per s": round(rows * steps / min(times), 1),
         "us a step": round(min(times) / steps * 1e6, 1),
@@ -152,3 +165,106 @@ async def _read(
         if now > until():
             await answer.aclose()
             return
+
+
+# Arrivals ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Waited:
+    """What one request waited, in modelled seconds: for its first token, and for each one after that."""
+
+    first_s: float
+    # None: its answer has one token.
+    each_s: float | None
+
+
+def asks_of(arrivals: Arrivals, shape: Shape) -> list[tuple[float, Ask]]:
+    """(second, ask) of every request; those that are too long are cut to what fits."""
+    rng, found = random.Random(0), []
+    for at, prompt, output in zip(arrivals.times_s, arrivals.prompts, arrivals.outputs, strict=True):
+        size = min(prompt, shape.capacity // 2)
+        tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(size))
+        length = min(output, shape.capacity - size)
+        found.append((at, Ask(tokens, length, GREEDY, ignores_end=True)))
+    return found
+
+
+def arrive(service: Service, asks: Sequence[tuple[float, Ask]], scale: float) -> list[Waited]:
+    """Asks come in real time, `scale` times as long apart as they are; what is waited is divided by it."""
+
+    async def one(begun: float, at: float, ask: Ask) -> Waited:
+        await asyncio.sleep(max(0.0, begun + at * scale - time.monotonic()))
+        asked, came = time.monotonic(), list[float]()
+        async for event in service.answer(ask):
+            if isinstance(event, Piece):
+                came += [time.monotonic()] * len(event.tokens)
+            elif event.reason != "length":
+                raise RuntimeError(f"a request ended by {event.reason}: {event.message}")
+        return _waited(asked, came, scale)
+
+    async def everybody() -> list[Waited]:
+        begun = time.monotonic()
+        return list(await asyncio.gather(*(one(begun, at, ask) for at, ask in asks)))
+
+    return asyncio.run(everybody())
+
+
+class _Arriving(VirtualStepper):
+    """Virtual time stops where the next request arrives."""
+
+    next_s = float("inf")
+
+    def take(self, timeout_s: float | None) -> Event | None:
+        """None when it does."""
+        left_s = max(0.0, self.next_s - self.now_s())
+        return super().take(left_s if timeout_s is None else min(timeout_s, left_s))
+
+
+def arrive_virtually(
+    plans: Sequence[Plan], number: int, shape: Shape, asks: Sequence[tuple[float, Ask]]
+) -> list[Waited]:
+    """The same asks through the service's engine, over the simulator's stepper."""
+    kinds = [graph.trace.step.kind for graph in plans[0].graphs]
+
+    def outputs(call: StepCall) -> Tensors:
+        rows = {"decode": shape.rows, "chunk": 1}.get(kinds[call.step], 0)
+        return {"next_tokens": torch.zeros(rows, dtype=torch.int64)} if rows else {}
+
+    stepper, text = _Arriving(plans, outputs=outputs), ByteText()
+    engine = Engine(stepper, shape, (), EngineConfig(len(asks) + 1))
+    engine.scheduler.switch(number)
+    due = sorted(asks, key=lambda pair: pair[0])[::-1]
+    open_: dict[Request, tuple[float, list[float]]] = {}
+    found: list[Waited] = []
+    while due or open_:
+        while due and due[-1][0] <= stepper.now_s() + 1e-9:
+            at, ask = due.pop()
+            request = Request(ask, text.reader(), ())
+            open_[request] = (at, [])
+            engine.submit(request)
+        stepper.next_s = due[-1][0] if due else float("inf")
+        engine.step()
+        for request, (at, came) in list(open_.items()):
+            came.extend([stepper.now_s()] * (request.num_out - len(came)))
+            if len(came) == request.ask.max_tokens:
+                found.append(_waited(at, came, 1.0))
+                del open_[request]
+    return found
+
+
+def _waited(asked: float, came: Sequence[float], scale: float) -> Waited:
+    each = (came[-1] - came[0]) / (len(came) - 1) / scale if len(came) > 1 else None
+    return Waited((came[0] - asked) / scale, each)
+
+
+def compared_waits(real: Sequence[Waited], virtual: Sequence[Waited]) -> dict[str, Any]:
+    """Medians of both in milliseconds, and real / virtual."""
+    found: dict[str, Any] = {"requests": len(real)}
+    for name, of in (
+        ("time to first token", lambda w: w.first_s),
+        ("time per output token", lambda w: w.each_s),
+    ):
+        a, b = (statistics.median(x for x in map(of, w) if x is not None) * 1e3 for w in (real, virtual))
+        found[name] = {"real ms": round(a, 3), "virtual ms": round(b, 3), "ratio": round(a / b, 4)}
+    return found

@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload
 from tessera.capture.inductor import on_device, record_inductor
-from tessera.execute.cuda.captured import Captured
+from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.measure import whole_plan
+from tessera.execute.lower import lower
 from tessera.flow import make_unit
 from tessera.ir import Step
 
@@ -72,18 +73,21 @@ def own_steps(workload: Workload, start: int, portable: bool) -> Steps:
     """(step, reset) of the captured decode as one CUDA graph, which feeds its own tokens back."""
     use_attention(workload, "tessera")
     recording = record_inductor(workload, triton_accesses, portable)
-    plan = whole_plan(make_unit([recording.trace]), whole_card(), 0)
-    captured = _OPEN.enter_context(Captured([plan], workload.weights(), {0: recording.relaunch}))
-    graph, slot = captured.graph(0, captured.programs[0][0][0]), captured.slots[0]
-    tokens, positions = (_words(slot.inputs[0, 0, name]) for name in ("tokens", "positions"))
+    plan, kernels = whole_plan(make_unit([recording.trace]), whole_card(), 0), {0: recording.relaunch}
+    graphs = DeviceGraphs(plan.cluster, 0, [recording.trace], workload.weights(), 1, kernels=kernels)
+    _OPEN.callback(graphs.close)
+    (number,) = graphs.add(lower(plan)[0])
+    graph, room = graphs.graph(0, number), graphs.room(0)
+    assert graph is not None, "all launches are here"
+    tokens, positions = (_words(room.inputs[0, name]) for name in ("tokens", "positions"))
 
     def step() -> None:
-        with torch.cuda.stream(slot.origin):
+        with torch.cuda.stream(room.origin):
             tokens.copy_(graph.replay()["next_tokens"])
             positions.add_(1)
 
     def reset() -> None:
-        with torch.cuda.stream(slot.origin):
+        with torch.cuda.stream(room.origin):
             positions.fill_(start)
 
     return step, reset

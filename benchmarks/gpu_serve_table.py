@@ -20,7 +20,9 @@ def table(whole: dict[str, Any]) -> str:
         "attention (`sdpa`, which repeats keys and values for every query head) under torch.compile, in a "
         "loop that feeds tokens back on the GPU; nobody reads them. Both are timed in turn on the same card.",
     ]
-    sections = {"decode": _against, "engine": _against, "pair": _pair, "attention": _attention}
+    sections = {
+        "decode": _against, "engine": _against, "pair": _pair, "arrivals": _arrivals, "attention": _attention,
+    }  # fmt: skip
     for kind, section in sections.items():
         parts = {name: part for name, part in whole.items() if name.split(" ")[0] == kind}
         if parts:
@@ -87,6 +89,35 @@ def _pair(kind: str, parts: dict[str, Any]) -> list[str]:
             rehearsed = part.get("rehearsed, tokens per s", {}).get(policy)
             cells = [policy, rate, rehearsed or "-", round(rate / rehearsed, 4) if rehearsed else "-"]
             cells += [row["predicted tokens per s"], row["measured / predicted"], gains.get(policy, "-")]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def _arrivals(kind: str, parts: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Two unlike devices: a Poisson stream of requests, for real and in virtual time",
+        "",
+        "The same requests at the same moments through the same engine, over worker processes and over the "
+        "simulator's stepper. Medians in modelled milliseconds: what was waited, divided by the scale.",
+    ]
+    waits = ("time to first token", "time per output token")
+    for name, part in parts.items():
+        model = part.get("model", {})
+        lines += [
+            "",
+            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows a slot, scale "
+            f"{part.get('scale')}. `{part['command']}`",
+            "",
+            "| policy | requests | requests/s | "
+            + " | ".join(f"{wait}, real | virtual | real / virtual" for wait in waits)
+            + " |",
+            f"|{'---|' * 9}",
+        ]
+        for key, row in part.items():
+            if not isinstance(row, dict) or waits[0] not in row:
+                continue
+            cells = [key.partition(" ")[2], row["requests"], row["requests per s"]]
+            cells += [row[wait][what] for wait in waits for what in ("real ms", "virtual ms", "ratio")]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

@@ -4,6 +4,7 @@ import functools
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tessera.ir import Cluster, Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.cards import Card
 from tessera.serve import gpu
-from tessera.serve.gpu import is_for_gpus, prepare_on_gpus
+from tessera.serve.gpu import check_gpus, prepare_on_gpus
 from tessera.serve.local import Local
 from tessera.serve.planning import Average, Prepared, Wanted
 from tessera.serve.records import Ask
@@ -138,10 +139,26 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ["cuda:0"] == [device.name for device in ready.service.snapshot().devices]
 
 
+def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtually(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many requests, with times of both; what they are means nothing here."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    from benchmarks.gpu_serve import _arrived, parsed
+
+    words = "--out OUT --parts arrivals --requests 6 --prompt 6 --output 4 --load 2.0"
+    with Local(prepare(PAIR, CROSSING)) as local:
+        found = _arrived(local, 0, parsed(words.split()))
+
+    assert 6 == found["requests"]
+    for name in ("time to first token", "time per output token"):
+        assert found[name]["real ms"] > 0.0 < found[name]["virtual ms"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [("cuda:0,cpu", "beside other devices"), ("cuda:0,cuda:1/as=l40s", "other times")]
 )
 def test_sets_of_unlike_kinds_are_refused(text: str, said: str) -> None:
     """A card's own time, a modelled time and a CPU's do not mix."""
     with pytest.raises(TesseraError, match=said):
-        is_for_gpus(make_devices(text))
+        check_gpus(make_devices(text))
