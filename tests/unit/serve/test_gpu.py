@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtual
     from benchmarks.gpu_serve import _arrived, parsed
 
     words = "--out OUT --parts arrivals --requests 6 --prompt 6 --output 4 --load 2.0"
-    with Local(prepare(PAIR, CROSSING)) as local:
+    with Local(replace(prepare(PAIR, CROSSING), scale=100.0)) as local:
         found = _arrived(local, 0, parsed(words.split()))
 
     assert 6 == found["requests"]
