@@ -53,10 +53,12 @@ CLONE_NEWNET = 0x40000000
 SECRET = "a secret of more than sixteen bytes\n"
 
 ABOUT = """\
-The tiny Llama over HTTP on `emu:a100,emu:l40s`, four clients; every answer (tokens, probabilities, end) is
-compared with the same service on one device. Refused in words: an HTTP error that says why; the client asks
-again. Full strength: every device ready in `/v1/state`, from the last kill of a burst on. The machine was
-shared with other work.
+The tiny Llama over HTTP on `emu:a100,emu:l40s`, four clients; every answer is compared with the same
+service on one device: tokens and end exactly, logarithms of probabilities within 1e-4 (a request that is
+taken up again reads its own tokens as a prompt). Refused in words: an HTTP error that says why, here that
+its devices were lost again; the client asks again. Full strength: every device ready in `/v1/state`, from
+the last kill of a burst on; a device that fails three times in a row without a step between is left alone
+for 10 s, then 20 s and so on, by design. The machine was shared with other work.
 """
 
 Ask = tuple[tuple[int, ...], int]
