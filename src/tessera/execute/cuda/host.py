@@ -240,16 +240,17 @@ class Host:
                 time.sleep(LOOK_S)
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
-        """Sends what graphs have flagged; True if there was something."""
+        """Sends what graphs have flagged, of older runs first; True if there was something."""
         found = np.flatnonzero(mirror.flags.copy())  # graphs set flags while it looks
-        for word in found:
-            microbatch, number = divmod(int(word), mirror.layout.flags_each)
+        flagged = []
+        for word in found.tolist():
+            microbatch, number = divmod(word, mirror.layout.flags_each)
             mirror.flags[word] = 0
             with self._changed:
                 run = self._current.get(microbatch)
-                program = self._runs[run][1] if run is not None else -1
-            if run is None:
-                continue  # it was cancelled
+                if run is not None:  # else it was cancelled
+                    flagged.append((run, number, self._runs[run][1], microbatch))
+        for run, number, program, microbatch in sorted(flagged):
             transfer = self._programs[program].transfers[number]
             _, at = self._at(Spot(microbatch, program, number))
             start = mirror.layout.place(at) + transfer.start
