@@ -63,7 +63,8 @@ def test_the_last_measurement_of_a_link_counts(tmp_path: Path) -> None:
 def test_two_workers_of_this_machine_are_timed_alone_and_beside_one_another(transport: str) -> None:
     """Every size has a time, and a longer message takes longer, over the workers' own transports."""
     sizes = (4096, 1 << 23)
-    found = time_transfers(*parse_devices("cpu,cpu"), transport, sizes, build_graph)
+    one, other = parse_devices("cpu,cpu")
+    found = time_transfers(one, other, transport, sizes, build_graph)
 
     assert sizes == tuple(n for n, _ in found.alone) == tuple(n for n, _ in found.both)
     assert found.alone[0][1] < found.alone[1][1]
