@@ -1,9 +1,9 @@
 """Stands in for a GPU where there is none: the workers' own code runs, on the CPU, one thing after the other.
 
-Streams and events do nothing, a "graph" issues its share of the program again, and the turnstile writes records
-from the CPU's clock without waiting. Memory, flags and waits are real: a graph's wait holds up the worker that
-issues it, and only that one, for each is a thread of the test's process. So what is tested is memory,
-placement, transports, messages and bookkeeping; time and graphs only on a GPU.
+Streams and events do nothing, a "graph" issues its share of the program again, and the turnstile writes
+records from the CPU's clock without waiting. Memory, flags and waits are real: a graph's wait holds up the
+worker that issues it, and only that one, for each is a thread of the test's process. So what is tested is
+memory, placement, transports, messages and bookkeeping; time and graphs only on a GPU.
 """
 
 import contextlib

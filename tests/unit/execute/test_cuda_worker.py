@@ -128,7 +128,8 @@ def test_stamped_runs_report_launches_and_sends() -> None:
         stepper.spans = SpanLog(stepper.plans[0])
         run_offline(stepper, [request(0)], spans=stepper.spans)
         timeline = stepper.spans.timeline()
-        launches = sum(count * len(g.trace.launches) for g, count in zip(unit().graphs, unit().counts, strict=True))
+        steps = zip(unit().graphs, unit().counts, strict=True)
+        launches = sum(count * len(graph.trace.launches) for graph, count in steps)
         assert launches == sum(not span.is_transfer for span in timeline.spans)
         assert any(span.is_transfer for span in timeline.spans)
 
