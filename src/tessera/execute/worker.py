@@ -127,6 +127,8 @@ class Worker:
         self._ground = Ground(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
+        # The first lane of the plans that were loaded last.
+        self._newest = 0
         progress = setup.progress
         if progress is None:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
@@ -166,6 +168,7 @@ class Worker:
             case Load(first_lane, packed):
                 programs = messages.unpack_programs(packed)
                 self._setup.programs[first_lane:] = programs
+                self._newest = first_lane
                 self._transport.load(first_lane, programs)
             case Relink(device, epoch):
                 self._transport.relink(device, epoch)
@@ -256,6 +259,10 @@ class Worker:
     def _stand(self, microbatch: int, lane: int, index: int) -> Stand:
         key = (microbatch, lane, index)
         if key not in self._stands:
+            if lane >= self._newest:  # it never goes back to the plans before
+                gone = [k for k in self._stands if k[0] == microbatch and k[1] < self._newest]
+                for old in gone:
+                    del self._stands[old]
             program = self._setup.programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
             self._stands[key] = self._ground.stand(microbatch, program, us)

@@ -120,6 +120,12 @@ class DeviceGraphs:
                     self.graph(microbatch, number)
         self.device.synchronize()
 
+    def forget(self, microbatch: int, first: int) -> None:
+        """Lets go of a microbatch's graphs that no program from number `first` on shares."""
+        kept = set(self._shared[first:])
+        for key in [k for k in self._graphs if k[0] == microbatch and k[1] < first and k[1] not in kept]:
+            del self._graphs[key]
+
     def relink(self, peer: int, epoch: int) -> bool:
         """The link to a peer is opened anew; True if what sends there must be captured again."""
         if self.transport is None or not self.transport.relink(peer, epoch):

@@ -86,6 +86,8 @@ class CudaWorker:
         # By lane, and by their place in it; numbers as `DeviceGraphs` counts them.
         self._programs: list[Sequence[Program]] = []
         self._numbers: list[Sequence[int]] = []
+        # The first lane of the plans that were loaded last.
+        self._newest = 0
         self._graphs = DeviceGraphs(
             setup.cluster,
             setup.device,
@@ -127,6 +129,7 @@ class CudaWorker:
             case Clear(microbatch, lane):
                 self._clear(microbatch, lane)
             case Load():
+                self._newest = len(self._programs)
                 self._load(unpack_programs(news.programs))
             case Relink(device, epoch):
                 self._relink(device, epoch)
@@ -160,6 +163,8 @@ class CudaWorker:
     def _begin(self, order: Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
         self.at = (order.microbatch, order.run, -1)
+        if order.lane >= self._newest > 0:  # it never goes back to the plans before
+            self._graphs.forget(order.microbatch, self._numbers[self._newest][0])
         room = self._graphs.room(order.microbatch)
         try:
             graph = self._graphs.graph(order.microbatch, number)
