@@ -151,6 +151,7 @@ class Jobs:
     number: int
     lane: LoadedLane
     rows: int = 1
+    can_move: bool = False
     left: dict[Job, list[int]] = field(default_factory=dict)
 
     @property

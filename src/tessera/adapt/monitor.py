@@ -42,8 +42,9 @@ class MonitorConfig:
     # The threshold: standard errors to either side of a counted load at which another policy must be better.
     # Two were tried as the default: a system near the crossing stayed too long on the worse side.
     errors: float = 1.0
-    # What a switch costs: of the requests that are usual for the load, how many more there are for a window.
-    switch_cost: float = 0.2
+    # What a switch costs: of the requests that are usual for the load, how many more there are until those
+    # who are here would have left.
+    switch_cost: float = 0.5
     # Of the work done: less is not worth a change of shares or plans.
     min_gain: float = 0.05
     # What the plans' costs say of their own error.
@@ -118,8 +119,10 @@ class Monitor:
         chosen = min(self._policies.values(), key=lambda policy: expected(policy, 0.0))
         if chosen is now:
             return ()
-        # While requests end where they are, microbatches of both policies share the devices.
-        price = self._config.switch_cost * chosen.usual(load)
+        # Requests read again what they have, or end where they are beside microbatches of the new policy. How
+        # long they stay is, by Little's law, how many there are over how many come.
+        usual = chosen.usual(load)
+        price = self._config.switch_cost * usual * usual / max(load * self.window_s, usual)
         for errors in (-self._config.errors, self._config.errors):
             if not expected(chosen, errors) + price < expected(now, errors):
                 return ()

@@ -1,17 +1,17 @@
 """Which microbatch takes the next request.
 
 A step costs about the same however many of a microbatch's rows have a request, so requests are packed. But a
-policy keeps all of its devices busy only with some number of microbatches at work, its width; up to that number
-requests are spread evenly, since devices would else wait. Beyond it each one that is open slows the others
-down, by what the plan says of microbatches in flight. So one more is opened only when so many wait that it is
-worth it to those who are seated; and it takes only those for whom the ones before it have no place, even if
-they have to wait for a step to end there: so it empties and closes when the load falls. One that is opened or
-filled too soon is not a loss for a moment: with more microbatches everybody stays longer, so it does not empty
-again, and a system that could serve its load with two stays at three.
+policy keeps all of its devices busy only with some number of microbatches at work, its width; up to that
+number requests are spread evenly, since devices would else wait. Beyond it each one that is open slows the
+others down, by what the plan says of microbatches in flight. So one more is opened only when so many wait
+that it is worth it to those who are seated; and it takes only those for whom the ones before it have no
+place, even if they have to wait for a step to end there: so it empties and closes when the load falls. One
+that is opened or filled too soon is not a loss for a moment: with more microbatches everybody stays longer,
+so it does not empty again, and a system that could serve its load with two stays at three.
 
 After a switch of policy the microbatches of the old one are renewed: the emptiest takes nothing more and is
 opened anew when its last request has left; so do the next ones, as long as the others have places for all who
-wait. Who waits is seated in those of the new policy first. No request moves.
+wait. Who waits is seated in those of the new policy first.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from tessera.ir import Plan
 
 # Share of the best simulated rate at which more microbatches in flight are no gain.
 ENOUGH = 0.95
-# Waiting requests for each request that is seated and would take twice as long, before a microbatch beyond the
-# width is opened. Of several values tried on an 8B model, latencies were least, and varied least with the seed,
-# around this one.
+# Waiting requests for each request that is seated and would take twice as long, before a microbatch beyond
+# the width is opened. Of several values tried on an 8B model, latencies were least, and varied least with the
+# seed, around this one.
 PER_SEATED = 0.2
 
 
@@ -71,7 +71,7 @@ def width_of(plan: Plan) -> int:
 
 
 def slowdown_of(plan: Plan) -> Callable[[int], float]:
-    """For a number of microbatches: how much longer a step takes with one more; 0 where a plan does not say."""
+    """By the number of microbatches: how much longer steps take with one more; 0 if a plan does not say."""
     points = sorted(plan.by_slots)
 
     def rate(num: int) -> float:

@@ -205,6 +205,11 @@ class _One:
         """Never: the next one opens a microbatch of its own."""
         return False
 
+    @property
+    def can_move(self) -> bool:
+        """It would begin from its first run."""
+        return False
+
     def add(self, request: int) -> None:
         """From its first run."""
         given, lane, run = self._run.requests[request], self._lane, self._run

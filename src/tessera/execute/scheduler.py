@@ -10,7 +10,9 @@ comes next is its `Content`'s to say: the scheduler knows nothing of prompts, ro
 
 A microbatch is opened on a lane of the policy in force (`stepper.lanes`) when a request needs one, and closed
 when its content has no next step. A switch of policy, new plans and a device that is back renew microbatches
-one after another; nothing is drained and no request moves.
+one after another. Where requests can read again what they have, those of an old one go to new ones as soon as
+there are places for all of them: a prompt is read in the time of some decodes, while an old microbatch that
+ends by itself shares the devices with the new ones until its longest answer is whole. No state moves.
 
 A lost device takes its microbatches with it. Their requests go ahead of the queue and start anew from what
 they have, on any lane that is open; a request that lost its devices `max_retries` times fails at the next
@@ -51,6 +53,10 @@ class Content(Protocol[R]):
     def takes(self) -> bool:
         """True if a request can begin in it now."""
 
+    @property
+    def can_move(self) -> bool:
+        """True if its requests can start anew elsewhere at little cost, from what they have."""
+
     def add(self, request: R) -> None:
         """A request begins, from the start or anew from what it has."""
 
@@ -64,7 +70,7 @@ class Content(Protocol[R]):
         """The step that it named last has ended; the requests that leave by it."""
 
     def requests(self) -> list[R]:
-        """Everybody in it; asked when its device was lost."""
+        """Everybody in it; asked when its device was lost, or when all of them move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +110,9 @@ class Watcher(Generic[R]):
 
     def retried(self, request: R, lost: DeviceLost) -> None:
         """A request will start anew; it waits again."""
+
+    def moved(self, request: R) -> None:
+        """A request leaves a microbatch that is renewed; it waits again, and will start anew."""
 
     def lost(self, lost: DeviceLost) -> None:
         """A device was lost; told before its requests are retried."""
@@ -313,6 +322,9 @@ class Scheduler(Generic[R]):
     # Steps.
 
     def _start(self, microbatch: Microbatch[R]) -> None:
+        if microbatch.is_old and microbatch.content.can_move and self._has_places(microbatch):
+            self._move(microbatch)
+            return
         call = microbatch.content.next_step(len(self.queue))
         if call is None:
             self.stepper.close(microbatch.number)
@@ -325,6 +337,21 @@ class Scheduler(Generic[R]):
                 return
         microbatch.is_running = True
         self.stepper.start(call)
+
+    def _has_places(self, old: Microbatch[R]) -> bool:
+        """Can its requests all begin in microbatches of the policy in force, or in more of them?"""
+        places = self.microbatches.values()
+        free = sum(place.content.num_free for place in places if not place.is_old)
+        more = max(0, self._depth + 1 - len(places)) if self.stepper.lanes.open(self.policy) else 0
+        return 0 < old.content.num_used <= free + more * self._config.rows
+
+    def _move(self, microbatch: Microbatch[R]) -> None:
+        """Its requests go ahead of the queue, and start anew from what they have."""
+        self.stepper.close(microbatch.number)
+        self._close(microbatch)
+        for request in microbatch.content.requests():
+            self.queue.give_back(request)
+            self._watcher.moved(request)
 
     def _free(self, *numbers: int) -> None:
         """Steps of these microbatches have ended, or are lost: who waited for them starts."""

@@ -209,6 +209,10 @@ class Engine(Watcher[Request]):
         request.rows = None
         self.meters.retried += 1
 
+    def moved(self, request: Request) -> None:
+        """It waits again, for a place under the policy in force."""
+        request.rows = None
+
     def lost(self, lost: DeviceLost) -> None:
         """What its steps gave is handed out before they start anew."""
         self._out.deliver()

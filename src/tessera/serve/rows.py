@@ -177,6 +177,11 @@ class Rows:
         """True if a request can begin here now."""
         return self.reading is None and None in self.rows
 
+    @property
+    def can_move(self) -> bool:
+        """By chunks; without them a request reads again what it has at the pace of an answer."""
+        return bool(self._shape.chunk)
+
     def requests(self) -> list[Request]:
         """Everybody here."""
         return [r for r in (*self.rows, self.reading) if r is not None]

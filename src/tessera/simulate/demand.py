@@ -1,7 +1,7 @@
 """Demand: what requests ask of a work unit; Ledger: what became of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tessera.ir import Arrivals, WorkUnit
 
@@ -20,6 +20,8 @@ class Demand:
     rows: int
     # True if a head gives the first token.
     head_speaks: bool
+    # Of a whole head, what a token takes that was given before and is read again.
+    per_token: float = 0.0
 
     def __len__(self) -> int:
         return len(self.times_us)
@@ -41,7 +43,8 @@ def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> De
         else [1.0 / rows] * num
     )
     decodes = [n - head_speaks for n in tokens] if is_decode else [0] * num
-    return Demand([t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks)
+    per_token = 1.0 / (context * rows) if context else 0.0
+    return Demand([t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks, per_token)
 
 
 @dataclass
@@ -54,6 +57,8 @@ class Ledger:
     num_refused: int = 0
     num_failed: int = 0
     max_waiting: int = 0
+    # Decodes that a request had when it left a microbatch before its end: it goes on from there.
+    decoded: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(num: int) -> "Ledger":

@@ -6,6 +6,9 @@ proportion to the prompt tokens that joined, in sixteenths of the captured one; 
 captured batch and context take, however many rows are in use and wherever they stand. A work unit that does
 not end in a decode has no more than a head: its requests join while the microbatch is empty, run every step
 as often as the unit says, and leave together.
+
+A request that begins again, since its device was lost or its microbatch is renewed, reads what it has along
+with its prompt and gets its next token by that, as in a service.
 """
 
 import heapq
@@ -61,15 +64,22 @@ class Rows:
         """Between two decodes."""
         return self._runs is None and not self._ahead and self.num_free > 0
 
+    @property
+    def can_move(self) -> bool:
+        """Where prompts are not part of the work, reading again is not either."""
+        return self._decode is not None and self._demand.rows > 1
+
     def add(self, request: int) -> None:
-        """Joins now; one that lost its device begins again."""
+        """Joins now."""
         self._joining.append(request)
 
     def state(self) -> None:
         """Nothing is computed."""
 
     def requests(self) -> list[int]:
-        """Everybody."""
+        """Everybody; how far each one came is noted."""
+        for stop, request in self._seats:
+            self._ledger.decoded[request] = self._demand.decodes[request] - (stop - self._clock)
         return sorted([*(request for _, request in self._seats), *self._joining])
 
     def next_step(self, num_waiting: int) -> StepCall | None:
@@ -85,6 +95,9 @@ class Rows:
     def _begin_head(self) -> None:
         if self._head:
             share = sum(self._demand.shares[request] for request in self._joining)
+            if self._ledger.decoded:
+                given = sum(self._ledger.decoded.get(request, 0) for request in self._joining)
+                share += given * self._demand.per_token
             scale = max(1, math.ceil(share * PARTS - 1e-9)) / PARTS
             self._ahead = [StepCall(self._number, step, scale=scale) for step in self._head]
         else:
@@ -92,13 +105,15 @@ class Rows:
 
     def _sit(self, is_spoken: bool) -> None:
         """The head is over: those who joined have their first token, or their only one, or none yet."""
-        decodes = self._demand.decodes
         for request in self._joining:
-            if is_spoken or not decodes[request]:
+            left = self._demand.decodes[request]
+            if request in self._ledger.decoded:
+                left -= self._ledger.decoded[request] + is_spoken
+            if is_spoken or not left:
                 self._speak(request)
             else:
                 self._silent.append(request)
-            heapq.heappush(self._seats, (self._clock + decodes[request], request))
+            heapq.heappush(self._seats, (self._clock + left, request))
         self._joining = []
 
     def _speak(self, request: int) -> None:

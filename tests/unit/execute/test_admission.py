@@ -183,7 +183,7 @@ def test_old_ones_are_renewed_together_where_others_have_room() -> None:
 
 
 def test_a_slowdown_is_what_a_plan_says_of_microbatches_in_flight() -> None:
-    """With twice as many at the same rate each step takes twice as long; between the points, in proportion."""
+    """Twice as many at the same rate take twice as long each; between the points, in proportion."""
     plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
     slowdown = slowdown_of(replace(plan, by_slots=((1, 10.0), (2, 20.0), (4, 30.0))))
 
