@@ -112,10 +112,10 @@ class DeviceGraphs:
             self._graphs[key] = self._capture(self._rooms[microbatch], number)
         return self._graphs.get(key)
 
-    def prepare(self) -> None:
-        """Captures what is not captured yet."""
+    def prepare(self, first: int = 0) -> None:
+        """Captures what is not captured yet, of the programs from number `first` on."""
         for microbatch in range(self.num_microbatches):
-            for number in range(len(self._programs)):
+            for number in range(first, len(self._programs)):
                 with suppress(PeerAway):  # captured when it is back, and asked for
                     self.graph(microbatch, number)
         self.device.synchronize()

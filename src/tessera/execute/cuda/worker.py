@@ -141,11 +141,15 @@ class CudaWorker:
     def _load(self, programs: Sequence[Sequence[Program]]) -> None:
         self._numbers += [self._graphs.add(lane) for lane in programs]
         self._programs += programs
-        self._graphs.prepare()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Captures what the plans in force need; what is left of others is captured when it is asked for."""
+        self._graphs.prepare(self._numbers[self._newest][0])
 
     def _relink(self, device: int, epoch: int) -> None:
         if self._graphs.relink(device, epoch):
-            self._graphs.prepare()
+            self._prepare()
 
     def close(self) -> None:
         """The process ends, and with it everything."""
