@@ -202,6 +202,7 @@ class Diary(Watcher[Job]):
         self.finished_jobs: list[str] = []
         self.failures: dict[str, str] = {}
         self.retries: list[str] = []
+        self.moves: list[str] = []
         self.devices: list[str] = []
 
     def finished(self, request: Job) -> None:
@@ -215,6 +216,10 @@ class Diary(Watcher[Job]):
     def retried(self, request: Job, lost: DeviceLost) -> None:
         """In order."""
         self.retries.append(request.name)
+
+    def moved(self, request: Job) -> None:
+        """In order."""
+        self.moves.append(request.name)
 
     def lost(self, lost: DeviceLost) -> None:
         """-: it is gone."""

@@ -129,7 +129,7 @@ class SchedulerConfig:
     max_waiting: int | None = None
     # Microbatches open at once; None: as many as the plan in force says.
     depth: int | None = None
-    # Places of a microbatch. When so many wait they would fill another one, so width is no matter.
+    # Places of a microbatch.
     rows: int = 1
     # Starts of a request after its first; None: any number.
     max_retries: int | None = None
@@ -269,10 +269,8 @@ class Scheduler(Generic[R]):
             pass
 
     def _seat_next(self) -> bool:
-        num_open = len(self.microbatches)
-        width = self._depth if len(self.queue) >= self._config.rows else self._width
         places = tuple(self.microbatches.values())
-        found = choose(places, width, num_open < self._depth, len(self.queue), self._slowdown)
+        found = choose(places, self._width, len(places) < self._depth, len(self.queue), self._slowdown)
         if found is False:
             return False
         lane = None

@@ -160,8 +160,8 @@ def test_one_more_is_opened_when_enough_wait_for_it() -> None:
     """As many as make up for what everybody who is seated loses by it."""
     full = [place(number, 3) for number in range(5)]
 
-    assert chosen(full, waiting=2, slowdown=1.0) is False
-    assert chosen(full, waiting=3, slowdown=1.0) is True
+    assert chosen(full, waiting=5, slowdown=1.0) is False
+    assert chosen(full, waiting=6, slowdown=1.0) is True
     assert chosen(full, waiting=1, slowdown=0.0) is True
 
 

@@ -83,6 +83,24 @@ def test_a_switch_renews_microbatches_one_after_another() -> None:
     assert [0, 0, 1, 1] == [stepper.lanes.all[lane].policy for _, lane in stepper.openings]
 
 
+def test_requests_that_can_read_again_go_to_new_microbatches() -> None:
+    """After a switch they begin there at once, ahead of who waits; the old microbatch is closed."""
+    plans = [plan_of([0], slots=2), replace(plan_of([1], slots=2), policy="other")]
+    stepper, diary = ClockedStepper(plans), Diary()
+    config = SchedulerConfig(rows=2, patience=math.inf)
+    scheduler = Scheduler(stepper, lambda n, lane: Jobs(n, lane, 2, can_move=True), config, diary)
+    for job in jobs_of(5, *(SHORT,) * 8):
+        scheduler.push(job)
+    scheduler.round(None)
+    scheduler.switch(1)
+    scheduler.round(None)
+    scheduler.round(None)
+
+    assert {1} == {microbatch.lane.policy for microbatch in scheduler.microbatches.values()}
+    assert ["0", "1", "2", "3"] == sorted(diary.moves)
+    assert 1 == len(scheduler.queue)
+
+
 def late() -> ClockedStepper:
     """On one device, microbatch 0's long step takes ten times what its plan says."""
     return ClockedStepper([plan_of([0])], {(0, LONG): 100.0})

@@ -54,6 +54,16 @@ def test_requests_keep_the_lane_they_were_admitted_to() -> None:
     assert served.busy_us[:3] == pytest.approx([50.0, 20.0, 0.0])
 
 
+def test_requests_go_on_from_what_they_have_when_their_microbatch_is_renewed() -> None:
+    """After one decode of 10 us on d0 two requests go to d1, and have the other two there."""
+    demand = demand_of(home_plan(0).unit, at_us(0.0, 0.0, outputs=[3, 3]), 2)
+    served = served_with_switches([home_plan(0), home_plan(1)], demand, 5e-6)
+
+    assert served.ledger.done_us == pytest.approx([30.0, 30.0])
+    assert served.busy_us[:2] == pytest.approx([10.0, 20.0])
+    assert 0 == served.ledger.num_restarted
+
+
 def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:
     """Of two lanes on two devices one is left; its request is not touched, the other starts anew there."""
     plan = make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]])
