@@ -313,7 +313,8 @@ class Links:
                 continue
             with self._lock:
                 self._shaking[link] = None
-                oldest = next(iter(self._shaking)) if len(self._shaking) > MAX_HANDSHAKES else None
+                is_full = len(self._shaking) > MAX_HANDSHAKES
+                oldest = self._shaking.popitem(last=False)[0] if is_full else None
             if oldest is not None:
                 end(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
             self._spawn(self._serve, link)

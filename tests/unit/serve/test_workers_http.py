@@ -25,7 +25,9 @@ def test_a_service_whose_workers_are_all_killed_answers_again() -> None:
         listening(ready.app) as server,
         httpx.Client(base_url=server.url, timeout=LIMIT_S) as client,
     ):
-        before, pids = answer(client), {d["pid"] for d in devices(client)}
+        before = answer(client)
+        _wait_until_ready(client)
+        pids = {d["pid"] for d in devices(client)}
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         os.kill(_replacement(client, pids), signal.SIGKILL)
@@ -33,9 +35,8 @@ def test_a_service_whose_workers_are_all_killed_answers_again() -> None:
 
         assert before == answer(client)
         assert time.monotonic() - killed_s < LIMIT_S
-        while any(d["state"] != "ready" for d in devices(client)):
-            assert time.monotonic() - killed_s < LIMIT_S
-            time.sleep(0.05)
+        _wait_until_ready(client)
+        assert time.monotonic() - killed_s < LIMIT_S
         assert ["emu:a100", "emu:l40s"] == [d["name"] for d in devices(client)]
         assert all(d["restarts"] >= 1 and d["pid"] not in pids for d in devices(client))
 
@@ -51,6 +52,14 @@ def devices(client: httpx.Client) -> list[dict[str, Any]]:
     """As the state shows them."""
     found: list[dict[str, Any]] = client.get("/v1/state").raise_for_status().json()["devices"]
     return found
+
+
+def _wait_until_ready(client: httpx.Client) -> None:
+    """The state is looked at now and then; it is what it was at the last look."""
+    until_s = time.monotonic() + LIMIT_S
+    while any(d["state"] != "ready" or not d["pid"] for d in devices(client)):
+        assert time.monotonic() < until_s, "a device did not come back"
+        time.sleep(0.05)
 
 
 def _replacement(client: httpx.Client, old: set[int]) -> int:
