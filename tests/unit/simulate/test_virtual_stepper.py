@@ -156,8 +156,11 @@ def events_of(stepper: Stepper, demand: Demand) -> list[object]:
     scheduler: Scheduler[int] = Scheduler(stepper, make, config)
     for number in range(len(demand)):
         scheduler.push(number)
-    while not scheduler.is_idle:
-        scheduler.round(30.0)
+    while True:
+        scheduler.begin()
+        if scheduler.is_idle:
+            break
+        scheduler.wait(30.0)
     return noted
 
 
