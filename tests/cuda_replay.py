@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tessera.execute.cuda.launches import Launchable, Launches, given_storage, is_given
+from tessera.execute.cuda.launches import Launchable, Launches, given_storage
 from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.drawing import drawing
 from tessera.execute.memory import constant
@@ -110,3 +110,8 @@ def _last_uses(trace: Trace, order: Sequence[int]) -> dict[int, list[int]]:
         if trace.buffers[buffer].kind is BufferKind.TEMPORARY and buffer not in kept:
             freed.setdefault(index, []).append(buffer)
     return freed
+
+
+def is_given(buffer: Buffer) -> bool:
+    """True if the buffer's contents exist before the step."""
+    return buffer.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)

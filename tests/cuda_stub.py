@@ -89,7 +89,7 @@ class Turnstile:
                 queue[0] = enter[1]
 
 
-class SharedMemory:
+class IpcMemory:
     """Memory of this process, which its threads open by a handle."""
 
     made: dict[bytes, torch.Tensor] = {}  # noqa: RUF012 - one process, one memory
@@ -137,8 +137,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "new_stream": lambda ordinal, priority=0: Stream(),
         "priorities": lambda ordinal: (0, -5),
         "pinned": lambda shape, dtype=torch.uint8: torch.zeros(tuple(shape), dtype=dtype),
-        "SharedMemory": SharedMemory,
-        "open_shared": lambda ordinal, handle: SharedMemory.made[handle].data_ptr(),
+        "IpcMemory": IpcMemory,
+        "open_shared": lambda ordinal, handle: IpcMemory.made[handle].data_ptr(),
         "close_shared": lambda address: None,
         "bytes_at": _bytes_at,
         "mem_ops": _mem_ops,

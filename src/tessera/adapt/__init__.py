@@ -7,7 +7,7 @@ from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.adapt.rebalance import rebalanced
-from tessera.adapt.timed import StepTimes, planned_us
+from tessera.adapt.timed import MeasuredSteps, planned_us
 
 __all__ = [
     "Action",
@@ -22,11 +22,11 @@ __all__ = [
     "Live",
     "Lost",
     "Measured",
+    "MeasuredSteps",
     "Monitor",
     "MonitorConfig",
     "Point",
     "Returned",
-    "StepTimes",
     "Ticked",
     "corrected",
     "crossing_per_s",

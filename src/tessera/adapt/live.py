@@ -17,7 +17,7 @@ from types import TracebackType
 from tessera.adapt.capability import Capability
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Ticked
 from tessera.adapt.monitor import Monitor
-from tessera.adapt.timed import PlannedLane, StepTimes
+from tessera.adapt.timed import MeasuredSteps, PlannedLane
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, DeviceKind
 
@@ -66,7 +66,7 @@ class Live:
     ) -> None:
         self._monitor, self._hands, self._clock = monitor, hands, clock
         self.decisions = decisions or Decisions()
-        self._times = StepTimes()
+        self._times = MeasuredSteps()
         self._lock = threading.RLock()
         self._background = ThreadPoolExecutor(1, "tessera-replan")
         self._replanning: Future[Sequence[Capability]] | None = None
@@ -111,7 +111,7 @@ class Live:
     def adopted(self, capabilities: Sequence[Capability], why: str) -> None:
         """The owner has taken up other plans by itself."""
         with self._lock:
-            self._times = StepTimes()
+            self._times = MeasuredSteps()
             self._tell(Adopted(tuple(capabilities), why))
 
     def poll(self) -> None:
@@ -131,7 +131,7 @@ class Live:
         except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing
             self._tell(Adopted((), f"no new plans: {error.message}"))
             return
-        self._times = StepTimes()
+        self._times = MeasuredSteps()
         self._tell(Adopted(made, self._hands.adopt()))
 
     def _tell(self, event: Event) -> None:

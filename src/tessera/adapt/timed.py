@@ -1,4 +1,4 @@
-"""StepTimes: what steps say of the costs that they were planned with.
+"""MeasuredSteps: what steps say of the costs that they were planned with.
 
 A device's busy time in a step is measured; planned are the times of its launches there, by kernel. Both are
 collected by lane and step, so a monitor sees few numbers however many steps there were.
@@ -27,7 +27,7 @@ class PlannedLane(Protocol):
         """Among the plan's lanes."""
 
 
-class StepTimes:
+class MeasuredSteps:
     """Collects, and tells a monitor."""
 
     def __init__(self) -> None:

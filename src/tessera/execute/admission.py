@@ -28,7 +28,7 @@ ENOUGH = 0.95
 PER_SEATED = 0.4
 
 
-class Room(Protocol):
+class Occupancy(Protocol):
     """What admission looks at in a microbatch."""
 
     @property
@@ -52,7 +52,7 @@ class Place(Protocol):
         """Of equals the first is meant."""
 
     @property
-    def content(self) -> Room:
+    def content(self) -> Occupancy:
         """Who is in it."""
 
     @property

@@ -26,7 +26,7 @@ from typing import Protocol
 from tessera.errors import TesseraError
 from tessera.execute.link_sockets import LinkLost, admit, call, end, prove, read_into, tune, words
 
-__all__ = ["Frame", "Keeper", "LinkLost", "Links", "Receiver"]
+__all__ = ["Frame", "KeyStore", "LinkLost", "Links", "Receiver"]
 
 # Run, transfer, bytes, when it was sent.
 _HEADER = struct.Struct("<qqqd")
@@ -64,7 +64,7 @@ class Receiver(Protocol):
         """The link from a peer, or to it, was cut."""
 
 
-class Keeper(Protocol):
+class KeyStore(Protocol):
     """The engine's store, from a worker."""
 
     def set(self, key: str, value: bytes) -> None:
@@ -104,7 +104,7 @@ class Links:
         device: int,
         epochs: Sequence[int],
         key: bytes,
-        store: Keeper,
+        store: KeyStore,
         receiver: Receiver,
         max_bytes: Callable[[int], int],
         *,

@@ -24,7 +24,7 @@ from tessera.ir import BufferKind, Plan, Program, Run, Trace
 
 
 @dataclass
-class Microbatch:
+class OpenMicrobatch:
     """One that is open."""
 
     number: int
@@ -47,7 +47,7 @@ class Microbatch:
 class Running:
     """One program that workers are at."""
 
-    microbatch: Microbatch
+    microbatch: OpenMicrobatch
     index: int
     program: Program
     missing: set[int]
@@ -65,7 +65,7 @@ class Runs:
         self.programs: list[Sequence[Program]] = []
         self._inputs: list[list[list[frozenset[str]]]] = []
         self._steps: list[dict[int, int]] = []
-        self.opened: dict[int, Microbatch] = {}
+        self.opened: dict[int, OpenMicrobatch] = {}
         # Ended because of a loss that is not told yet.
         self.dead: set[int] = set()
         self.running: dict[int, Running] = {}
@@ -87,7 +87,7 @@ class Runs:
 
     def open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
         """Its state is sent with the first program that has it at home, or is zeros."""
-        self.opened[microbatch] = Microbatch(microbatch, lane, dict(state or {}))
+        self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))
         if state is None:
             for device, name in enumerate(self._names):
                 if name in lane.devices:
@@ -170,7 +170,7 @@ class Runs:
             del self.opened[number]
         self.dead.update(microbatches)
 
-    def _path(self, opened: Microbatch, step: int) -> list[int]:
+    def _path(self, opened: OpenMicrobatch, step: int) -> list[int]:
         """Programs that lead from where a microbatch is to a step, the step's own last."""
         steps = self._steps[opened.lane.number]
         if step not in steps:
@@ -185,7 +185,7 @@ class Runs:
         first = opened.at + 1 if opened.at >= 0 else index
         return [*(i for i in range(first, index) if i in moves), index]
 
-    def _run_next(self, opened: Microbatch) -> None:
+    def _run_next(self, opened: OpenMicrobatch) -> None:
         """Orders the next program of a call from every device that takes part in it."""
         assert opened.call is not None, "a call is on"
         index = opened.left.popleft()
@@ -232,7 +232,7 @@ class Runs:
                 for device, order in self._held.pop(microbatch, []):
                     self._hub.order(device, order)
 
-    def _take_state(self, opened: Microbatch, program: Program) -> dict[int, dict[str, Packed]]:
+    def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, Packed]]:
         """Device -> the state that lives there and that this run is the first to use."""
         buffers = self._plan.graphs[program.step].trace.buffers
         found: dict[int, dict[str, Packed]] = {}

@@ -24,7 +24,7 @@ import torch
 
 from tessera.errors import UnknownName, WorkerError
 from tessera.execute.footprint import landing, landing_bytes
-from tessera.execute.links import Frame, Keeper, Links
+from tessera.execute.links import Frame, KeyStore, Links
 from tessera.ir import Device, DeviceKind, Program
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 class _Linked:
     """What the transports over links share."""
 
-    def __init__(self, setup: "Setup", store: Keeper) -> None:
+    def __init__(self, setup: "Setup", store: KeyStore) -> None:
         self._device = setup.device
         self._epochs = list(setup.epochs)
         self._post: Post = lambda news: None
@@ -182,7 +182,7 @@ class SharedMemory(_Linked):
     that are loaded later and need more have a file of their own, so both ends know what was loaded when.
     """
 
-    def __init__(self, setup: "Setup", store: Keeper) -> None:
+    def __init__(self, setup: "Setup", store: KeyStore) -> None:
         self._folder, self._microbatches = setup.folder, setup.microbatches
         # (source, destination) -> (from this lane on, bytes a microbatch), as lanes were loaded.
         self._strides: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -245,7 +245,7 @@ class SharedMemory(_Linked):
 class OverHost(_Linked):
     """Transport `host`: the bytes follow the header over the link, and wait here until they are fetched."""
 
-    def __init__(self, setup: "Setup", store: Keeper) -> None:
+    def __init__(self, setup: "Setup", store: KeyStore) -> None:
         self._lock = threading.Lock()
         self._coming: dict[int, torch.Tensor] = {}
         self._held: dict[tuple[int, int], torch.Tensor] = {}
@@ -300,10 +300,10 @@ class OverHost(_Linked):
 
 
 # Name -> how a CPU worker opens it; a CUDA worker has its own.
-OPENERS: dict[str, Callable[["Setup", Keeper], Transport]] = {SHM: SharedMemory, HOST: OverHost}
+OPENERS: dict[str, Callable[["Setup", KeyStore], Transport]] = {SHM: SharedMemory, HOST: OverHost}
 
 
-def open_transport(setup: "Setup", store: Keeper) -> Transport:
+def open_transport(setup: "Setup", store: KeyStore) -> Transport:
     """The transport of a CPU worker."""
     if setup.transport not in OPENERS:
         raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")

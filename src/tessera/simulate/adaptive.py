@@ -11,7 +11,18 @@ plans are taken as they are, and when all devices are back the plans from before
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tessera.adapt import Action, Adopted, Arrived, Event, Factors, Lost, Monitor, Returned, StepTimes, Ticked
+from tessera.adapt import (
+    Action,
+    Adopted,
+    Arrived,
+    Event,
+    Factors,
+    Lost,
+    MeasuredSteps,
+    Monitor,
+    Returned,
+    Ticked,
+)
 from tessera.errors import TesseraError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import StepDone
@@ -39,7 +50,7 @@ class Adaptive:
     replan: Replan | None = None
     # Modelled time from asking for plans to having them.
     replan_s: float = 10.0
-    _times: StepTimes = field(default_factory=StepTimes)
+    _times: MeasuredSteps = field(default_factory=MeasuredSteps)
     # The plans in force when all devices were there.
     _whole: tuple[Plan, ...] = ()
 
@@ -132,7 +143,7 @@ class Adaptive:
 
     def _keep(self, server: Server) -> None:
         """Other plans are in force: what was measured of those before is corrected already."""
-        self._times = StepTimes()
+        self._times = MeasuredSteps()
         if not server.stepper.lanes.lost:
             self._whole = server.stepper.plans
 

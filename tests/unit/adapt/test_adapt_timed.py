@@ -6,7 +6,7 @@ import pytest
 
 from factories import make_cluster, make_plan, make_trace
 from online_factory import split_plan
-from tessera.adapt import StepTimes, planned_us, widened, without_devices
+from tessera.adapt import MeasuredSteps, planned_us, widened, without_devices
 from tessera.errors import PlanInfeasible
 from tessera.ir import verify
 
@@ -15,7 +15,7 @@ def test_steps_are_averaged_by_lane_and_device() -> None:
     """Two launches of 10 us on each device; d1 took twice as long, as the mean of two steps says."""
     plan = split_plan()
     lane = SimpleNamespace(number=0, plan=plan, index=0)
-    times = StepTimes()
+    times = MeasuredSteps()
     times.add(lane, 0, {"d0": 20e-6, "d1": 30e-6})
     times.add(lane, 0, {"d0": 10e-6, "d1": 25e-6}, scale=0.5)
     kernel = plan.graphs[0].trace.kernels[0].name

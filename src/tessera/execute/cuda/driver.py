@@ -211,7 +211,7 @@ def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
     )
 
 
-class SharedMemory:
+class IpcMemory:
     """Memory of a GPU, zeros at first, that other processes of this machine can open by its handle."""
 
     def __init__(self, ordinal: int, num_bytes: int) -> None:

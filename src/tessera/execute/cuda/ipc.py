@@ -15,7 +15,7 @@ from tessera.execute.cuda.driver import MemOp
 from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
 from tessera.execute.cuda.transport import Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
-from tessera.execute.links import Keeper
+from tessera.execute.links import KeyStore
 from tessera.ir import Program, Trace
 
 # A peer that has not told its handle after so long has failed.
@@ -41,7 +41,7 @@ class Ipc:
         ordinal: int,
         num_devices: int,
         microbatches: int,
-        store: Keeper,
+        store: KeyStore,
         epochs: Sequence[int],
     ) -> None:
         """`epochs`: how often every device's worker was started before."""
@@ -50,7 +50,7 @@ class Ipc:
         self._microbatches, self._store = microbatches, store
         # (added together, device) -> layout of its inbox; one a call of `add`.
         self._layouts: list[list[InboxLayout]] = []
-        self._inboxes: list[driver.SharedMemory] = []
+        self._inboxes: list[driver.IpcMemory] = []
         # (added together, device) -> address of its inbox in this process.
         self._opened: dict[tuple[int, int], int] = {}
         # Program -> (added together, number there)
@@ -65,7 +65,7 @@ class Ipc:
         self._layouts.append(layouts)
         self._where += [(generation, number) for number in range(len(programs))]
         self._programs += programs
-        memory = driver.SharedMemory(self._ordinal, layouts[self._device].total_bytes)
+        memory = driver.IpcMemory(self._ordinal, layouts[self._device].total_bytes)
         self._inboxes.append(memory)
         self._store.set(self._key(generation, self._device), memory.handle)
 

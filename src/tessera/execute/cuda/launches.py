@@ -17,7 +17,7 @@ from tessera.errors import WorkerError
 from tessera.execute.launcher import find_operator
 from tessera.execute.memory import tensor_of
 from tessera.execute.ptx_module import PtxKernel
-from tessera.ir import Arg, Buffer, BufferKind, Launch, Origin, Symbol, Trace, View
+from tessera.ir import Arg, Buffer, Launch, Origin, Symbol, Trace, View
 
 Memory = MutableMapping[int, torch.UntypedStorage]
 Grid = tuple[int, int, int]
@@ -93,11 +93,6 @@ class Launches:
         if isinstance(arg, Symbol):
             return self._device if arg.kind == "device" else getattr(torch, arg.name)
         return arg
-
-
-def is_given(buffer: Buffer) -> bool:
-    """True if the buffer's contents exist before the step."""
-    return buffer.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
 
 
 def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> torch.UntypedStorage:

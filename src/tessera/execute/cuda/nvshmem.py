@@ -23,7 +23,7 @@ from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
 from tessera.execute.cuda.ipc import MEET_S
 from tessera.execute.cuda.transport import Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
-from tessera.execute.links import Keeper
+from tessera.execute.links import KeyStore
 from tessera.ir import Program, Trace
 
 ID_BYTES = 128
@@ -73,7 +73,7 @@ class Nvshmem:
     carries_records = True
 
     def __init__(
-        self, device: int, ordinal: int, num_devices: int, microbatches: int, store: Keeper, epoch: int = 0
+        self, device: int, ordinal: int, num_devices: int, microbatches: int, store: KeyStore, epoch: int = 0
     ) -> None:
         self._device, self._ordinal, self._num, self._microbatches = (
             device,
@@ -88,7 +88,7 @@ class Nvshmem:
         self._side = driver.new_stream(ordinal)
         self._join(store, f"nvshmem/{epoch}")
 
-    def _join(self, store: Keeper, key: str) -> None:
+    def _join(self, store: KeyStore, key: str) -> None:
         library = _library()
         name = (ctypes.c_char * ID_BYTES)()
         ctypes.cast(name, ctypes.POINTER(ctypes.c_int))[0] = (1 << 16) + ID_BYTES

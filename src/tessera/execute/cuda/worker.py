@@ -33,7 +33,7 @@ from tessera.execute.cuda.nvshmem import Nvshmem
 from tessera.execute.cuda.spans import Calibration, rows_of
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.inbox import Hangup
-from tessera.execute.links import Keeper, Links
+from tessera.execute.links import KeyStore, Links
 from tessera.execute.memory import bytes_of
 from tessera.execute.messages import (
     Begin,
@@ -78,7 +78,7 @@ class _Running:
 class CudaWorker:
     """The device's graphs and the loop."""
 
-    def __init__(self, setup: "Setup", store: Keeper, orders: "Orders", answers: "Answers") -> None:
+    def __init__(self, setup: "Setup", store: KeyStore, orders: "Orders", answers: "Answers") -> None:
         self._setup, self._orders, self._answers = setup, orders, answers
         # Where the worker is: (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
@@ -296,7 +296,9 @@ class CudaWorker:
                     contents.zero_()
 
 
-def _opener(setup: "Setup", store: Keeper, orders: "Orders") -> "Callable[[GpuDevice], GpuTransport] | None":
+def _opener(
+    setup: "Setup", store: KeyStore, orders: "Orders"
+) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport, where a program sends anything."""
     num = len(setup.cluster.devices)
     if num < 2:
