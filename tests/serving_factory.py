@@ -145,6 +145,11 @@ class ToyStepper:
         self._spaces[microbatch] = Space(lane, [[] for _ in range(self.shape.rows)])
         self.opened.append((microbatch, self.lanes.all[lane].policy))
 
+    def bring_back(self, device: str) -> None:
+        """A device that is lost is back now; from any thread."""
+        self._backs.append((time.monotonic(), device))
+        self.wake()
+
     def close(self, microbatch: int) -> None:
         """Only one that runs nothing is closed."""
         assert self._spaces.pop(microbatch).step is None
@@ -166,9 +171,8 @@ class ToyStepper:
             return self._events.popleft()
         running = [number for number, space in self._spaces.items() if space.step is not None]
         if not running:
-            soonest = min((at for at, _ in self._backs), default=None)
-            wait_s = timeout_s if soonest is None else max(0.0, soonest - time.monotonic())
-            self._is_awake.wait(wait_s)
+            waits = [max(0.0, at - time.monotonic()) for at, _ in self._backs]
+            self._is_awake.wait(min([*waits, *([] if timeout_s is None else [timeout_s])], default=None))
             self._is_awake.clear()
             return None
         if self._step_s:

@@ -155,6 +155,7 @@ class Engine(Watcher[Request]):
         while self._posted:
             self._posted.popleft()()
         try:
+            self.keeper.poll()  # first: who waited for plans is seated in this round
             self.scheduler.begin()
             self._out.deliver()
             self._look()
@@ -170,7 +171,6 @@ class Engine(Watcher[Request]):
             self._out.finish(request, "cancelled")
 
     def _look(self) -> None:
-        self.keeper.poll()
         if not self.meters.is_due():
             return
         self.meters.look(self.stepper.use())

@@ -76,10 +76,11 @@ def both(slots: int = 2) -> list[Plan]:
 def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
     """Requests that wait begin when plans without it are there; with the device the full ones are back."""
     planner, said = ToyPlanner(), list[str]()
-    stepper = ToyStepper(plans=both(), losses={9: Loss(("toy:1",), 1.0, failures=3)})
+    stepper = ToyStepper(plans=both(), losses={9: Loss(("toy:1",), 3600.0, failures=3)})
     with service_of(stepper, planner=planner, log=said.append) as service:
         told = wait_for(read(service, LONG))
         around = [plan.lanes for plan in stepper.plans]
+        stepper.bring_back("toy:1")
         until(lambda: service.snapshot().plan_changes == 2)
         again = wait_for(read(service, LONG))
         snapshot = service.snapshot()
@@ -90,7 +91,7 @@ def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
     assert [plan.lanes for plan in both()] == [plan.lanes for plan in stepper.plans]
     assert ["lose", "adopt", "return", "adopt"] == [decision.kind.value for decision in snapshot.decisions]
     assert said == [decision.why for decision in snapshot.decisions]
-    assert "lost device toy:1: it was told to (it is tried again in 1 s; failure 3 in a row)" == said[0]
+    assert "lost device toy:1: it was told to (it is tried again in 3600 s; failure 3 in a row)" == said[0]
     assert ["plans without toy:1 are in force", "device toy:1 is back"] == said[1:3]
     assert (0, 1) == tuple(device.losses for device in snapshot.devices)
 
