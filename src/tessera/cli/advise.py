@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from tessera.cli.capture import MODEL_HELP, place_of
+from tessera.cli.capture import MODEL_HELP
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan_text import document
 from tessera.errors import TesseraError
@@ -46,6 +46,7 @@ def advise(
     with progress("importing torch", 2 * len(listed) + 4) as advance:
         from tessera.advise import Load, Market
         from tessera.advise import advise as search
+        from tessera.capture import place_of
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
         load = Load(place_of(model), rate, prompt, output, slo_ttft_ms, slo_tpot_ms, margin)

@@ -12,9 +12,14 @@ from tessera.errors import TesseraError
 from tessera.ir import BufferKind, Step, Trace, save
 
 MODEL_HELP = (
-    "A built-in model (tiny-llama, llama-3-8b, ...), a folder with a Hugging Face config.json, "
-    "or module:callable, a function from the step to a Workload or to (nn.Module, example inputs)."
+    "A built-in model (tiny-llama, llama-3-8b, ...), a folder with a Hugging Face config.json or its name in "
+    "the local Hugging Face cache, or module:callable, a function from the step to a Workload or to "
+    "(nn.Module, example inputs)."
 )
+
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="Of a folder: random weights in place of its own.")
+]
 
 
 def capture(
@@ -35,6 +40,7 @@ def capture(
     ] = 128,
     reserve: Annotated[int, typer.Option(help="Of a prefill: tokens a row that decodes may add.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    random_weights: RandomWeights = False,
     device: Annotated[
         str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
     ] = "cpu",
@@ -51,14 +57,14 @@ def capture(
     started = time.perf_counter()
     with progress("importing torch", 3) as advance:
         from tessera import analyze
-        from tessera.capture import check_device, record_step
+        from tessera.capture import check_device, place_of, record_step
 
         if ":" in model:  # a program that may launch kernels of its own, which flow has proved and run
             importlib.import_module("tessera.flow")
         check_device(device)
         kind = step or default_step(model)
         advance(f"recording {model}")
-        what = Step(place_of(model), kind, batch, context, seed, reserve)
+        what = Step(place_of(model), kind, batch, context, seed, reserve, random_weights)
         trace = _record_compiled(what, device) if compiled else record_step(what, device)
         advance("analyzing")
         num_edges = len(analyze.build_graph(trace).edges)
@@ -96,14 +102,6 @@ def default_step(model: str) -> str:
 
     steps = known_models().get(model, ("decode",))
     return "decode" if "decode" in steps else steps[0]
-
-
-def place_of(model: str) -> str:
-    """A folder by its full path, so that the trace can be built again from elsewhere."""
-    from tessera.capture import known_models
-
-    is_folder = model not in known_models() and Path(model).is_dir()
-    return str(Path(model).resolve()) if is_folder else model
 
 
 def document(trace: Trace, num_edges: int, model: str, device: str) -> dict[str, Any]:

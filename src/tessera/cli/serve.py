@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from tessera.cli.capture import RandomWeights
 from tessera.cli.output import console, progress
 from tessera.cli.plan import LINK_HELP
 from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
 # Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
 SWITCH_S = 5e-4
+MODEL_HELP = "A built-in model, a folder with a checkpoint, or its name in the local Hugging Face cache."
 KEY_HELP = "A key that clients must send, or @FILE with one a line; repeat for several."
 Name = Annotated[str | None, typer.Option(help="What clients call the model. [default: its name]")]
 MaxLen = Annotated[
@@ -47,7 +49,7 @@ AsJsonLine = Annotated[bool, typer.Option("--json", help="Say where it listens a
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A built-in model, or a folder with a checkpoint.")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     devices: Annotated[
         str, typer.Option(help="Where it runs: cpu, emu:a100,emu:l40s, cuda:0, away:a100:2, ...")
     ] = "cpu",
@@ -66,6 +68,7 @@ def serve(
     rows: Annotated[int | None, typer.Option(help="Requests of one batch.", show_default="8")] = None,
     max_len: MaxLen = None,
     chunk: ChunkSize = None,
+    random_weights: RandomWeights = False,
     policy: Annotated[str, typer.Option(help="auto, throughput or latency.")] = "auto",
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 1024,
     max_requests: Annotated[int, typer.Option(help="Requests at once, waiting ones included.")] = 2048,
@@ -103,6 +106,7 @@ def serve(
         rows=rows,
         max_len=max_len,
         chunk=chunk,
+        random_weights=random_weights,
         policy=policy,
         transport=transport,
         max_waiting=max_waiting,

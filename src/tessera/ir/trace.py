@@ -115,6 +115,8 @@ class Step:
     seed: int = 0
     # Rows of state beyond `context` that a joined decode may fill.
     reserve: int = 0
+    # Of a checkpoint folder: random weights from the seed in place of the folder's own.
+    random_weights: bool = False
 
 
 @dataclass(frozen=True)

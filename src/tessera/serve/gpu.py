@@ -92,7 +92,13 @@ def prepare_on_gpus(
     slots, seed = wanted.slots, wanted.seed
     with _made_on(card, model, seed):
         plain = served(
-            model, slots=slots, rows=wanted.rows, capacity=wanted.capacity, chunk=wanted.chunk, seed=seed
+            model,
+            slots=slots,
+            rows=wanted.rows,
+            capacity=wanted.capacity,
+            chunk=wanted.chunk,
+            seed=seed,
+            random_weights=wanted.random_weights,
         )
     if "encode" in plain.workloads:
         raise TesseraError(

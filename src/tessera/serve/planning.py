@@ -54,8 +54,9 @@ class Wanted:
     average: Average = Average()
     # One plan each.
     policies: tuple[Objective, ...] = POLICIES
-    # Of random weights.
+    # Of random weights; those of a folder are taken only if they are asked for.
     seed: int = 0
+    random_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def prepare(
         capacity=wanted.capacity,
         chunk=wanted.chunk,
         seed=wanted.seed,
+        random_weights=wanted.random_weights,
         max_bytes=MAX_BYTES,
         room_bytes=ROOM * min(device.memory_bytes for device in cluster.devices),
     )

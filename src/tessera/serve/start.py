@@ -45,6 +45,8 @@ class Options:
     rows: int | None = None
     max_len: int | None = None
     chunk: int | None = None
+    # Of a folder: random weights in place of its own.
+    random_weights: bool = False
     policy: str = AUTO
     # How workers pass bytes on; see `execute.transport`.
     transport: str = "auto"
@@ -93,7 +95,14 @@ def _prepared(model: str, cluster: Cluster, options: Options, advance: Callable[
 
     policies = _objectives(options.policy)
     slots, rows = options.slots or SLOTS, options.rows or ROWS
-    wanted = Wanted(slots, rows, options.max_len, options.chunk, policies=policies)
+    wanted = Wanted(
+        slots,
+        rows,
+        options.max_len,
+        options.chunk,
+        policies=policies,
+        random_weights=options.random_weights,
+    )
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         from tessera.serve.gpu import prepare_on_gpus
 
@@ -104,6 +113,7 @@ def _prepared(model: str, cluster: Cluster, options: Options, advance: Callable[
 @contextmanager
 def _serving(model: str, local: "Local", options: Options) -> Iterator[Ready]:
     """A service over steppers that are started."""
+    from tessera.capture import place_of
     from tessera.serve.app import create_app
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai_ports import Endpoint
@@ -113,7 +123,8 @@ def _serving(model: str, local: "Local", options: Options) -> Iterator[Ready]:
 
     made = local.prepared.model
     shape = made.shape
-    text, name = open_text(model, shape.vocab_size), options.name or Path(model).name
+    name = options.name or (Path(model).name if Path(model).is_dir() else model)
+    text = open_text(place_of(model), shape.vocab_size)
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     service = Service(
         local.stepper,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tessera.capture import Workload, build, known_models
-from tessera.capture.models import another
+from tessera.capture import Workload, build, known_models, place_of
+from tessera.capture.models import another, checkpoint
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
@@ -56,6 +56,7 @@ def served(
     capacity: int | None = None,
     chunk: int | None = None,
     seed: int = 0,
+    random_weights: bool = False,
     max_bytes: int | None = None,
     room_bytes: float | None = None,
 ) -> Served:
@@ -71,12 +72,12 @@ def served(
         )
     if model in known_models() and model not in servable_models():
         raise UnknownName("model to serve", model, servable_models())
-    place = _place(model)
+    place = place_of(model)
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
     size = capacity or CAPACITY
     # The model once, for the smallest of steps: how long its rows may be is known from its configuration.
-    first = build(Step(place, "decode", rows, 1, seed))
+    first = build(Step(place, "decode", rows, 1, seed, 0, random_weights))
     config: Any = getattr(first.module, "config", None)
     kinds = _kinds(config, model)
     config = config.get_text_config()
@@ -84,13 +85,13 @@ def served(
     if capacity is None and most is not None:
         size = min(size, most)
     if capacity is None and room_bytes is not None:
-        size = _fitting(first, Step(place, "insert", rows, size, seed), room_bytes, slots)
+        size = _fitting(first, Step(place, "insert", rows, size, seed, 0, random_weights), room_bytes, slots)
     width = 0 if "chunk" not in kinds else min(chunk or CHUNK, size)
     steps: dict[StepKind, Step] = {
-        "encode": Step(place, "encode", 1, PICTURE_TOKENS, seed),
-        "chunk": Step(place, "chunk", 1, width, seed, size - width),
-        "insert": Step(place, "insert", rows, size, seed),
-        "decode": Step(place, "decode", rows, size, seed),
+        "encode": Step(place, "encode", 1, PICTURE_TOKENS, seed, 0, random_weights),
+        "chunk": Step(place, "chunk", 1, width, seed, size - width, random_weights),
+        "insert": Step(place, "insert", rows, size, seed, 0, random_weights),
+        "decode": Step(place, "decode", rows, size, seed, 0, random_weights),
     }
     workloads = {kind: another(first, steps[kind]) for kind in kinds}
     return Served(model, Shape(slots, rows, size, width, config.vocab_size), workloads)
@@ -137,15 +138,9 @@ def _state_bytes(workload: Workload) -> int:
         return sum(tensor.nbytes for tensor in workload.make_state(0).values())
 
 
-def _place(model: str) -> str:
-    """A folder by its full path, so that a worker elsewhere finds it by the step's record."""
-    return str(Path(model).resolve()) if model not in known_models() and Path(model).is_dir() else model
-
-
 def weight_bytes(place: str) -> int:
     """Bytes of a model's weights, without making them: of a folder's files, or of the configuration."""
-    files = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
-    if files:
+    if Path(place).is_dir() and (files := checkpoint.weight_bytes(Path(place))):
         return files
     with torch.device("meta"):
         return sum(tensor.nbytes for tensor in build(Step(place, "decode", 1, 1)).weights().values())

@@ -1,21 +1,24 @@
 """What a step's model can be: a built-in name, a folder with a Hugging Face config.json, or module:callable.
 
+A name such as org/model means its folder in Hugging Face's local cache.
+
 `build` needs nothing but the step, so a plan can be run from its file. To add a built-in model of a known
 family, add its sizes to `catalog`; for another family, register a function from Step to Workload here.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tessera.capture.models import catalog
+from tessera.capture.models import catalog, checkpoint
 from tessera.capture.models.custom import from_callable
 from tessera.capture.models.hf import CAUSAL_STEPS, STEPS, another, built_in, from_folder, served_steps
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
-__all__ = ["another", "build", "known_models", "register"]
+__all__ = ["another", "build", "known_models", "place_of", "register"]
 
 Builder = Callable[[Step], Workload]
 
@@ -52,7 +55,8 @@ def build(step: Step) -> Workload:
         if step.kind not in (*steps, *served):
             raise UnknownName(f"step of {step.model}", step.kind, (*steps, *served))
         return builder(step)
-    if (Path(step.model) / "config.json").is_file():
+    step = replace(step, model=place_of(step.model))
+    if (Path(step.model) / "config.json").exists():
         return from_folder(step)
     if Path(step.model).is_dir():
         raise CaptureError(
@@ -60,7 +64,18 @@ def build(step: Step) -> Workload:
         )
     if ":" in step.model:
         return from_callable(step)
+    if checkpoint.REPOSITORY.fullmatch(step.model):
+        remedy = f"Download it: hf download {step.model}"
+        raise CaptureError("is no folder, and not in Hugging Face's local cache", remedy, step.model)
     raise UnknownName("model", step.model, _BUILDERS)
+
+
+def place_of(model: str) -> str:
+    """A folder by its full path, so that a step can be built again from elsewhere; others as they are."""
+    if model in _BUILDERS:
+        return model
+    folder = Path(model) if Path(model).is_dir() else checkpoint.cached(model)
+    return str(folder.resolve()) if folder else model
 
 
 def _denoiser(name: str, step: Step) -> Workload:

@@ -1,18 +1,19 @@
 """Models of Hugging Face's transformers: from a configuration, or from a checkpoint folder.
 
-Weights are random from the step's seed, or those of a folder if it holds any; only safetensors files are
-read, and no code that a folder brings along is run. Which steps a model has is decided by its model_type:
-mamba2 and qwen2_5_vl have workloads of their own, every other causal language model is one with a
-key/value cache.
+Weights are random from the step's seed, or those of a folder (see `checkpoint`). Which steps a model has is
+decided by its model_type: mamba2 and qwen2_5_vl have workloads of their own, every other causal language
+model is one with a key/value cache.
 """
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tessera.capture.models import checkpoint
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, MissingExtra, UnknownName
 from tessera.ir import Step
@@ -35,21 +36,30 @@ def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable
 
 
 def from_folder(step: Step) -> Workload:
-    """The model of a folder that holds config.json, with the folder's weights if it holds those too."""
+    """The model of a folder that holds config.json, with the folder's weights."""
     folder = Path(step.model)
-    try:
-        config = _transformers().AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, OSError, KeyError) as error:
-        said = str(error).partition("\n")[0]
-        remedy = "Use a configuration of a model type that transformers knows."
-        raise CaptureError(f"cannot be read as a model: {said}", remedy, str(folder)) from error
+    config = config_of(folder)
     steps = (*STEPS.get(config.model_type, CAUSAL_STEPS), *served_steps(config.model_type))
     if step.kind not in steps:
         raise UnknownName(f"step of {step.model}", step.kind, steps)
     dtype = getattr(config, "dtype", None) or torch.float32
-    return _workload(config, step, dtype, _weights_folder(folder))
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CaptureError(f"no model has dtype = {dtype}", "Use bfloat16.", str(folder / "config.json"))
+    return _workload(config, step, dtype, folder)
+
+
+def config_of(folder: Path) -> Any:
+    """The configuration of a folder; no code that it names is run."""
+    settings = checkpoint.read_settings(folder)
+    known = _transformers().CONFIG_MAPPING
+    family = settings.get("model_type")
+    if not isinstance(family, str) or family not in known:
+        remedy = "Use a configuration of a model type that transformers knows."
+        raise CaptureError(
+            f"transformers knows no model_type {family!r}", remedy, str(folder / "config.json")
+        )
+    with checkpoint.blamed(folder):
+        return known[family].from_dict(settings)
 
 
 def served_steps(family: str) -> tuple[str, ...]:
@@ -60,19 +70,6 @@ def served_steps(family: str) -> tuple[str, ...]:
 def another(workload: Workload, step: Step) -> Workload:
     """Another step of a workload's model, over the same weights."""
     return _maker(workload.module.config, step)(workload.module, step)
-
-
-def _weights_folder(folder: Path) -> Path | None:
-    if any(folder.glob("*.safetensors")):
-        return folder
-    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if others:
-        raise CaptureError(
-            f"its weights are in {others[0]}, which can run code when it is read",
-            "Convert them to safetensors, or leave only config.json for random weights.",
-            str(folder),
-        )
-    return None
 
 
 _ADVISERS = ("transformers.integrations.hub_kernels", "transformers.models.mamba2.modeling_mamba2")
@@ -95,7 +92,7 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
-    return _maker(config, step)(_model(config, step.seed, dtype, folder), step)
+    return _maker(config, step)(_model(config, step, dtype, folder), step)
 
 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
@@ -114,7 +111,7 @@ def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
     return makers.get(config.model_type, causal_workload)
 
 
-def _model(config: Any, seed: int, dtype: torch.dtype, folder: Path | None) -> Any:
+def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Any:
     from tessera.capture.models.grouped import ATTENTION, register_attention
 
     library = _transformers()
@@ -124,24 +121,26 @@ def _model(config: Any, seed: int, dtype: torch.dtype, folder: Path | None) -> A
     options = {"attn_implementation": ATTENTION, "dtype": dtype}
     if config.model_type == "mamba2":
         del options["attn_implementation"]
-    try:
-        if folder is not None and not _is_fake():
-            model = auto.from_pretrained(
-                folder, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options
-            )
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # and no other device\'s
-                model = auto.from_config(config, **options)
-    except (ValueError, OSError, KeyError) as error:  # a KeyError: its attention cannot be chosen by name
-        said = str(error).partition("\n")[0]
-        remedy = "Use a causal language model, or write a module:callable that returns a Workload."
-        raise CaptureError(f"a {config.model_type} cannot be built: {said}", remedy) from error
+    make = partial(auto.from_config, config, **options)
+    if folder is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(step.seed)  # and no other device's
+            model = make()
+    else:
+        if type(config) not in auto._model_mapping:
+            remedy = "Use a causal language model, or write a module:callable that returns a Workload."
+            raise CaptureError(f"a {config.model_type} is none", remedy, str(folder))
+        kind = auto._model_mapping[type(config)]
+        give = partial(checkpoint.give_transformers, partial(kind.from_pretrained, config=config, **options))
+        model = checkpoint.load(
+            folder,
+            make,
+            give,
+            what=f"a {config.model_type}",
+            seed=step.seed,
+            random_weights=step.random_weights,
+        )
     if model._can_set_experts_implementation():
         # Experts as grouped matrix products: the eager path reads the routing on the host.
         model.set_experts_implementation("grouped_mm")
     return model.eval()
-
-
-def _is_fake() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -1,0 +1,404 @@
+"""Checkpoints: folders that somebody else made, of which nothing is believed before it is checked.
+
+    cached(name)           where Hugging Face's local cache holds a model such as "org/name"
+    read_json(path)        a JSON object of bounded size
+    read_settings(folder)  config.json without what names code, kernels or other files; numbers are checked
+    read_weights(folder)   the tensors of its safetensors files, by name
+    load(folder, ...)      a model with these weights, or with random ones if that was asked for
+
+Weights come from plain names ending in .safetensors inside the folder; a link may lead out of it only to the
+blobs of Hugging Face's cache. A model is measured on the meta device before memory is taken for it. Nothing
+is fetched: libraries are told that there is no network. What goes wrong inside a library that builds a model
+from a folder's numbers is told in one line with the folder, since only the folder can have caused it.
+
+Not handled: files that change while they are read.
+"""
+
+import json
+import logging
+import os
+import re
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from tessera.errors import CaptureError, MissingExtra, TesseraError
+
+# Larger than any configuration, tokenizer or index that is published.
+MAX_JSON_BYTES = 64 * 2**20
+# Integers of a configuration: none is larger; those that count layers, heads and the like are much smaller.
+MAX_INT, MAX_COUNT = 2**53, 2**16
+COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
+NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
+POSITIVE = frozenset(
+    [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "head_dim",
+        "intermediate_size",
+        "d_model",
+        "n_embd",
+        "n_layer",
+        "n_layers",
+        "n_head",
+        "n_heads",
+        "num_heads",
+    ]
+)
+# Parameters and buffers of one model, and seconds to make it on the meta device.
+MAX_TENSORS, MAX_SECONDS = 250_000, 120.0
+# What a configuration has no say in: code, kernels and files from elsewhere, and how attention is computed.
+IGNORED = frozenset(
+    [
+        "auto_map",
+        "custom_pipelines",
+        "trust_remote_code",
+        "_name_or_path",
+        "_commit_hash",
+        "transformers_weights",
+        "adapter_kwargs",
+        "_attn_implementation",
+        "attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "experts_implementation",
+        "_experts_implementation_internal",
+        "use_kernels",
+        "kernel_config",
+        "fusion_config",
+        "distributed_config",
+    ]
+)
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+REVISION = re.compile(r"[0-9a-f]{40}")
+# Where libraries keep a model's weights, in the order in which they are looked for.
+STEMS = ("model", "diffusion_pytorch_model")
+AGAIN = "Download the model again."
+CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A module with weights, and what these did not cover."""
+
+    module: Any
+    # Parameters that no tensor was found for.
+    missing: tuple[str, ...] = ()
+    # Parameters whose tensor has another shape.
+    unlike: tuple[str, ...] = ()
+
+
+def cached(name: str) -> Path | None:
+    """The folder of "org/name" in Hugging Face's local cache, of the revision that its main refers to."""
+    if not REPOSITORY.fullmatch(name) or "--" in name:
+        return None
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    root = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or base) / "hub"
+    repository = Path(root) / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    folder = repository / "snapshots" / revision
+    return folder if REVISION.fullmatch(revision) and folder.is_dir() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or one line that says what the file is instead."""
+    try:
+        if not path.is_file():
+            raise CaptureError("is no file", AGAIN, str(path))
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CaptureError(f"has more than {MAX_JSON_BYTES:,} bytes", AGAIN, str(path))
+        document = json.loads(path.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CaptureError(f"is no JSON: {first_line(error)}", AGAIN, str(path)) from error
+    if not isinstance(document, dict):
+        raise CaptureError(f"holds a {type(document).__name__}, not an object", AGAIN, str(path))
+    return document
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """config.json, cleaned and checked."""
+    path = folder / "config.json"
+    try:
+        return {
+            name: _checked(value, name, path)
+            for name, value in read_json(path).items()
+            if name not in IGNORED
+        }
+    except RecursionError as error:
+        raise CaptureError("is nested too deeply", AGAIN, str(path)) from error
+
+
+def _checked(value: Any, name: str, path: Path) -> Any:
+    """A setting without what is ignored; a number that no model can have is refused by its name."""
+    if isinstance(value, dict):
+        return {key: _checked(item, key, path) for key, item in value.items() if key not in IGNORED}
+    if isinstance(value, list):
+        return [_checked(item, name, path) for item in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        is_count = COUNTS.search(name) and not NO_COUNTS.search(name)
+        least = 1 if name in POSITIVE else -MAX_INT
+        if not least <= value <= (MAX_COUNT if is_count else MAX_INT):
+            raise CaptureError(f"no model has {name} = {_short(value)}", "Correct it.", str(path))
+    return value
+
+
+def _short(value: int) -> str:
+    text = str(value)
+    return text if len(text) < 24 else f"{text[:8]}... ({len(text)} digits)"
+
+
+def read_weights(folder: Path) -> dict[str, Any]:
+    """Tensor name -> tensor that is read when it is used; empty if the folder holds no weights."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MissingExtra("safetensors", "hf") from error
+    index, names = _listed(folder)
+    tensors: dict[str, Any] = {}
+    for name in names:
+        path = _inside(folder, name)
+        try:
+            file: Any = safe_open(path, framework="pt")
+            _check_names(path)
+            tensors |= {key: file.get_slice(key) for key in file.keys() if index.get(key, name) == name}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CaptureError(f"is broken: {first_line(error)}", AGAIN, str(path)) from error
+    lost = sorted(index.keys() - tensors.keys())
+    if lost:
+        raise CaptureError(
+            f"its index names {_some(lost)}, which {index[lost[0]]} does not hold", AGAIN, str(folder)
+        )
+    return tensors
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a folder's weights; 0 if it holds none."""
+    return sum(_inside(folder, name).stat().st_size for name in _listed(folder)[1])
+
+
+def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Tensor -> file of the index, if there is one; and the files to read."""
+    for stem in STEMS:
+        index = folder / f"{stem}.safetensors.index.json"
+        if index.exists():
+            files = read_json(index).get("weight_map")
+            if (
+                not isinstance(files, dict)
+                or not files
+                or not all(isinstance(x, str) for x in files.values())
+            ):
+                raise CaptureError("has no weight_map from tensors to files", AGAIN, str(index))
+            return files, sorted(set(files.values()))
+        if os.path.lexists(folder / f"{stem}.safetensors"):
+            return {}, [f"{stem}.safetensors"]
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(others) > 1:
+        message = f"has {len(others)} files of weights and no model.safetensors.index.json"
+        raise CaptureError(message, AGAIN, str(folder))
+    return {}, others
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of weights by its plain name: it lies in the folder, or in the cache that the folder is of."""
+    path = folder / name
+    if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+        remedy = (
+            "Only *.safetensors beside config.json are read: convert the weights, or download them again."
+        )
+        raise CaptureError(f"its index names {name!r} as a file of weights", remedy, str(folder))
+    home, real = folder.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if real.parent not in (home, blobs):
+        raise CaptureError("is a link that leads out of the folder", "Copy the file itself there.", str(path))
+    if not path.is_file():
+        message = "is no file" if path.exists() else "is missing"
+        raise CaptureError(message, AGAIN, str(path))
+    return path
+
+
+def _check_names(path: Path) -> None:
+    """Of a header that safetensors has checked: a name that is given twice."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) < len(items):
+            raise ValueError(f"{_some(sorted(k for k in found if [x for x, _ in items].count(k) > 1))} twice")
+        return found
+
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        json.loads(file.read(size), object_pairs_hook=pairs)
+
+
+def load(
+    folder: Path,
+    make: Callable[[], Any],
+    give: Callable[[Tensors], Filled],
+    *,
+    what: str = "a model",
+    seed: int = 0,
+    random_weights: bool = False,
+) -> Any:
+    """The model of a folder: `make` makes it without its weights, `give` makes it with them.
+
+    Where tensors have no values (fake ones, or the meta device) no weights are needed, nor looked for.
+    """
+    with _bounded(folder, what):
+        if not _has_values():
+            return make()
+        with torch.device("meta"):
+            empty = make()
+    _check_memory(folder, sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers())))
+    if random_weights:
+        with blamed(folder, what), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # and no other device's
+            return make()
+    tensors = read_weights(folder)
+    if not tensors:
+        raise _no_weights(folder)
+    with blamed(folder, what):
+        filled = give(tensors)
+    if filled.missing:
+        message = f"its weights lack {_some(sorted(filled.missing))}"
+        raise CaptureError(message, f"{AGAIN[:-1]}, or use --random-weights.", str(folder))
+    if filled.unlike:
+        message = f"config.json and the weights differ in the shape or type of {_some(sorted(filled.unlike))}"
+        raise CaptureError(message, AGAIN, str(folder))
+    return filled.module
+
+
+def _no_weights(folder: Path) -> CaptureError:
+    others = sorted(p.name for pattern in CODE_FILES for p in folder.glob(pattern))
+    if others:
+        message = f"its weights are in {others[0]}, which can run code when it is read"
+        return CaptureError(message, "Convert them to safetensors, or use --random-weights.", str(folder))
+    return CaptureError(
+        "holds a config.json and no weights", "Add them, or use --random-weights.", str(folder)
+    )
+
+
+def give_transformers(build: Callable[..., Any], tensors: Tensors) -> Filled:
+    """The `give` of a class of transformers: `build` is its from_pretrained with its options."""
+    module, told = build(
+        None, state_dict=dict(tensors), output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    unlike = {name for name, *_ in told["mismatched_keys"]}
+    for name, own in module.state_dict().items():
+        # Numbers of another kind are cast without a word.
+        if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and _is_plain(module):
+            unlike.add(name)
+    return Filled(module, tuple(told["missing_keys"]), tuple(unlike))
+
+
+def _is_plain(module: Any) -> bool:
+    return getattr(module.config, "quantization_config", None) is None
+
+
+def _is_whole(tensor: Any) -> bool:
+    return str(tensor.get_dtype()).startswith(("I", "U", "BOOL"))
+
+
+def _has_values() -> bool:
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return not is_fake and torch.empty(0).device.type != "meta"
+
+
+@contextmanager
+def _bounded(folder: Path, what: str) -> Iterator[None]:
+    """While a model is made: refuses more tensors, or more time, than any model takes."""
+    num, started_s = 0, time.monotonic()
+
+    def add(module: Any, name: str, tensor: Any) -> None:
+        nonlocal num
+        num += 1
+        if num > MAX_TENSORS or time.monotonic() - started_s > MAX_SECONDS:
+            raise CaptureError(
+                f"its configuration makes more than {num - 1:,} tensors", "Correct config.json.", str(folder)
+            )
+
+    with ExitStack() as stack, blamed(folder, what):
+        stack.callback(torch_module.register_module_parameter_registration_hook(add).remove)
+        stack.callback(torch_module.register_module_buffer_registration_hook(add).remove)
+        yield
+
+
+def _check_memory(folder: Path, need: int) -> None:
+    have = memory_bytes()
+    if need > have:
+        raise CaptureError(
+            f"its weights take {need / 1e9:,.1f} GB; {have / 1e9:,.1f} GB of memory are free",
+            "Use --device fake, which needs none, or correct config.json.",
+            str(folder),
+        )
+
+
+def memory_bytes() -> int:
+    """Memory of this machine that is free."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def blamed(folder: Path, what: str = "a model") -> Iterator[None]:
+    """Whatever a library raises over the numbers of a folder is one line about that folder."""
+    try:
+        with _alone():
+            yield
+    except TesseraError:
+        raise
+    except Exception as error:  # a stranger's numbers in a library's code: anything can come
+        message = f"{what} cannot be built from it: {type(error).__name__}: {first_line(error)}"
+        remedy = "Check config.json, or write a module:callable that returns a Workload."
+        raise CaptureError(message, remedy, str(folder)) from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While entered, Hugging Face's libraries think that there is no network, and print nothing."""
+    try:
+        from huggingface_hub import constants
+        from transformers.utils import logging as bars
+    except ImportError:
+        yield
+        return
+    log, had_bars = logging.getLogger("transformers"), bars.is_progress_bar_enabled()
+    level, was_offline = log.level, constants.HF_HUB_OFFLINE
+    log.setLevel(logging.CRITICAL)  # what matters is in an error
+    bars.disable_progress_bar()
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        constants.HF_HUB_OFFLINE = was_offline
+        if had_bars:
+            bars.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line that is not too long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0][:200]}{more}"
