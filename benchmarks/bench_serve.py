@@ -23,9 +23,8 @@ from typing import Any
 
 from benchmarks.serve_process import Server, Watched, environment
 
-from tessera.serve.load import Load, measure
-from tessera.serve.load_figures import figures
-from tessera.serve.load_http import parse_target
+from tessera.serve.load import LoadOptions, figures, measure
+from tessera.serve.load_client import parse_address
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
@@ -41,7 +40,7 @@ KEPT = (
 )  # fmt: skip
 
 
-def ask(server: Server, wanted: Load, memory: Watched | None = None) -> dict[str, Any]:
+def ask(server: Server, wanted: LoadOptions, memory: Watched | None = None) -> dict[str, Any]:
     """What `tessera bench serve` measures; processor time and memory of the crowd alone."""
     begun = server.processor_s()
 
@@ -52,7 +51,7 @@ def ask(server: Server, wanted: Load, memory: Watched | None = None) -> dict[str
             if memory is not None:
                 memory.samples.clear()
 
-    measured = asyncio.run(measure(parse_target(server.url), wanted, on_done))
+    measured = asyncio.run(measure(parse_address(server.url), wanted, on_done))
     used = server.processor_s() - begun
     found = figures(measured)
     kept = {key: found[key] for key in KEPT}
@@ -61,12 +60,12 @@ def ask(server: Server, wanted: Load, memory: Watched | None = None) -> dict[str
 
 def load(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """The same requests to both servers."""
-    crowd = Load(
+    crowd = LoadOptions(
         asked.requests,
         asked.clients,
         prompt_tokens=asked.prompt,
         output_tokens=asked.tokens,
-        endpoint="completions",
+        api="completions",
         num_distinct=20,
     )
     ours = [(f"tessera serve --devices {d}", _served(d, asked), crowd) for d in asked.devices]
@@ -103,7 +102,7 @@ def ahead(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def faults(asked: argparse.Namespace) -> dict[str, Any]:
     """Good clients beside bad ones."""
-    few = Load(256, 32, prompt_tokens=32, output_tokens=16, endpoint="completions", num_distinct=8)
+    few = LoadOptions(256, 32, prompt_tokens=32, output_tokens=16, api="completions", num_distinct=8)
     with Server(_served(asked.devices[0], asked)) as server, server.watched() as memory:
         alone = ask(server, few)
         command = [sys.executable, str(ROOT / "tests" / "bad_clients.py"), "--url", server.url]
@@ -169,7 +168,7 @@ def document(found: dict[str, Any]) -> str:
     """Everything as Markdown."""
     parts = [HEAD.format(**{key: found[key] for key in ("machine", "serve", "clients", "plain")})]
     if "load" in found:
-        parts += ["## Load", table([_row(x["server"], x) | _memory(x) for x in found["load"]])]
+        parts += ["## LoadOptions", table([_row(x["server"], x) | _memory(x) for x in found["load"]])]
         parts += ["Against the plain server, above 1 is ahead:", table(found["ahead"])]
         parts += [
             "Resident MB over the run, in twelfths; a slot takes its memory when it is first opened:",

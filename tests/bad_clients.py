@@ -16,7 +16,9 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 
-from tessera.serve.load_http import Target, parse_target
+import h11
+
+from tessera.serve.load_client import ServerAddress, parse_address
 
 SIP_BYTES, SIP_S = 512, 0.25
 BUFFER_BYTES = 4096
@@ -46,11 +48,14 @@ class BadClients:
     """Runs until cancelled; `is_up` is set when every kind is there."""
 
     def __init__(self, url: str, model: str, max_tokens: int) -> None:
-        self._target: Target = parse_target(url)
+        self._target: ServerAddress = parse_address(url)
         asked = {"model": model, "prompt": "once upon a time", "max_tokens": max_tokens, "stream": True}
         self._body = json.dumps(asked | {"logprobs": 5, "ignore_eos": True}).encode()
         self.counts = Counts()
         self.is_up = asyncio.Event()
+
+    def _request(self) -> bytes:
+        return self._target.request("POST", "/v1/completions", self._body, h11.Connection(h11.CLIENT))
 
     async def run(self, idle: int, slow: int, leave: int) -> None:
         """All of them together."""
@@ -105,7 +110,7 @@ class BadClients:
         reader, writer = opened
         self.counts.slow += 1
         with contextlib.suppress(ConnectionError):
-            writer.write(self._target.request("POST", "/v1/completions", self._body))
+            writer.write(self._request())
             while data := await reader.read(SIP_BYTES):
                 self.counts.sipped_bytes += len(data)
                 if data.endswith(b"0\r\n\r\n"):
@@ -120,7 +125,7 @@ class BadClients:
             if opened is not None:
                 reader, writer = opened
                 with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, TimeoutError):
-                    writer.write(self._target.request("POST", "/v1/completions", self._body))
+                    writer.write(self._request())
                     async with asyncio.timeout(60.0):
                         head = await reader.readuntil(b"\r\n\r\n")
                         await reader.readexactly(16)

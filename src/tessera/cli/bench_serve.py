@@ -5,16 +5,17 @@ Works with any server that speaks OpenAI's protocol with streaming. Everything i
 
 import asyncio
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.errors import LoadError, UnknownName
+from tessera.errors import LoadError, MissingExtra, UnknownName
 
 if TYPE_CHECKING:
-    from tessera.serve.load import Load
+    from tessera.serve.load import LoadOptions
 
 ENDPOINTS = ("chat", "completions")
 DISTINCT = 20
@@ -70,14 +71,16 @@ def serve(
     _refuse("--burstiness", "--rate", burstiness != 1.0 and rate is None)
     _refuse("--speed", "--arrivals", speed != 1.0 and arrivals is None)
     _refuse("--distinct", "--verify", distinct is not None and not verify)
-    from tessera.serve.load import Load
+    if find_spec("h11") is None:
+        raise MissingExtra("h11", "serve")
+    from tessera.serve.load import LoadOptions
 
-    load = Load(
+    options = LoadOptions(
         requests or 200, concurrency, rate, burstiness, _arrivals(arrivals, requests, seed, speed),
         prompt_tokens, output_tokens, cast(Literal["chat", "completions"], endpoint), model, ignore_eos,
         (distinct or DISTINCT) if verify else None, seed, timeout,
     )  # fmt: skip
-    found = _run(url, _key(api_key), load)
+    found = _run(url, _key(api_key), options)
     print_json(found) if as_json else _show(found)
     _complain(found)
 
@@ -113,15 +116,14 @@ def _arrivals(text: str | None, requests: int | None, seed: int, speed: float) -
     return make_arrivals(text, requests, seed, speed=speed)
 
 
-def _run(url: str, api_key: str | None, load: "Load") -> dict[str, Any]:
-    from tessera.serve.load import measure
-    from tessera.serve.load_figures import figures
-    from tessera.serve.load_http import parse_target
+def _run(url: str, api_key: str | None, options: "LoadOptions") -> dict[str, Any]:
+    from tessera.serve.load import figures, measure
+    from tessera.serve.load_client import parse_address
 
-    total = len(load.arrivals.times_s) if load.arrivals else load.num_requests
-    total += min(total, load.num_distinct or 0)
+    total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
+    total += min(total, options.num_distinct or 0)
     with progress("looking at the server", total) as advance:
-        return figures(asyncio.run(measure(parse_target(url, api_key), load, advance)))
+        return figures(asyncio.run(measure(parse_address(url, api_key), options, advance)))
 
 
 def _complain(found: dict[str, Any]) -> None:

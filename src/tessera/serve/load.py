@@ -1,54 +1,61 @@
-"""measure: asks a server many questions at a time and keeps what came of each.
+"""measure: asks a server many questions at a time; figures: how it did, as `vllm bench serve` names it.
 
-First the server is looked at: which model it has, how long a request may be, how many tokens a word is. With
-verification every distinct prompt is then asked alone; in the crowd its answer must be the same text again,
-for generation is greedy: an answer that differs was mixed up with another's. At most `concurrency` requests
-are in flight, in the order of their times; how late each was sent is kept, for a server that is too slow
-delays those behind it too.
+First the server is looked at: which model it has and how long a request may be. No tokenizer is at hand, so
+the server is the ruler too: two short questions tell how many tokens its template adds and how many a word has.
+Words have five letters, which makes lengths exact where a token is a byte and close to it elsewhere; what a
+prompt really had is what the server reports.
+
+With verification few distinct prompts are asked alone first; in the crowd each answer must be the same text
+again, for generation is greedy: an answer that differs was mixed up with another's. At most `concurrency`
+requests are in flight, in the order of their times; how late each was sent is kept, for a server that is too
+slow delays those behind it too.
+
+    ttfb  from sending a request to the first byte of its answer's body
+    ttft  to its first text                       tpot  (end - first text) / (tokens - 1)
+    itl   between two events with text            e2el  to its end
+
+All are measured by the client. Percentiles are over answered requests; failed ones count as errors only.
 """
 
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
-from tessera.serve.load_answers import Answer, Asking, Endpoint, read_answer, said
-from tessera.serve.load_http import Client, Target
-from tessera.serve.load_queries import (
-    Lengths,
-    Query,
-    Ruler,
-    lengths_of,
-    make_prompts,
-    make_queries,
-    send_times,
-)
+from tessera.serve.load_client import Api, Client, Generation, ServerAddress, generate
 
 # Tokens of a request whose user does not say, where the server has room for them.
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 NO_LIMIT = 1 << 30
-# Words of the two questions that find out what a word costs.
+# Words of the two questions that find out what a word costs, and letters of a word.
 FEW, MANY = 1, 5
+WORD = 5
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+QUANTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOptions:
     """What to ask of a server, and how hard."""
 
     num_requests: int = 200
     concurrency: int = 32
-    # Requests a second; None: as fast as `concurrency` allows.
+    # Requests a second; None: as fast as `concurrency` allows. Gaps follow a gamma distribution: a burstiness
+    # of 1 is a Poisson stream, less is burstier.
     rate_per_s: float | None = None
     burstiness: float = 1.0
     # Requests over time, in place of a number and a rate.
     arrivals: Arrivals | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    endpoint: Endpoint = "chat"
+    api: Api = "chat"
     # None: the first that the server has.
     model: str | None = None
     ignores_end: bool = True
@@ -59,45 +66,106 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Query:
+    """One request to send. Queries with the same `prompt_number` ask the same."""
+
+    number: int
+    prompt_number: int
+    prompt: str
+    max_tokens: int
+    # When to send it, counted from the start; it is sent later if too many are in flight.
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """Tokens of a prompt = `fixed` + words * `per_word`."""
+
+    fixed: float
+    per_word: float
+
+    @classmethod
+    def from_two(cls, few: tuple[int, int], many: tuple[int, int]) -> "Ruler":
+        """From (words, tokens) of two prompts."""
+        per_word = (many[1] - few[1]) / (many[0] - few[0])
+        if per_word <= 0:
+            text = f"{few[0]} words are {few[1]} tokens and {many[0]} words {many[1]}: it does not count them"
+            raise LoadError("usage", text, "Leave --prompt-tokens out.")
+        return cls(few[1] - few[0] * per_word, per_word)
+
+    def words(self, tokens: int) -> int:
+        """How many words make at most so many tokens; at least one."""
+        return max(1, int((tokens - self.fixed) / self.per_word + 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryOutcome:
     """What came of one query. Times count from the start of the crowd."""
 
     query: Query
     sent_s: float
-    answer: Answer | LoadError
+    answer: Generation | LoadError
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadRun:
     """A whole run."""
 
-    load: Load
+    options: LoadOptions
     model: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[QueryOutcome, ...]
     duration_s: float
+    # Requests of a recorded log that were longer than allowed, and were cut.
     num_cut: int
     # With verification: the answer to each distinct prompt, asked alone.
-    alone: tuple[Answer, ...] = ()
+    alone: tuple[Generation, ...] = ()
 
 
-async def measure(target: Target, load: Load, on_done: Callable[[str], None]) -> Measured:
+async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
     """Runs a load; `on_done` is called after every answer. LoadError if the server cannot be asked at all."""
-    client = Client(target, load.timeout_s)
+    client = Client(address, options.timeout_s)
     try:
-        model, room = await _served(client, load.model)
-        asking = Asking(load.endpoint, model, load.ignores_end)
-        ruler = await _ruler(client, asking, load.seed)
-        lengths, times_s = _sizes(load, room)
-        queries = make_queries(lengths, times_s, ruler, load.seed, load.num_distinct)
+        model, room = await _served(client, options.model)
+        ruler = await _ruler(client, options, model)
+        queries, num_cut = _queries(options, room, ruler)
         alone = []
-        if load.num_distinct is not None:
-            for query in queries[: max(q.prompt_number for q in queries) + 1]:
-                alone.append(await _ask(client, asking, query.prompt, query.max_tokens))
+        if options.num_distinct is not None:
+            for query in queries[: options.num_distinct]:
+                alone.append(await _ask(client, options, model, query))
                 on_done("asked alone")
     finally:
         client.close()
-    outcomes, duration_s = await _Crowd(target, asking, load, on_done).run(queries)
-    return Measured(load, model, tuple(outcomes), duration_s, lengths.num_cut, tuple(alone))
+    outcomes: list[QueryOutcome] = []
+    start_s = time.perf_counter()
+
+    async def work(waiting: Iterator[Query]) -> None:
+        """One client with a connection of its own, taking queries in their order."""
+        client = Client(address, options.timeout_s)
+        try:
+            for query in waiting:
+                await asyncio.sleep(max(0.0, query.at_s - (time.perf_counter() - start_s)))
+                sent_s = time.perf_counter() - start_s
+                answer: Generation | LoadError
+                try:
+                    answer = await _ask(client, options, model, query)
+                except LoadError as error:
+                    answer = error
+                outcomes.append(QueryOutcome(query, sent_s, answer))
+                on_done("asking")
+        finally:
+            client.close()
+
+    waiting = iter(queries)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(options.concurrency, len(queries))):
+            group.create_task(work(waiting))
+    duration_s = time.perf_counter() - start_s
+    outcomes.sort(key=lambda outcome: outcome.query.number)
+    return LoadRun(options, model, tuple(outcomes), duration_s, num_cut, tuple(alone))
+
+
+async def _ask(client: Client, options: LoadOptions, model: str, query: Query) -> Generation:
+    return await generate(client, options.api, model, query.prompt, query.max_tokens, options.ignores_end)
 
 
 async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
@@ -106,86 +174,143 @@ async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
     if reply.status != 200:
         if wanted is not None and reply.status == 404:
             return wanted, None
-        raise LoadError(f"http {reply.status}", f"the server does not tell its models: {said(reply)}")
+        raise LoadError(f"http {reply.status}", f"the server does not tell its models: {reply.message}")
     try:
-        cards: list[dict[str, Any]] = json.loads(bytes(reply.body))["data"]
-        names = [str(card["id"]) for card in cards]
-    except (ValueError, KeyError, TypeError):
+        rooms = {str(card["id"]): card.get("max_model_len") for card in json.loads(bytes(reply.body))["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise LoadError("protocol", "its list of models is not of OpenAI's shape") from None
-    if not names or (wanted is not None and wanted not in names):
-        known = ", ".join(names) or "none"
-        raise LoadError(
-            "model", f"the server has no model '{wanted or ''}'; it has: {known}", place="--model"
-        )
-    place = names.index(wanted) if wanted is not None else 0
-    room = cards[place].get("max_model_len")
-    return names[place], room if isinstance(room, int) else None
+    name = wanted if wanted is not None else next(iter(rooms), "")
+    if name not in rooms:
+        known = ", ".join(rooms) or "none"
+        raise LoadError("model", f"the server has no model '{name}'; it has: {known}", place="--model")
+    room = rooms[name]
+    return name, room if isinstance(room, int) else None
 
 
-async def _ruler(client: Client, asking: Asking, seed: int) -> Ruler:
+async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
     """What a word costs; a server that counts nothing is taken to have one token a word."""
-    seen = []
+    tokens = []
     for words in (FEW, MANY):
-        prompt = make_prompts([words], seed)[0]
-        answer = await _ask(client, asking, prompt, 1)
-        seen.append((words, answer.prompt_tokens))
-    (few, first), (many, second) = seen
-    if first is None or second is None:
-        return Ruler(0.0, 1.0)
-    return Ruler.from_two((few, first), (many, second))
+        prompt = make_prompts([words], options.seed)[0]
+        tokens.append((await _ask(client, options, model, Query(0, 0, prompt, 1))).prompt_tokens)
+    few, many = tokens
+    return Ruler(0.0, 1.0) if few is None or many is None else Ruler.from_two((FEW, few), (MANY, many))
 
 
-def _sizes(load: Load, room: int | None) -> tuple[Lengths, Sequence[float]]:
-    """Lengths of the requests and when to send them; a log's own lengths are cut to the server's room."""
+def _queries(options: LoadOptions, room: int | None, ruler: Ruler) -> tuple[list[Query], int]:
+    """What to ask and when; a log's own lengths are cut to the server's room, and how many were is told."""
     half = max(1, room // 2) if room is not None else PROMPT_TOKENS
-    usual = (load.prompt_tokens or min(PROMPT_TOKENS, half), load.output_tokens or min(OUTPUT_TOKENS, half))
-    if load.arrivals is None:
-        times_s = send_times(load.num_requests, load.rate_per_s, load.burstiness, load.seed)
-        return Lengths((usual[0],) * len(times_s), (usual[1],) * len(times_s)), times_s
-    limit = NO_LIMIT if room is None else half
-    most = (load.prompt_tokens or limit, load.output_tokens or limit)
-    return lengths_of(load.arrivals, usual, most), load.arrivals.times_s
+    usual_prompt = options.prompt_tokens or min(PROMPT_TOKENS, half)
+    usual_output = options.output_tokens or min(OUTPUT_TOKENS, half)
+    log = options.arrivals
+    times_s = log.times_s if log else send_times(options)
+    num = len(times_s)
+    prompts, outputs, num_cut = [usual_prompt] * num, [usual_output] * num, 0
+    if log is not None and log.prompts:
+        limit = NO_LIMIT if room is None else half
+        prompts = [min(x, options.prompt_tokens or limit) for x in log.prompts]
+        outputs = [min(x, options.output_tokens or limit) for x in log.outputs]
+        pairs = zip(prompts, outputs, log.prompts, log.outputs, strict=True)
+        num_cut = sum((p, o) != (long_p, long_o) for p, o, long_p, long_o in pairs)
+    distinct = min(num, options.num_distinct or num)
+    texts = make_prompts([ruler.words(x) for x in prompts[:distinct]], options.seed)
+    turns = ((i, i % distinct) for i in range(num))
+    return [Query(i, turn, texts[turn], outputs[turn], times_s[i]) for i, turn in turns], num_cut
 
 
-async def _ask(client: Client, asking: Asking, prompt: str, max_tokens: int) -> Answer:
-    start_s = time.perf_counter()
-    reply = await client.ask("POST", asking.path, asking.body(prompt, max_tokens))
-    return read_answer(reply, start_s, time.perf_counter())
+def make_prompts(num_words: Sequence[int], seed: int) -> list[str]:
+    """Distinct prompts of so many words each."""
+    prompts: dict[str, None] = {}
+    for number, words in enumerate(num_words):
+        random = np.random.default_rng([seed, number])
+        while len(prompts) <= number:
+            letters = "".join(LETTERS[i] for i in random.integers(len(LETTERS), size=words * WORD))
+            prompts[" ".join(letters[i : i + WORD] for i in range(0, len(letters), WORD))] = None
+    return list(prompts)
 
 
-class _Crowd:
-    """Many clients at a time, each with a connection of its own, taking queries in their order."""
+def send_times(options: LoadOptions) -> tuple[float, ...]:
+    """Seconds from the start; all zero without a rate."""
+    num, rate_per_s, burstiness = options.num_requests, options.rate_per_s, options.burstiness
+    if rate_per_s is None:
+        return (0.0,) * num
+    random = np.random.default_rng([options.seed, num])
+    return tuple(np.cumsum(random.gamma(burstiness, 1.0 / (rate_per_s * burstiness), num)).tolist())
 
-    def __init__(self, target: Target, asking: Asking, load: Load, on_done: Callable[[str], None]) -> None:
-        self._target, self._asking, self._load, self._on_done = target, asking, load, on_done
-        self._outcomes: list[Outcome] = []
-        self._start_s = 0.0
 
-    async def run(self, queries: Sequence[Query]) -> tuple[list[Outcome], float]:
-        """Outcomes in the order of the queries, and the seconds it took."""
-        waiting = iter(queries)
-        self._start_s = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(self._load.concurrency, len(queries))):
-                group.create_task(self._work(waiting))
-        duration_s = time.perf_counter() - self._start_s
-        return sorted(self._outcomes, key=lambda x: x.query.number), duration_s
+def figures(run: LoadRun) -> dict[str, Any]:
+    """A run as one JSON document."""
+    options = run.options
+    answers = [x.answer for x in run.outcomes if isinstance(x.answer, Generation)]
+    errors = [x.answer for x in run.outcomes if isinstance(x.answer, LoadError)]
+    kinds = Counter(error.kind for error in errors)
+    firsts = {error.kind: str(error) for error in reversed(errors)}
+    seconds = run.duration_s or float("inf")
+    inputs = [a.prompt_tokens for a in answers if a.prompt_tokens is not None]
+    total_in = sum(inputs) if len(inputs) == len(answers) else None
+    total_out = sum(a.num_tokens for a in answers)
+    has_times = options.rate_per_s is not None or options.arrivals is not None
+    late = [x.sent_s - x.query.at_s for x in run.outcomes] if has_times else []
+    is_counted = all(a.output_tokens is not None for a in answers)
+    return {
+        "completed": len(answers),
+        "errors": len(errors),
+        "errors_by_kind": {kind: {"count": n, "first": firsts[kind]} for kind, n in kinds.items()},
+        "duration": run.duration_s,
+        "total_input_tokens": total_in,
+        "total_output_tokens": total_out,
+        "request_throughput": len(answers) / seconds,
+        "output_throughput": total_out / seconds,
+        "total_token_throughput": None if total_in is None else (total_in + total_out) / seconds,
+        **_latencies(answers),
+        "mean_late_ms": 1e3 * float(np.mean(late)) if late else None,
+        "finish_reasons": dict(Counter(a.finish_reason for a in answers)),
+        "tokens_counted_by": ("usage" if is_counted else "events") if answers else None,
+        "model_id": run.model,
+        "endpoint": options.api,
+        "num_prompts": len(run.outcomes),
+        "num_cut": run.num_cut,
+        "max_concurrency": options.concurrency,
+        "request_rate": options.rate_per_s,
+        "burstiness": options.burstiness,
+        "arrivals": options.arrivals.name if options.arrivals else None,
+        "seed": options.seed,
+        "verify": _verified(run) if run.alone else None,
+    }
 
-    async def _work(self, waiting: Iterator[Query]) -> None:
-        client = Client(self._target, self._load.timeout_s)
-        try:
-            for query in waiting:
-                early_s = query.at_s - (time.perf_counter() - self._start_s)
-                if early_s > 0:
-                    await asyncio.sleep(early_s)
-                sent_s = time.perf_counter() - self._start_s
-                self._outcomes.append(Outcome(query, sent_s, await self._one(client, query)))
-                self._on_done("asking")
-        finally:
-            client.close()
 
-    async def _one(self, client: Client, query: Query) -> Answer | LoadError:
-        try:
-            return await _ask(client, self._asking, query.prompt, query.max_tokens)
-        except LoadError as error:
-            return error
+def _latencies(answers: Sequence[Generation]) -> dict[str, float | None]:
+    times = {
+        "ttfb": [a.ttfb_s for a in answers],
+        "ttft": [a.ttft_s for a in answers],
+        "tpot": [(a.e2e_s - a.ttft_s) / (a.num_tokens - 1) for a in answers if a.num_tokens > 1],
+        "itl": [gap for a in answers for gap in a.gaps_s],
+        "e2el": [a.e2e_s for a in answers],
+    }
+    found: dict[str, float | None] = {}
+    for name, values in times.items():
+        ms = 1e3 * np.array(values)
+        found[f"mean_{name}_ms"] = float(ms.mean()) if values else None
+        found[f"std_{name}_ms"] = float(ms.std()) if values else None
+        for quantile, q in QUANTILES.items():
+            found[f"{quantile}_{name}_ms"] = float(np.percentile(ms, q)) if values else None
+    return found
+
+
+def _verified(run: LoadRun) -> dict[str, Any]:
+    """Answers in the crowd against those given alone."""
+    texts = [answer.text for answer in run.alone]
+    compared = [(x.query, x.answer.text) for x in run.outcomes if isinstance(x.answer, Generation)]
+    mixed = [
+        {"request": q.number, "prompt": q.prompt, "alone": texts[q.prompt_number], "in_the_crowd": text}
+        for q, text in compared
+        if text != texts[q.prompt_number]
+    ]
+    return {
+        "prompts": len(texts),
+        # If these are few, a mix-up between requests with the same answer cannot be seen.
+        "distinct_answers": len(set(texts)),
+        "compared": len(compared),
+        "mixed_up": len(mixed),
+        "first": mixed[0] if mixed else None,
+    }

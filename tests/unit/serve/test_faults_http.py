@@ -17,9 +17,8 @@ import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper, service_of
 from tessera.serve.limits import Limits
-from tessera.serve.load import Load, Measured, measure
-from tessera.serve.load_figures import figures
-from tessera.serve.load_http import parse_target
+from tessera.serve.load import LoadOptions, LoadRun, figures, measure
+from tessera.serve.load_client import parse_address
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai_ports import Endpoint
 from tessera.serve.service import Service
@@ -29,8 +28,8 @@ from tessera.serve.text import ByteText
 SHAPE = Shape(slots=2, rows=8, capacity=256, chunk=32, vocab_size=258)
 # A slow reader is let go after a second, so that the test need not wait for a minute.
 LIMITS = Limits(connections=600, stall_s=1.0, drain_s=2.0)
-GOOD = Load(
-    60, 12, prompt_tokens=40, output_tokens=12, endpoint="completions", num_distinct=6, timeout_s=30.0
+GOOD = LoadOptions(
+    60, 12, prompt_tokens=40, output_tokens=12, api="completions", num_distinct=6, timeout_s=30.0
 )
 
 
@@ -41,15 +40,15 @@ class Met:
     service: Service
     url: str
     counts: Counts
-    good: Measured
+    good: LoadRun
 
 
-async def _meet(url: str) -> tuple[Counts, Measured]:
+async def _meet(url: str) -> tuple[Counts, LoadRun]:
     """Good clients while bad ones are there."""
     bad = BadClients(url, "toy", max_tokens=150)
     running = asyncio.create_task(bad.run(idle=300, slow=10, leave=4))
     await asyncio.wait_for(bad.is_up.wait(), 30.0)
-    good = await measure(parse_target(url), GOOD, lambda what: None)
+    good = await measure(parse_address(url), GOOD, lambda what: None)
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -98,6 +97,6 @@ def test_who_left_holds_no_row(met: Met) -> None:
 
 def test_the_server_goes_on(met: Met) -> None:
     """Afterwards the same load is answered as before."""
-    again = figures(asyncio.run(measure(parse_target(met.url), GOOD, lambda what: None)))
+    again = figures(asyncio.run(measure(parse_address(met.url), GOOD, lambda what: None)))
 
     assert (GOOD.num_requests, 0, 0) == (again["completed"], again["errors"], again["verify"]["mixed_up"])

@@ -13,25 +13,22 @@ from load_factory import HEAD, Wire, answer, chunked, events, plain, prompt_of, 
 from tessera.cli import main
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
-from tessera.serve.load import Load, measure
-from tessera.serve.load_answers import Answer
-from tessera.serve.load_figures import figures
-from tessera.serve.load_http import parse_target
-from tessera.serve.load_queries import Ruler, make_prompts, send_times
+from tessera.serve.load import LoadOptions, Ruler, figures, make_prompts, measure, send_times
+from tessera.serve.load_client import Generation, parse_address
 
 
 def run(url: str, **load: Any) -> dict[str, Any]:
     """The figures of a small load."""
     wanted: dict[str, Any] = {"num_requests": 12, "concurrency": 4, "output_tokens": 5, "timeout_s": 10.0}
     load = wanted | load
-    return figures(asyncio.run(measure(parse_target(url), Load(**load), lambda what: None)))
+    return figures(asyncio.run(measure(parse_address(url), LoadOptions(**load), lambda what: None)))
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_every_request_is_answered_once(endpoint: str) -> None:
     """All are answered, tokens are counted by the server, and each prompt is another."""
     with serving() as stub:
-        found = run(stub.url, endpoint=endpoint)
+        found = run(stub.url, api=endpoint)
 
     assert (12, 0, 60) == (found["completed"], found["errors"], found["total_output_tokens"])
     assert {"length": 12} == found["finish_reasons"]
@@ -203,8 +200,8 @@ def test_a_wrong_key_ends_before_the_load() -> None:
 def test_the_key_goes_with_every_request() -> None:
     """An API key is sent as a bearer token."""
     with serving() as stub:
-        target = parse_target(stub.url + "/v1/", "secret")
-        asyncio.run(measure(target, Load(4, 2), lambda what: None))
+        target = parse_address(stub.url + "/v1/", "secret")
+        asyncio.run(measure(target, LoadOptions(4, 2), lambda what: None))
 
     assert all("Authorization: Bearer secret\r\n" in head for head in stub.headers)
 
@@ -213,13 +210,13 @@ def test_the_key_goes_with_every_request() -> None:
 def test_a_wrong_address_is_refused(url: str) -> None:
     """The message shows how one is written."""
     with pytest.raises(LoadError, match=r"--url: .*http://127.0.0.1:8000"):
-        parse_target(url)
+        parse_address(url)
 
 
 def test_gaps_have_the_mean_and_the_burstiness_asked_for() -> None:
     """The mean gap is one over the rate; the squared variation one over the burstiness."""
     for burstiness in (0.25, 1.0, 4.0):
-        gaps = np.diff(np.array(send_times(20_000, 50.0, burstiness, 0)))
+        gaps = np.diff(np.array(send_times(LoadOptions(20_000, rate_per_s=50.0, burstiness=burstiness))))
 
         assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
         assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.1)
@@ -300,6 +297,6 @@ def test_wrong_options_are_one_line(words: list[str], capsys: pytest.CaptureFixt
 
 def test_an_answer_without_text_has_a_first_token() -> None:
     """Text that never came counts as come at the end, not at the beginning."""
-    answer_ = Answer("", "stop", 3, 0, 0.1, 0.5, 0.5, ())
+    answer_ = Generation("", "stop", 3, 0, 0.1, 0.5, 0.5, ())
 
     assert 0 == answer_.num_tokens
