@@ -131,7 +131,11 @@ def test_the_readme_names_every_model() -> None:
 
 @pytest.mark.parametrize(
     ("example", "ending"),
-    [("plan_on_a_laptop.py", "is the bottleneck"), ("compile_a_model.py", "equal bit for bit")],
+    [
+        ("plan_on_a_laptop.py", "is the bottleneck"),
+        ("compile_a_model.py", "equal bit for bit"),
+        ("train_on_two.py", "parameters equal bit for bit"),
+    ],
 )
 def test_an_example_runs(example: str, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An example runs as a program, and its last line says what it is to show."""

@@ -1,9 +1,9 @@
 """Blocks: the memory behind the tensors that a call is given.
 
 Tensors that share a storage are one block, since what is written through one is read through the others. A
-block is handed to a step as one tensor of its own memory: the tensor itself where it is alone and dense, else
-the bytes between the first and the last that any of its tensors covers. Positions in a block are kept modulo
-`ALIGN`, because the results of some kernels depend on how their operands are aligned.
+block is handed to a step as one tensor of its own memory: the tensor itself where it is dense and no other
+differs from it, else the bytes between the first and the last that any of its tensors covers. Positions in a
+block are kept modulo `ALIGN`, because the results of some kernels depend on how their operands are aligned.
 """
 
 from collections.abc import Sequence
@@ -46,9 +46,10 @@ class Block:
 
     @property
     def is_tensor(self) -> bool:
-        """True if the block's only tensor can be handed over as it is."""
+        """True if the block's tensors are all alike and can be handed over as one."""
         first = self.parts[0][1]
-        return len(self.parts) == 1 and first.is_dense and first.start % ALIGN == 0
+        is_one = all(part == first for _, part in self.parts)
+        return is_one and first.is_dense and first.start % ALIGN == 0
 
 
 def part_of(tensor: torch.Tensor) -> Part:
@@ -89,7 +90,7 @@ def handed(block: Block, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def spread(block: Block, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """The block's tensors again, by their numbers, as views of what was handed over."""
     if block.is_tensor:
-        return [(block.parts[0][0], whole)]
+        return [(number, whole) for number, _ in block.parts]
     return [(number, _view(whole, part, block.start)) for number, part in block.parts]
 
 

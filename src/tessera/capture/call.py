@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture import rng
 from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, spread, storage_key, view_of
-from tessera.capture.holders import Held, find, root
+from tessera.capture.holders import Finder, Held, find, root
 from tessera.capture.naming import flatten, path, unique
 from tessera.capture.own import own_launches
 from tessera.capture.watch import Watch
@@ -23,6 +24,8 @@ from tessera.errors import CaptureError, MismatchError
 
 # Stands for a tensor among the values of a call that are fixed.
 TENSOR = object()
+# What torch says where gradients are asked for and none are kept.
+NO_GRAD = "does not require grad"
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,31 @@ class Function:
         self.blocks = blocks_of(tensors)
         self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
         self._names = [names[block.parts[0][0]] for block in self.blocks]
-        self._learn(named, tensors)
+        # Those the call may differentiate by: they take other memory and stay the same objects.
+        self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
+        self.trains = torch.is_grad_enabled() and bool(found.optimizers)
+        try:
+            self._learn(named, tensors)
+        except RuntimeError as error:
+            if NO_GRAD not in str(error) or self.trains or not torch.is_grad_enabled():
+                raise
+            self.trains = True
+            self._learn(named, tensors)
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
         """Runs the call once to see what it touches, changes and returns."""
+        settings = _settings(find(self._fn, named))
         keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
         parts = [part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
         watch = Watch(dict(zip(keys, range(len(keys)), strict=True)))
         try:
-            with rng.forked(), torch.no_grad(), own_launches(watch.own_launch), watch:
-                result = self._fn(*args, **kwargs)
-            self._check_held(named, (args, kwargs), tensors, parts, keys)
+            with self.mode(), rng.forked(), own_launches(watch.own_launch):
+                with watch:
+                    result = self._fn(*args, **kwargs)
+                touched = {keys[block] for block in watch.touched}
+                self._check_held(named, (args, kwargs), tensors, parts, keys, touched)
+                _check_settings(settings, _settings(find(self._fn, named)))
         finally:
             for held in self._held:
                 held.put_back()
@@ -105,15 +121,23 @@ class Function:
         tensors: list[torch.Tensor],
         parts: list[Part],
         keys: list[int],
+        touched: set[int],
     ) -> None:
-        """Refuses a call that exchanged tensors where it should have changed them."""
+        """Refuses a call that exchanged tensors where it should have changed them.
+
+        A gradient may be exchanged if the call has not looked at the old one: it is made anew every time.
+        """
+        made = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
         after = {h.name: h.tensor for h in find(self._fn, named).tensors}
         again, _ = flatten(self._fn, *given)
         after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
         for name in [*before, *after]:
-            if before.get(name) is not after.get(name):
+            if name not in before and self.trains:
+                remedy = "Run one training step before the capture, and give the step zero_grad()."
+                raise CaptureError(f"the call is the first to make '{name}'", remedy)
+            if before.get(name) is not after.get(name) and name not in made:
                 raise CaptureError(
                     f"the call puts another tensor in the place of '{name}'",
                     "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
@@ -132,7 +156,9 @@ class Function:
         for index, block in enumerate(self.blocks):
             is_given = block.parts[0][0] < self._num_args
             fixed = [
-                h for h in (self._holder(n) for n, _ in block.parts) if h is not None and h.holder is None
+                h
+                for n, _ in block.parts
+                if n not in self._leaves and (h := self._holder(n)) is not None and h.holder is None
             ]
             if fixed and (index in watch.saved or is_given):
                 raise CaptureError(
@@ -145,6 +171,17 @@ class Function:
                 self._inputs.append(index)
             elif index in watch.touched:
                 self._weights.append(index)
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """While entered, gradients are as the call wants them; those it leaves behind are forgotten."""
+        before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
+        try:
+            with torch.set_grad_enabled(self.trains):
+                yield
+        finally:
+            for leaf, grad in before:
+                leaf.grad = grad
 
     def _holder(self, number: int) -> Held | None:
         return self._held[number - self._num_args] if number >= self._num_args else None
@@ -203,9 +240,10 @@ class Function:
         )
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
-            leaves[place] = numbered[number]
+            is_same = self.trains and number in self._leaves
+            leaves[place] = self._leaves[number] if is_same else numbered[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        with self._exchanged(numbered):
+        with self.mode(), self._exchanged(numbered):
             result = self._fn(*args, **kwargs)
         return self._outputs(pytree.tree_leaves(result), state)
 
@@ -222,17 +260,28 @@ class Function:
 
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """While entered, modules hold the step's tensors in the place of their own."""
+        """While entered, modules hold the step's tensors in the place of their own.
+
+        In training a parameter stays the object that the optimiser knows and takes the step's memory.
+        """
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         swapped = []
         try:
             for number, tensor in numbered.items():
                 held = self._holder(number)
-                if held is not None:
+                if self.trains and number in self._leaves:
+                    leaf = self._leaves[number]
+                    with no_dispatch():
+                        kept.append((leaf, leaf.data))
+                    leaf.data = tensor
+                elif held is not None:
                     swapped.append((held, held.current))
                     held.holder[held.key] = tensor
             yield
         finally:
-            for held, before in swapped:
+            for leaf, data in reversed(kept):
+                leaf.data = data
+            for held, before in reversed(swapped):
                 held.holder[held.key] = before
 
     def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
@@ -288,6 +337,26 @@ def _output_name(keys: Sequence[Any]) -> str:
     """A dictionary's keys are names enough; a place in a list is not."""
     name = path(keys)
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
+
+
+def _settings(found: Finder) -> dict[str, Any]:
+    """The plain values that optimisers hold, by name."""
+    return {
+        f"{name}.{key}": value
+        for name, optimizer in found.optimizers.items()
+        for held in (*optimizer.param_groups, *optimizer.state.values())
+        for key, value in held.items()
+        if isinstance(value, bool | int | float)
+    }
+
+
+def _check_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for name, value in after.items():
+        if before.get(name) != value:
+            raise CaptureError(
+                f"the call changes '{name}' from {before.get(name)} to {value}, a value on the host",
+                "Keep it in a tensor, or change it between calls and capture anew.",
+            )
 
 
 def _check_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:

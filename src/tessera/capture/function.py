@@ -11,12 +11,17 @@ Tensors are found and named without any help:
   outputs  what the call returns, any nest of tensors; a result that is memory the call was given is not an
            output of the step but stays what it is
 
-What a call changes is found by running it once, under `no_grad`. Every storage is saved just before its first
-write and put back after, so the caller's tensors are left as they were. Tensors that share memory are one
-buffer (see `blocks`). Values that are not tensors are fixed in the trace, as they are when torch traces.
+What a call changes is found by running it once. Every storage is saved just before its first write and put
+back after, so the caller's tensors are left as they were. Tensors that share memory are one buffer (see
+`blocks`). Values that are not tensors are fixed in the trace, as they are when torch traces.
 
-Refused by name: a call that replaces or adds tensors where they are held instead of changing them in place,
-that resizes an argument, or that changes a tensor which nothing but a closure holds.
+A call runs under `no_grad`, unless it reaches an optimiser or differentiates: then it is a training step.
+Parameters that it updates, moments and step counts are state; so are gradients that add up from call to call.
+Gradients that every call makes anew are temporaries, and gone after it.
+
+Refused by name: a call that replaces or adds tensors where they are held instead of changing them in place
+(as the first step of most optimisers does), that resizes an argument, that changes a tensor which nothing but
+a closure holds, or an optimiser's settings on the host.
 
 `workload(fn, *args, **kwargs)` is the same call as a step that can be run again, here or by workers.
 """

@@ -4,7 +4,8 @@ Looked through: a module or the module a method is bound to; what a function clo
 global, and likewise the functions of its own file that it names; the parts of a `functools.partial`; plain
 objects, lists, tuples and dicts among these. A tensor is found together with the dictionary or list that
 holds it, so that another can take its place for one call; where nothing can (a closure's variable, a tuple),
-it can be read but not changed.
+it can be read but not changed. A parameter's gradient is held by its parameter; an optimiser is looked at
+last, so that parameters are named after their modules.
 
 Not looked through: objects nested deeper than `MAX_DEPTH`, objects with __slots__, and global variables of
 other files.
@@ -32,6 +33,11 @@ class Held:
     key: Any = None
 
     @property
+    def is_grad(self) -> bool:
+        """True for the gradient of a tensor."""
+        return isinstance(self.holder, GradOf)
+
+    @property
     def current(self) -> Any:
         """What is held there now."""
         return self.tensor if self.holder is None else self.holder[self.key]
@@ -43,18 +49,35 @@ class Held:
         self.holder[self.key] = self.tensor
 
 
+class GradOf:
+    """A tensor as the holder of its gradient."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, key: str) -> torch.Tensor | None:
+        return self._tensor.grad
+
+    def __setitem__(self, key: str, value: torch.Tensor | None) -> None:
+        self._tensor.grad = value
+
+
 class Finder:
-    """Collects modules and tensors by name."""
+    """Collects modules, optimisers and tensors by name."""
 
     def __init__(self) -> None:
         self.tensors: list[Held] = []
         self.modules: dict[str, torch.nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._seen: dict[int, Any] = {}  # the values keep their ids from being used again
 
     def look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
         """Finds what one value holds."""
         if isinstance(value, torch.Tensor):
-            self.tensors.append(Held(name, value, holder, key))
+            self._hold(Held(name, value, holder, key))
+            return
+        if isinstance(value, torch.optim.Optimizer):
+            self.optimizers[name] = value
             return
         if depth > MAX_DEPTH or _is_plain(value) or id(value) in self._seen:
             return
@@ -64,6 +87,24 @@ class Finder:
             return
         for word, item, place, at in _inside(value):
             self.look(_join(name, word), item, place, at, depth + 1)
+
+    def look_at_optimizers(self) -> None:
+        """Finds what the optimisers hold: their options, and what they keep of each parameter."""
+        for name, optimizer in self.optimizers.items():
+            for i, group in enumerate(optimizer.param_groups):
+                self.look(_join(name, f"group.{i}"), group)
+            for i, kept in enumerate(optimizer.state.values()):
+                self.look(_join(name, f"state.{i}"), kept)
+
+    def look_at_grad(self, name: str, tensor: torch.Tensor) -> None:
+        """Finds a tensor's gradient, once."""
+        if tensor.is_leaf and tensor.grad is not None and id(tensor) not in self._seen:
+            self._seen[id(tensor)] = tensor
+            self.tensors.append(Held(f"{name}.grad", tensor.grad, GradOf(tensor), "grad"))
+
+    def _hold(self, held: Held) -> None:
+        self.tensors.append(held)
+        self.look_at_grad(held.name, held.tensor)
 
     def _look_module(self, name: str, module: torch.nn.Module) -> None:
         self.modules[name.replace(".", "_")] = module
@@ -79,7 +120,7 @@ class Finder:
     def _add(self, name: str, path: str, key: str, holder: Any) -> None:
         if isinstance(holder[key], torch.Tensor):
             full = _join(_join(name.replace(".", "_"), path), key)
-            self.tensors.append(Held(full, holder[key], holder, key))
+            self._hold(Held(full, holder[key], holder, key))
 
 
 def _join(one: str, other: str) -> str:
@@ -159,6 +200,9 @@ def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
     finder = Finder()
     finder.look("", fn)
     for name, leaf in named:
-        if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor):
+            finder.look_at_grad(name, leaf)
+        else:
             finder.look(name, leaf)
+    finder.look_at_optimizers()
     return finder

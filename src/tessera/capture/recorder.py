@@ -32,9 +32,12 @@ from tessera.capture.refuse import check_operator, check_tensor, explain, fail
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.capture.schema import (
     MAX_CONSTANT_BYTES,
+    Recorded,
+    Results,
     argument_accesses,
     byte_region,
     contents,
+    split,
     symbol_of,
     view_of,
     whole_buffers,
@@ -133,6 +136,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # of a fake tensor; asked very often
             return args[0].fake_device
+        if func.namespace == "profiler":  # marks of an optimiser's step; they compute nothing
+            return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         check_operator(func, args, kwargs, bool(given))
         recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())
@@ -150,7 +155,8 @@ class Recorder(TorchDispatchMode):
         if self._carries_constant(func, given, tensors):
             self._know(tensors[0], self._index(given[0]))
         if func._schema.is_mutable or any(self._find(t) is None for t in tensors):
-            self._launch(func, recorded, results, generator)
+            for one, made in split(func, recorded, results):
+                self._launch(func, one, made, generator)
         else:
             self._num_views += 1
             self._note_alias(func, results)
@@ -164,7 +170,7 @@ class Recorder(TorchDispatchMode):
         size = made[0].untyped_storage().nbytes()
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
 
-    def _note_alias(self, func: Any, results: tuple[Any, ...] | list[Any]) -> None:
+    def _note_alias(self, func: Any, results: Results) -> None:
         """Counts an operator that returned old memory without its schema saying so."""
         for result, declared in zip(results, func._schema.returns, strict=False):
             if isinstance(result, torch.Tensor) and declared.alias_info is None:
@@ -189,8 +195,8 @@ class Recorder(TorchDispatchMode):
     def _launch(
         self,
         func: Any,
-        recorded: tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]],
-        results: tuple[Any, ...] | list[Any],
+        recorded: Recorded,
+        results: Results,
         generator: str,
     ) -> None:
         args, kwargs = recorded
@@ -205,7 +211,7 @@ class Recorder(TorchDispatchMode):
             state = Region(0, size_of(generator))
             accesses.append(Access(self._generator(generator), state, read=True, write=True))
         self._launches.append(
-            Launch(self._operator(func), args, kwargs, outputs, tuple(accesses), self._scopes.current)
+            Launch(self._operator(func), args, kwargs, outputs, tuple(accesses), self._scopes.of_launch())
         )
 
     def _generator(self, name: str) -> int:

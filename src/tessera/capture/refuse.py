@@ -17,6 +17,7 @@ _INNER = ("/torch/", "/tessera/capture/inductor/", *(f"/tessera/capture/{name}.p
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
 
 _BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
+_ON_DEVICE = "Make the optimiser with fused=True, or on a GPU with capturable=True."
 
 
 def fail(message: str, remedy: str) -> NoReturn:
@@ -34,6 +35,8 @@ def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has
     """Refuses host reads, which would decide what runs, and writes that no schema declares."""
     check_honest(func, args, kwargs)
     if has_tensors and _answers_the_host(func):
+        if any("/torch/optim/" in frame.filename for frame in traceback.extract_stack()):
+            fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
         fail(
             f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number."
         )

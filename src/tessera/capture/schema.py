@@ -4,7 +4,7 @@ An argument that the schema marks as written is written, and read too unless the
 unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,29 @@ from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, 
 MAX_CONSTANT_BYTES = 1 << 16
 # These write their first argument without looking at it.
 OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
+# Positional and named arguments of a launch; what an operator returned.
+Recorded = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
+Results = tuple[Any, ...] | list[Any]
+
+
+def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
+    """A call as launches: those of an operator over lists of tensors, as optimisers use, are one a tensor.
+
+    So each parameter can be updated where it is; the operator treats every tensor by itself.
+    """
+    args, kwargs = recorded
+    first = args[0] if args else None
+    is_list = isinstance(first, tuple) and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    if not is_list or not isinstance(first, tuple):
+        yield recorded, results
+        return
+    for i in range(len(first)):
+        one = tuple(_item(arg, i) for arg in args), tuple((name, _item(arg, i)) for name, arg in kwargs)
+        yield one, (results[i],) if func._schema.returns else ()
+
+
+def _item(arg: Arg, place: int) -> Arg:
+    return (arg[place],) if isinstance(arg, tuple) and arg else arg
 
 
 def view_of(tensor: torch.Tensor, buffer: int) -> View:

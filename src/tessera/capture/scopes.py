@@ -1,4 +1,8 @@
-"""Scopes: which module is running, by its path in the model ("model.layers.0.mlp")."""
+"""Scopes: which module is running, by its path in the model ("model.layers.0.mlp").
+
+What runs backward through an operator belongs to the module that called it: torch numbers the operators that
+it may have to differentiate, and tells while it does so which number it is at.
+"""
 
 from types import TracebackType
 from typing import Any
@@ -14,11 +18,21 @@ class Scopes:
         self._names = {id(m): name for name, m in module.named_modules()}
         self._stack: list[str] = []
         self._handles: list[Any] = []
+        self._by_number: dict[int, str] = {}
 
     @property
     def current(self) -> str:
         """Path of the innermost running submodule; empty outside of all."""
         return self._stack[-1] if self._stack else ""
+
+    def of_launch(self) -> str:
+        """The scope of an operator that runs now, forward or backward."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return self._by_number.get(node._sequence_nr(), "")
+        if torch.is_grad_enabled():
+            self._by_number.setdefault(torch.autograd._get_sequence_nr() - 1, self.current)
+        return self.current
 
     def __enter__(self) -> "Scopes":
         self._handles = [
