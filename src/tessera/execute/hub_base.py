@@ -121,6 +121,8 @@ class Hub:
         self.setups = [replace(setup, key=key) for setup in setups]
         self._members = [_Member() for _ in names]
         self._inbox = Inbox()
+        # True while a Wake is in the inbox: more of them would only delay what workers say.
+        self._is_woken = False
         self._store = Board(self._tell)
         self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
@@ -159,7 +161,9 @@ class Hub:
 
     def wake(self) -> None:
         """Makes `take` return a Wake of nobody; from any thread."""
-        self._inbox.post(NOBODY, Wake())
+        if not self._is_woken:
+            self._is_woken = True
+            self._inbox.post(NOBODY, Wake())
 
     def lose(self, device: int, *, counts: bool = True) -> Lost:
         """Ends a worker and has another started; not counted if it was no fault of this device."""
@@ -299,6 +303,7 @@ class Hub:
         """What is news to the stepper."""
         match message:
             case Wake():
+                self._is_woken = False
                 return NOBODY, message
             case _Opened():
                 return self._take_in(message)

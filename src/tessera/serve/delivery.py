@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from tessera.adapt import Live
 from tessera.execute.stepper import StepDone
+from tessera.serve.answer import WakeUps
 from tessera.serve.meters import Meters, Observer
-from tessera.serve.outlet import Bell
 from tessera.serve.records import Finish, Reason, Token
 from tessera.serve.rows import Request, Rows
 from tessera.serve.sampling import choose
@@ -28,7 +28,7 @@ class Delivery:
         self.live: Live | None = None
         self._due: list[tuple[Request, Token | int, Reason | None]] = []
         self._gaps: list[float] = []
-        self._bell = Bell()
+        self._wake_ups = WakeUps()
 
     def settle(
         self, rows: Rows, done: StepDone, kind: StepKind, due: Sequence[tuple[int, Request]]
@@ -75,14 +75,14 @@ class Delivery:
             if request.is_over:
                 continue
             token = Token(chosen) if isinstance(chosen, int) else chosen
-            request.outlet.put(request.text_of(token.number), token)
+            request.buffer.put(request.text_of(token.number), token)
             if request.watch.is_stopped:
                 self.finish(request, "stop")
             elif reason is not None:
                 self.finish(request, reason)
             else:
-                self._bell.ring(request.outlet)
-        self._bell.flush()
+                self._wake_ups.add(request.buffer)
+        self._wake_ups.flush()
         if self._gaps:
             self._observer.next_tokens(self._gaps)
             self._gaps = []
@@ -94,10 +94,10 @@ class Delivery:
             request.rows.leave(request)
         rest = request.rest_of_text()
         if rest:
-            request.outlet.put(rest, None)
+            request.buffer.put(rest, None)
         finish = Finish(reason, len(request.ask.prompt), request.num_out, message)
-        request.outlet.finish(finish)
-        self._bell.ring(request.outlet)
+        request.buffer.finish(finish)
+        self._wake_ups.add(request.buffer)
         self._meters.finished[reason] += 1
         self._observer.finished(finish, request.times())
         if self.live is not None:
@@ -105,7 +105,7 @@ class Delivery:
 
     def flush(self) -> None:
         """Wakes the readers of requests that were finished."""
-        self._bell.flush()
+        self._wake_ups.flush()
 
 
 def _chosen(done: StepDone, due: Sequence[tuple[int, Request]]) -> Sequence[Token | int | None]:

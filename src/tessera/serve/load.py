@@ -1,7 +1,7 @@
 """measure: asks a server many questions at a time; figures: how it did, as `vllm bench serve` names it.
 
 First the server is looked at: which model it has and how long a request may be. No tokenizer is at hand, so
-the server is the ruler too: two short questions tell how many tokens its template adds and how many a word has.
+the server is the ruler too: two short questions tell what its template and a word cost.
 Words have five letters, which makes lengths exact where a token is a byte and close to it elsewhere; what a
 prompt really had is what the server reports.
 

@@ -29,8 +29,8 @@ import torch
 
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, need_one_batch
+from tessera.serve.answer import AnswerBuffer
 from tessera.serve.meters import Times
-from tessera.serve.outlet import Outlet
 from tessera.serve.records import Ask
 from tessera.serve.sampling import Pick
 from tessera.serve.shape import Shape, StepKind
@@ -50,12 +50,12 @@ class Request:
         "_pick",
         "arrived_s",
         "ask",
+        "buffer",
         "first_s",
         "is_cancelled",
         "is_over",
         "last_s",
         "num_out",
-        "outlet",
         "read",
         "reader",
         "rows",
@@ -70,7 +70,7 @@ class Request:
         # Tokens of the sequence that the model has read, and tokens chosen.
         self.read = self.num_out = 0
         self.watch = StopWatch(ask.stop)
-        self.outlet = Outlet()
+        self.buffer = AnswerBuffer()
         generator = random.Random(ask.sampling.seed)
         self._free_pick = Pick(ask.sampling, generator)
         bans = bool(ask.min_tokens) and not ask.ignores_end

@@ -22,11 +22,11 @@ from tessera.adapt.live import Decisions
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan
+from tessera.serve.answer import Answer
 from tessera.serve.capability import capabilities_of
 from tessera.serve.engine import Engine, EngineConfig
 from tessera.serve.keeper import Planner
 from tessera.serve.meters import Observer
-from tessera.serve.outlet import Answer
 from tessera.serve.records import Ask, DeviceView, Snapshot
 from tessera.serve.rows import Request
 from tessera.serve.sampling import check_sampling
@@ -207,7 +207,7 @@ class Service:
         self._check(ask)
         request = Request(ask, self.text.reader(), self.text.end)
         self._engine.submit(request)
-        return Answer(request.outlet, lambda: self._engine.cancel(request))
+        return Answer(request.buffer, lambda: self._engine.cancel(request))
 
     def _check(self, ask: Ask) -> None:
         shape = self.shape

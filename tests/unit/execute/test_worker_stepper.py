@@ -83,6 +83,18 @@ def test_take_returns_when_woken_or_late(stepper: WorkerStepper) -> None:
     assert stepper.take(0.01) is None
 
 
+def test_wakes_do_not_hold_up_what_workers_say(stepper: WorkerStepper) -> None:
+    """However many threads wake it before it looks, a step's end comes behind one wake only."""
+    stepper.open(0, 0)
+    for _ in range(100):
+        stepper.wake()
+    stepper.start(StepCall(0, 0, made.make_requests(1)[0].inputs(0, 0, {})))
+
+    assert stepper.take(60.0) is None
+    assert isinstance(stepper.take(60.0), StepDone)
+    stepper.close(0)
+
+
 def test_use_counts_work_and_bytes(stepper: WorkerStepper) -> None:
     """What every lane's programs move, and how devices are."""
     before = stepper.use()

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from serving_factory import GREEDY, Told, ToyStepper, expected, read, read_all, service_of, until, wait_for
+from tessera.serve.answer import AnswerBuffer, WakeUps
 from tessera.serve.records import Ask, Finish, Piece, Sampling
 from tessera.serve.text import END, ByteText
 
@@ -49,6 +50,32 @@ def test_a_reader_whose_task_is_cancelled_gives_its_row_back() -> None:
         until(lambda: service.snapshot().finished.get("cancelled") == 1)
 
         assert 0 == service.snapshot().running
+
+
+def test_no_wake_up_is_lost_between_two_waits() -> None:
+    """A reader that waits again while the engine is about to wake it is woken by what comes next."""
+
+    class Buffer(AnswerBuffer):
+        """The reader has its second waiter as soon as the engine has looked at the first."""
+
+        @property
+        def waiter(self) -> asyncio.Future[None] | None:
+            return self.waiters.pop(0) if len(self.waiters) > 1 else self.waiters[0]
+
+        @waiter.setter
+        def waiter(self, waiter: asyncio.Future[None] | None) -> None:
+            self.waiters = [waiter]
+
+    async def meet() -> None:
+        buffer, wake_ups, loop = Buffer(), WakeUps(), asyncio.get_running_loop()
+        first, second = loop.create_future(), loop.create_future()
+        buffer.waiters = [first, second]
+        wake_ups.add(buffer)
+        wake_ups.add(buffer)
+        wake_ups.flush()
+        await asyncio.wait_for(second, 5.0)
+
+    wait_for(meet())
 
 
 def test_a_loop_that_is_closed_stops_nobody() -> None:

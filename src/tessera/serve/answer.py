@@ -1,11 +1,11 @@
-"""Outlet, Answer, Bell: how pieces get from the engine's thread to readers on any event loop.
+"""Answer: how pieces get from the engine's thread to readers on any event loop.
 
-An outlet holds what its reader has not taken yet; the reader takes all of it at once, as one piece. So a slow
+A buffer holds what its reader has not taken yet; the reader takes all of it at once, as one piece. So a slow
 reader costs the memory of its own answer at most and stops nobody. Readers that wait are woken together, once
-a loop and step: a wake costs a system call.
+a loop and step: a wake-up costs a system call.
 
 No locks: the engine adds and then looks for a waiter, the reader sets its waiter and then looks for news; one
-of them sees the other.
+of them sees the other. Only the reader writes the waiter, so that the engine cannot take away the next one.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 from tessera.serve.records import Event, Finish, Piece, Token
 
 
-class Outlet:
+class AnswerBuffer:
     """One answer on its way. `put` and `finish` by the engine's thread, the rest by the reader's."""
 
     __slots__ = ("_finish", "_news", "waiter")
@@ -35,13 +35,8 @@ class Outlet:
         """The last thing."""
         self._finish = finish
 
-    @property
-    def has_news(self) -> bool:
-        """True if `take` has something to give."""
-        return bool(self._news) or self._finish is not None
-
     def take(self) -> Event | None:
-        """All that came since the last call, as one piece; then the finish."""
+        """All that came since the last call, as one piece; then the finish; None: nothing yet."""
         last = self._finish  # looked at first: it is set after all news
         news = [self._news.popleft() for _ in range(len(self._news))]
         if news:
@@ -49,24 +44,29 @@ class Outlet:
             return Piece("".join(text for text, _ in news), tokens)
         return last
 
+    async def next(self) -> Event:
+        """Waits for something to take."""
+        while (event := self.take()) is None:
+            self.waiter = waiter = asyncio.get_running_loop().create_future()
+            if not self._news and self._finish is None:
+                await waiter
+        return event
 
-class Bell:
+
+class WakeUps:
     """Wakes readers, all of one event loop with one call. Used by the engine's thread."""
 
     def __init__(self) -> None:
         self._by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
-    def ring(self, outlet: Outlet) -> None:
+    def add(self, buffer: AnswerBuffer) -> None:
         """Its reader is woken by the next `flush`, if it waits."""
-        waiter = outlet.waiter
-        if waiter is not None:
-            outlet.waiter = None
+        waiter = buffer.waiter
+        if waiter is not None and not waiter.done():
             self._by_loop.setdefault(waiter.get_loop(), []).append(waiter)
 
     def flush(self) -> None:
         """Wakes them."""
-        if not self._by_loop:
-            return
         waiting, self._by_loop = self._by_loop, {}
         for loop, waiters in waiting.items():
             try:
@@ -84,8 +84,8 @@ def _wake(waiters: list[asyncio.Future[None]]) -> None:
 class Answer(AsyncGenerator[Event, None]):
     """Pieces and then one finish, for `async for`. Closing it, or forgetting it, cancels the request."""
 
-    def __init__(self, outlet: Outlet, cancel: Callable[[], None]) -> None:
-        self._outlet, self._cancel = outlet, cancel
+    def __init__(self, buffer: AnswerBuffer, cancel: Callable[[], None]) -> None:
+        self._buffer, self._cancel = buffer, cancel
         self._is_over = False
 
     async def asend(self, value: None) -> Event:
@@ -93,36 +93,17 @@ class Answer(AsyncGenerator[Event, None]):
         if self._is_over:
             raise StopAsyncIteration
         try:
-            event = await self._next()
+            event = await self._buffer.next()
         except BaseException:  # the reader's own task is cancelled: nobody will read the rest
             self._close()
             raise
-        if isinstance(event, Finish):
-            self._is_over = True
+        self._is_over = isinstance(event, Finish)
         return event
-
-    async def _next(self) -> Event:
-        outlet = self._outlet
-        while True:
-            event = outlet.take()
-            if event is not None:
-                return event
-            outlet.waiter = waiter = asyncio.get_running_loop().create_future()
-            if outlet.has_news:
-                outlet.waiter = None
-                continue
-            await waiter
 
     async def athrow(self, kind: Any, value: Any = None, tb: TracebackType | None = None) -> Event:
         """Gives the request up, as `aclose` does; its row is free after the step that runs."""
         self._close()
         raise value or kind
-
-    async def __aenter__(self) -> "Answer":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._close()
 
     def _close(self) -> None:
         if not self._is_over:
