@@ -3,15 +3,16 @@
     triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
 
 Argument i of the launch is parameter i of the entry; Triton adds scratch pointers behind them, which must
-not be touched. An interval that nothing bounds ends where the buffer ends. A write that is not known to
-reach every byte of its interval leaves the others as they were, so it counts as reading them too, unless
-the buffer holds nothing yet.
+not be touched. Arguments with a buffer are pointers, and small numbers are none: where the code alone leaves
+that open, it is analyzed again with that. Intervals are clamped to the buffer at both ends: what lies outside
+cannot be touched by a valid launch. A write that is not known to reach every byte of its interval leaves the
+others as they were, so it counts as reading them too, unless the buffer holds nothing yet.
 """
 
 import re
 from collections.abc import Sequence, Set
 
-from tessera.analyze.ptx import Intervals, KernelReport, reports_for
+from tessera.analyze.ptx import Given, Intervals, KernelReport, report_for_launch, reports_for
 from tessera.analyze.ptx import Launch as Numbers
 from tessera.analyze.ptx.report import AccessReport
 from tessera.errors import ParseError
@@ -19,6 +20,9 @@ from tessera.ir import Access, Buffer, Kernel, Launch, Region, View
 
 # An access of more separate runs than this is widened to what encloses them.
 MAX_REGIONS = 16
+
+# Below this, no buffer has an address.
+_FAR = 1 << 40
 
 _BITS = re.compile(r"[a-z]+(\d+)")
 
@@ -29,6 +33,9 @@ def triton_accesses(
     """The accesses of a launch; with a reason instead if they cannot be proved."""
     report = _report(kernel)
     why = report if isinstance(report, str) else _against(report, launch)
+    if why and not isinstance(report, str):
+        report = report_for_launch(kernel.ptx, kernel.name, _given(launch))
+        why = why if _against(report, launch) else ""
     if why or isinstance(report, str):
         return (), why
     numbers = Numbers(_three(launch.grid), _three(launch.block), _params(launch))
@@ -63,6 +70,16 @@ def _against(report: KernelReport, launch: Launch) -> str:
     return ""
 
 
+def _given(launch: Launch) -> Given:
+    pointers = frozenset(i for i, a in enumerate(launch.args) if isinstance(a, View))
+    numbers = frozenset(
+        i
+        for i, a in enumerate(launch.args)
+        if isinstance(a, bool | float) or (isinstance(a, int) and abs(a) < _FAR)
+    )
+    return Given(pointers, numbers)
+
+
 def _params(launch: Launch) -> dict[int | tuple[int, int], int]:
     return {i: int(a) for i, a in enumerate(launch.args) if isinstance(a, bool | int)}
 
@@ -76,7 +93,8 @@ def _accesses(
     found: AccessReport, view: View, reached: Intervals, buffers: Sequence[Buffer], empty: Set[int]
 ) -> list[Access]:
     base, size = view.offset * _item_bytes(view.dtype), buffers[view.buffer].size_bytes
-    regions, widened = _regions(_inside(reached, base, size))
+    clamped = [(base + a, base + b) for a, b in reached.inside(-base, size - base)]
+    regions, widened = _regions(clamped)
     partial = (widened or not reached.exact) and view.buffer not in empty
     reads = found.plain_read or ((found.plain_write or found.atomic) and partial)
     return [Access(view.buffer, region, reads, found.plain_write, found.atomic) for region in regions]
@@ -86,15 +104,6 @@ def _item_bytes(dtype: str) -> int:
     """Bytes of an element, from the name that torch gives its type."""
     found = _BITS.match(dtype)
     return int(found.group(1)) // 8 if found else 1  # bool
-
-
-def _inside(reached: Intervals, base: int, size: int) -> list[tuple[int, int]]:
-    """The intervals as bytes of the buffer. What lies outside cannot be touched by a valid launch."""
-    spans = [
-        (max(0, 0 if a is None else base + a), min(size, size if b is None else base + b))
-        for a, b in reached.spans
-    ]
-    return [(a, b) for a, b in spans if a < b]
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:

@@ -10,6 +10,7 @@ immovable, by name and line. See `report` for the result, `extent` for the bytes
 
 from tessera.analyze.ptx.extent import Extent, Launch
 from tessera.analyze.ptx.intervals import Intervals
+from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.report import (
     AccessReport,
@@ -20,11 +21,12 @@ from tessera.analyze.ptx.report import (
     analyze_ptx,
     to_json,
 )
-from tessera.analyze.ptx.store import reports_for
+from tessera.analyze.ptx.store import report_for_launch, reports_for
 
 __all__ = [
     "AccessReport",
     "Extent",
+    "Given",
     "IndirectReport",
     "Intervals",
     "KernelReport",
@@ -33,6 +35,7 @@ __all__ = [
     "analyze_module",
     "analyze_ptx",
     "parse",
+    "report_for_launch",
     "reports_for",
     "to_json",
 ]

@@ -129,7 +129,7 @@ def shift_right(at: Atoms, x: Poly, by: Poly, bits: int, signed: bool) -> Poly:
 
 def low_half(at: Atoms, x: Poly, bits: int) -> Poly:
     """The low bits of a wider number; a pointer's low half remembers the pointer."""
-    if not at.taint(x) or _is_frame(at, x):
+    if not at.taint(x) or _is_frame(at, x) or within(at.range(x), 0, (1 << (bits - 1)) - 1):
         return wrap(x, bits)
     item = _sole(at, x)
     if bits == 32 and item[:2] == ("op", "shr_u") and item[5] == freeze(const(32)):

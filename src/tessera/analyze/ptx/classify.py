@@ -80,8 +80,17 @@ class Classifier:
             return set(own)
         out: set[int] = set()
         for one in choices(self.atoms, poly):
-            out |= candidates(self._weights(one), self._sure)
+            out |= self._candidates(one)
         return out
+
+    def _candidates(self, poly: Poly) -> set[int]:
+        """What may be the base, first with unknown factors followed; if that finds none, without."""
+        found = self._weights(poly)
+        if any(w.loose for w in found.values()):
+            followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
+            if followed:
+                return followed
+        return candidates(self.atoms, found, self._sure)
 
     def _sure(self, number: int) -> bool:
         """Whether this is certainly a pointer."""

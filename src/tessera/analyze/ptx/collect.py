@@ -12,6 +12,7 @@ from tessera.analyze.ptx.classify import Classifier, Target
 from tessera.analyze.ptx.conditions import Condition, Conditions, Path
 from tessera.analyze.ptx.fixpoint import Flow, Node
 from tessera.analyze.ptx.forms import OpInfo
+from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.poly import Poly, Value
 from tessera.analyze.ptx.scan import Access
 from tessera.analyze.ptx.syntax import Function, Imm, Instruction, Module, Operand, Sym
@@ -66,9 +67,10 @@ class Facts:
     stops: list[tuple[int, str]] = field(default_factory=list)
 
 
-def collect(module: Module, entry: Function) -> Facts:
-    """Analyzes one kernel."""
-    return _Collector(Flow(module, entry)).run()
+def collect(module: Module, entry: Function, given: Given | None = None) -> Facts:
+    """Analyzes one kernel; without extents if its values do not settle otherwise."""
+    facts = _Collector(Flow(module, entry, given)).run()
+    return facts if facts.flow.settled else _Collector(Flow(module, entry, given, coarse=True)).run()
 
 
 class _Collector:
@@ -131,7 +133,7 @@ class _Collector:
 
     def _classify(self) -> None:
         flow = self.flow
-        declared = {i for i, p in enumerate(flow.entry.params) if p.is_pointer}
+        declared = {i for i, p in enumerate(flow.entry.params) if p.is_pointer} | flow.given.pointers
         self.classifier = Classifier(flow.atoms, declared, flow.converted)
         addresses = [(a, flow.address(a, node), c) for a, node, c in self.roots]
         self.classifier.learn(poly for _, address, _ in addresses for poly in address)

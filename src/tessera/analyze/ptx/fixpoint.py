@@ -4,7 +4,9 @@ Nodes are definitions, phis and stores into frames. Only what an address (or a c
 it) depends on becomes a node. Nodes are evaluated in reverse post-order from a queue; a change wakes the
 users. A phi at a loop header that grows by the same amount each time becomes `start + step * counter`;
 one that changes otherwise becomes opaque, which keeps its bases. So every node settles after a few visits.
-A kernel that takes more work than its length justifies is given up: too complex to follow, immovable.
+A kernel that takes more work than its length justifies is begun anew with `coarse`: every value keeps its
+bases and gives up its offsets at once, so that flags are found without extents. If that does not settle
+either, it is given up: too complex to follow, immovable.
 
     flow = Flow(module, entry); flow.run(); flow.address(access) -> Value
 """
@@ -15,14 +17,11 @@ from math import gcd
 
 from tessera.analyze.ptx.bits import halves, pack
 from tessera.analyze.ptx.forms import OpInfo
+from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.nodes import Node, Nodes
 from tessera.analyze.ptx.poly import BOTTOM, Poly, Value, add, const, constant_of, multiply, sub, wrap
 from tessera.analyze.ptx.scan import Access
-from tessera.analyze.ptx.syntax import (
-    Mem,
-    Sym,
-    Vec,
-)
+from tessera.analyze.ptx.syntax import Function, Mem, Module, Sym, Vec
 from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, Key, by_base
 
 _MAX_VISITS = 8
@@ -33,7 +32,13 @@ _WORK = 30_000
 
 
 class Flow(Nodes):
-    """Runs the nodes of a kernel to a fixpoint."""
+    """Runs the nodes of a kernel to a fixpoint; `settled` says whether one was reached."""
+
+    def __init__(
+        self, module: Module, entry: Function, given: Given | None = None, coarse: bool = False
+    ) -> None:
+        super().__init__(module, entry, given or Given())
+        self.coarse, self.settled = coarse, True
 
     # Running ------------------------------------------------------------------------------------------
 
@@ -68,7 +73,9 @@ class Flow(Nodes):
             node = self._order[heappop(queue)[1]]
             node.queued = False
             if self.atoms.work > self._budget:
-                self.stops.append((self.entry.line, "too complex to follow: its values do not settle"))
+                if self.settled:
+                    self.stops.append((self.entry.line, "too complex to follow: its values do not settle"))
+                self.settled = False
                 return
             self.atoms.work += 1
             for woken in self._evaluate(node):
@@ -83,6 +90,8 @@ class Flow(Nodes):
         new = self._phi(node) if node.kind == "phi" else self._definition(node)
         if node.forced and not new:
             new = self.loads.plain((node.key, "unset"), 8, frozenset({-1}), False)
+        if self.coarse and any(len(p) > 1 for p in new):
+            new = self.atoms.blur((node.key, "coarse"), new)
         if new == node.value:
             return []
         node.value = new

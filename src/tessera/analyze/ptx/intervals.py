@@ -16,6 +16,13 @@ class Intervals:
     # Every byte inside is really touched; else the set only covers what is.
     exact: bool
 
+    def inside(self, low: int, high: int) -> list[tuple[int, int]]:
+        """The intervals cut off at two bounds; an end that is None is the bound."""
+        spans = [
+            (low if a is None else max(low, a), high if b is None else min(high, b)) for a, b in self.spans
+        ]
+        return [(a, b) for a, b in spans if a < b]
+
     def covers(self, low: int, high: int) -> bool:
         """Whether all bytes from low to high (exclusive) are in the set."""
         return any((a is None or a <= low) and (b is None or high <= b) for a, b in self.spans)

@@ -38,6 +38,14 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a launch says of the parameters: which are certainly pointers, and which plain numbers."""
+
+    pointers: frozenset[int] = frozenset()
+    numbers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """The numbers of one launch; `params` maps a parameter index, or (index, byte offset), to its value."""
 

@@ -129,7 +129,7 @@ class LoadRules:
         if any(at.atoms[n].item[0] == "frame" and n not in frames for n in at.taint(rest)):
             # Others hide in the offset, as in `a + f * (b - a)`.
             parts = {n: w for n, w in weights(at, poly).items() if at.atoms[n].item[0] == "frame"}
-            found = candidates(parts, lambda _: True) or set(parts)
+            found = candidates(at, parts, lambda _: True) or set(parts)
             if not found.issubset(frames):
                 frames, rest = sorted(found.union(frames)), poly
         if not frames and space in ("shared", "local", "param"):

@@ -10,6 +10,7 @@ from tessera.analyze.ptx.cfg import build_graph
 from tessera.analyze.ptx.defs import Definitions
 from tessera.analyze.ptx.flatten import flatten
 from tessera.analyze.ptx.forms import OpInfo
+from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.loads import LoadRules
 from tessera.analyze.ptx.poly import BOTTOM, Poly, Value, const
 from tessera.analyze.ptx.scan import Access, scan
@@ -62,14 +63,14 @@ class Node:
 class Nodes:
     """Builds the nodes of one kernel."""
 
-    def __init__(self, module: Module, entry: Function) -> None:
-        self.module, self.entry = module, entry
+    def __init__(self, module: Module, entry: Function, given: Given) -> None:
+        self.module, self.entry, self.given = module, entry, given
         self.flat = flatten(module, entry)
         self.graph = build_graph(self.flat)
         self.scan = scan(self.flat, self.graph)
         self.defs = Definitions(self.graph, self.scan.defs)
         self.stops = self.scan.stops
-        self.atoms = Atoms(_limits(entry))
+        self.atoms = Atoms(_limits(entry), given.numbers)
         self.atoms.narrow_params = {i for i, p in enumerate(entry.params) if p.size < 8}
         self.loads = LoadRules(module, entry, self.flat, self.atoms)
         self.nodes: dict[Any, Node] = {}

@@ -13,6 +13,8 @@ _SMALL = {
     "%laneid": 32, "%warpid": 64, "%nwarpid": 65, "%smid": 4096, "%nsmid": 4097,
     "%cluster_ctarank": 32, "%cluster_nctarank": 33,
 }  # fmt: skip
+# The unknown factors of `weights`: one over a number, and whether an alternative is the chosen one.
+_FACTORS: dict[str, Range] = {"inverse": (-1, 1), "chosen": (0, 1)}
 PER_LAUNCH = ("%ntid", "%nctaid", "%nclusterid", "%cluster_nctaid", "%cluster_nctarank", "%gridid")
 
 
@@ -189,7 +191,7 @@ def op_range(name: str, bits: int, args: list[Range]) -> Range:
         return None if low is None else low >> bits, None if high is None else high >> bits
     if name == "shl":
         return _shl(args[0], args[1])
-    return (0, (1 << bits) - 1) if name in ("lo", "hi", "bits") else FULL
+    return (0, (1 << bits) - 1) if name in ("lo", "hi", "bits") else _FACTORS.get(name, FULL)
 
 
 def op_mask(name: str, bits: int, span: Range, masks: list[int]) -> int:

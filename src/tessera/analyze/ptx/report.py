@@ -21,6 +21,7 @@ from tessera.analyze.ptx.collect import Facts, Piece, Touch, collect
 from tessera.analyze.ptx.expression import Exporter, Sum, loops_in
 from tessera.analyze.ptx.extent import Extent, Limit, Part
 from tessera.analyze.ptx.intervals import union
+from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.poly import Poly
 from tessera.analyze.ptx.syntax import Function, Module, Variable
@@ -146,6 +147,16 @@ def analyze_module(module: Module) -> tuple[KernelReport, ...]:
     facts = [(entry, collect(module, entry)) for entry in module.entries if entry.defined]
     written = {name for _, f in facts for name, touch in f.symbols.items() if touch.write}
     return tuple(_report(module, entry, f, written) for entry, f in facts)
+
+
+def analyze_launch(
+    text: str | bytes, file: str, known: tuple[KernelReport, ...], name: str, given: Given
+) -> KernelReport:
+    """One kernel of a text whose reports are known, again with what a launch says of its parameters."""
+    module = parse(text, file)
+    entry = next(e for e in module.entries if e.defined and e.name == name)
+    written = {symbol.name for report in known for symbol in report.symbols if symbol.write}
+    return _report(module, entry, collect(module, entry, given), written)
 
 
 def _report(module: Module, entry: Function, facts: Facts, written: set[str]) -> KernelReport:

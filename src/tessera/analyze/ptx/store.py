@@ -11,16 +11,18 @@ import json
 import os
 import tempfile
 from collections import OrderedDict
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from tessera.analyze.ptx.extent import Extent, Limit, Part
+from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.report import (
     AccessReport,
     IndirectReport,
     KernelReport,
     SymbolReport,
+    analyze_launch,
     analyze_ptx,
 )
 
@@ -62,9 +64,16 @@ def reports_for(
     return found
 
 
+@lru_cache(maxsize=_MAX_KEPT)
+def report_for_launch(text: str | bytes, name: str, given: Given) -> KernelReport:
+    """The report of one kernel of a text, with what a launch says of its parameters."""
+    return analyze_launch(text, name, reports_for(text, name), name, given)
+
+
 def forget() -> None:
     """Empties the memory cache."""
     _kept.clear()
+    report_for_launch.cache_clear()
 
 
 def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:

@@ -20,9 +20,10 @@ indices loaded from memory are therefore never bases, and two bases in one regis
     ("counter", key)                       0, 1, 2, ... of a loop
     ("op", name, bits, tag, args...)       a function of polynomials: and, shr, sext, any, ...
     ("copy", atom, tag)                    the atom as another thread or an earlier iteration saw it
-    ("opaque", key, taint, joined, carry)  anything; `taint` are bases that may be inside; `joined`: it
-                                           is one of several values, not something computed from them;
-                                           `carry`: it may be a copied piece of a pointer
+    ("opaque", key, taint, joined, carry,  anything; `taint` are bases that may be inside; `joined`: it
+        large)                             is one of several values, not something computed from them;
+                                           `carry`: it may be a copied piece of a pointer; `large`: the
+                                           bases that went in otherwise than as a small number
 
 Arithmetic is exact in the ring of integers modulo 2**bits, so only widening (`sext`, `zext`) has to
 check for wrap-around; that check is made where the numbers are known (`extent.resolve`), or here when
@@ -37,6 +38,12 @@ from tessera.analyze.ptx.ranges import FULL, Range, op_mask, op_range, special_r
 T = TypeVar("T")
 Key = Any  # a register name, or a tuple for one of several definitions, a phi or a cell
 
+# A number this close to zero is an offset, whatever pointer it was computed from (`p & 15`).
+SMALL = 1 << 16
+# Operations that do not divide: the weight of an argument in the result is a whole number.
+WHOLE = frozenset({"and", "or", "xor", "sext", "zext", "any", "lo", "min_s", "min_u", "max_s", "max_u"})
+# Operations into which a small number brings no more than a small number.
+_NARROWING = WHOLE | {"shr_s", "shr_u", "div_s", "div_u", "rem_s", "rem_u"}
 _FAR = 1 << 40
 _MAX_TERMS = 24
 _MAX_ALTERNATIVES = 64
@@ -61,16 +68,19 @@ class Atom(NamedTuple):
 class Atoms:
     """The atom table of one kernel; atoms are numbers that index it."""
 
-    def __init__(self, limits: dict[str, int]) -> None:
+    def __init__(self, limits: dict[str, int], numbers: frozenset[int] = frozenset()) -> None:
         # Exclusive bounds from .reqntid / .maxntid, by special register: {"%tid.x": 128}.
         self.limits = limits
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._large: dict[tuple[int, bool], frozenset[int]] = {}
         self.bases: set[int] = set()
         # Alternatives looked at so far, long ones counted more; `fixpoint` bounds it.
         self.work = 0
         # Indices of parameters of fewer than eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()
+        # Indices of parameters that are plain numbers in the launch at hand.
+        self.numbers = numbers
 
     def number(self, item: tuple[Any, ...]) -> int:
         """The number of an atom, made when new."""
@@ -97,9 +107,9 @@ class Atoms:
         return number
 
     def _make_param(self, item: tuple[Any, ...]) -> Atom:
-        width = item[3]
-        carry = item[1] not in self.narrow_params
-        return Atom(item, FULL, -1, width >= 8, UNIFORM, frozenset(), carry=carry)
+        number = item[1] in self.numbers
+        carry = item[1] not in self.narrow_params and not number
+        return Atom(item, FULL, -1, item[3] >= 8 and not number, UNIFORM, frozenset(), carry=carry)
 
     def _make_fields(self, item: tuple[Any, ...]) -> Atom:
         return Atom(item, FULL, -1, True, IN_TIME, frozenset())
@@ -234,12 +244,43 @@ class Atoms:
     def opaque(self, key: Key, *values: Value, joined: bool = False) -> Value:
         """Anything, tainted by the bases of the values it was made from."""
         taint: set[int] = set()
+        large: set[int] = set()
         carry = False
         for value in values:
             for poly in value:
                 taint |= self.taint(poly)
+                large |= self._large_of(poly) if joined and taint else self.taint(poly)
                 carry = carry or self.may_carry(poly)
-        return self.value(("opaque", key, frozenset(taint), joined, carry or bool(taint)))
+        item = ("opaque", key, frozenset(taint), joined, carry or bool(taint), frozenset(large))
+        return self.value(item)
+
+    def large(self, number: int, scaled: bool = False) -> frozenset[int]:
+        """The bases in an atom, without those of which only a small number went into it.
+
+        `scaled`: the atom is multiplied; an unknown one may then grow in a loop, digit by digit.
+        """
+        atom = self.atoms[self._original(number)]
+        if not atom.taint or atom.item[0] not in ("op", "opaque"):
+            return atom.taint
+        if atom.item[0] == "opaque":
+            return atom.taint if scaled else atom.item[5]
+        if atom.item[1] not in _NARROWING:
+            return atom.taint
+        known = self._large.get((number, scaled))
+        if known is None:
+            parts = (dict(part) for part in atom.item[4:] if isinstance(part, frozenset))
+            known = frozenset[int]().union(*(self._large_of(part, scaled) for part in parts))
+            self._large[number, scaled] = known
+        return known
+
+    def _large_of(self, poly: Poly, scaled: bool = False) -> frozenset[int]:
+        found: set[int] = set()
+        for mono, coeff in poly.items():
+            if mono and not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
+                alone = len(mono) == 1 and abs(coeff) <= SMALL
+                more = self.large(mono[0], scaled or abs(coeff) != 1) if alone else self.taint({mono: coeff})
+                found |= more
+        return frozenset(found)
 
     def may_carry(self, poly: Poly) -> bool:
         """Whether a narrow value may be a piece of a pointer: copied from memory or cut from a pointer.

@@ -12,25 +12,26 @@ operation (`sext`, `and`, an opaque value) it is not followed: `loose` when the 
 buffer to another by itself, `near` when it is too small for an address and can only be a distance. If
 nothing in there divides, four times it weighs a multiple of four, and so nothing. Terms within 64 KiB of
 zero (alignment: `p & 15`) are taken for offsets.
+
+An index such as `stride * (slot / size)`, with all three unknown, would be loose. `followed` goes on through
+divisions by unknowns (a factor `1/size`), widening and choices (a factor for each), where a term is not near:
+no other addend cancels `stride/size`, so slot is no pointer. If that leaves no address, it is not followed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from tessera.analyze.ptx.poly import Poly, add, constant_of, multiply
+from tessera.analyze.ptx.poly import Poly, add, constant_of, freeze, multiply
 from tessera.analyze.ptx.ranges import Range, mul_ranges, scale_range, within
-from tessera.analyze.ptx.values import Atoms
+from tessera.analyze.ptx.values import SMALL, WHOLE, Atoms
 
-_SMALL = 1 << 16
 _FAR = 1 << 40
 _MAX_UNSURE = 8
 _MAX_CHOICES = 16
 _ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
-# Operations that do not divide: the weight of an argument in the result is a whole number.
-_WHOLE = frozenset({"and", "or", "xor", "sext", "zext", "any", "lo", "min_s", "min_u", "max_s", "max_u"})
 _ONE = {(): Fraction(1)}
 
 Factors = dict[tuple[int, ...], Fraction]
@@ -48,6 +49,11 @@ class Weight:
     def plain(self) -> bool:
         """Exactly one: everything else is offset."""
         return self.exact == _ONE and not self.loose and not self.near
+
+    def is_index(self, at: Atoms) -> bool:
+        """Only ever multiplied by an unknown that is more than a choice."""
+        unknown = [any(not within(at.atoms[n].range, -1, 1) for n in key) for key in self.exact]
+        return bool(unknown) and all(unknown) and not self.loose and not self.near
 
     def may_be(self, wanted: int) -> bool:
         """Whether it is or may turn out to be this number."""
@@ -86,55 +92,105 @@ def _choose(at: Atoms, poly: Poly) -> list[Poly]:
     return []
 
 
-def weights(at: Atoms, poly: Poly) -> dict[int, Weight]:
+def weights(at: Atoms, poly: Poly, followed: bool = False) -> dict[int, Weight]:
     """The weight of every pointer that has a part in the address, by atom."""
-    found: dict[int, Weight] = {}
-    _collect(at, poly, Fraction(1), (), found)
-    return found
+    collector = _Collector(at, followed)
+    collector.collect(poly, Fraction(1), ())
+    return collector.found
 
 
-def _collect(
-    at: Atoms, poly: Poly, scale: Fraction, factors: tuple[int, ...], found: dict[int, Weight]
-) -> None:
-    for mono, coeff in poly.items():
-        tainted = [n for n in mono if at.atoms[n].taint]
-        span = _span(at, mono, coeff * scale, factors) if tainted else (0, 0)
-        if within(span, -_SMALL, _SMALL):
-            continue
-        if len(tainted) > 1:
-            # A product of two 64-bit numbers: each may be the number the other is scaled by.
-            for number in tainted:
-                _one(at, number, coeff * scale, _without(mono, number) + factors, span, found)
-            continue
-        _one(at, tainted[0], coeff * scale, _without(mono, tainted[0]) + factors, span, found)
+class _Collector:
+    """Adds up the weights in one address."""
+
+    def __init__(self, at: Atoms, followed: bool) -> None:
+        self.at, self.followed = at, followed
+        self.found: dict[int, Weight] = {}
+
+    def collect(self, poly: Poly, scale: Fraction, factors: tuple[int, ...]) -> None:
+        """Takes in a sum that is multiplied by `scale` and by the factors."""
+        at = self.at
+        for mono, coeff in poly.items():
+            tainted = [n for n in mono if at.atoms[n].taint]
+            span = _span(at, mono, coeff * scale, factors) if tainted else (0, 0)
+            if not within(span, -SMALL, SMALL):
+                # In a product of two 64-bit numbers each may be the number the other is scaled by.
+                for number in tainted:
+                    self._one(number, coeff * scale, _without(mono, number) + factors, span)
+
+    def _one(self, number: int, scale: Fraction, factors: tuple[int, ...], span: Range) -> None:
+        item = original(self.at, number)
+        if item[0] in _ORIGINS:
+            exact = self.found.setdefault(number, Weight()).exact
+            key = _reduced(self.at, factors)
+            total = exact.get(key, Fraction(0)) + scale
+            exact[key] = total
+            if not total:
+                del exact[key]
+            return
+        by = _divisor(item)
+        if by:
+            self.collect(dict(item[4]), scale / by, factors)
+            if factors or abs(scale) > SMALL:
+                # What rounding leaves out is more than an alignment.
+                self._rounded(self.at.atoms[number].taint)
+            return
+        near = within(span, -_FAR, _FAR)
+        multiple = scale.denominator == 1 and abs(scale) > 1
+        hidden = _divided(self.at, number) if multiple else self.at.large(number)
+        if hidden and not near and self.followed and self._follow(number, item, scale, factors):
+            self._rounded(hidden)
+        else:
+            self._hide(hidden, near)
+
+    def _rounded(self, inside: frozenset[int]) -> None:
+        """A part of these that is lost may still be a distance; of one pointer it is none."""
+        if not self.followed or len(inside) > 1:
+            self._hide(inside, near=True)
+
+    def _hide(self, inside: Iterable[int], near: bool) -> None:
+        for number in inside:
+            weight = self.found.setdefault(number, Weight())
+            weight.near |= near
+            weight.loose |= not near
+
+    def _follow(self, number: int, item: tuple[Any, ...], scale: Fraction, factors: tuple[int, ...]) -> bool:
+        """Goes on inside an operation, with unknown factors for what it does; False where it cannot."""
+        if item[0] != "op" or any(isinstance(part, int) for part in item[4:]):
+            return False
+        name, parts = item[1], [dict(part) for part in item[4:]]
+        if name in ("sext", "zext", "lo") and len(parts) == 1:
+            self.collect(parts[0], scale, factors)
+            return True
+        if name == "any":
+            # One of several: a factor that is 0 or 1 for each, the last being what is left of 1.
+            for place, part in enumerate(parts[:-1]):
+                chosen = self.at.number(("op", "chosen", 1, (number, place)))
+                self.collect(part, scale, (chosen, *factors))
+                self.collect(parts[-1], -scale, (chosen, *factors))
+            self.collect(parts[-1], scale, factors)
+            return True
+        if name in ("div_s", "div_u") and not self.at.taint(parts[1]):
+            self.collect(parts[0], scale, (_inverse(self.at, parts[1]), *factors))
+            return True
+        # A remainder weighs `1 - size/size`, nothing.
+        return name in ("rem_s", "rem_u") and not self.at.taint(parts[1])
 
 
-def _one(
-    at: Atoms, number: int, scale: Fraction, factors: tuple[int, ...], span: Range, found: dict[int, Weight]
-) -> None:
-    item = original(at, number)
-    if item[0] in _ORIGINS:
-        exact = found.setdefault(number, Weight()).exact
-        key = tuple(sorted(factors))
-        total = exact.get(key, Fraction(0)) + scale
-        exact[key] = total
-        if not total:
-            del exact[key]
-        return
-    by = _divisor(item)
-    if by:
-        _collect(at, dict(item[4]), scale / by, factors, found)
-        if factors or abs(scale) > _SMALL:
-            # What rounding leaves out is more than an alignment.
-            for inner in at.atoms[number].taint:
-                found.setdefault(inner, Weight()).near = True
-        return
-    near = within(span, -_FAR, _FAR)
-    multiple = scale.denominator == 1 and abs(scale) > 1
-    for inner in _divided(at, number) if multiple else at.atoms[number].taint:
-        weight = found.setdefault(inner, Weight())
-        weight.near |= near
-        weight.loose |= not near
+def _inverse(at: Atoms, poly: Poly) -> int:
+    """The atom that stands for one over a number."""
+    return at.number(("op", "inverse", 64, None, freeze(poly)))
+
+
+def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
+    """The factors in order, without those that stand beside their inverse."""
+    left = list(factors)
+    for inverse in factors:
+        item = at.atoms[inverse].item
+        whole = [mono for mono, coeff in item[4] if coeff == 1] if item[:2] == ("op", "inverse") else []
+        if len(whole) == 1 == len(item[4]) == len(whole[0]) and whole[0][0] in left:
+            left.remove(inverse)
+            left.remove(whole[0][0])
+    return tuple(sorted(left))
 
 
 def _divided(at: Atoms, number: int) -> frozenset[int]:
@@ -142,12 +198,12 @@ def _divided(at: Atoms, number: int) -> frozenset[int]:
     item = original(at, number)
     if item[0] in _ORIGINS:
         return frozenset()
-    if item[0] != "op" or item[1] not in _WHOLE:
-        return at.atoms[number].taint
+    if item[0] != "op" or item[1] not in WHOLE:
+        return at.large(number)
     found = frozenset[int]()
     for part in item[4:]:
         for mono, coeff in part if isinstance(part, frozenset) else ():
-            if not within(_span(at, mono, Fraction(coeff), ()), -_SMALL, _SMALL):
+            if not within(_span(at, mono, Fraction(coeff), ()), -SMALL, SMALL):
                 found |= frozenset[int]().union(*(_divided(at, n) for n in mono))
     return found
 
@@ -186,10 +242,16 @@ def _without(mono: tuple[int, ...], number: int) -> tuple[int, ...]:
     return mono[:at] + mono[at + 1 :]
 
 
-def candidates(found: dict[int, Weight], sure: Callable[[int], bool]) -> set[int]:
-    """The atoms that may be the base; empty when no choice of pointers makes this an address."""
+def candidates(at: Atoms, found: dict[int, Weight], sure: Callable[[int], bool]) -> set[int]:
+    """The atoms that may be the base; empty when no choice of pointers makes this an address.
+
+    Beside a pointer with weight 1, what is multiplied by an unknown is an index.
+    """
     certain = [n for n in found if sure(n)]
-    unsure = _possible(found, [n for n in found if not sure(n)], certain)
+    unsure = [n for n in found if not sure(n)]
+    if any(found[n].plain for n in certain):
+        unsure = [n for n in unsure if not found[n].is_index(at)]
+    unsure = _possible(found, unsure, certain)
     if len(unsure) > _MAX_UNSURE:
         return {n for n, weight in found.items() if weight.may_be(1)}
     out: set[int] = set()

@@ -148,7 +148,7 @@ def reduce(ins: Instruction, decoder: Decoder) -> Step:
         there = act.mask.reshape(-1, 32)
         result = np.zeros(rows.shape[0], kind.dtype)
         for warp in np.flatnonzero(there.any(axis=1)):
-            result[warp] = function.reduce(rows[warp][there[warp]])
+            result[warp] = function.reduce(rows[warp][there[warp]], dtype=kind.dtype)  # sums wrap
         put(frame, act, per_lane(result))
 
     return step
