@@ -34,7 +34,7 @@ class Launch:
 Maker = Callable[[np.random.Generator], Launch]
 LAUNCH_FILES = (
     "launches_basic", "launches_traps", "launches_calls", "launches_flow", "launches_hand", "launches_triton",
-    "launches_triton_memory",
+    "launches_triton_memory", "launches_serving",
 )  # fmt: skip
 MAKERS: dict[tuple[str, str, str], Maker] = {}
 

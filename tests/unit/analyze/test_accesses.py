@@ -45,6 +45,26 @@ def test_a_number_is_no_buffer() -> None:
     assert "no argument" in why
 
 
+def test_numbers_of_the_launch_are_no_buffers() -> None:
+    """Of two 64-bit addends the one that is a small number in the launch is the offset."""
+    body = f"{pointers(0, 1, generic=True)}add.s64 %rd21, %rd1, %rd2; st.global.f32 [%rd21], %f1;"
+    found, why = accesses(body, (view(0), 64), "u64 u64")
+
+    assert "" == why
+    assert (Access(0, Region(64, 4), write=True),) == found
+
+
+def test_an_extent_ends_with_its_buffer() -> None:
+    """An index read from memory may be anything; the bytes are those of the buffer, before the view too."""
+    indexed = f"""{pointers(0, 1)}ld.global.s32 %r9, [%rd11]; mul.wide.s32 %rd20, %r9, 4096;
+add.s64 %rd21, %rd12, %rd20;
+st.global.f32 [%rd21], %f1;"""
+    found, why = accesses(indexed, (view(0), view(1, 512)), "u64 u64")
+
+    assert "" == why
+    assert Access(1, Region(0, 4096), write=True) == found[1]
+
+
 def test_what_is_no_ptx_is_a_reason() -> None:
     """Never silence."""
     launch = Launch(0, (), (), (), (), grid=(1, 1, 1), block=(32, 1, 1))

@@ -381,3 +381,11 @@ st.global.v2.u32 [%q], {%x, %y}; ret; }"""
     out = run(source, "k", 1, 1, [np.array([0xFE], np.uint8), np.zeros(2, np.uint32)]).arrays[1]
 
     assert [0xFFFFFFFE, 0xFE] == out.tolist()
+
+
+def test_a_sum_over_the_warp_wraps() -> None:
+    """redux adds modulo 2**32, with signs and without."""
+    values = [0x7FFFFFFF, 0x7FFFFFFF, 5] + 29 * [0]
+    got = [compute(f"redux.sync.add.{t} {{d}}, {{a}}, 0xffffffff;", t, (t, values)) for t in ("s32", "u32")]
+
+    assert [[signed(0xFFFFFFFE + 5)] * 32, [3] * 32] == [g.tolist() for g in got]

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from tessera.analyze.ptx import collect
+from tessera.analyze.ptx.fixpoint import Flow
+from tessera.analyze.ptx.launches import Given
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "corpus"))
 checks: Any = importlib.import_module("checks")
 table: Any = importlib.import_module("table")
@@ -78,3 +82,22 @@ def test_docs_table_is_up_to_date() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "ptx-corpus.md"
 
     assert table.render() in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r["arch"] == "sm_80" and r["part"] == "triton"], ids=lambda r: str(r["kernel"])
+)
+def test_flags_are_found_without_extents(row: dict[str, Any]) -> None:
+    """Where every value gives up its offset at once, no access is missed and none is added in a launch."""
+    module = checks.module_of(row["ptx"])
+    entry = next(e for e in module.entries if e.name == row["entry"])
+    pointers = frozenset(p["param"] for p in row["pointers"])
+    given = Given(pointers, frozenset(range(len(entry.params))) - pointers)
+    facts = collect.read(Flow(module, entry, given, coarse=True))
+    told = {(p["param"], p["offset"]): (p["read"], p["write"]) for p in row["pointers"]}
+
+    assert row["immovable"] or not facts.stops
+    for place, touch in facts.params.items():
+        read, write = told.pop(place)
+        assert (read or touch.atomic, write or touch.atomic) == (touch.read, touch.write)
+    assert row["immovable"] or not any(any(flags) for flags in told.values())

@@ -55,6 +55,68 @@ def test_peeling_to_an_alignment_stays_with_its_pointer() -> None:
     assert {0: "w", 1: "r"} == flags(report)
 
 
+LOADED = "ld.global.u64 %rd30, [%rd12]; ld.param.u64 %rd31, [k_param_2]; ld.param.u32 %r9, [k_param_3];\n"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "cvt.s64.s32 %rd40, %r9; div.s64 %rd41, %rd30, %rd40; mul.lo.s64 %rd42, %rd41, %rd31;",
+        "cvt.s64.s32 %rd40, %r9; rem.s64 %rd41, %rd30, %rd40; mul.lo.s64 %rd42, %rd41, %rd31;",
+        "shr.s64 %rd41, %rd30, 4; mul.lo.s64 %rd42, %rd41, %rd31;",
+        "sub.s64 %rd41, %rd30, %rd31; cvt.s64.s32 %rd40, %r9; mul.lo.s64 %rd42, %rd41, %rd40;",
+    ],
+)
+def test_a_product_of_unknowns_beside_a_pointer_is_an_index(index: str) -> None:
+    """`p + stride * (slot / size)` is in p, though slot and stride are 64 bits of anything."""
+    report = analyze(
+        pointers(0, 1) + LOADED + index + "add.s64 %rd43, %rd11, %rd42; st.global.u32 [%rd43], %r1;"
+    )
+
+    assert report.movable
+    assert {0: "w", 1: "r"} == flags(report)
+
+
+def test_a_distance_rounded_to_an_unknown_multiple_leads_to_either_end() -> None:
+    """`p + (q - p) / n * n` may be near q, or p itself where n is large."""
+    report = analyze(
+        pointers(0, 1)
+        + FLAG
+        + """sub.s64 %rd21, %rd12, %rd11; div.s64 %rd22, %rd21, %rd40; mul.lo.s64 %rd23, %rd22, %rd40;
+        add.s64 %rd24, %rd11, %rd23; st.global.u32 [%rd24], %r1;"""
+    )
+
+    assert {0: "w", 1: "w"} == flags(report)
+
+
+def test_an_alignment_that_went_through_a_choice_and_a_loop_is_an_offset() -> None:
+    """`out[i]` for i from min(n, distance of p to a multiple of 16): p is not written."""
+    report = analyze(
+        pointers(0, 1)
+        + """ld.param.u32 %r9, [k_param_3]; ld.global.u32 %r8, [%rd12]; neg.s64 %rd20, %rd12;
+        and.b64 %rd21, %rd20, 12; cvt.u32.u64 %r10, %rd21; setp.lt.u32 %p1, %r10, %r9;
+        selp.b32 %r11, %r10, %r9, %p1;
+        $L: mul.wide.s32 %rd22, %r11, 4; add.s64 %rd23, %rd11, %rd22; st.global.u32 [%rd23], %r8;
+        mul.lo.s32 %r12, %r8, %r8; add.s32 %r11, %r11, %r12; setp.lt.s32 %p2, %r11, %r9; @%p2 bra $L;"""
+    )
+
+    assert report.movable
+    assert {0: "w", 1: "r"} == flags(report)
+
+
+def test_a_pointer_put_together_digit_by_digit_in_a_loop_is_not_lost() -> None:
+    """`x = 16 * x + (p >> k & 15)`: small pieces of p become an address, beside which nothing is known."""
+    report = analyze(
+        pointers(0, 1)
+        + """mov.u64 %rd20, 0; mov.u32 %r5, 60;
+        $L: shr.u64 %rd21, %rd12, %r5; and.b64 %rd22, %rd21, 15; shl.b64 %rd23, %rd20, 4;
+        add.s64 %rd20, %rd23, %rd22; sub.s32 %r5, %r5, 4; setp.ge.s32 %p1, %r5, 0; @%p1 bra $L;
+        st.global.u32 [%rd20], %r1;"""
+    )
+
+    assert not report.movable or "w" in flags(report).get(1, "")
+
+
 def test_a_shared_variable_chosen_by_multiplying_gives_either_pointer() -> None:
     """The pointers lie in two variables, and `s1 + flag * (s2 - s1)` picks one."""
     report = analyze(

@@ -69,8 +69,13 @@ class Facts:
 
 def collect(module: Module, entry: Function, given: Given | None = None) -> Facts:
     """Analyzes one kernel; without extents if its values do not settle otherwise."""
-    facts = _Collector(Flow(module, entry, given)).run()
-    return facts if facts.flow.settled else _Collector(Flow(module, entry, given, coarse=True)).run()
+    facts = read(Flow(module, entry, given))
+    return facts if facts.flow.settled else read(Flow(module, entry, given, coarse=True))
+
+
+def read(flow: Flow) -> Facts:
+    """What the values of a kernel say of its accesses."""
+    return _Collector(flow).run()
 
 
 class _Collector:
