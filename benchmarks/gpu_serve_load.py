@@ -21,10 +21,9 @@ from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Arrivals, Plan
 from tessera.serve.engine import Engine, EngineConfig
-from tessera.serve.records import Ask, Finish, Piece, Sampling
+from tessera.serve.records import Ask, Finish, Piece, Sampling, Shape
 from tessera.serve.rows import Request, Steps
 from tessera.serve.service import Service
-from tessera.serve.shape import Shape
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 

@@ -12,8 +12,7 @@ from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.app import create_app
 from tessera.serve.limits import Limits
 from tessera.serve.metrics import Metrics
-from tessera.serve.openai_ports import Endpoint
-from tessera.serve.records import Ask, DeviceView, Event, Finish, Piece, Snapshot, Token
+from tessera.serve.records import Ask, DeviceView, Endpoint, Event, Finish, Piece, Snapshot, Token
 from tessera.serve.server import Server, bind, url_of
 from tessera.serve.text import ByteText
 

@@ -32,11 +32,10 @@ from tessera.execute.stepper import (
 )
 from tessera.execute.stepper import Event as StepperEvent
 from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
-from tessera.serve.records import Ask, Event, Finish, Piece, Sampling, Token
+from tessera.serve.records import Ask, Event, Finish, Piece, Sampling, Shape, Token
 from tessera.serve.rows import Request
 from tessera.serve.sampling import choose
 from tessera.serve.service import Service
-from tessera.serve.shape import Shape
 from tessera.serve.text import END, ByteText
 
 VOCAB = 258

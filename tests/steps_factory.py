@@ -10,8 +10,8 @@ from tessera.execute.stepper import StepDone, Stepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import POLICIES, Average, Prepared, Wanted, prepare
+from tessera.serve.records import StepKind
 from tessera.serve.rows import Steps
-from tessera.serve.shape import StepKind
 
 DEVICES = "emu:a100,emu:l40s"
 ROWS, CAPACITY, CHUNK = 3, 32, 8

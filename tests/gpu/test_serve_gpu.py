@@ -18,10 +18,9 @@ from tessera.profile import make_cluster, parse_devices
 from tessera.serve.gpu import prepare_on_gpus
 from tessera.serve.local import Local
 from tessera.serve.planning import Average, Prepared, Wanted
-from tessera.serve.records import Ask
+from tessera.serve.records import Ask, StepKind
 from tessera.serve.rows import Steps
 from tessera.serve.service import Service, ServiceConfig
-from tessera.serve.shape import StepKind
 from tessera.serve.text import ByteText
 
 pytestmark = [

@@ -9,6 +9,11 @@
     /version, /openapi.json
 
 The application only translates: the endpoint is handed in; `start` makes it and ends it, `server` listens.
+Bodies are read and parsed here, not by FastAPI: within limits, strictly, and only as application/json, which
+a page of another site cannot send to a server on this machine unasked.
+
+/v1/images/generations is not offered, and says so: a picture from words needs encoders of text, a denoiser
+and a decoder of latents; the built-in denoisers are the one in the middle, which `tessera run` runs.
 """
 
 import asyncio
@@ -18,21 +23,62 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
 from tessera.ir import Plan
-from tessera.serve.auth import Keys
-from tessera.serve.images import images_router
-from tessera.serve.limits import Door, Limits
+from tessera.serve.auth import CLIENT, Keys
+from tessera.serve.limits import ClientGone, Limits, RequestLimiter, read_body, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai_errors import ApiError, JsonResponse, add_handlers
-from tessera.serve.openai_ports import Endpoint
-from tessera.serve.openai_routes import ERRORS, Desk, openai_router
-from tessera.serve.page import live_page
-from tessera.serve.page_state import plan_document, state_document
-from tessera.serve.schemas import ChatRequest, CompletionRequest
+from tessera.serve.openai_read import ChatRequest, CompletionRequest, no_such_model, parse, read_asks
+from tessera.serve.openai_write import Writer, answer_whole, stream
+from tessera.serve.page import live_page, plan_document, state_document
+from tessera.serve.records import Endpoint
+
+
+class ErrorBody(BaseModel):
+    """What is wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorDocument(BaseModel):
+    """Every answer that is not a 200."""
+
+    error: ErrorBody
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorDocument, "description": text}
+    for status, text in {
+        400: "The request is malformed, too long, or asks for what is not supported.",
+        401: "The key is missing or wrong.",
+        403: "A server of this machine only was called by another name.",
+        404: "Another model is served.",
+        405: "The path takes another method.",
+        408: "The body did not come in time.",
+        413: "The body is too large.",
+        415: "The body is not application/json.",
+        429: "Too many requests wait.",
+        500: "A device was lost twice, or the server has a bug.",
+        503: "The server is shutting down.",
+    }.items()
+}
+NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
+}
+NO_PICTURES = (
+    "'{}' draws no pictures. That needs encoders of text and a decoder of latents besides a denoiser, and no "
+    "model that can be served here has them; `tessera run` runs denoisers alone."
+)
 
 
 def create_app(
@@ -44,21 +90,97 @@ def create_app(
 ) -> FastAPI:
     """The application of one served model, for this machine only if it is local.
 
-    `app.state.door` counts what is inside.
+    `app.state.limiter` counts the requests inside.
     """
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
-    rules = limits or Limits()
-    app.state.door = Door(rules.requests, rules.bodies_bytes)
+    limits = limits or Limits()
+    limiter = app.state.limiter = RequestLimiter(limits)
     add_handlers(app)
-    app.include_router(openai_router(Desk(endpoint, rules, app.state.door)))
-    app.include_router(images_router(endpoint.model))
-    _add_views(app, endpoint, metrics, app.state.door)
+    _add_openai(app, endpoint, limits, limiter)
+    _add_views(app, endpoint, metrics, limiter)
     app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
 
-def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, door: Door) -> None:
+class GenerationResponse(Response):
+    """An answer that is worked out while it is sent."""
+
+    def __init__(
+        self,
+        kind: type[ChatRequest] | type[CompletionRequest],
+        endpoint: Endpoint,
+        limits: Limits,
+        limiter: RequestLimiter,
+    ) -> None:
+        super().__init__()
+        self._kind, self._endpoint, self._limits, self._limiter = kind, endpoint, limits, limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reads the body, asks, and sends; a client that has gone is sent nothing."""
+        try:
+            self._limiter.check_open()
+            raw = await read_body(dict(scope["headers"]), receive, self._limits, self._limiter)
+            # Entered with a whole body only: who sends slowly takes no place.
+            with self._limiter.entered():
+                await while_there(receive, self._respond(raw, scope, receive, send))
+        except ClientGone:
+            return
+
+    async def _respond(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._endpoint.service
+        batch = await read_asks(parse(self._kind, raw), self._endpoint, str(scope.get(CLIENT, "")))
+        writer = Writer(self._endpoint, batch)
+        if batch.is_stream:
+            await stream(service, batch, writer, send)
+        else:
+            await JsonResponse(await answer_whole(service, batch, writer))(scope, receive, send)
+
+
+def _add_openai(app: FastAPI, endpoint: Endpoint, limits: Limits, limiter: RequestLimiter) -> None:
+    def shown_as(kind: type[BaseModel]) -> dict[str, Any]:
+        """For the OpenAPI page: the body, which FastAPI cannot see, and the answers."""
+        ref = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        body = {"required": True, "content": {"application/json": {"schema": ref}}}
+        return {"tags": ["OpenAI"], "responses": STREAMS | ERRORS, "openapi_extra": {"requestBody": body}}
+
+    @app.post("/v1/chat/completions", **shown_as(ChatRequest))
+    async def chat_completions() -> Response:
+        """Answers a conversation, whole or as a stream of server-sent events."""
+        return GenerationResponse(ChatRequest, endpoint, limits, limiter)
+
+    @app.post("/v1/completions", **shown_as(CompletionRequest))
+    async def completions() -> Response:
+        """Goes on with one or more prompts, whole or as a stream of server-sent events."""
+        return GenerationResponse(CompletionRequest, endpoint, limits, limiter)
+
+    card = {
+        "id": endpoint.model,
+        "object": "model",
+        "created": endpoint.created,
+        "owned_by": "tessera",
+        "max_model_len": endpoint.capacity,
+    }
+
+    @app.get("/v1/models", tags=["OpenAI"], responses=NEEDS_KEY)
+    async def models() -> Response:
+        """Lists the one model that is served."""
+        return JsonResponse({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"], responses=NEEDS_KEY | {404: ERRORS[404]})
+    async def model(name: str) -> Response:
+        """Says what is known of a model."""
+        if name != endpoint.model:
+            raise no_such_model(name, endpoint)
+        return JsonResponse(card)
+
+    @app.post("/v1/images/generations", include_in_schema=False)
+    async def images() -> Response:
+        """Refuses."""
+        raise ApiError(400, NO_PICTURES.format(endpoint.model), "model", "unsupported_model")
+
+
+def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: RequestLimiter) -> None:
     page = live_page()
     explained: list[tuple[Plan, dict[str, Any]]] = []
 
@@ -71,47 +193,39 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, door: Door) -
     @app.get("/health", tags=["live"], responses={503: ERRORS[503]})
     async def health() -> Response:
         """Whether requests are taken."""
-        if door.is_closed:
-            raise ApiError(503, "The server is shutting down.", code="shutting_down")
+        limiter.check_open()
         if endpoint.service.failure:
             raise ApiError(503, endpoint.service.failure, code="failed")
         return JsonResponse({"status": "ok"})
 
-    @app.get("/version", tags=["live"], responses={401: ERRORS[401]})
+    @app.get("/version", tags=["live"], responses=NEEDS_KEY)
     async def version() -> Response:
         """The version of Tessera."""
         return JsonResponse({"version": __version__})
 
-    @app.get("/metrics", tags=["live"], responses={401: ERRORS[401]})
+    @app.get("/metrics", tags=["live"], responses=NEEDS_KEY)
     async def prometheus() -> Response:
         """All series, in Prometheus's text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/state", tags=["live"], responses={401: ERRORS[401]})
+    @app.get("/v1/state", tags=["live"], responses=NEEDS_KEY)
     async def state() -> Response:
         """Devices, links, queue, policy and the last decisions."""
         return JsonResponse(state_document(endpoint.service.snapshot()))
 
-    @app.get("/v1/plan", tags=["live"], responses={401: ERRORS[401]})
+    @app.get("/v1/plan", tags=["live"], responses=NEEDS_KEY)
     async def plan() -> Response:
         """The plan in force, every other policy's, and why; figures of plans are modelled."""
         plans = endpoint.plans()
         if [id(made) for made, _ in explained] != [id(made) for made in plans]:  # explaining takes a while
             explained[:] = [(made, await asyncio.to_thread(plan_document, made)) for made in plans]
         found = state_document(endpoint.service.snapshot())
-        return JsonResponse(
-            {
-                "model": endpoint.model,
-                "policy": found["policy"],
-                "policies": found["policies"],
-                "plans": [document for _, document in explained],
-                "decisions": found["decisions"],
-            }
-        )
+        shown = {key: found[key] for key in ("model", "policy", "policies", "decisions")}
+        return JsonResponse(shown | {"plans": [document for _, document in explained]})
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's page with the bodies that `openai_routes` reads itself."""
+    """FastAPI's page with the bodies that `GenerationResponse` reads itself."""
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
     bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
     _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

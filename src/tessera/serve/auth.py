@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera.errors import TesseraError
-from tessera.serve.openai_errors import ApiError, response_of
+from tessera.serve.openai_errors import ApiError
 
 OPEN = frozenset({"/", "/health"})
 # Where the name of the client is kept for the queue, in which clients take turns.
@@ -38,7 +38,7 @@ class Keys:
             number = self._number(scope) if self._hashes else None
             error = self._refusal(scope, number)
             if error is not None:
-                await response_of(error)(scope, receive, send)
+                await error.response(scope, receive, send)
                 return
             host = (scope.get("client") or ("", 0))[0]
             scope[CLIENT] = f"key {number}" if number is not None else host

@@ -12,10 +12,9 @@ from tessera.adapt import Live
 from tessera.execute.stepper import StepDone
 from tessera.serve.answer import WakeUps
 from tessera.serve.meters import Meters, Observer
-from tessera.serve.records import Finish, Reason, Token
+from tessera.serve.records import Finish, Reason, StepKind, Token
 from tessera.serve.rows import Request, Rows
 from tessera.serve.sampling import choose
-from tessera.serve.shape import StepKind
 
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
 

@@ -25,8 +25,8 @@ from tessera.ir import DecisionKind, Plan
 from tessera.serve.delivery import Delivery
 from tessera.serve.keeper import Keeper, Planner
 from tessera.serve.meters import LOOK_S, Meters, NoObserver, Observer
+from tessera.serve.records import Shape
 from tessera.serve.rows import Request, Rows, Steps
-from tessera.serve.shape import Shape
 from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."

@@ -47,13 +47,13 @@ class ClientGone(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-class Door:
+class RequestLimiter:
     """Counts the requests that are inside, and lets no more in than allowed."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self.most, self.inside, self.is_closed = most, 0, False
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self.inside, self.is_closed = limits, 0, False
         # Bytes of large bodies that are being read.
-        self.most_bytes, self.held_bytes = most_bytes, 0
+        self.held_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -61,8 +61,8 @@ class Door:
     def entered(self) -> Iterator[None]:
         """While one request is answered; refuses by 429 and, when closed, by 503."""
         self.check_open()
-        if self.inside >= self.most:
-            message = f"{self.most} requests are being served, the most at once. Try again later."
+        if self.inside >= self._limits.requests:
+            message = f"{self.inside} requests are being served, the most at once. Try again later."
             raise ApiError(429, message, code="rate_limit_exceeded")
         self.inside += 1
         self._empty.clear()
@@ -80,10 +80,9 @@ class Door:
 
     def hold(self, num_bytes: int) -> None:
         """Counts bytes of a large body; refuses by 429 if all of them are too many."""
-        if num_bytes and self.held_bytes + num_bytes > self.most_bytes:
-            raise ApiError(
-                429, "too many large requests at once. Try again later.", code="rate_limit_exceeded"
-            )
+        if num_bytes and self.held_bytes + num_bytes > self._limits.bodies_bytes:
+            message = "too many large requests at once. Try again later."
+            raise ApiError(429, message, code="rate_limit_exceeded")
         self.held_bytes += num_bytes
 
     async def emptied(self, timeout_s: float) -> bool:
@@ -96,41 +95,39 @@ class Door:
         return True
 
 
-async def read_body(receive: Receive, limits: Limits, door: Door) -> bytes:
-    """A whole body, or 413, 408 or 429."""
-    held = 0
-    parts, size = [], 0
+async def read_body(
+    headers: dict[bytes, bytes], receive: Receive, limits: Limits, limiter: RequestLimiter
+) -> bytes:
+    """A whole body of JSON, or 415, 413, 408 or 429; one that says that it is too large is not read."""
+    if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+        message = "the body must be application/json: send the header 'Content-Type: application/json'"
+        raise ApiError(415, message, code="unsupported_media_type")
+    too_large = ApiError(413, f"a body of more than {limits.body_bytes:,} bytes", code="request_too_large")
+    said = headers.get(b"content-length", b"")
+    if said.isdigit() and int(said) > limits.body_bytes:
+        raise too_large
+    held = size = 0
+    parts = []
     try:
         async with asyncio.timeout(limits.body_s):
             while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
+                event = await receive()
+                if event["type"] == "http.disconnect":
                     raise ClientGone
-                part = message.get("body", b"")
+                part = event.get("body", b"")
                 size += len(part)
                 if size > limits.body_bytes:
-                    raise _too_large(limits)
+                    raise too_large
                 more = max(0, size - FREE_BYTES) - held
-                door.hold(more)
+                limiter.hold(more)
                 held += more
                 parts.append(part)
-                if not message.get("more_body", False):
+                if not event.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
     finally:
-        door.held_bytes -= held
-
-
-def check_length(headers: dict[bytes, bytes], limits: Limits) -> None:
-    """Refuses a body that says itself that it is too large, before it is sent."""
-    said = headers.get(b"content-length", b"")
-    if said.isdigit() and int(said) > limits.body_bytes:
-        raise _too_large(limits)
-
-
-def _too_large(limits: Limits) -> ApiError:
-    return ApiError(413, f"a body of more than {limits.body_bytes:,} bytes", code="request_too_large")
+        limiter.held_bytes -= held
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tessera.execute.stepper import DeviceStatus, Use
-from tessera.serve.records import Finish
-from tessera.serve.shape import StepKind
+from tessera.serve.records import Finish, StepKind
 
 # Seconds between two looks at what the stepper counts.
 LOOK_S = 0.5

@@ -14,8 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from tessera import __version__
 from tessera.ir import DecisionKind
 from tessera.serve.meters import Times
-from tessera.serve.records import Finish, Snapshot
-from tessera.serve.shape import StepKind
+from tessera.serve.records import Finish, Snapshot, StepKind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # vLLM's buckets, with finer ones below for small models.

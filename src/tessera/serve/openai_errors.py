@@ -28,8 +28,14 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-# Seconds after which a refused client may come back.
-RETRY_AFTER_S = 1
+# What a refused client is told besides: when it may come back; and that the rest of a body is not read.
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    413: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 
 
 class ApiError(Exception):
@@ -45,6 +51,11 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    @property
+    def response(self) -> "JsonResponse":
+        """The error as it is sent."""
+        return JsonResponse(self.shape, self.status, HEADERS.get(self.status))
+
 
 class JsonResponse(Response):
     """JSON in ASCII, so that no text of a model or a client can fail to be encoded."""
@@ -54,18 +65,6 @@ class JsonResponse(Response):
     def render(self, content: Any) -> bytes:
         """A document in bytes."""
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-
-
-def response_of(error: ApiError) -> JsonResponse:
-    """An error as it is sent."""
-    headers = {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.status in {429, 503}:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    if error.status in {408, 413}:  # the rest of the body is not read
-        headers["Connection"] = "close"
-    return JsonResponse(error.shape, error.status, headers)
 
 
 def api_error(error: TesseraError) -> ApiError:
@@ -79,34 +78,22 @@ def api_error(error: TesseraError) -> ApiError:
     return ApiError(500, str(error))
 
 
-async def _api(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return response_of(error)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TesseraError)
-    return response_of(api_error(error))
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    """A path that is not there, or one that takes another method."""
-    assert isinstance(error, HTTPException)
+async def _answer_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
-    message = f"{HTTPStatus(error.status_code).phrase}: {what}. GET /openapi.json lists what there is."
-    found = response_of(ApiError(error.status_code, message, code="unknown_url"))
-    found.headers.update(error.headers or {})
-    return found
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return response_of(ApiError(500, "an error inside the server; its log says more"))
+    if isinstance(error, ApiError):
+        return error.response
+    if isinstance(error, TesseraError):
+        return api_error(error).response
+    if isinstance(error, HTTPException):  # a path that is not there, or one that takes another method
+        message = f"{HTTPStatus(error.status_code).phrase}: {what}. GET /openapi.json lists what there is."
+        found = ApiError(error.status_code, message, code="unknown_url").response
+        found.headers.update(error.headers or {})
+        return found
+    log.error("%s failed", what, exc_info=error)
+    return ApiError(500, "an error inside the server; its log says more").response
 
 
 def add_handlers(app: FastAPI) -> None:
     """Makes every error of the app one of ours."""
-    app.add_exception_handler(ApiError, _api)
-    app.add_exception_handler(TesseraError, _refused)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _bug)
+    for kind in (ApiError, TesseraError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)

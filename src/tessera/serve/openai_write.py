@@ -1,199 +1,224 @@
-"""Answers in OpenAI's documents: whole ones, and the chunks of a stream.
+"""Answers in OpenAI's documents: one request answered whole, or as a stream of server-sent events.
 
-A chunk is written once per token and client, so that the parts which never change are encoded once per
-request. JSON is ASCII: text is escaped, never cut inside a character.
+The head of a stream is sent with its first event, so that what is refused has its own status. An error
+after that is an event of its own, as OpenAI's clients expect. When the client goes, the answers are closed,
+which cancels them. What is the same in all chunks of a stream is encoded once. JSON is ASCII: text is
+escaped, never cut inside a character.
 """
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from tessera import __version__
-from tessera.serve.openai_ports import Words
-from tessera.serve.records import Finish, Token
+from tessera.errors import TesseraError
+from tessera.serve.openai_errors import ApiError, api_error
+from tessera.serve.openai_read import AskBatch
+from tessera.serve.records import AnswerService, Ask, Endpoint, Event, Events, Finish, Piece, Token
 
 FINGERPRINT = f"tessera-{__version__}"
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """One answer from its first token to its end."""
+class Writer:
+    """The documents of one request."""
 
-    text: str
-    tokens: tuple[Token, ...]
-    finish: Finish
-
-
-def event(document: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
-
-
-def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
-    """What an answer counts as."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-    }
-
-
-@dataclass(slots=True)
-class _Writer:
-    """What chats and completions have in common: the envelope."""
-
-    model: str
-    words: Words
-    # True if the client asked for logprobs, or for the usage at the end of a stream.
-    has_logprobs: bool
-    includes_usage: bool
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
-    _open: str = ""
-    _shut: str = ""
-
-    def _envelope(self, prefix: str, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"{prefix}-{self.id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
+    def __init__(self, endpoint: Endpoint, batch: AskBatch) -> None:
+        self._text, self._batch = endpoint.text, batch
+        self._has_logprobs = batch.asks[0].sampling.logprobs is not None
+        prefix, kind = ("chatcmpl", "chat.completion") if batch.is_chat else ("cmpl", "text_completion")
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if batch.is_chat and batch.is_stream else kind,
+            "created": int(time.time()),
+            "model": endpoint.model,
             "system_fingerprint": FINGERPRINT,
         }
+        self._open = "data: " + _encode(self._head)[:-1] + ',"choices":['
+        self._shut = "]" + (',"usage":null' if batch.includes_usage else "") + "}\n\n"
+        # Of each choice of a completion: characters of the tokens told so far.
+        self._offsets: Counter[int] = Counter()
 
-    def _prepare(self, envelope: dict[str, Any]) -> None:
-        self._open = "data: " + json.dumps(envelope, separators=(",", ":"))[:-1] + ',"choices":['
-        self._shut = "]" + (',"usage":null' if self.includes_usage else "") + "}\n\n"
-
-    def _chunk(self, choice: str) -> bytes:
-        return (self._open + choice + self._shut).encode()
-
-    def usage_chunk(self, counts: dict[str, int]) -> bytes:
-        """The last chunk of a stream with its usage: no choices."""
-        return f'{self._open}],"usage":{json.dumps(counts, separators=(",", ":"))}}}\n\n'.encode()
-
-
-@dataclass(slots=True)
-class ChatWriter(_Writer):
-    """/v1/chat/completions."""
-
-    def __post_init__(self) -> None:
-        self._prepare(self._envelope("chatcmpl", "chat.completion.chunk"))
-
-    def begin(self, index: int) -> bytes:
-        """The chunk that says who speaks."""
-        delta = '{"role":"assistant","content":""}'
-        return self._chunk(f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}')
-
-    def piece(self, index: int, text: str, tokens: Sequence[Token]) -> bytes:
-        """A chunk of text; nothing if there is nothing to tell."""
-        if not text and not self.has_logprobs:
-            return b""
-        shown = json.dumps(self._logprobs(tokens), separators=(",", ":")) if self.has_logprobs else "null"
-        delta = f'{{"content":{json.dumps(text)}}}'
-        return self._chunk(f'{{"index":{index},"delta":{delta},"logprobs":{shown},"finish_reason":null}}')
-
-    def end(self, index: int, reason: str) -> bytes:
-        """The chunk that says why it ended."""
-        return self._chunk(f'{{"index":{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"}}')
-
-    def whole(self, answers: Iterable[Whole], counts: dict[str, int]) -> dict[str, Any]:
-        """All choices at once."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": x.text, "refusal": None},
-                "logprobs": self._logprobs(x.tokens) if self.has_logprobs else None,
-                "finish_reason": x.finish.reason,
-            }
-            for index, x in enumerate(answers)
-        ]
-        return self._envelope("chatcmpl", "chat.completion") | {"choices": choices, "usage": counts}
-
-    def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any]:
-        content = [
-            self._one(token.number, token.logprob)
-            | {"top_logprobs": [self._one(number, logprob) for number, logprob in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-    def _one(self, number: int, logprob: float | None) -> dict[str, Any]:
-        raw = self.words.token_bytes(number)
-        return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
-
-
-@dataclass(slots=True)
-class CompletionWriter(_Writer):
-    """/v1/completions."""
-
-    # Of each ask: the prompt's text, to be given back before the answer.
-    echoes: tuple[str, ...] = ()
-    # Of each choice: characters of the tokens told so far.
-    _offsets: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._prepare(self._envelope("cmpl", "text_completion"))
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """All choices at once, each with the events of its answer."""
+        choices, output_tokens = [], 0
+        for index, events in enumerate(answers):
+            text = "".join(x.text for x in events if isinstance(x, Piece))
+            tokens = [token for x in events if isinstance(x, Piece) for token in x.tokens]
+            finish = events[-1]
+            assert isinstance(finish, Finish)
+            output_tokens += finish.output_tokens
+            echo = self._batch.echoes[index] if self._batch.echoes else ""
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            shown = message if self._batch.is_chat else {"text": echo + text}
+            choices.append(self._choice(index, shown, tokens, finish.reason))
+        return self._head | {"choices": choices, "usage": self._usage(output_tokens)}
 
     def begin(self, index: int) -> bytes:
-        """The prompt, where it is to be given back."""
-        return self.piece(index, self.echoes[index], ()) if self.echoes else b""
-
-    def piece(self, index: int, text: str, tokens: Sequence[Token]) -> bytes:
-        """A chunk of text; nothing if there is nothing to tell."""
-        if not text and not self.has_logprobs:
-            return b""
-        shown = "null"
-        if self.has_logprobs:
-            found = self._logprobs(tokens, self._offsets.get(index, 0))
-            shown = json.dumps(found, separators=(",", ":"))
-            self._offsets[index] = self._offsets.get(index, 0) + sum(len(x) for x in found["tokens"])
-        return self._chunk(
-            f'{{"index":{index},"text":{json.dumps(text)},"logprobs":{shown},"finish_reason":null}}'
+        """The chunk that says who speaks, or the prompt where it is to be given back."""
+        if self._batch.is_chat:
+            return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
+        return (
+            self._chunk(self._choice(index, {"text": self._batch.echoes[index]}))
+            if self._batch.echoes
+            else b""
         )
 
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """A chunk of text; nothing if there is nothing to tell."""
+        if not piece.text and not self._has_logprobs:
+            return b""
+        shown = {"delta": {"content": piece.text}} if self._batch.is_chat else {"text": piece.text}
+        return self._chunk(self._choice(index, shown, piece.tokens))
+
     def end(self, index: int, reason: str) -> bytes:
         """The chunk that says why it ended."""
-        return self._chunk(f'{{"index":{index},"text":"","logprobs":null,"finish_reason":"{reason}"}}')
+        shown: dict[str, Any] = {"delta": {}} if self._batch.is_chat else {"text": ""}
+        return self._chunk(self._choice(index, shown, None, reason))
 
-    def whole(self, answers: Iterable[Whole], counts: dict[str, int]) -> dict[str, Any]:
-        """All choices at once."""
-        choices = [
-            {
-                "index": index,
-                "text": (self.echoes[index] if self.echoes else "") + x.text,
-                "logprobs": self._logprobs(x.tokens, 0) if self.has_logprobs else None,
-                "finish_reason": x.finish.reason,
-            }
-            for index, x in enumerate(answers)
-        ]
-        return self._envelope("cmpl", "text_completion") | {"choices": choices, "usage": counts}
+    def usage_chunk(self, output_tokens: int) -> bytes:
+        """The last chunk of a stream with its usage: no choices."""
+        return f'{self._open}],"usage":{_encode(self._usage(output_tokens))}}}\n\n'.encode()
 
-    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        texts = [self._text(token.number) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        tops = [{self._text(n): finite(p) for n, p in (*x.top, (x.number, x.logprob))} for x in tokens]
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return (self._open + _encode(choice) + self._shut).encode()
+
+    def _choice(
+        self,
+        index: int,
+        shown: dict[str, Any],
+        tokens: Sequence[Token] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(index, tokens) if self._has_logprobs and tokens is not None else None
+        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
+
+    def _usage(self, output_tokens: int) -> dict[str, int]:
+        prompt = self._batch.prompt_tokens
+        total = prompt + output_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output_tokens, "total_tokens": total}
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        if self._batch.is_chat:
+            content = [
+                self._shown(token.number, token.logprob)
+                | {"top_logprobs": [self._shown(number, logprob) for number, logprob in token.top]}
+                for token in tokens
+            ]
+            return {"content": content, "refusal": None}
+        texts, offsets = [], []
+        for token in tokens:
+            texts.append(self._shown(token.number, None)["token"])
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(texts[-1])
         return {
             "tokens": texts,
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": tops,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {self._shown(n, None)["token"]: _finite(p) for n, p in (*x.top, (x.number, x.logprob))}
+                for x in tokens
+            ],
             "text_offset": offsets,
         }
 
-    def _text(self, number: int) -> str:
-        return self.words.token_bytes(number).decode(errors="replace")
+    def _shown(self, number: int, logprob: float | None) -> dict[str, Any]:
+        raw = self._text.token_bytes(number)
+        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-Writer = ChatWriter | CompletionWriter
-
-
-def finite(logprob: float | None) -> float | None:
+def _finite(logprob: float | None) -> float | None:
     """JSON has no infinity: OpenAI writes -9999 for a token that cannot be."""
     return logprob if logprob is None else max(logprob, -9999.0)
+
+
+async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) -> dict[str, Any]:
+    """The document of all choices."""
+    answers: list[list[Event]] = [[] for _ in batch.asks]
+    async with aclosing(_events(service, batch.asks)) as events:
+        async for index, event in events:
+            answers[index].append(event)
+    return writer.whole(answers)
+
+
+async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: Any) -> None:
+    """Sends a stream, head and all; raises ApiError only before the head."""
+
+    async def body(data: bytes, is_last: bool = False) -> None:
+        """Waits while the client's connection is full; a client that stays so is cut off by `server`."""
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async with aclosing(_events(service, batch.asks)) as events:
+        first = await anext(events, None)
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        out = b"".join(writer.begin(index) for index in range(len(batch.asks)))
+        output_tokens = 0
+        try:
+            while first is not None:
+                index, event = first
+                if isinstance(event, Finish):  # goes with what comes next, which mostly is the end
+                    out += writer.end(index, event.reason)
+                    output_tokens += event.output_tokens
+                elif out := out + writer.piece(index, event):
+                    await body(out)
+                    out = b""
+                first = await anext(events, None)
+        except (ApiError, TesseraError) as error:
+            told = error if isinstance(error, ApiError) else api_error(error)
+            out += b"data: " + _encode(told.shape).encode() + b"\n\n"
+        else:
+            out += writer.usage_chunk(output_tokens) if batch.includes_usage else b""
+    await body(out + DONE, is_last=True)
+
+
+async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
+    """The events of all asks as they come, each with its ask's number; ends after the last finish.
+
+    Each answer is asked for one event at a time, so that nothing piles up here.
+    """
+    if not asks[0].max_tokens:  # only the prompt is wanted back
+        for index, ask in enumerate(asks):
+            yield index, Finish("length", len(ask.prompt), 0)
+        return
+    if len(asks) == 1:
+        async with aclosing(service.answer(asks[0])) as events:
+            async for event in events:
+                yield 0, _checked(event)
+        return
+    answers: list[Events] = []
+    waiting: dict[asyncio.Future[Event], int] = {}
+    try:
+        answers += (service.answer(ask) for ask in asks)
+        waiting = {asyncio.ensure_future(anext(x)): index for index, x in enumerate(answers)}
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                event, index = _checked(task.result()), waiting.pop(task)
+                if not isinstance(event, Finish):
+                    waiting[asyncio.ensure_future(anext(answers[index]))] = index
+                yield index, event
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for answer in answers:
+            await answer.aclose()
+
+
+def _checked(event: Event) -> Event:
+    """An event, unless it is an end that is none: then ApiError says what went wrong."""
+    if isinstance(event, Finish) and event.reason == "error":
+        raise ApiError(500, event.message or "the generation failed", code="generation_failed")
+    if isinstance(event, Finish) and event.reason == "cancelled":
+        raise ApiError(503, event.message or "the server stopped the generation", code="shutting_down")
+    return event

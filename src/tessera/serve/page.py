@@ -1,14 +1,25 @@
-"""The live page: one HTML file without a byte from elsewhere, and the rule that keeps it so.
+"""The live page, one HTML file without a byte from elsewhere, and the documents that it shows.
 
-The page reads /v1/state every second and /v1/plan when the policy changes. Its script and style are named by
-their hashes in the Content-Security-Policy, so that the browser runs nothing else, whatever a name may hold.
+The page reads /v1/state every second and /v1/plan when the policy changes. Utilisation in the state is
+measured here over the last seconds; every figure of a plan is modelled. The page's script and style are named
+by their hashes in the Content-Security-Policy, so that the browser runs nothing else, whatever a name may
+hold.
 """
 
 import base64
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib.resources import files
+from typing import Any
+
+from tessera.ir import Lane, Plan
+from tessera.plan import explain
+from tessera.serve.records import Snapshot
+
+# Decisions that are shown, the last ones.
+NUM_DECISIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +45,51 @@ def _hashes(html: str, tag: str) -> str:
     return " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in bodies
     )
+
+
+def state_document(snapshot: Snapshot) -> dict[str, Any]:
+    """What is going on now."""
+    found = asdict(snapshot)
+    del found["decided"]
+    names = ("source", "destination", "utilisation", "bytes")
+    found["links"] = [dict(zip(names, link, strict=True)) for link in snapshot.links]
+    found["decisions"] = found["decisions"][-NUM_DECISIONS:]
+    return found
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """One plan: where every step runs, what that should give, and why."""
+    found = explain(plan, is_brief=True)
+    names = plan.cluster.names
+    total = sum(lane.rate_per_s for lane in plan.lanes)
+    return {
+        "policy": plan.policy,
+        "objective": plan.objective.value,
+        "modelled": True,
+        "devices": list(names),
+        "lanes": [
+            {"share": lane.rate_per_s / total, "steps": _steps(plan, lane, names)} for lane in plan.lanes
+        ],
+        "utilisation": {use.name: use.utilisation for use in found.devices},
+        "link_utilisation": {use.name: use.utilisation for use in found.links},
+        "bottleneck": found.bottleneck,
+        "simulated_per_s": plan.simulated_per_s,
+        "bound_per_s": plan.bound_per_s,
+        "latency_us": plan.latency_us,
+        "baselines": {b.name: b.throughput_per_s for b in plan.baselines},
+        "why": [found.verdict, *(reason.sentence for reason in found.reasons), *found.remarks],
+    }
+
+
+def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each step of a lane: how many launches every device runs."""
+    return [
+        {
+            "step": graph.trace.step.kind,
+            "runs": runs,
+            "launches": {name: placed.count(i) for i, name in enumerate(names)},
+        }
+        for graph, runs, placed in zip(
+            plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True
+        )
+    ]

@@ -1,18 +1,38 @@
-"""Ask, Piece, Finish: what a client wants and what comes back; Snapshot: what the service is doing.
+"""Ask, Piece, Finish: what a client wants and what comes back; Snapshot: what the service is doing; Endpoint:
+what HTTP needs of the rest, handed in so that it can be tested without a model.
 
 An ask is in tokens already; text is made of tokens by `text`, HTTP of both by `app`. An ask is answered by
 pieces and then one finish, always: also when it is cancelled or a device is lost.
 """
 
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from tessera.ir import Decision
+from tessera.ir import Decision, Plan
+from tessera.serve.text import Text
 
 if TYPE_CHECKING:
     import torch
 
+    from tessera.serve.pictures import Eyes
+
 Reason = Literal["stop", "length", "cancelled", "error"]
+StepKind = Literal["encode", "chunk", "insert", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of one served model."""
+
+    # Microbatches.
+    slots: int
+    # Rows of a microbatch, and positions of a row.
+    rows: int
+    capacity: int
+    # Tokens of a chunk; 0: the model has no such step.
+    chunk: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +106,7 @@ class Finish:
 
 
 Event = Piece | Finish
+Events = AsyncGenerator[Event, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +152,37 @@ class Snapshot:
     # The newest ones, and how many of each kind there were.
     decisions: tuple[Decision, ...] = ()
     decided: dict[str, int] = field(default_factory=dict)
+
+
+class AnswerService(Protocol):
+    """Answers asks; from any thread or event loop."""
+
+    def answer(self, ask: Ask) -> Events:
+        """Pieces, then one finish; closing it cancels. A refusal is raised here or with the first event."""
+
+    def snapshot(self) -> Snapshot:
+        """What the service is doing now."""
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be served any more; empty: it can."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One model behind one address."""
+
+    # What clients call it.
+    model: str
+    service: AnswerService
+    text: Text
+    # Tokens of a prompt and its answer together, at most.
+    capacity: int
+    # Tokens have numbers below this.
+    vocab_size: int
+    # Whole seconds since 1970.
+    created: int
+    # The plans that the policies follow now: a lost device may have changed them. None if undivided.
+    plans: Callable[[], Sequence[Plan]] = tuple
+    # Of a model that sees; None: it reads text only.
+    eyes: "Eyes | None" = None

@@ -18,9 +18,8 @@ from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Plan
 from tessera.serve.engine import Engine, EngineConfig
 from tessera.serve.planning import Average
-from tessera.serve.records import Ask, Sampling
+from tessera.serve.records import Ask, Sampling, Shape
 from tessera.serve.rows import Request
-from tessera.serve.shape import Shape
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 

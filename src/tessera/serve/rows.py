@@ -31,9 +31,8 @@ from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, need_one_batch
 from tessera.serve.answer import AnswerBuffer
 from tessera.serve.meters import Times
-from tessera.serve.records import Ask
+from tessera.serve.records import Ask, Shape, StepKind
 from tessera.serve.sampling import Pick
-from tessera.serve.shape import Shape, StepKind
 from tessera.serve.sight import Seeing, Sight
 from tessera.serve.stops import StopWatch
 from tessera.serve.text import Reader

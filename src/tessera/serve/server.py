@@ -5,8 +5,8 @@ brings none makes room; only if all of them are busy is the new one refused. So 
 however many, never keep a client with a request out. A client that does not read is cut off; at most
 the transport's buffer (64 KiB) and the text of its own answer wait for it.
 
-SIGTERM or SIGINT closes the door: what comes is refused with 503, what runs has some seconds to finish, then
-it is stopped with an error of its own. A second signal ends at once.
+SIGTERM or SIGINT closes the server: what comes is refused with 503, what runs has some seconds to finish,
+then it is stopped with an error of its own. A second signal ends at once.
 """
 
 import asyncio
@@ -161,7 +161,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong, they are told
-        self._door, self._limits, self._stop, self._say = app.state.door, limits, stop, say
+        self._limiter, self._limits, self._stop, self._say = app.state.limiter, limits, stop, say
         self._on_ready = on_ready
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -185,17 +185,17 @@ class Server(uvicorn.Server):
         if self._ending is not None:
             self.force_exit = self.should_exit = True
             return
-        self._door.is_closed = True
+        self._limiter.is_closed = True
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        if self._door.inside:
-            wait = f"finishing {self._door.inside} requests, {self._limits.drain_s:g} s at most"
+        if self._limiter.inside:
+            wait = f"finishing {self._limiter.inside} requests, {self._limits.drain_s:g} s at most"
             self._say(f"{wait}; interrupt again to stop at once")
-        if not await self._door.emptied(self._limits.drain_s):
-            self._say(f"{self._door.inside} requests did not finish in time and are stopped")
+        if not await self._limiter.emptied(self._limits.drain_s):
+            self._say(f"{self._limiter.inside} requests did not finish in time and are stopped")
         await self._stop()
-        await self._door.emptied(LAST_WORDS_S)
+        await self._limiter.emptied(LAST_WORDS_S)
         self.should_exit = True
 
     @contextmanager

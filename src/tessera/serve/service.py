@@ -27,10 +27,9 @@ from tessera.serve.capability import capabilities_of
 from tessera.serve.engine import Engine, EngineConfig
 from tessera.serve.keeper import Planner
 from tessera.serve.meters import Observer
-from tessera.serve.records import Ask, DeviceView, Snapshot
+from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
 from tessera.serve.rows import Request
 from tessera.serve.sampling import check_sampling
-from tessera.serve.shape import Shape
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 

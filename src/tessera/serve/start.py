@@ -116,8 +116,8 @@ def _serving(model: str, local: "Local", options: Options) -> Iterator[Ready]:
     from tessera.capture import place_of
     from tessera.serve.app import create_app
     from tessera.serve.metrics import Metrics
-    from tessera.serve.openai_ports import Endpoint
     from tessera.serve.pictures import eyes_of
+    from tessera.serve.records import Endpoint
     from tessera.serve.replan import PreparedPlanner
     from tessera.serve.sight import sight_of
 

@@ -20,7 +20,7 @@ from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
 from tessera.execute.stepper import Tensors
 from tessera.ir import Step
-from tessera.serve.shape import Shape, StepKind
+from tessera.serve.records import Shape, StepKind
 
 # What is served where nobody says otherwise.
 SLOTS, ROWS, CAPACITY, CHUNK = 2, 8, 1024, 64

@@ -6,9 +6,8 @@ import pytest
 
 from serving_factory import GREEDY, ToyStepper, service_of
 from tessera.execute.stepper import Tensors
-from tessera.serve.records import Ask
+from tessera.serve.records import Ask, Shape
 from tessera.serve.service import Service
-from tessera.serve.shape import Shape
 
 SHAPE = Shape(slots=3, rows=4, capacity=48, chunk=4, vocab_size=258)
 

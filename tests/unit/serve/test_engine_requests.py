@@ -24,9 +24,8 @@ from serving_factory import (
     wait_for,
 )
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
-from tessera.serve.records import Ask, Finish, Sampling
+from tessera.serve.records import Ask, Finish, Sampling, Shape
 from tessera.serve.service import Service, ServiceConfig
-from tessera.serve.shape import Shape
 
 NO_CHUNKS = Shape(slots=2, rows=3, capacity=48, chunk=0, vocab_size=SHAPE.vocab_size)
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)

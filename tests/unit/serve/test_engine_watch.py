@@ -7,8 +7,7 @@ import pytest
 from serving_factory import GREEDY, TOYS, ToyStepper, expected, read, read_all, service_of, until, wait_for
 from tessera.adapt import Capability, Point
 from tessera.serve.meters import Times
-from tessera.serve.records import Ask, Finish
-from tessera.serve.shape import StepKind
+from tessera.serve.records import Ask, Finish, StepKind
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 

@@ -20,9 +20,8 @@ from tessera.serve.limits import Limits
 from tessera.serve.load import LoadOptions, LoadRun, figures, measure
 from tessera.serve.load_client import parse_address
 from tessera.serve.metrics import Metrics
-from tessera.serve.openai_ports import Endpoint
+from tessera.serve.records import Endpoint, Shape
 from tessera.serve.service import Service
-from tessera.serve.shape import Shape
 from tessera.serve.text import ByteText
 
 SHAPE = Shape(slots=2, rows=8, capacity=256, chunk=32, vocab_size=258)

@@ -151,13 +151,13 @@ def test_large_bodies_share_a_budget(service: Scripted) -> None:
     large = CHAT | {"user": "x" * 290_000}
     with running(service, limits) as server, ExitStack() as stack:
         slow = stack.enter_context(connect(server, raw_request(large)[:-10]))
-        door = server.server.config.app.state.door  # type: ignore[union-attr]
-        wait_until(lambda: door.held_bytes > 200_000)
+        limiter = server.server.config.app.state.limiter  # type: ignore[union-attr]
+        wait_until(lambda: limiter.held_bytes > 200_000)
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=large)
         assert answer.status_code == 429
         assert is_answered(server)
         assert everything(slow).startswith(b"HTTP/1.1 408")
-        assert door.held_bytes == 0
+        assert limiter.held_bytes == 0
         assert httpx.post(f"{server.url}/v1/chat/completions", json=large).status_code == 200
 
 

@@ -13,8 +13,11 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from browser import PHONE, browser, width_of  # noqa: E402
 from http_factory import MODEL, Scripted, running, wait_until  # noqa: E402
 from report_factory import make_plan  # noqa: E402
-from tessera.serve.page import live_page  # noqa: E402
-from tessera.serve.page_state import plan_document, state_document  # noqa: E402
+from tessera.serve.page import (  # noqa: E402
+    live_page,
+    plan_document,
+    state_document,
+)
 
 KEY = "page-secret"
 

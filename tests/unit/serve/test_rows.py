@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from serving_factory import GREEDY, KINDS, toy_plans
 from tessera.execute.stepper import StepDone
-from tessera.serve.records import Ask
+from tessera.serve.records import Ask, Shape, StepKind
 from tessera.serve.rows import MAX_CHUNKS, Request, Rows, Steps
-from tessera.serve.shape import Shape, StepKind
 from tessera.serve.text import ByteText
 
 

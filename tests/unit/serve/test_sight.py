@@ -13,9 +13,8 @@ pytest.importorskip("transformers")
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
-from tessera.serve.records import Ask, Finish, Picture, Sampling
+from tessera.serve.records import Ask, Finish, Picture, Sampling, Shape
 from tessera.serve.service import Service
-from tessera.serve.shape import Shape
 from tessera.serve.sight import GRID, rotary, sight_of
 from tessera.serve.steps import Served, reference, served
 from tessera.serve.text import ByteText
