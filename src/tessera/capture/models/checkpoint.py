@@ -34,7 +34,7 @@ from tessera.errors import CaptureError, MissingExtra, TesseraError
 # Larger than any configuration, tokenizer or index that is published.
 MAX_JSON_BYTES = 64 * 2**20
 # Integers of a configuration: none is larger; those that count layers, heads and the like are much smaller.
-MAX_INT, MAX_COUNT = 2**53, 2**16
+MAX_INT, MAX_COUNT = 2**53, 2**12
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
 POSITIVE = frozenset(
@@ -56,7 +56,9 @@ POSITIVE = frozenset(
     ]
 )
 # Parameters and buffers of one model, and seconds to make it on the meta device.
-MAX_TENSORS, MAX_SECONDS = 250_000, 120.0
+MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
+# A model is at most so many times as large as its files, which may hold four bits where it has 32.
+MAX_GROWTH = 16
 # What a configuration has no say in: code, kernels and files from elsewhere, and how attention is computed.
 IGNORED = frozenset(
     [
@@ -263,7 +265,8 @@ def load(
             return make()
         with torch.device("meta"):
             empty = make()
-    _check_memory(folder, sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers())))
+    size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
+    _check_memory(folder, size)
     if random_weights:
         with blamed(folder, what), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # and no other device's
@@ -271,6 +274,9 @@ def load(
     tensors = read_weights(folder)
     if not tensors:
         raise _no_weights(folder)
+    if size > MAX_GROWTH * (held := weight_bytes(folder)):
+        message = f"config.json describes {_gb(size)} of weights, but its files hold {_gb(held)}"
+        raise CaptureError(message, AGAIN, str(folder))
     with blamed(folder, what):
         filled = give(tensors)
     if filled.missing:
@@ -341,7 +347,7 @@ def _check_memory(folder: Path, need: int) -> None:
     have = memory_bytes()
     if need > have:
         raise CaptureError(
-            f"its weights take {need / 1e9:,.1f} GB; {have / 1e9:,.1f} GB of memory are free",
+            f"config.json describes {_gb(need)} of weights; {_gb(have)} of memory are free",
             "Use --device fake, which needs none, or correct config.json.",
             str(folder),
         )
@@ -397,6 +403,10 @@ def first_line(error: BaseException) -> str:
     """What an error says, in one line that is not too long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:,.3g} GB"
 
 
 def _some(names: list[str]) -> str:
