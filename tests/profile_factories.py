@@ -14,8 +14,8 @@ from tessera.ir import (
     View,
     region,
 )
+from tessera.ir.trace import item_bytes
 from tessera.profile import parse_devices
-from tessera.profile.dtypes import item_bytes
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,6 @@ cannot be touched by a valid launch. A write that is not known to reach every by
 others as they were, so it counts as reading them too, unless the buffer holds nothing yet.
 """
 
-import re
 from collections.abc import Sequence, Set
 
 from tessera.analyze.ptx import Given, Intervals, KernelReport, report_for_launch, reports_for
@@ -17,14 +16,13 @@ from tessera.analyze.ptx import Launch as Numbers
 from tessera.analyze.ptx.report import AccessReport
 from tessera.errors import ParseError
 from tessera.ir import Access, Buffer, Kernel, Launch, Region, View
+from tessera.ir.trace import item_bytes
 
 # An access of more separate runs than this is widened to what encloses them.
 MAX_REGIONS = 16
 
 # Below this, no buffer has an address.
 _FAR = 1 << 40
-
-_BITS = re.compile(r"[a-z]+(\d+)")
 
 
 def triton_accesses(
@@ -92,18 +90,12 @@ def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
 def _accesses(
     found: AccessReport, view: View, reached: Intervals, buffers: Sequence[Buffer], empty: Set[int]
 ) -> list[Access]:
-    base, size = view.offset * _item_bytes(view.dtype), buffers[view.buffer].size_bytes
+    base, size = view.offset * item_bytes(view.dtype), buffers[view.buffer].size_bytes
     clamped = [(base + a, base + b) for a, b in reached.inside(-base, size - base)]
     regions, widened = _regions(clamped)
     partial = (widened or not reached.exact) and view.buffer not in empty
     reads = found.plain_read or ((found.plain_write or found.atomic) and partial)
     return [Access(view.buffer, region, reads, found.plain_write, found.atomic) for region in regions]
-
-
-def _item_bytes(dtype: str) -> int:
-    """Bytes of an element, from the name that torch gives its type."""
-    found = _BITS.match(dtype)
-    return int(found.group(1)) // 8 if found else 1  # bool
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:

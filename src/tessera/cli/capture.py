@@ -58,6 +58,7 @@ def capture(
     with progress("importing torch", 3) as advance:
         from tessera import analyze
         from tessera.capture import check_device, place_of, record_step
+        from tessera.capture.models.checkpoint import blamed_for_run
 
         if ":" in model:  # a program that may launch kernels of its own, which flow has proved and run
             importlib.import_module("tessera.flow")
@@ -65,7 +66,8 @@ def capture(
         kind = step or default_step(model)
         advance(f"recording {model}")
         what = Step(place_of(model), kind, batch, context, seed, reserve, random_weights)
-        trace = _record_compiled(what, device) if compiled else record_step(what, device)
+        with blamed_for_run(what.model):
+            trace = _record_compiled(what, device) if compiled else record_step(what, device)
         advance("analyzing")
         num_edges = len(analyze.build_graph(trace).edges)
         advance("writing")

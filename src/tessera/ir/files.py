@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tessera.errors import ArtifactError, RuleBroken
-from tessera.ir.codec import Undecodable, decode, encode
+from tessera.ir.codec import decode, encode
 from tessera.ir.costs import Costs
 from tessera.ir.graph import Graph
 from tessera.ir.plan import Plan
@@ -22,11 +22,15 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 # Format 3 added lanes of unlike batches; records without such are written as before, and read as before.
 BATCHES, BEFORE_BATCHES = 3, 2
+# Format 5: steps may ask for random weights.
+RANDOM_WEIGHTS = 5
 # Format 4: programs carry no memory any more.
 OLDEST = {"program": 4}
+# Of what is said about a broken file.
+MAX_CHARS = 500
 
 KINDS: dict[str, type] = {
     "trace": Trace,
@@ -79,9 +83,10 @@ def load(cls: type[T], path: str | Path) -> T:
     try:
         record = decode(cls, json.loads(body))
         verify(record)
-    except (Undecodable, RuleBroken, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RuleBroken, RecursionError, LookupError, ArithmeticError) as error:
         what = "not valid costs" if wanted == "costs" else f"not a valid {wanted}"
-        raise ArtifactError(f"{what}: {error}", _again(wanted), place) from error
+        said = str(error) if len(str(error)) < MAX_CHARS else f"{str(error)[:MAX_CHARS]}..."
+        raise ArtifactError(f"{what}: {said}", _again(wanted), place) from error
     return record
 
 
@@ -90,7 +95,7 @@ def kind_of(path: str | Path) -> str | None:
     try:
         with open(path, "rb") as file:
             head = json.loads(file.readline(4096))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return head.get("tessera") if isinstance(head, dict) else None
 
@@ -103,10 +108,18 @@ def _version(record: Any) -> int:
     """The oldest format that has all that the record holds."""
     if isinstance(record, Program):
         return OLDEST["program"]
+    if any(trace.step.random_weights for trace in _traces(record)):
+        return RANDOM_WEIGHTS
     is_new = (isinstance(record, Plan) and record.variants) or (
         isinstance(record, Timeline) and record.weights
     )
     return BATCHES if is_new else BEFORE_BATCHES
+
+
+def _traces(record: Any) -> list[Trace]:
+    if isinstance(record, Plan):
+        return [graph.trace for graph in record.graphs]
+    return [x for x in (record, getattr(record, "trace", None)) if isinstance(x, Trace)]
 
 
 def _expected(kind: str) -> str:
@@ -125,7 +138,7 @@ def _split(place: str, wanted: str) -> tuple[Any, bytes]:
     first, _, body = raw.partition(b"\n")
     try:
         head = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         head = None
     if not isinstance(head, dict) or "tessera" not in head:
         raise ArtifactError(f"not a Tessera file; {_expected(wanted)}", _again(wanted), place)

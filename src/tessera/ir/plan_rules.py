@@ -1,5 +1,6 @@
 """The rules of a plan, as sentences; `verify` checks them after those of its parts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -79,9 +80,9 @@ PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
         "the price lists are for the cluster's devices",
         lambda p: all(c.devices == p.cluster.devices for c in p.prices),
     ),
-    ("every lane has a rate above zero", lambda p: all(lane.rate_per_s > 0 for lane in p.lanes)),
+    ("every lane has a rate above zero", lambda p: all(0 < lane.rate_per_s < math.inf for lane in p.lanes)),
     ("the plan does not exceed its bound", lambda p: p.throughput_per_s <= p.bound_per_s * (1 + 1e-6)),
-    ("at least one request is in flight", lambda p: p.slots >= 1),
+    ("at least one request is in flight, and not too many", lambda p: 1 <= p.slots <= 2**20),
     (
         "the lane table names lanes of the plan, and every lane, or is empty",
         lambda p: not p.lane_table or set(p.lane_table) == set(range(len(p.lanes))),

@@ -13,14 +13,38 @@ from tessera.ir.plan_rules import PLAN_RULES
 from tessera.ir.program import Free, Program, Recv, Run, Send
 from tessera.ir.serving import ARRIVALS_RULES, Arrivals
 from tessera.ir.timeline import Timeline
-from tessera.ir.trace import BufferKind, Trace
+from tessera.ir.trace import BufferKind, Trace, View, item_bytes
 
 # (sentence, what must hold)
 Rule = tuple[str, Callable[[Any], bool]]
+# Of one buffer, or of a view's elements; of anything that is counted.
+MAX_BYTES, MAX_COUNT = 2**48, 2**32
 
 
 def _all(items: Iterable[bool]) -> bool:
     return all(items)
+
+
+def _bad_view(t: Trace) -> str:
+    """The first view that does not lie inside its buffer."""
+    named = [(f"launch {n}", view) for n, launch in enumerate(t.launches) for view in launch.views]
+    for place, view in [*named, *((f"output {name}", view) for name, view in t.outputs)]:
+        if 0 <= view.buffer < len(t.buffers) and not _lies_inside(view, t.buffers[view.buffer].size_bytes):
+            sizes = f"offset {_short(view.offset)}, shape {_short(view.shape)}, strides {_short(view.stride)}"
+            return f" ({place}: {view.dtype}, {sizes} of buffer {t.buffers[view.buffer].name})"
+    return ""
+
+
+def _lies_inside(view: View, size_bytes: int) -> bool:
+    if min((view.offset, *view.shape, *view.stride)) < 0 or view.num_elements > MAX_BYTES:
+        return False
+    last = view.offset + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride, strict=False))
+    return not view.num_elements or (last + 1) * item_bytes(view.dtype) <= size_bytes
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 80 else f"{text[:60]}..."
 
 
 def _accesses_fit(t: Trace) -> bool:
@@ -46,7 +70,23 @@ TRACE_RULES: list[Rule] = [
     ),
     (
         "every view has as many strides as dimensions",
-        lambda t: _all(len(v.shape) == len(v.stride) for x in t.launches for v in x.views),
+        lambda t: _all(
+            len(v.shape) == len(v.stride)
+            for v in (*(v for x in t.launches for v in x.views), *(v for _, v in t.outputs))
+        ),
+    ),
+    (
+        f"every buffer has 0 to {MAX_BYTES:,} bytes",
+        lambda t: _all(0 <= b.size_bytes <= MAX_BYTES for b in t.buffers),
+    ),
+    ("every view lies inside its buffer", lambda t: not _bad_view(t)),
+    (
+        "every region has a positive size, with positive counts and strides",
+        lambda t: _all(
+            a.region.item_bytes > 0 and _all(n > 0 and stride > 0 for n, stride in a.region.dims)
+            for x in t.launches
+            for a in x.accesses
+        ),
     ),
     (
         "every access reads, writes or updates something",
@@ -68,7 +108,18 @@ TRACE_RULES: list[Rule] = [
         ),
     ),
     ("every undeclared alias was seen at least once", lambda t: _all(times > 0 for _, times in t.aliases)),
-    ("batch and context of the step are positive", lambda t: t.step.batch > 0 and t.step.context > 0),
+    (
+        "batch and context of the step are positive, and its numbers are possible",
+        lambda t: (
+            0 < t.step.batch <= MAX_COUNT
+            and 0 < t.step.context <= MAX_COUNT
+            and 0 <= t.step.reserve <= MAX_COUNT
+        ),
+    ),
+    (
+        "grids and blocks have possible sizes",
+        lambda t: _all(0 <= n <= MAX_COUNT for x in t.launches for n in (*x.grid, *x.block)),
+    ),
 ]
 
 GRAPH_RULES: list[Rule] = [
@@ -81,12 +132,20 @@ GRAPH_RULES: list[Rule] = [
         lambda g: _all(v.producer is None or _all(v.producer < r for r in v.readers) for v in g.values),
     ),
     (
+        "every value names a buffer of the trace",
+        lambda g: _all(0 <= v.buffer < len(g.trace.buffers) for v in g.values),
+    ),
+    (
         "every value lies inside its buffer",
         lambda g: _all(0 <= v.start <= v.stop <= g.trace.buffers[v.buffer].size_bytes for v in g.values),
     ),
     (
         "every value is read by launches of the trace",
         lambda g: _all(0 <= r < len(g.trace.launches) for v in g.values for r in v.readers),
+    ),
+    (
+        "every group is of launches of the trace",
+        lambda g: _all(0 <= x < len(g.trace.launches) for group in g.groups for x in group),
     ),
     ("no launch is in two groups", lambda g: _unique(x for group in g.groups for x in group)),
 ]
@@ -143,8 +202,8 @@ def _bad_cost(costs: Costs) -> str:
 UNIT_RULES: list[Rule] = [
     ("a work unit has a step", lambda u: len(u.graphs) > 0),
     (
-        "every step has a multiplicity of at least one",
-        lambda u: len(u.counts) == len(u.graphs) and _all(n >= 1 for n in u.counts),
+        "every step has a multiplicity of at least one, and a possible one",
+        lambda u: len(u.counts) == len(u.graphs) and _all(1 <= n <= MAX_COUNT for n in u.counts),
     ),
 ]
 
@@ -212,7 +271,7 @@ PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Plan: lambda p: (p.cluster, *(part for v in p.every_variant for part in (v.unit, *v.costs))),
 }
 # Where in a record a rule is broken; none: the rule says enough.
-PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost}
+PLACES: dict[type, Callable[[Any], str]] = {Costs: _bad_cost, Trace: _bad_view}
 
 
 def verify(record: Any) -> None:

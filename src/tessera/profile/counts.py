@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cache
 
 from tessera.ir import Arg, Kernel, Launch, Origin, View, arg_views
-from tessera.profile.dtypes import item_bytes
+from tessera.ir.trace import item_bytes
 from tessera.profile.operators import CAUSAL_ARG, OPERATORS
 from tessera.profile.walks import Walk, attention_walk, copies_first, walk_of
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from tessera.ir import View
-from tessera.profile.dtypes import item_bytes
+from tessera.ir.trace import item_bytes
 
 # What one vector load reads.
 VECTOR_BYTES = 16

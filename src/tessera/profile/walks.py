@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from tessera.ir import Launch, View
-from tessera.profile.dtypes import item_bytes
+from tessera.ir.trace import item_bytes
 from tessera.profile.strides import VECTOR_BYTES, dense, is_dense, joined_dims, starts_at_vectors
 
 Walk = tuple[tuple[str, float], ...]

@@ -21,6 +21,7 @@ from pathlib import Path
 from tessera import flow
 from tessera.adapt.avoid import without_devices
 from tessera.capture import record
+from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
 from tessera.execute.hub import warm_up
@@ -100,20 +101,21 @@ def prepare(
     """Plans a service; `advance` hears what is done next, `store` keeps measurements."""
     warm_up()  # beside the capture and the planning
     advance(f"building {model}")
-    made = served(
-        model,
-        slots=wanted.slots,
-        rows=wanted.rows,
-        capacity=wanted.capacity,
-        chunk=wanted.chunk,
-        seed=wanted.seed,
-        random_weights=wanted.random_weights,
-        max_bytes=MAX_BYTES,
-        room_bytes=ROOM * min(device.memory_bytes for device in cluster.devices),
-    )
-    for_cpu(made)
-    advance("capturing its steps")
-    traces = [record(workload) for workload in made.workloads.values()]
+    with blamed_for_run(model):
+        made = served(
+            model,
+            slots=wanted.slots,
+            rows=wanted.rows,
+            capacity=wanted.capacity,
+            chunk=wanted.chunk,
+            seed=wanted.seed,
+            random_weights=wanted.random_weights,
+            max_bytes=MAX_BYTES,
+            room_bytes=ROOM * min(device.memory_bytes for device in cluster.devices),
+        )
+        for_cpu(made)
+        advance("capturing its steps")
+        traces = [record(workload) for workload in made.workloads.values()]
     unit = flow.make_unit(traces, counts_of(made, wanted.average))
     advance("pricing its launches")
     warn = _warning()

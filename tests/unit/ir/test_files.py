@@ -1,15 +1,22 @@
 """Artifacts on disk: what is saved comes back, and what is damaged is said to be so."""
 
+import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from factories import make_chain, make_plan
 from tessera.analyze import build_graph
 from tessera.errors import ArtifactError
 from tessera.execute import lower
-from tessera.ir import Costs, Graph, Plan, Program, Timeline, Trace, View, kind_of, load, save
+from tessera.ir import Costs, Graph, Plan, Program, Timeline, Trace, View, kind_of, load, save, verify
 from tessera.ir.codec import decode, encode
 from tessera.simulate import simulate
 
@@ -131,3 +138,101 @@ def test_any_prefix_of_a_file_is_refused(trace_file: Path, cut: int) -> None:
 
     with pytest.raises(ArtifactError):
         load(Trace, trace_file)
+
+
+def rewritten(path: Path, body: bytes) -> Path:
+    """The file with another body, whose checksum is right."""
+    head = json.loads(path.read_bytes().partition(b"\n")[0])
+    head |= {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+    path.write_bytes(json.dumps(head).encode() + b"\n" + body)
+    return path
+
+
+def with_view(**changes: Any) -> Trace:
+    """A trace whose one argument is a view with other numbers."""
+    trace = make_chain(1)
+    view = View(0, "float32", (16,), (1,))
+    launch = replace(trace.launches[0], args=(replace(view, **changes),))
+    return replace(trace, launches=(launch,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": -(2**62)},
+        {"offset": 1},
+        {"shape": (10**15,)},
+        {"shape": (10**15,), "stride": (0,)},
+        {"shape": (-1,)},
+        {"stride": (-1,)},
+        {"stride": (2,)},
+        {"dtype": "float64"},
+    ],
+    ids=str,
+)
+def test_a_view_that_cannot_be_is_refused_with_its_place(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Offset, shape and strides that leave the buffer of 64 bytes; the launch and the buffer are named."""
+    verify(with_view())
+    save(with_view(**changes), tmp_path / "x.trace")
+
+    with pytest.raises(
+        ArtifactError, match=r"every view lies inside its buffer \(launch 0: .*tessera capture"
+    ):
+        load(Trace, tmp_path / "x.trace")
+
+
+@pytest.mark.parametrize("size_bytes", [-1, 10**15, 10**4299])
+def test_a_buffer_that_no_memory_holds_is_refused(size_bytes: int, tmp_path: Path) -> None:
+    """Sizes are not negative, and not more than any machine has."""
+    trace = make_chain(1)
+    save(replace(trace, buffers=(replace(trace.buffers[0], size_bytes=size_bytes),)), tmp_path / "x.trace")
+
+    with pytest.raises(ArtifactError, match="not a valid trace"):
+        load(Trace, tmp_path / "x.trace")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"step": ' + b"9" * 100_000 + b"}", b"[" * 100_000, b'{"step":' * 50_000, b"[]", b"\xff", b""],
+    ids=["digits", "deep list", "deep object", "list", "no UTF-8", "nothing"],
+)
+def test_a_body_that_is_no_record_is_refused(trace_file: Path, body: bytes) -> None:
+    """With the place and the remedy, in one line."""
+    with pytest.raises(
+        ArtifactError, match=r"^[^\n]*chain\.trace: not a valid trace[^\n]*tessera capture`\.$"
+    ):
+        load(Trace, rewritten(trace_file, body))
+
+
+def test_a_header_that_is_none_is_refused(trace_file: Path) -> None:
+    """Deep, or with a number that is too long."""
+    for head in (b"[" * 100_000, b'{"tessera": ' + b"9" * 100_000 + b"}"):
+        trace_file.write_bytes(head + b"\n{}")
+        assert kind_of(trace_file) is None
+        with pytest.raises(ArtifactError, match="not a Tessera file"):
+            load(Trace, trace_file)
+
+
+def leaves(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a document with each of its keys."""
+    for key, value in list(document.items() if isinstance(document, dict) else enumerate(document)):
+        yield document, key
+        if isinstance(value, dict | list):
+            yield from leaves(value)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_changed_value_gives_a_record_or_an_artifact_error(data: st.DataObject, tmp_path: Path) -> None:
+    """Whatever stands in place of one value of a plan, nothing else is raised."""
+    plan = make_plan([make_chain(2)], [[[0, 1]]])
+    save(plan, tmp_path / "x.plan")
+    document = json.loads((tmp_path / "x.plan").read_bytes().partition(b"\n")[2])
+    places = list(leaves(document))
+    holder, key = places[data.draw(st.integers(0, len(places) - 1))]
+    numbers = st.one_of(st.integers(-3, 3), st.integers(), st.floats(), st.sampled_from([-(2**62), 10**15]))
+    plain = st.one_of(numbers, st.none(), st.booleans(), st.text(max_size=3))
+    holder[key] = data.draw(st.one_of(plain, st.lists(plain, max_size=2), st.dictionaries(st.text(), plain)))
+
+    with suppress(ArtifactError):
+        load(Plan, rewritten(tmp_path / "x.plan", json.dumps(document).encode()))

@@ -21,7 +21,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ def load(
     make: Callable[[], Any],
     give: Callable[[Tensors], Filled],
     *,
-    what: str = "a model",
+    what: str = "a model cannot be built from it",
     seed: int = 0,
     random_weights: bool = False,
 ) -> Any:
@@ -363,7 +363,7 @@ def memory_bytes() -> int:
 
 
 @contextmanager
-def blamed(folder: Path, what: str = "a model") -> Iterator[None]:
+def blamed(folder: Path, what: str = "a model cannot be built from it") -> Iterator[None]:
     """Whatever a library raises over the numbers of a folder is one line about that folder."""
     try:
         with _alone():
@@ -371,9 +371,14 @@ def blamed(folder: Path, what: str = "a model") -> Iterator[None]:
     except TesseraError:
         raise
     except Exception as error:  # a stranger's numbers in a library's code: anything can come
-        message = f"{what} cannot be built from it: {type(error).__name__}: {first_line(error)}"
+        message = f"{what}: {type(error).__name__}: {first_line(error)}"
         remedy = "Check config.json, or write a module:callable that returns a Workload."
         raise CaptureError(message, remedy, str(folder)) from error
+
+
+def blamed_for_run(model: str) -> AbstractContextManager[None]:
+    """`blamed` while a step of a folder's model is run, which may show that its sizes do not fit together."""
+    return blamed(Path(model), "its step cannot be run") if Path(model).is_dir() else nullcontext()
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             folder,
             make,
             give,
-            what=f"a {config.model_type}",
+            what=f"a {config.model_type} cannot be built from it",
             seed=step.seed,
             random_weights=step.random_weights,
         )

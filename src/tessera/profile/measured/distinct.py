@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tessera.ir import Arg, Kernel, Launch, Origin, Symbol, Trace, View, arg_views
+from tessera.ir.trace import item_bytes
 from tessera.profile.counts import work_of
-from tessera.profile.dtypes import item_bytes
 
 # The part of the cache that still holds what was touched last; the rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
