@@ -15,6 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture import rng
 from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, spread, storage_key, view_of
+from tessera.capture.fresh import fresh_tensor
 from tessera.capture.holders import Finder, Held, find, root
 from tessera.capture.naming import flatten, path, unique
 from tessera.capture.own import own_launches
@@ -66,7 +67,7 @@ class Function:
     """A callable and the structure of one call: binds other calls of that structure to the same step."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._fn = fn
+        self.fn = fn
         named, self._spec = flatten(fn, args, kwargs)
         self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
         self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
@@ -80,6 +81,7 @@ class Function:
         self.blocks = blocks_of(tensors)
         self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
         self._names = [names[block.parts[0][0]] for block in self.blocks]
+        self._first = {i: tensors[block.parts[0][0]] for i, block in enumerate(self.blocks)}
         # Those the call may differentiate by: they take other memory and stay the same objects.
         self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
         self.trains = torch.is_grad_enabled() and bool(found.optimizers)
@@ -93,18 +95,19 @@ class Function:
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
         """Runs the call once to see what it touches, changes and returns."""
-        settings = _settings(find(self._fn, named))
+        settings = _settings(find(self.fn, named))
         keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
         parts = [part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
-        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)))
+        fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
+        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)), fixed=fixed)
         try:
             with self.mode(), rng.forked(), own_launches(watch.own_launch):
                 with watch:
-                    result = self._fn(*args, **kwargs)
+                    result = self.fn(*args, **kwargs)
                 touched = {keys[block] for block in watch.touched}
                 self._check_held(named, (args, kwargs), tensors, parts, keys, touched)
-                _check_settings(settings, _settings(find(self._fn, named)))
+                _check_settings(settings, _settings(find(self.fn, named)))
         finally:
             for held in self._held:
                 held.put_back()
@@ -130,8 +133,8 @@ class Function:
         made = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
-        after = {h.name: h.tensor for h in find(self._fn, named).tensors}
-        again, _ = flatten(self._fn, *given)
+        after = {h.name: h.tensor for h in find(self.fn, named).tensors}
+        again, _ = flatten(self.fn, *given)
         after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
         for name in [*before, *after]:
             if name not in before and self.trains:
@@ -210,6 +213,19 @@ class Function:
             for i in self._weights
         }
 
+    def changing(self) -> dict[str, torch.Tensor]:
+        """Tensors of the first call that other calls give or find otherwise."""
+        return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
+
+    def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
+        """Other values for the tensors that lie in the step's blocks, laid out as they are."""
+        made = {name: tensor.clone() for name, tensor in tensors.items()}
+        for index in (*self._inputs, *self._state):
+            name = self._names[index]
+            for number, view in spread(self.blocks[index], made[name]) if name in made else ():
+                fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
+        return made
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """The tensors of another call, in the memory where they are; MismatchError if it is another step."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -244,7 +260,7 @@ class Function:
             leaves[place] = self._leaves[number] if is_same else numbered[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         with self.mode(), self._exchanged(numbered):
-            result = self._fn(*args, **kwargs)
+            result = self.fn(*args, **kwargs)
         return self._outputs(pytree.tree_leaves(result), state)
 
     def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ import torch
 
 from tessera.capture.call import Function
 from tessera.capture.record import record
-from tessera.capture.workload import Workload
+from tessera.capture.workload import Tensors, Workload
 from tessera.ir import Step, Trace
 
 KIND = "call"
@@ -65,6 +65,19 @@ class FunctionWorkload(Workload):
     """A call as a step. `make_inputs` and `make_state` give the values of the call for every seed."""
 
     function: "Function"
+
+    @property
+    def program(self) -> Callable[..., object]:
+        """The callable itself."""
+        return self.function.fn
+
+    def changing(self) -> dict[str, torch.Tensor]:
+        """The tensors that were given, and those that are held and changed."""
+        return self.function.changing()
+
+    def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
+        """Other values for the tensors that lie in the step's memory."""
+        return self.function.fresh(tensors, seed, is_mild)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What the call reads and never changes, by name."""

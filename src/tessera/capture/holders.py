@@ -85,7 +85,7 @@ class Finder:
         if isinstance(value, torch.nn.Module):
             self._look_module(name, value)
             return
-        for word, item, place, at in _inside(value):
+        for word, item, place, at in items_of(value):
             self.look(_join(name, word), item, place, at, depth + 1)
 
     def look_at_optimizers(self) -> None:
@@ -136,7 +136,8 @@ def _is_plain(value: Any) -> bool:
 Item = tuple[str, Any, Any, Any]
 
 
-def _inside(value: Any) -> Iterator[Item]:
+def items_of(value: Any) -> Iterator[Item]:
+    """What one value holds directly."""
     match value:
         case types.MethodType():
             yield "", value.__self__, None, None
@@ -162,26 +163,27 @@ def _variables(function: types.FunctionType) -> Iterator[Item]:
             value = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-        if not _is_foreign(value, function):
+        if not is_foreign(value, function):
             yield name, value, None, None
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     yield from [("default", value, None, None) for value in defaults]
-    for name in sorted(_globals_of(function.__code__)):
+    for name in sorted(globals_of(function.__code__)):
         value = function.__globals__.get(name)
-        if not _is_foreign(value, function):
+        if not is_foreign(value, function):
             yield name, value, None, None
 
 
-def _is_foreign(value: Any, function: types.FunctionType) -> bool:
+def is_foreign(value: Any, function: types.FunctionType) -> bool:
     """True for functions of other files: what they reach is their own business."""
     return isinstance(value, types.FunctionType) and value.__module__ != function.__module__
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
+def globals_of(code: types.CodeType) -> set[str]:
+    """Names of the global variables that some code loads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _globals_of(constant)
+            names |= globals_of(constant)
     return names
 
 

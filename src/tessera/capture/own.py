@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from tessera.capture.reads import reads_allowed
 from tessera.capture.refuse import fail
 from tessera.capture.schema import view_of
 from tessera.errors import CaptureError
@@ -94,10 +95,11 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
     after = see(seen) if see is not None else None
     tensors = [a for a in seen.args if isinstance(a, torch.Tensor)]
     if not any(isinstance(t, FakeTensor) for t in tensors):
-        if native is not None and any(t.is_cuda for t in tensors):
-            native()
-        else:
-            _run(seen)
+        with reads_allowed():
+            if native is not None and any(t.is_cuda for t in tensors):
+                native()
+            else:
+                _run(seen)
     if after is not None:
         after()
 

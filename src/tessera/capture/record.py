@@ -1,47 +1,123 @@
-"""record: Workload -> Trace, and record_step: Step -> Trace on any device."""
+"""record: Workload -> Trace, and record_step: Step -> Trace on any device.
+
+A step is recorded twice, with other values and with everything in Python as the first call has left it. Both
+must launch the same: a number that changes was read where nobody looks, or is kept in Python (see `reads`,
+`pystate`). Where the first call only set things up, the second and a third must agree. Steps of built-in
+models on fake tensors are recorded once: there are no values, and their code is known.
+"""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
-from tessera.capture.models import build
+from tessera.capture.agree import first_difference
+from tessera.capture.models import build, known_models
 from tessera.capture.own import own_launches
+from tessera.capture.pystate import Kept, holdings, refuse_change
+from tessera.capture.reads import clocks_refused, reads_refused
 from tessera.capture.recorder import Recorder, call_operator
+from tessera.capture.refuse import fail, insisting
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.scopes import Scopes
 from tessera.capture.shapes import Run
-from tessera.capture.workload import Tensors, Workload
-from tessera.errors import CaptureError, UnknownName
+from tessera.capture.workload import UNFIT, Tensors, Workload
+from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import GENERATOR, BufferKind, Step, Trace, verify
 
 # Attention kernels that every GPU of an unlike set can run; see `attention`.
 PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def record(workload: Workload) -> Trace:
-    """Runs the step once on real tensors and returns what was launched, verified."""
-    inputs = workload.make_inputs(0)
-    devices = {str(t.device) for t in inputs.values()} or {"cpu"}
-    return _record(workload, inputs, workload.make_state(0), max(devices))
+# A trace, and the line of the program that made each of its launches.
+Recorded = tuple[Trace, list[str]]
+VARYING = frozenset({BufferKind.INPUT, BufferKind.STATE})
+
+
+def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
+    """Runs the step on real tensors and returns what is launched, verified.
+
+    `varying`: kinds of buffer whose values the program must not read on the host.
+    """
+    devices = {str(t.device) for t in workload.make_inputs(0).values()} or {"cpu"}
+
+    def once(seed: int, is_mild: bool) -> Recorded:
+        inputs, state = workload.request(seed, is_mild)
+        return _record(workload, inputs, state, max(devices), varying=varying, seed=seed)
+
+    return _agreed(workload, _on_fresh_values(once))
 
 
 def record_step(step: Step, device: str = "cpu") -> Trace:
-    """Builds the step's model on a device (cpu, fake or cuda:N) and records one call."""
+    """Builds the step's model on a device (cpu, fake or cuda:N) and records it."""
     check_device(device)
     if device == "cpu":
         return record(build(step))
     with _machine(device) as run:
         with torch.device("cuda" if device == "fake" else device):
             workload = build(step)
-        inputs, state = workload.make_inputs(0), workload.make_state(0)
         if device == "fake":
-            return _record(workload, fake.on_device(inputs), fake.on_device(state), device, run)
+            return _record_fake(workload, run)
         workload.module.to(device)
-        return _record(workload, _moved(inputs, device), _moved(state, device), device)
+
+        def once(seed: int, is_mild: bool) -> Recorded:
+            inputs, state = workload.request(seed, is_mild)
+            return _record(workload, _moved(inputs, device), _moved(state, device), device, seed=seed)
+
+        return _agreed(workload, _on_fresh_values(once))
+
+
+def _record_fake(workload: Workload, run: Run) -> Trace:
+    def once(seed: int) -> Recorded:
+        inputs, state = workload.make_inputs(0), workload.make_state(0)
+        return _record(workload, fake.on_device(inputs), fake.on_device(state), "fake", run)
+
+    return once(0)[0] if workload.step.model in known_models() else _agreed(workload, once)
+
+
+def _on_fresh_values(once: Callable[[int, bool], Recorded]) -> Callable[[int], Recorded]:
+    """Records request `seed`; with milder values, at last the example's, where the program takes no others."""
+
+    def record_request(seed: int) -> Recorded:
+        for is_mild in (False, True) if seed else ():
+            try:
+                return once(seed, is_mild)
+            except UNFIT as error:
+                if isinstance(error, TesseraError):
+                    raise
+        return once(0, True)
+
+    return record_request
+
+
+def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
+    """What the step launches in every call; refuses one that changes from call to call."""
+    first, _ = once(0)
+    held = holdings(workload.module, workload.program)
+    held.refuse_shared(workload.changing())
+    kept = Kept(held.spots)
+    with clocks_refused():
+        second, _ = once(1)
+    changed = kept.changed()
+    if changed is None and first == second:
+        return first
+    kept = Kept(held.spots)
+    third, places = once(2)
+    changed = kept.changed()
+    if changed is not None:
+        refuse_change(changed, lambda: once(3))
+    differs = first_difference(second, third)
+    if differs is not None:
+        launch, what = differs
+        fail(
+            f"{what}: it depends on values read on the host, or on what the program keeps in Python",
+            "Compute it with torch's operators, or pass it as an argument.",
+            places[min(launch, len(places) - 1)] if places else "",
+        )
+    return second
 
 
 def check_device(device: str) -> None:
@@ -85,24 +161,37 @@ def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _generators(state: Tensors, device: str) -> dict[str, torch.Tensor]:
-    """What the generators of a device start with: copies of what the state holds, else as for request 0."""
+def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:
+    """What the generators of a device start with: copies of what the state holds, else as for the request."""
     if device == "fake":
         return {}
     names = [f"{GENERATOR}cpu", *([f"{GENERATOR}{device}"] if device.startswith("cuda:") else [])]
-    return {n: state[n].clone() if n in state else seeded_state(n, 0) for n in names}
+    return {n: state[n].clone() if n in state else seeded_state(n, seed) for n in names}
 
 
 def _record(
-    workload: Workload, inputs: Tensors, state: Tensors, device: str, run: Run = call_operator
-) -> Trace:
-    with Scopes(workload.module) as scopes, entered(_generators(state, device)):
-        recorder = Recorder(scopes, run, device)
+    workload: Workload,
+    inputs: Tensors,
+    state: Tensors,
+    device: str,
+    run: Run = call_operator,
+    varying: frozenset[BufferKind] = VARYING,
+    seed: int = 0,
+) -> Recorded:
+    with Scopes(workload.module) as scopes, entered(_generators(state, device, seed)):
+        recorder = Recorder(scopes, run, device, varying)
         recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
         recorder.name_buffers(BufferKind.INPUT, inputs)
         recorder.name_buffers(BufferKind.STATE, state)
-        with torch.no_grad(), _uncollected(), own_launches(recorder.own_launch), recorder:
+        with (
+            torch.no_grad(),
+            _uncollected(),
+            insisting(),
+            own_launches(recorder.own_launch),
+            reads_refused(recorder.varies),
+            recorder,
+        ):
             outputs = workload.call(inputs, without_generators(state))
         trace = recorder.trace(workload.step, outputs)
     verify(trace)
-    return trace
+    return trace, recorder.places

@@ -9,7 +9,10 @@ The same code records real tensors and fake ones (`tessera.capture.fake`). A ten
 is a constant and travels with the trace; moving it to the step's device is no launch, since it can be put
 there beforehand. A fake constant whose value is unknown is kept by name and size alone.
 
-Refused, with the line of the program: see `tessera.capture.refuse`.
+A buffer varies if a request decides what it holds: inputs, state, what is drawn, and all that is computed
+from these. What varies must not be read on the host; the rest is the same in every call.
+
+Refused, with the line of the program: see `tessera.capture.refuse` and `tessera.capture.reads`.
 """
 
 from collections import Counter
@@ -28,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.own import OwnLaunch, prove, unchanged
-from tessera.capture.refuse import check_operator, check_tensor, explain, fail
+from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.capture.schema import (
     MAX_CONSTANT_BYTES,
@@ -71,6 +74,17 @@ UNRECORDABLE = (
 )
 
 
+# Storages that hold values of a request of an earlier call, for as long as somebody keeps them.
+_earlier: dict[int, StorageWeakRef] = {}
+
+
+def keep_apart(storages: Mapping[int, StorageWeakRef]) -> None:
+    """A later recording must not take these for constants."""
+    for key in [key for key, held in _earlier.items() if held.expired()]:
+        del _earlier[key]
+    _earlier.update((key, held) for key, held in storages.items() if not held.expired())
+
+
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As torch would have run it."""
     return func(*args, **kwargs)
@@ -79,8 +93,17 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 class Recorder(TorchDispatchMode):
     """Records while active; `trace` then holds what happened."""
 
-    def __init__(self, scopes: Scopes, run: Run = call_operator, recorded_on: str = "cpu") -> None:
-        """`run` runs one operator on the tensors of the step; `recorded_on` is cpu, cuda:N or fake."""
+    def __init__(
+        self,
+        scopes: Scopes,
+        run: Run = call_operator,
+        recorded_on: str = "cpu",
+        varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
+    ) -> None:
+        """`run` runs one operator on the tensors of the step; `recorded_on` is cpu, cuda:N or fake.
+
+        `varying`: kinds of buffer that may hold other values in another call.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._scopes, self._run, self._recorded_on = scopes, run, recorded_on
         self._draws = Draws(recorded_on == "fake")
@@ -92,6 +115,9 @@ class Recorder(TorchDispatchMode):
         self._launches: list[Launch] = []
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
+        self._varying_kinds, self._varying = varying, set[int]()
+        # The line of the program that made each launch.
+        self.places: list[str] = []
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
         """Declares storages that exist before the step, by name."""
@@ -105,11 +131,22 @@ class Recorder(TorchDispatchMode):
             is_whole = tensor.is_contiguous() and size == tensor.numel() * tensor.itemsize
             if kind is not BufferKind.WEIGHT and not is_whole:
                 raise CaptureError(f"{kind} '{name}' is a part of a larger tensor", "Pass it .contiguous().")
+            if kind in self._varying_kinds:
+                self._varying.add(len(self._buffers))
             self._add(tensor, Buffer(name, kind, size))
+
+    def varies(self, value: Any) -> bool:
+        """True for a tensor or storage whose values depend on the request."""
+        if isinstance(value, torch.Tensor):
+            return value.layout is torch.strided and self._find(value) in self._varying
+        if isinstance(value, torch.UntypedStorage):
+            return self._storages.get(value._cdata, (None, -1))[1] in self._varying
+        return False
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         """The finished trace; `outputs` are what the step returned."""
         self._draws.check()
+        keep_apart({key: held for key, (held, buffer) in self._storages.items() if self._is_made(buffer)})
         views = tuple((name, self._view(tensor)) for name, tensor in outputs.items())
         returned = {view.buffer for _, view in views}
         buffers = tuple(
@@ -139,7 +176,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "profiler":  # marks of an optimiser's step; they compute nothing
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        check_operator(func, args, kwargs, bool(given))
+        check_operator(func, args, kwargs, self.varies)
         recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())
         generator = generator_of(func, args, kwargs)
         if generator:
@@ -170,6 +207,10 @@ class Recorder(TorchDispatchMode):
         size = made[0].untyped_storage().nbytes()
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
 
+    def _is_made(self, buffer: int) -> bool:
+        """True for what the step computes from a request."""
+        return buffer in self._varying and self._buffers[buffer].kind is BufferKind.TEMPORARY
+
     def _note_alias(self, func: Any, results: Results) -> None:
         """Counts an operator that returned old memory without its schema saying so."""
         for result, declared in zip(results, func._schema.returns, strict=False):
@@ -185,7 +226,7 @@ class Recorder(TorchDispatchMode):
         accesses, why = prove(seen.kernel, launch, self._buffers)
         if why:
             accesses = whole_buffers(launch, self._buffers, frozenset())
-        self._launches.append(replace(launch, accesses=accesses, immovable=why))
+        self._add_launch(replace(launch, accesses=accesses, immovable=why))
         weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if why else []
         return unchanged(seen.kernel.name, weights) if weights else None
 
@@ -210,9 +251,16 @@ class Recorder(TorchDispatchMode):
         if generator:
             state = Region(0, size_of(generator))
             accesses.append(Access(self._generator(generator), state, read=True, write=True))
-        self._launches.append(
+        self._add_launch(
             Launch(self._operator(func), args, kwargs, outputs, tuple(accesses), self._scopes.of_launch())
         )
+
+    def _add_launch(self, launch: Launch) -> None:
+        """What is computed from a buffer that varies, varies."""
+        if any(a.read and a.buffer in self._varying for a in launch.accesses):
+            self._varying.update(a.buffer for a in launch.accesses if a.write or a.atomic)
+        self._launches.append(launch)
+        self.places.append(program_line())
 
     def _generator(self, name: str) -> int:
         """The buffer of a generator's state; one that the step was not given is declared now."""
@@ -220,6 +268,7 @@ class Recorder(TorchDispatchMode):
             if buffer.name == name:
                 return index
         self._buffers.append(Buffer(name, BufferKind.STATE, size_of(name)))
+        self._varying.add(len(self._buffers) - 1)
         return len(self._buffers) - 1
 
     def _output(self, tensor: torch.Tensor) -> View:
@@ -253,6 +302,11 @@ class Recorder(TorchDispatchMode):
     def _add_constant(self, tensor: torch.Tensor) -> None:
         """A tensor nobody declared: made by the program from Python values, or held outside any module."""
         storage = tensor.untyped_storage()
+        if storage._cdata in _earlier and not _earlier[storage._cdata].expired():
+            fail(
+                "a tensor is used that an earlier call has left behind",
+                "Hand it over as an argument, or keep it in a buffer that is changed in place.",
+            )
         if storage.nbytes() > MAX_CONSTANT_BYTES:
             fail(
                 f"a tensor of {storage.nbytes()} bytes is neither weight, input nor state",

@@ -1,45 +1,144 @@
 """refuse: what cannot be recorded, said with the line of the program and with what to do instead."""
 
 import functools
-import traceback
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from tessera.capture.schema import given
 from tessera.errors import CaptureError
 
-# Frames of these files are ours; capture's models are not, since their lines are the program's.
-_OURS = ("recorder", "refuse", "attention", "watch", "function", "call", "rng", "workload", "record", "own",
-         "own_triton", "cuda_kernel")  # fmt: skip
-_INNER = ("/torch/", "/tessera/capture/inductor/", *(f"/tessera/capture/{name}.py" for name in _OURS))
+
+def _folder(file: str | None) -> str:
+    return str(Path(file or "").parent) + os.sep
+
+
+# Frames of these folders are no program's lines: torch's, Python's own, and ours less capture's models.
+_TORCH, _NUMPY, _PYTHON = (_folder(module.__file__) for module in (torch, np, os))
+_HERE = str(Path(__file__).parents[1]) + os.sep
+_MODELS = f"{_folder(__file__)}models{os.sep}"
+_PACKAGES = f"site-packages{os.sep}"
 # When training, these update running statistics that their schemas do not declare as written.
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+# Operators whose results are as large as the values of these arguments say; others with torch's tag: of all.
+DECIDERS = {
+    "aten::index": ("indices",),
+    "aten::masked_select": ("mask",),
+    "aten::repeat_interleave": ("repeats",),
+    "aten::_pack_padded_sequence": ("lengths",),
+    "aten::_ctc_loss": ("targets", "input_lengths", "target_lengths"),
+}
 
-_BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
+BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
 _ON_DEVICE = "Make the optimiser with fused=True, or on a GPU with capturable=True."
+_SIZED = (
+    f"{BATCHED}, or give the result a size of its own: torch.where(mask, x, 0), nonzero_static(size=...), "
+    "repeat_interleave(output_size=...)."
+)
 
 
-def fail(message: str, remedy: str) -> NoReturn:
+class _Said(threading.local):
+    """The last refusal of this thread, in case the program catches it."""
+
+    error: CaptureError | None = None
+
+
+_said = _Said()
+
+
+def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
     """Raises with the innermost line of the program that is neither torch's nor the recorder's."""
-    frames = [f for f in traceback.extract_stack() if not _is_inner(f.filename)]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    raise CaptureError(message, remedy, place)
+    _said.error = CaptureError(message, remedy, program_line() if place is None else place)
+    raise _said.error
 
 
-def _is_inner(filename: str) -> bool:
-    return any(part in filename for part in _INNER) or filename.startswith("<")
+@contextmanager
+def insisting() -> Iterator[None]:
+    """While entered, a refusal stands also if the program catches it and goes on without the value."""
+    before, _said.error = _said.error, None
+    try:
+        yield
+        if _said.error is not None:
+            raise _said.error
+    except CaptureError:
+        raise
+    except Exception as error:
+        if _said.error is not None:
+            raise _said.error from error
+        raise
+    finally:
+        _said.error = before
 
 
-def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_tensors: bool) -> None:
-    """Refuses host reads, which would decide what runs, and writes that no schema declares."""
+def refuse_read(what: str) -> NoReturn:
+    """Something reads a value on the host that a request decides."""
+    if any(f"{_TORCH}optim{os.sep}" in filename for filename, _ in _frames()):
+        fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
+    fail(f"{what} reads a tensor's value on the host", f"{BATCHED}, or pass the value as a plain number.")
+
+
+def program_line() -> str:
+    """file:line of the innermost running line of the program; empty if there is none."""
+    return next((f"{name}:{line}" for name, line in _frames() if is_program(name)), "")
+
+
+def _frames() -> Iterator[tuple[str, int]]:
+    """Files and lines that are running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+@functools.cache
+def is_program(filename: str) -> bool:
+    """True for a file that is neither torch's, nor Python's own, nor the recorder's."""
+    if filename.startswith(("<", _TORCH, _NUMPY)):
+        return False
+    if filename.startswith(_HERE):
+        return filename.startswith(_MODELS)
+    return not filename.startswith(_PYTHON) or _PACKAGES in filename
+
+
+def check_operator(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
+) -> None:
+    """Refuses host reads of what varies, which would decide what runs, and writes that no schema declares."""
     check_honest(func, args, kwargs)
-    if has_tensors and _answers_the_host(func):
-        if any("/torch/optim/" in frame.filename for frame in traceback.extract_stack()):
-            fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
-        fail(
-            f"{func} reads a tensor's value on the host", f"{_BATCHED}, or pass the value as a plain number."
-        )
+    if _answers_the_host(func) and _any_varies((args, kwargs), varies):
+        refuse_read(str(func))
+    if _sizes_by_value(func) and _any_varies(_deciding(func, args, kwargs), varies):
+        fail(f"{func} gives a result whose shape depends on values", _SIZED)
+
+
+def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments whose values decide the size of the result."""
+    name = func._schema.name
+    if name == "aten::repeat_interleave" and given(func, "output_size", args, kwargs) is not None:
+        return ()
+    found = [given(func, which, args, kwargs) for which in DECIDERS.get(name, ())]
+    if name == "aten::index":
+        return [t for t in found[0] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+    return found if name in DECIDERS else (args, kwargs)
+
+
+def _any_varies(value: Any, varies: Callable[[Any], bool]) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_any_varies(item, varies) for item in value)
+    return _any_varies(list(value.values()), varies) if isinstance(value, dict) else varies(value)
+
+
+@functools.cache
+def _sizes_by_value(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags or func._schema.name in DECIDERS
 
 
 @functools.cache
@@ -74,8 +173,8 @@ def explain(func: Any, error: Exception) -> NoReturn:
     """An operator that failed while it was recorded: why, where, and what instead."""
     kind = type(error).__name__
     if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):
-        remedy = f"{_BATCHED}, or capture on real tensors with --device cpu or cuda:0."
-        fail(f"{func} gives a result whose shape depends on values, and fake tensors have none", remedy)
+        remedy = f"{BATCHED}, or capture on real tensors with --device cpu or cuda:0."
+        fail(f"{func} gives a result that depends on values, and fake tensors have none", remedy)
     if kind in ("UnsupportedOperatorException", "UnsupportedFakeTensorException"):
         fail(
             f"{func} cannot be run on fake tensors",

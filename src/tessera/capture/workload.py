@@ -10,12 +10,16 @@ from typing import Self
 
 import torch
 
+from tessera.capture.fresh import fresh
 from tessera.capture.own import own_launches
 from tessera.capture.refuse import check_tensor
 from tessera.capture.rng import entered, seeded_state, without_generators
+from tessera.errors import TesseraError
 from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
+# What a program raises that is given values it cannot take.
+UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AssertionError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,56 @@ class Workload:
             if name not in self.state_buffers
             and by_storage.setdefault(tensor.untyped_storage()._cdata, name) == name
         }
+
+    @property
+    def program(self) -> Callable[..., object]:
+        """What is called; what it holds in Python is looked at."""
+        return self.call
+
+    def changing(self) -> dict[str, torch.Tensor]:
+        """The program's own tensors that a request decides or changes."""
+        return {n: t for n, t in self.module.named_buffers() if n in self.state_buffers}
+
+    def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
+        """Inputs and state of one request. Where the maker gives its example to all, others get fresh values."""
+        inputs, state = self.make_inputs(seed), self.make_state(seed)
+        if seed and self.gives_example:
+            return self.fresh(inputs, seed, is_mild), self.fresh(state, seed + 1, is_mild)
+        return inputs, state
+
+    @property
+    def gives_example(self) -> bool:
+        """True if every request is given the same values."""
+        first, other = (
+            self.make_inputs(seed) or without_generators(self.make_state(seed)) for seed in (0, 1)
+        )
+        return all(torch.equal(first[name], other[name]) for name in first)
+
+    def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
+        """Other values for some of the step's tensors; see `fresh`."""
+        given = without_generators(tensors)
+        return {**tensors, **fresh(given, seed, is_mild)}
+
+    def varied(self) -> "tuple[Self, str]":
+        """The workload whose requests all have values of their own; and where those come from.
+
+        A program that cannot take fresh values (it raises) is given milder ones, and else its example.
+        """
+        if not self.gives_example:
+            return self, "drawn by the model's own maker of inputs"
+        for is_mild in (False, True):
+            try:
+                self.run(*self.request(1, is_mild))
+            except UNFIT as error:
+                if isinstance(error, TesseraError):
+                    raise
+                continue
+            return replace(
+                self,
+                make_inputs=lambda seed, is_mild=is_mild: self.request(seed, is_mild)[0],
+                make_state=lambda seed, is_mild=is_mild: self.request(seed, is_mild)[1],
+            ), "drawn like the example"
+        return self, "the example's own: the model raises on others"
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         """The undivided run: what every plan's result is compared with."""

@@ -27,7 +27,7 @@ def capture_fake(fn: object, module: torch.nn.Module | None = None) -> Trace:
         lambda first, run, last: dict(first),
     )
     with fake.machine() as run:
-        return _record(workload, fake.on_device(workload.make_inputs(0)), {}, "fake", run)
+        return _record(workload, fake.on_device(workload.make_inputs(0)), {}, "fake", run)[0]
 
 
 def names(trace: Trace) -> list[str]:
@@ -164,16 +164,22 @@ def test_a_constant_of_unknown_value_is_kept_by_name() -> None:
             Step("made", "decode", 1, 1), holder, lambda i, s: {"y": i["x"] + holder.table},
             lambda seed: {}, lambda seed: {}, lambda first, run, last: {},
         )  # fmt: skip
-        trace = _record(workload, x, {}, "fake", run)
+        trace = _record(workload, x, {}, "fake", run)[0]
     (constant,) = (b for b in trace.buffers if b.name.startswith("constant."))
 
     assert (32, "") == (constant.size_bytes, constant.constant_hex)
 
 
 def test_a_shape_that_depends_on_values_is_refused() -> None:
-    """nonzero has no shape on fake tensors: the line, and what to do."""
-    with pytest.raises(CaptureError, match=r"test_fake\.py:\d+: aten.nonzero.*--device cpu or cuda:0"):
+    """nonzero of an input has another shape for every request: the line, and what to do."""
+    with pytest.raises(CaptureError, match=r"test_fake\.py:\d+: aten.nonzero.*nonzero_static"):
         capture_fake(lambda x: x.nonzero())
+
+
+def test_a_shape_that_depends_on_a_constant_needs_real_tensors() -> None:
+    """A mask that is the same in every call could be looked at, but a fake one has no values."""
+    with pytest.raises(CaptureError, match=r"test_fake\.py:\d+: aten.nonzero.*--device cpu or cuda:0"):
+        capture_fake(lambda x: x[0, 0] + torch.ones(3, device=x.device).nonzero().sum())
 
 
 def test_reading_a_fake_value_is_refused_with_its_line() -> None:

@@ -61,8 +61,8 @@ def test_eager_experts_are_refused_with_the_way_out() -> None:
 
     def route(x: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(x)
-        for expert in (x.sum(0) > 40).nonzero():
-            if expert[0] > 2:
+        for expert in range(3):
+            if (x.argmax(-1) == expert).any():
                 total = total + x
         return total
 
@@ -70,11 +70,11 @@ def test_eager_experts_are_refused_with_the_way_out() -> None:
         capture(route)
 
 
-def test_a_shape_that_depends_on_values_is_recorded_on_real_tensors() -> None:
-    """nonzero runs again as it ran; other values would give another layout, which running notices."""
-    trace = capture(lambda x: x.nonzero().sum())
+def test_a_shape_that_depends_on_a_constant_is_recorded() -> None:
+    """nonzero of what no request changes has the same shape in every call."""
+    trace = capture(lambda x: x[0, 0] + torch.ones(4).nonzero().sum())
 
-    assert "aten.nonzero.default" == trace.kernel_of(0).name
+    assert "aten.nonzero.default" in [kernel.name for kernel in trace.kernels]
 
 
 def test_dropout_that_is_off_is_not_refused() -> None:

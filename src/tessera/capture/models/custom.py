@@ -93,7 +93,8 @@ def _written(module: torch.nn.Module, given: Tensors, by_name: bool) -> set[str]
     buffers = dict(module.named_buffers())
     before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     named = {**buffers, **copies}
-    watch = Watch({storage_key(tensor): i for i, tensor in enumerate(named.values())}, saves=False)
+    known = {storage_key(tensor): i for i, tensor in enumerate(named.values())}
+    watch = Watch(known, saves=False, fixed=range(len(buffers)))
     with forked(), torch.no_grad():
         with own_launches(watch.own_launch), watch:
             module(**copies) if by_name else module(*copies.values())
