@@ -2,7 +2,8 @@
 
 `first_difference` is for two calls on one device, which must agree in everything. `compare` is for real and
 fake tensors: launches are compared in order: kernel, plain arguments, shapes, dtypes, strides (of more than
-one element) and accesses, buffers being matched by who makes them. The differences that devices bring about are known:
+one element) and accesses, buffers being matched by who makes them. The differences that devices bring about
+are known:
 
   attention   the CPU runs `_scaled_dot_product_flash_attention_for_cpu` where a GPU runs flash or efficient
               attention, whose other arguments and results differ; queries, keys, values and result agree

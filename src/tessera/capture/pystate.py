@@ -19,6 +19,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def holdings(*roots: Any) -> Holdings:
         walk.look("", root, 0)
     numbers = [
         Spot("Python's random numbers", random.getstate),
-        Spot("NumPy's random numbers", lambda: np.random.get_state()[1:3]),
+        Spot("NumPy's random numbers", lambda: np.random.get_state(legacy=False)),
     ]
     return Holdings([*walk.spots, *numbers], walk.arrays)
 
@@ -105,7 +106,7 @@ def refuse_change(spot: Spot, call: Callable[[], object]) -> None:
     after = spot.read()
     how = f" from {before!r} to {after!r}" if isinstance(before, int | float | str) else ""
     fail(
-        f"the call changes {spot.name}{how}, which is kept in Python and is not seen by a recording",
+        f"the call changes {spot.name}{how}: Python keeps it, and a recording does not see it",
         "Keep it in a tensor that is changed in place (register_buffer), pass it as an argument, or change "
         "it outside of the step.",
         place,
@@ -239,11 +240,11 @@ class _Walk:
     def _look_function(self, name: str, function: types.FunctionType, depth: int) -> None:
         """What it closes over and names; objects of other files are not its own."""
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._look_variable(word, lambda cell=cell: _contents(cell), function, depth)
+            self._look_variable(word, partial(_contents, cell), function, depth)
         for word in sorted(globals_of(function.__code__)):
             self._look_variable(word, _reader(function.__globals__, word), function, depth)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.spots.append(Spot(f"a default of '{function.__name__}'", lambda item=item: item))
+            self.spots.append(Spot(f"a default of '{function.__name__}'", partial(_itself, item)))
 
     def _look_variable(
         self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int
@@ -258,6 +259,10 @@ class _Walk:
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
         self.spots.append(Spot(f"'{name}'", _reader(holder, key)))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _reader(holder: Any, key: Any) -> Callable[[], Any]:

@@ -79,7 +79,7 @@ def _record_fake(workload: Workload, run: Run) -> Trace:
 
 
 def _on_fresh_values(once: Callable[[int, bool], Recorded]) -> Callable[[int], Recorded]:
-    """Records request `seed`; with milder values, at last the example's, where the program takes no others."""
+    """Records request `seed`; with milder values, at last the example's, where it takes no others."""
 
     def record_request(seed: int) -> Recorded:
         for is_mild in (False, True) if seed else ():

@@ -144,6 +144,8 @@ def _sizes_by_value(func: Any) -> bool:
 @functools.cache
 def _answers_the_host(func: Any) -> bool:
     """True if an operator returns something, and none of it a tensor."""
+    if func.namespace in ("prim", "profiler"):  # about a tensor, not its values
+        return False
     returns = func._schema.returns
     return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
 

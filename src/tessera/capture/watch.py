@@ -1,7 +1,7 @@
 """Watch: runs along with a call to see what it touches, and saves what it is about to change.
 
-It follows what is computed from the call's inputs too: reading that on the host is refused, and a tensor of it
-that the program keeps is no constant of later recordings (see `recorder`).
+It follows what is computed from the call's inputs too: reading that on the host is refused, and a tensor of
+it that the program keeps is no constant of later recordings (see `recorder`).
 
 Which tensors an operator writes is what its schema says (`Tensor(a!)`), as everywhere in capture. The few
 operators of torch that write more than they say are refused before they run.
@@ -68,10 +68,10 @@ class Watch(TorchDispatchMode):
     def __enter__(self) -> "Watch":
         self._stack.enter_context(insisting())
         self._stack.enter_context(reads_refused(self.varies))
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         keep_apart({key: held for key, held in self._varying.items() if held is not None})
         self._stack.__exit__(*error)
 

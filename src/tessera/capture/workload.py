@@ -62,7 +62,7 @@ class Workload:
         return {n: t for n, t in self.module.named_buffers() if n in self.state_buffers}
 
     def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
-        """Inputs and state of one request. Where the maker gives its example to all, others get fresh values."""
+        """Inputs and state of one request: fresh values where the maker gives its example to all."""
         inputs, state = self.make_inputs(seed), self.make_state(seed)
         if seed and self.gives_example:
             return self.fresh(inputs, seed, is_mild), self.fresh(state, seed + 1, is_mild)
@@ -95,12 +95,15 @@ class Workload:
                 if isinstance(error, TesseraError):
                     raise
                 continue
-            return replace(
-                self,
-                make_inputs=lambda seed, is_mild=is_mild: self.request(seed, is_mild)[0],
-                make_state=lambda seed, is_mild=is_mild: self.request(seed, is_mild)[1],
-            ), "drawn like the example"
+            return self._fresh_for_all(is_mild), "drawn like the example"
         return self, "the example's own: the model raises on others"
+
+    def _fresh_for_all(self, is_mild: bool) -> Self:
+        return replace(
+            self,
+            make_inputs=lambda seed: self.request(seed, is_mild)[0],
+            make_state=lambda seed: self.request(seed, is_mild)[1],
+        )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         """The undivided run: what every plan's result is compared with."""
