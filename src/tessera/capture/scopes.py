@@ -31,7 +31,7 @@ class Scopes:
         if node is not None:
             return self._by_number.get(node._sequence_nr(), "")
         if torch.is_grad_enabled():
-            self._by_number.setdefault(torch.autograd._get_sequence_nr() - 1, self.current)
+            self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.current)
         return self.current
 
     def __enter__(self) -> "Scopes":

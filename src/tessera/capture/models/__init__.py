@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tessera.capture.models import catalog, checkpoint
+from tessera.capture.models import catalog, checkpoint, diffusers
 from tessera.capture.models.custom import from_callable
 from tessera.capture.models.hf import CAUSAL_STEPS, STEPS, another, built_in, from_folder, served_steps
 from tessera.capture.workload import Workload
@@ -56,6 +56,8 @@ def build(step: Step) -> Workload:
             raise UnknownName(f"step of {step.model}", step.kind, (*steps, *served))
         return builder(step)
     step = replace(step, model=place_of(step.model))
+    if diffusers.is_denoiser(Path(step.model)):
+        return diffusers.from_folder(step)
     if (Path(step.model) / "config.json").exists():
         return from_folder(step)
     if Path(step.model).is_dir():

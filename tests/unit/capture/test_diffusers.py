@@ -1,0 +1,74 @@
+"""Denoisers of diffusers: found in a folder, shown what their configuration says, replayed bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("diffusers")
+
+from benchmarks.coverage_models import DIFFUSION, Model
+
+from tessera.capture import build, record
+from tessera.errors import CaptureError, UnknownName
+from tessera.execute.replay import Replay, same_bits
+from tessera.ir import Step
+
+
+def a_model(kind: str) -> Model:
+    """One of the small models of the benchmark."""
+    return next(model for model in DIFFUSION if model.kind == kind)
+
+
+def a_step(folder: Path, kind: str = "denoise") -> Step:
+    """A picture of 16 patches for each of two rows."""
+    return Step(str(folder), kind, 2, 16, random_weights=True)
+
+
+@pytest.mark.parametrize("kind", ["SD3Transformer2DModel", "UNet2DConditionModel", "WanTransformer3DModel"])
+def test_a_denoiser_is_captured(kind: str, tmp_path: Path) -> None:
+    """The trace, replayed on another request, gives the model's own prediction and moves its latents."""
+    a_model(kind).write(tmp_path)
+    workload = build(a_step(tmp_path))
+    trace = record(workload)
+    inputs, state = workload.make_inputs(1), workload.make_state(1)
+
+    replayed = Replay(trace, workload.weights(), inputs, state).run_in_program_order()
+    before = state["latents"].clone()
+    wanted = workload.run(inputs, state)
+
+    assert same_bits(wanted["prediction"], replayed.outputs["prediction"])
+    assert same_bits(state["latents"], replayed.state["latents"])
+    assert not same_bits(before, state["latents"])
+
+
+def test_a_pipeline_means_its_denoiser(tmp_path: Path) -> None:
+    """Of a pipeline's folder, the transformer or the UNet is taken."""
+    a_model("DiTTransformer2DModel").write(tmp_path / "transformer")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "DiTPipeline", "vae": ["a", "b"]}))
+
+    assert "DiTTransformer2DModel" == type(build(a_step(tmp_path)).module).__name__
+
+
+def test_a_pipeline_without_one_is_refused(tmp_path: Path) -> None:
+    """The message names the pipeline's parts."""
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "X", "vae": ["a", "b"]}))
+
+    with pytest.raises(CaptureError, match=r"no transformer or unet.*vae"):
+        build(a_step(tmp_path))
+
+
+def test_another_part_is_refused(tmp_path: Path) -> None:
+    """A class without a time step is no denoiser."""
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+
+    with pytest.raises(CaptureError, match="no denoiser 'AutoencoderKL'"):
+        build(a_step(tmp_path))
+
+
+def test_it_has_no_other_step(tmp_path: Path) -> None:
+    """A denoiser does not decode."""
+    a_model("DiTTransformer2DModel").write(tmp_path)
+
+    with pytest.raises(UnknownName, match="denoise"):
+        build(a_step(tmp_path, "decode"))
