@@ -8,7 +8,7 @@ from tessera.execute.cuda import driver
 from tessera.execute.cuda.partition import cut
 from tessera.execute.cuda.stretch import Hold
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain, Turnstile
-from tessera.execute.ptx_module import PtxKernel
+from tessera.execute.kernel_launch import PtxKernel
 from tessera.ir import Kernel, Origin
 
 LAUNCHES = 20

@@ -19,8 +19,8 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute.hub import LOOPBACK
+from tessera.execute.setups import Setup
 from tessera.execute.transport import HOST, SHM, Arrived, RunTransfer, Transport, open_transport
-from tessera.execute.worker import Setup
 from tessera.ir import Cluster, Program, Transfer
 
 # Transport -> how bytes travel, in words.
@@ -113,8 +113,10 @@ class _End:
             Program(0, 0, 1, ((), ()), tuple(_transfer(n, src) for src in (0, 1)), ((), ()), (), ())
             for n in sizes
         ]
-        lanes: list[Sequence[Program]] = [[program] for program in self._programs]
-        setup = Setup(number, Cluster((), ()), (), lanes, {}, 1, transport=transport, key=KEY, epochs=(0, 0))
+        lanes = tuple((program,) for program in self._programs)
+        setup = Setup(
+            number, Cluster((), ()), (), lanes, 1, transport=transport, epochs=(0, 0), weights={}, key=KEY
+        )
         setup.folder, setup.host = folder, LOOPBACK if transport == HOST else ""
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._transport: Transport = open_transport(setup, _Files(folder))

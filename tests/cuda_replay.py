@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tessera.execute.cuda.launches import Launchable, Launches, given_storage
 from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.drawing import drawing
-from tessera.execute.memory import constant
+from tessera.execute.kernel_launch import Launchable
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Memory, constant, fresh, given_storage, tensor_of
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -42,7 +43,7 @@ class CudaReplay:
         self._trace = trace
         self._device = next(t.device for name, t in given.items() if not name.startswith(GENERATOR))
         self._given = {i: self._bind(b, given) for i, b in enumerate(trace.buffers) if is_given(b)}
-        self._launches = Launches(trace, self._device, kernels)
+        self._launcher = Launcher(trace, self._device, kernels, sets_generators=False)
         self._order = list(range(len(trace.launches)) if order is None else order)
         self._last_use = _last_uses(trace, self._order)
         self.outputs: dict[str, torch.Tensor] = {}
@@ -85,12 +86,12 @@ class CudaReplay:
         return self._trace.buffers[buffer].kind is BufferKind.STATE
 
     def _issue(self) -> dict[str, torch.Tensor]:
-        memory = dict(self._given)
+        memory = Memory(self._given, fresh(self._trace, self._device))
         for index in self._order:
-            self._launches.issue(index, memory)
+            self._launcher.run(index, memory)
             for buffer in self._last_use.get(index, ()):
-                memory.pop(buffer, None)
-        return {name: self._launches.tensor(memory, view) for name, view in self._trace.outputs}
+                memory.free(buffer)
+        return {name: tensor_of(memory.get(view.buffer), view) for name, view in self._trace.outputs}
 
     def _bind(self, buffer: Buffer, given: Tensors) -> torch.UntypedStorage:
         if buffer.constant_hex:

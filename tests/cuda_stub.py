@@ -24,8 +24,8 @@ import torch
 from tessera.execute import worker
 from tessera.execute.cuda import device, driver, graph, measure, partition
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.hub import Line, LocalHub
-from tessera.execute.worker import Setup
+from tessera.execute.hub import Hub, Line
+from tessera.execute.setups import Setup
 from tessera.execute.worker_stepper import WorkerStepper
 
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "copy": lambda stream, target, source, num: ctypes.memmove(target, source, num),
     }.items():
         patch(driver, name, what)
-    patch(LocalHub, "_open", _open)
+    patch(Hub, "_open", _open)
     patch(device, "_FREE", {})
     patch(device, "_PARTS", {})
     patch(device, "Turnstile", Turnstile)
@@ -206,7 +206,7 @@ def _shut(pipe: Connection) -> None:
         link.shutdown(socket.SHUT_RDWR)
 
 
-def _open(self: LocalHub, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
+def _open(self: Hub, device: int, setup: Setup, is_over: Callable[[], bool]) -> Line:
     """Workers are threads of this process, so that what stands in for the GPU is theirs too."""
     ours, theirs = Pipe()
     threading.Thread(target=worker.serve, args=(setup, theirs), daemon=True).start()

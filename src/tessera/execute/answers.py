@@ -1,6 +1,6 @@
 """What a worker says it has done, held against the program it was given.
 
-Messages have the right types (`message_fields`); this looks at what they mean. A worker that answers for a
+Messages have the right types (`messages`); this looks at what they mean. A worker that answers for a
 run it has no part in, leaves an output out, or hands over one of another shape is lost, with the reason.
 Wrong values in tensors of the right shape are not found.
 """
@@ -27,9 +27,9 @@ def problem_of(
     if done.outputs.keys() != here:
         return f"it handed over {_listed(done.outputs)} in place of {_listed(here)}"
     for name, view in trace.outputs:
-        if name in here and done.outputs[name][:2] != (view.dtype, view.shape):
-            dtype, shape, _ = done.outputs[name]
-            return f"its '{name}' is {dtype} {list(shape)} in place of {view.dtype} {list(view.shape)}"
+        made = done.outputs.get(name)
+        if made is not None and (made.dtype, made.shape) != (view.dtype, view.shape):
+            return f"its '{name}' is {made.dtype} {list(made.shape)}, not {view.dtype} {list(view.shape)}"
     if wants_state and (wrong := _state_problem(done, trace, program, device)):
         return wrong
     if any(row[0] >= len(trace.launches) for row in done.spans):
@@ -43,7 +43,7 @@ def _state_problem(done: Done, trace: Trace, program: Program, device: int) -> s
     sizes = {
         trace.buffers[b].name: trace.buffers[b].size_bytes for b, home in program.homes if home == device
     }
-    if {name: len(packed[2]) for name, packed in done.state.items()} != sizes:
+    if {name: packed.data.nbytes for name, packed in done.state.items()} != sizes:
         return f"it handed over state {_listed(done.state)} in place of {_listed(sizes)}, or of another size"
     return ""
 

@@ -10,20 +10,19 @@ and not two that differ in a few values only.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+import numpy as np
 import torch
 
 from tessera.errors import MismatchError, RuleBroken, WorkerError
-from tessera.execute.messages import Piece
-from tessera.execute.packing import Packed
-from tessera.execute.worker import Setup
-from tessera.ir import AWAY, Cluster, Device, Program, Trace, verify
-from tessera.ir.codec import Undecodable, decode, encode
+from tessera.execute.messages import WeightBytes
+from tessera.execute.setups import Duty, Setup
+from tessera.ir import AWAY, Device, verify
+from tessera.ir.codec import decode, encode
 
-NAME = "briefing"
 FINGERPRINT_VALUES = 4096
 # What one message carries of a weight.
 PIECE_BYTES = 16 << 20
@@ -32,7 +31,7 @@ MAX_BRIEFING_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class WeightRecord:
     """What a weight is, without its values."""
 
     name: str
@@ -44,86 +43,58 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Briefing:
-    """A `Setup` that can travel; the fields that both have mean the same."""
+    """A setup that can travel."""
 
-    device: int
-    cluster: Cluster
-    traces: tuple[Trace, ...]
-    programs: tuple[tuple[Program, ...], ...]
+    duty: Duty
     # Those that this device reads.
-    weights: tuple[Weight, ...]
-    microbatches: int
-    num_threads: int
-    transport: str
-    epoch: int
-    epochs: tuple[int, ...]
-    loads: tuple[int, ...]
-    scale: float
-    is_profiled: bool
-    us: tuple[tuple[float, ...], ...]
+    weights: tuple[WeightRecord, ...]
     # Names the session; with the secret it gives the key of the links.
     session_hex: str
 
 
 def briefing_of(setup: Setup, session: bytes) -> Briefing:
     """What the worker of this setup must know."""
-    return Briefing(
-        setup.device,
-        setup.cluster,
-        tuple(setup.traces),
-        tuple(tuple(lane) for lane in setup.programs),
-        tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items())),
-        setup.microbatches,
-        setup.num_threads,
-        setup.transport,
-        setup.epoch,
-        setup.epochs,
-        setup.loads,
-        setup.scale,
-        setup.is_profiled,
-        setup.us,
-        session.hex(),
-    )
+    weights = tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items()))
+    return Briefing(Duty(**setup.duty), weights, session.hex())
 
 
-def weight_of(name: str, tensor: torch.Tensor) -> Weight:
+def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:
     """A weight as a briefing has it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Weight(name, fingerprint(tensor), dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    return WeightRecord(name, fingerprint(tensor), dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def pack_briefing(briefing: Briefing) -> dict[str, Packed]:
+def pack_briefing(briefing: Briefing) -> bytes:
     """As a message carries it."""
-    data = json.dumps(encode(briefing), separators=(",", ":"), allow_nan=False).encode()
-    return {NAME: ("uint8", (len(data),), data)}
+    return msgspec.json.encode(encode(briefing))
 
 
-def unpack_briefing(packed: Mapping[str, Packed]) -> Briefing:
+def unpack_briefing(packed: bytes) -> Briefing:
     """What was packed, verified; raises WorkerError on anything else."""
     try:
-        briefing = decode(Briefing, json.loads(packed[NAME][2]))
-        for record in (briefing.cluster, *briefing.traces, *(p for lane in briefing.programs for p in lane)):
+        briefing = decode(Briefing, msgspec.json.decode(packed))
+        duty = briefing.duty
+        for record in (duty.cluster, *duty.traces, *(p for lane in duty.programs for p in lane)):
             verify(record)
         _check_sizes(briefing)
-    except (Undecodable, RuleBroken, KeyError, ValueError, RecursionError) as error:
+    except (RuleBroken, ValueError, RecursionError) as error:
         raise WorkerError(f"the engine's briefing cannot be read: {error}", "Update both sides.") from error
     return briefing
 
 
 def _check_sizes(briefing: Briefing) -> None:
-    steps, world = len(briefing.traces), len(briefing.cluster.devices)
-    if not 0 <= briefing.device < world or steps == 0 or len(briefing.epochs) != world:
-        raise ValueError(f"there is no device {briefing.device} of {world} in {steps} steps")
-    if min(briefing.microbatches, briefing.num_threads) < 1:
+    duty = briefing.duty
+    steps, world = len(duty.traces), len(duty.cluster.devices)
+    if not 0 <= duty.device < world or steps == 0 or len(duty.epochs) != world:
+        raise ValueError(f"there is no device {duty.device} of {world} in {steps} steps")
+    if min(duty.microbatches, duty.num_threads) < 1:
         raise ValueError("microbatches and threads are counted from 1")
-    if any(not 0 <= p.step < steps for lane in briefing.programs for p in lane):
+    if any(not 0 <= p.step < steps for lane in duty.programs for p in lane):
         raise ValueError("a program is of a step that is not there")
     bytes.fromhex(briefing.session_hex)
     for weight in briefing.weights:
-        if (
-            not isinstance(getattr(torch, weight.dtype, None), torch.dtype)
-            or min(weight.shape, default=0) < 0
-        ):
+        is_dtype = isinstance(getattr(torch, weight.dtype, None), torch.dtype)
+        if not is_dtype or min(weight.shape, default=0) < 0:
             raise ValueError(f"weight '{weight.name}' is no tensor")
 
 
@@ -133,31 +104,16 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
     key   of the links
     host  under which other workers reach this machine
     """
-    own, model = {}, briefing.traces[0].step.model
+    own, duty = {}, briefing.duty
     for weight in briefing.weights:
         found = weights[weight.name]
         if fingerprint(found) != weight.fingerprint:
+            model = duty.traces[0].step.model
             remedy = f"Have the same {model} on every machine, or name its folder with --model."
             raise MismatchError(f"weight '{weight.name}' here is not the engine's", remedy)
         own[weight.name] = _laid_out(found.detach(), weight.stride)
-    return Setup(
-        device=briefing.device,
-        cluster=replace(briefing.cluster, devices=tuple(map(_here, briefing.cluster.devices))),
-        traces=briefing.traces,
-        programs=list(briefing.programs),
-        weights=own,
-        microbatches=briefing.microbatches,
-        num_threads=briefing.num_threads,
-        transport=briefing.transport,
-        key=key,
-        epoch=briefing.epoch,
-        epochs=briefing.epochs,
-        loads=briefing.loads,
-        scale=briefing.scale,
-        is_profiled=briefing.is_profiled,
-        us=briefing.us,
-        host=host,
-    )
+    here = replace(duty, cluster=replace(duty.cluster, devices=tuple(map(_here, duty.cluster.devices))))
+    return Setup(**here.duty, weights=own, key=key, host=host)
 
 
 def _here(device: Device) -> Device:
@@ -173,17 +129,17 @@ class Pieces:
         # The one that is being sent: a worker asks for one after another.
         self._name, self._flat = "", torch.empty(0, dtype=torch.uint8)
 
-    def piece(self, name: str, start: int) -> Piece:
+    def piece(self, name: str, start: int) -> WeightBytes:
         """The next bytes of a weight; raises WorkerError for one that is not this worker's."""
         if name not in self._weights:
             raise WorkerError(f"it asked for a weight '{name[:80]}' that it does not read")
         if name != self._name:
             self._name, self._flat = name, _bytes_of(self._weights[name])
         part = self._flat[max(0, start) : max(0, start) + PIECE_BYTES]
-        return Piece({name: ("uint8", (part.numel(),), part.numpy().tobytes())})
+        return WeightBytes(part.numpy().data)
 
 
-def fetch(weight: Weight, ask: Callable[[str, int], bytes]) -> torch.Tensor:
+def fetch(weight: WeightRecord, ask: Callable[[str, int], memoryview]) -> torch.Tensor:
     """The worker's side: one weight, from pieces that are asked for by name and first byte."""
     tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
     flat, at = tensor.reshape(-1).view(torch.uint8), 0
@@ -191,7 +147,7 @@ def fetch(weight: Weight, ask: Callable[[str, int], bytes]) -> torch.Tensor:
         data = ask(weight.name, at)
         if not 0 < len(data) <= flat.numel() - at:
             raise WorkerError(f"the engine sent {len(data)} bytes of weight '{weight.name}' at {at}")
-        flat[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        flat[at : at + len(data)].numpy()[:] = np.frombuffer(data, dtype=np.uint8)
         at += len(data)
     return tensor
 

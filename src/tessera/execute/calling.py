@@ -25,7 +25,7 @@ from tessera.execute.briefing import (
 )
 from tessera.execute.handshake import Call, call_engine, link_key
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
-from tessera.execute.messages import Briefed, Failed, Piece, Refused, Want, Welcome
+from tessera.execute.messages import Briefed, Failed, Refused, Want, WeightBytes, Welcome
 from tessera.ir import Step
 
 # From the step of a trace to the weights of its model; raises TesseraError where it cannot be had here.
@@ -73,7 +73,7 @@ def _weights(briefing: Briefing, make: MakeWeights, pipe: Connection, say: Say) 
     """Of as many steps as it takes to have all; steps of one model share most. What is left is asked for."""
     found: dict[str, torch.Tensor] = {}
     wanted = {weight.name for weight in briefing.weights}
-    for step in dict.fromkeys(trace.step for trace in briefing.traces):
+    for step in dict.fromkeys(trace.step for trace in briefing.duty.traces):
         if not wanted <= found.keys():
             try:
                 found |= make(step)
@@ -81,12 +81,12 @@ def _weights(briefing: Briefing, make: MakeWeights, pipe: Connection, say: Say) 
                 say(f"{error.message}; the engine sends the weights")
                 break
 
-    def ask(name: str, start: int) -> bytes:
+    def ask(name: str, start: int) -> memoryview:
         pipe.send_bytes(messages.encode(Want(name, start)))
         answer = messages.decode(pipe.recv_bytes(PIECE_BYTES + HEADER_BYTES))
-        if not isinstance(answer, Piece) or name not in answer.piece:
+        if not isinstance(answer, WeightBytes):
             raise WorkerError(f"the engine said {type(answer).__name__} in place of weight '{name}'")
-        return answer.piece[name][2]
+        return answer.data
 
     missing = [weight for weight in briefing.weights if weight.name not in found]
     return found | {weight.name: fetch(weight, ask) for weight in missing}

@@ -1,5 +1,9 @@
 """Launches of kernels with PTX: on a GPU by the driver, on the CPU in an interpreter that is handed in.
 
+The driver compiles and loads PTX and launches on torch's current stream. Parameters are passed by their
+declared types; pointers behind the launch's arguments (Triton's scratch memory, which `capture` has shown to
+be unused) are null.
+
 Execute has no interpreter of its own; `tessera.flow` hands one in, once, and worker processes are given it
 with everything else they are born with.
 """
@@ -13,12 +17,23 @@ import numpy as np
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.ptx_module import PtxKernel
+from tessera.execute.cuda.driver import driver
 from tessera.ir import Kernel
 
 Grid = tuple[int, int, int]
 # (kernel, grid, block, arguments): a pointer is (bytes of the whole storage, byte offset).
 Interpret = Callable[[Kernel, tuple[int, ...], tuple[int, ...], Sequence[Any]], None]
+
+# (grid, arguments of the PTX entry) -> launches on the current stream.
+Launchable = Callable[[Grid, Sequence[Any]], None]
+_TYPES: dict[str, Any] = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "fp32": ctypes.c_float, "f32": ctypes.c_float,
+    "fp64": ctypes.c_double, "f64": ctypes.c_double,
+}  # fmt: skip
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED_LIMIT = 48 << 10
 
 _handed: list[Interpret] = []
 
@@ -33,26 +48,21 @@ def handed_in() -> Interpret | None:
     return _handed[0] if _handed else None
 
 
-def run_kernel(
-    kernel: Kernel,
-    grid: Grid,
-    block: Grid,
-    args: Sequence[Any],
-    interpret: Interpret | None = None,
-) -> None:
+def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
     """Runs one launch where its tensors are."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if any(t.is_cuda for t in tensors):
-        _loaded(kernel, block)(grid, args)
+    card = next((a.device.index for a in args if isinstance(a, torch.Tensor) and a.is_cuda), None)
+    if card is not None:
+        _loaded(kernel, block, card)(grid, args)
         return
-    run = interpret or handed_in()
+    run = handed_in()
     if run is None:
         raise WorkerError(f"kernel {kernel.name} has PTX, and nothing here runs it", "Run it on a GPU.")
     run(kernel, grid, block, _pointers(args))
 
 
 @functools.lru_cache(maxsize=256)
-def _loaded(kernel: Kernel, block: Grid) -> PtxKernel:
+def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
+    """One a card, whose context it is loaded into."""
     return PtxKernel(kernel, block)
 
 
@@ -76,3 +86,63 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
     if size == 0:
         return np.zeros(0, np.uint8)
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(storage.data_ptr()))
+
+
+class PtxKernel:
+    """One PTX entry, loaded into the current CUDA context."""
+
+    def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
+        torch.cuda.current_stream()  # makes sure that there is a context
+        self._name, self._shared = kernel.name, kernel.shared_bytes
+        self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
+        x, y, z = (*block, 1, 1, 1)[:3]
+        self._block = (x, y, z)
+        self._module = ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
+        cuda = driver()
+        text = ctypes.c_char_p(kernel.ptx.encode())
+        self._ask(cuda.cuModuleLoadData(ctypes.byref(self._module), text), "load")
+        name = kernel.name.encode()
+        self._ask(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), "find")
+        if self._shared > _STATIC_SHARED_LIMIT:
+            status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
+            self._ask(status, "give shared memory to")
+        self._sizes = self._param_sizes()
+
+    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+        """Launches on the current stream."""
+        values = [self._value(arg, kind) for arg, kind in zip(args, self._types, strict=True)]
+        values += [ctypes.c_uint64(0) for _ in self._sizes[len(values) :]]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = driver().cuLaunchKernel(
+            self._function, *grid, *self._block, self._shared, stream, pointers, None
+        )
+        self._ask(status, "launch")
+
+    def _value(self, arg: Any, kind: str) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return ctypes.c_uint64(arg.data_ptr())
+        if kind.startswith("*"):
+            return ctypes.c_uint64(0 if arg is None else int(arg))
+        if kind not in _TYPES:
+            raise WorkerError(
+                f"kernel {self._name} has a parameter of type {kind}", "Compile it from source."
+            )
+        return _TYPES[kind](arg)
+
+    def _param_sizes(self) -> list[int]:
+        """Bytes of every parameter of the entry."""
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        ask = driver().cuFuncGetParamInfo
+        while not ask(self._function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+            sizes.append(size.value)
+        return sizes
+
+    def _ask(self, status: int, what: str) -> None:
+        if status:
+            raise WorkerError(
+                f"the CUDA driver could not {what} kernel {self._name} (error {status})",
+                "Capture it on this machine, or update the driver if the PTX is newer than it knows.",
+            )

@@ -1,10 +1,10 @@
-"""Launcher: runs the launches of a trace on local memory: operators are dispatched again, PTX is run again.
+"""Launcher: runs the launches of a trace on the memory of one device: operators and PTX are run again.
 
 Arguments are prepared once per launch. What an operator returns must be laid out as it was when the trace
 was recorded, since later launches read it by offset and stride; anything else is an error, not a guess.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute.bound import bind
 from tessera.execute.drawing import drawing, generator_buffer
-from tessera.execute.kernel_launch import Interpret, run_kernel
+from tessera.execute.kernel_launch import Launchable, run_kernel
 from tessera.execute.memory import Memory, tensor_of
 from tessera.ir import Arg, Launch, Origin, Symbol, Trace, View
 
@@ -22,9 +22,19 @@ Make = Callable[[Memory], Any]
 class Launcher:
     """The launches of one trace, ready to run."""
 
-    def __init__(self, trace: Trace, device: torch.device, interpret: Interpret | None = None) -> None:
-        """`interpret` runs kernels with PTX on the CPU; else what `kernel_launch` was handed."""
-        self._trace, self._device, self._interpret = trace, device, interpret
+    def __init__(
+        self,
+        trace: Trace,
+        device: torch.device,
+        kernels: Mapping[int, Launchable] | None = None,
+        sets_generators: bool = True,
+    ) -> None:
+        """`kernels`: compiled objects by kernel, valid on this device; of the others the PTX is loaded.
+
+        `sets_generators`: draws start from their generator's buffer; else whoever replays a graph sees to it.
+        """
+        self._trace, self._device = trace, device
+        self._kernels, self._sets_generators = kernels or {}, sets_generators
         self._ready: dict[int, Callable[[Memory], None]] = {}
 
     def run(self, launch: int, memory: Memory) -> None:
@@ -79,18 +89,23 @@ class Launcher:
             with drawing(self._trace.buffers[generator].name, memory.get(generator)):
                 call(memory)
 
-        return call if generator is None else draw
+        return draw if generator is not None and self._sets_generators else call
 
     def _prepare_kernel(self, index: int, launch: Launch) -> Callable[[Memory], None]:
         kernel, args = self._trace.kernel_of(index), [self._maker(arg) for arg in launch.args]
-        if not kernel.ptx:
+        compiled = self._kernels.get(launch.kernel)
+        if not kernel.ptx and compiled is None:
             remedy = "Capture it again."
             raise WorkerError(f"launch {index} ({kernel.name}) is no operator and has no PTX", remedy)
         x, y, z = (*launch.grid, 1, 1, 1)[:3]
         u, v, w = (*launch.block, 1, 1, 1)[:3]
 
         def call(memory: Memory) -> None:
-            run_kernel(kernel, (x, y, z), (u, v, w), [make(memory) for make in args], self._interpret)
+            values = [make(memory) for make in args]
+            if compiled is not None:
+                compiled((x, y, z), values)
+            else:
+                run_kernel(kernel, (x, y, z), (u, v, w), values)
 
         return call
 
@@ -110,11 +125,10 @@ class Launcher:
 
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
         found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-        size = tensor.untyped_storage().nbytes()
-        if (
-            found != (view.shape, view.stride, view.offset)
-            or size != self._trace.buffers[view.buffer].size_bytes
-        ):
+        size, wanted = tensor.untyped_storage().nbytes(), self._trace.buffers[view.buffer].size_bytes
+        # A CPU worker copies whole buffers; on a GPU a buffer is what the operator made.
+        is_sized = size == wanted or self._device.type != "cpu"
+        if found != (view.shape, view.stride, view.offset) or not is_sized:
             name = self._trace.kernel_of(index).name
             raise WorkerError(
                 f"launch {index} ({name}) laid out its result as {found}, the trace has "

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tessera.ir import Buffer, View
+from tessera.errors import WorkerError
+from tessera.ir import Buffer, Trace, View
 
 Storage = torch.UntypedStorage
+Make = Callable[[int], Storage]
 
 
 def tensor_of(storage: Storage, view: View) -> torch.Tensor:
@@ -37,19 +39,46 @@ def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
     return data.to(device or torch.device("cpu"), copy=True).untyped_storage()
 
 
+def fresh(trace: Trace, device: torch.device) -> Make:
+    """Memory for buffers of a trace, from whatever pool torch uses at that moment."""
+    return lambda buffer: torch.empty(
+        trace.buffers[buffer].size_bytes, dtype=torch.uint8, device=device
+    ).untyped_storage()
+
+
+def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> Storage:
+    """The storage of a buffer that exists before the step, by its name."""
+    if buffer.name not in given:
+        raise WorkerError(f"{buffer.kind} '{buffer.name}' was not given", "Pass every one of the trace.")
+    storage = given[buffer.name].detach().untyped_storage()
+    if storage.nbytes() != buffer.size_bytes:
+        raise WorkerError(
+            f"{buffer.kind} '{buffer.name}' has {storage.nbytes()} bytes, the trace {buffer.size_bytes}",
+            "Give tensors of the shapes that were captured.",
+        )
+    return storage
+
+
 class Memory:
     """What one device holds for one microbatch: buffer -> storage, over the weights that all share."""
 
-    def __init__(self, weights: dict[int, Storage]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Mapping[int, Storage], make: Make | None = None) -> None:
+        """`make` gives memory to a buffer that is named before anybody has written it."""
+        self._weights, self._make = weights, make
         self._own: dict[int, Storage] = {}
         # Launch -> its call on this memory, where that can stay; see `bound`.
         self.calls: dict[int, Callable[[], None]] = {}
 
     def get(self, buffer: int) -> Storage:
         """The storage of a buffer that is here; a KeyError here is a bug in lowering."""
-        own = self._own.get(buffer)
-        return own if own is not None else self._weights[buffer]
+        found = self._own.get(buffer)
+        if found is None:
+            found = self._weights.get(buffer)
+        if found is None:
+            if self._make is None:
+                raise KeyError(buffer)
+            found = self._own[buffer] = self._make(buffer)
+        return found
 
     def is_fixed(self, buffer: int) -> bool:
         """True if the buffer is in the same place whenever it is here."""
@@ -67,7 +96,7 @@ class Memory:
 class PlacedMemory(Memory):
     """What one device holds for the runs of one program in one microbatch: each buffer where it stays."""
 
-    def __init__(self, weights: dict[int, Storage], places: Mapping[int, Storage]) -> None:
+    def __init__(self, weights: Mapping[int, Storage], places: Mapping[int, Storage]) -> None:
         super().__init__(weights)
         self._own.update(places)
 

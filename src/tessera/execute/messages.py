@@ -1,108 +1,151 @@
-"""Messages between the engine and its workers: plain JSON and bytes, never pickle.
+"""Messages between the engine and its workers: MessagePack, decoded into these records and nothing else.
 
-A message is a length, a JSON header and the contents of its tensors one after another. What is read builds
-nothing but these records, and every field is checked first (`message_fields`), so that a worker on another
-machine can at worst send wrong numbers.
+Every field is checked by its type before a record is made, so that a worker on another machine can at worst
+send wrong numbers: a whole number has 64 bits, a number is finite, rows have their own width and begin with
+an index, a tensor has a dtype that torch knows and as many bytes as its shape says. What is unknown, missing
+or left over is refused. Whether a run, microbatch, launch or transfer exists, whoever takes the message
+knows. Programs and briefings travel as the JSON of `ir.codec`.
+
+The bytes of tensors are not copied but into the message and out of it: `pack` is a view of the tensor until
+the message is encoded, what is decoded a view of the message.
 """
 
-import json
-import struct
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, get_args
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
 
 from tessera.errors import RuleBroken, TesseraError
-from tessera.execute import message_fields as must
-from tessera.execute.packing import Packed
 from tessera.ir import Program, codec, verify
 
-_LENGTH = struct.Struct("<I")
-PROGRAMS = "programs"
+Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Index = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# Beyond this no sum of a clock's seconds keeps microseconds.
+Number = Annotated[float, Meta(ge=-(2.0**53), le=2.0**53)]
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor's values, row-major."""
+
+    dtype: str
+    shape: tuple[Index, ...]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _item_bytes():
+            raise ValueError(f"there is no dtype {self.dtype[:40]!r}")
+        if self.data.nbytes != math.prod(self.shape) * _item_bytes()[self.dtype]:
+            raise ValueError(
+                f"a tensor of {self.data.nbytes} bytes is no {self.dtype} of shape {list(self.shape)}"
+            )
+
+
+@cache
+def _item_bytes() -> Mapping[str, int]:
+    """The dtypes whose values are plain bytes."""
+    found = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+    return {name: x.itemsize for name, x in found.items() if not name.startswith(("q", "bits"))}
+
+
+def pack(tensor: torch.Tensor) -> PackedTensor:
+    """A tensor for a message, which is to be encoded before the tensor changes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return PackedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().data)
+
+
+def unpack(packed: PackedTensor) -> torch.Tensor:
+    """The tensor that was packed, in fresh memory."""
+    made = torch.empty(packed.shape, dtype=getattr(torch, packed.dtype))
+    if packed.data.nbytes:
+        made.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, dtype=np.uint8)
+    return made
+
+
+Tensors = dict[str, PackedTensor]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    """What all have in common: a map of fields, and the name of the record under `kind`."""
+
+
+class Begin(_Message, frozen=True):
     """Engine to worker: run one program of one lane for one microbatch."""
 
     # Counts the runs of all microbatches; the same on every device.
-    run: int
-    microbatch: int
-    lane: int
-    index: int
-    inputs: Mapping[str, Packed]
+    run: Whole
+    microbatch: Whole
+    lane: Whole
+    index: Whole
+    inputs: Tensors
     # State by name that lives here and that no run of the microbatch has used before.
-    state: Mapping[str, Packed]
+    state: Tensors
     # True to hand the state back when the run is done.
     wants_state: bool
     # True to report every launch and transfer, False to report the time of all launches only.
     wants_spans: bool = False
-    # Names of outputs that nobody asks for, separated by commas.
-    skips: str = ""
+    # Outputs that nobody asks for.
+    skips: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Clear:
+class Clear(_Message, frozen=True):
     """Engine to worker: all state of a lane that lives here is zeros from now on, for one microbatch."""
 
-    microbatch: int
-    lane: int
+    microbatch: Whole
+    lane: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(_Message, frozen=True):
     """Engine to worker: forget a run; its microbatch will be used by another."""
 
-    run: int
+    run: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(_Message, frozen=True):
     """Worker to engine: nothing of a cancelled run goes on here any more."""
 
-    run: int
+    run: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class LoadLanes(_Message, frozen=True):
     """Engine to worker: more lanes, numbered from `first_lane`; see `pack_programs`."""
 
-    first_lane: int
-    programs: Mapping[str, Packed]
+    first_lane: Whole
+    programs: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Relink:
+class Relink(_Message, frozen=True):
     """Engine to worker: the link to another device is to be opened anew.
 
     Its worker was started again (then the epoch is a new one), or the link was cut.
     """
 
-    device: int
+    device: Whole
     # How often the other worker has been started before.
-    epoch: int
+    epoch: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
+class Where(_Message, frozen=True):
     """Engine to worker: what are you at? Answered at once, also in the middle of a launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(_Message, frozen=True):
     """Worker to engine: where it is."""
 
     # (microbatch, run, position of the instruction that was issued last) of every run that it is at.
-    rows: list[list[float]]
+    rows: list[tuple[Index, Whole, Whole]]
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(_Message, frozen=True):
     """Worker to engine, first of all from another machine: who it is."""
 
     # Which device it is, counted from 0; ANY_RANK: whichever needs a worker.
-    rank: int
+    rank: Whole
     # Names the plans it has; empty: it has none and is to be told what to do.
     digest: str
     # Of Tessera; both must have the same.
@@ -112,123 +155,116 @@ class Hello:
 ANY_RANK = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Engine to a worker: its briefing, as bytes; see `briefing`."""
+class Welcome(_Message, frozen=True):
+    """Engine to a worker: its briefing; see `briefing`."""
 
-    briefing: Mapping[str, Packed]
+    briefing: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(_Message, frozen=True):
     """Engine to a worker that called in vain: why, and what to do."""
 
     message: str
     remedy: str
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(_Message, frozen=True):
     """Worker to engine while it is briefed: the bytes of a weight that it cannot make, from here on."""
 
     name: str
-    start: int
+    start: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class WeightBytes(_Message, frozen=True):
     """Engine to worker: as many of these bytes as one message carries."""
 
-    piece: Mapping[str, Packed]
+    data: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Briefed:
+class Briefed(_Message, frozen=True):
     """Worker to engine: it has all weights; it starts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class WorkerReady(_Message, frozen=True):
     """Worker to engine, first of all: everything is loaded. Its clock now, to compare clocks."""
 
-    clock_s: float
-    pid: int
+    clock_s: Number
+    pid: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(_Message, frozen=True):
     """Worker to engine: its share of a run is done."""
 
-    run: int
-    outputs: Mapping[str, Packed]
-    state: Mapping[str, Packed]
+    run: Whole
+    outputs: Tensors
+    state: Tensors
     # (launch, start, stop, CPU time) in seconds, the first two by the worker's monotonic clock.
-    spans: list[list[float]] = field(default_factory=list)
+    spans: list[tuple[Index, Number, Number, Number]] = []
     # (transfer, start by the sender's clock, arrival by this worker's).
-    transfers: list[list[float]] = field(default_factory=list)
+    transfers: list[tuple[Index, Number, Number]] = []
     # Of all launches, whether they are reported one by one or not.
-    busy_s: float = 0.0
+    busy_s: Number = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(_Message, frozen=True):
     """Worker to engine: it cannot go on, at this instruction of this microbatch or at none."""
 
     message: str
     remedy: str
-    microbatch: int = -1
-    run: int = -1
-    position: int = -1
+    microbatch: Whole = -1
+    run: Whole = -1
+    position: Whole = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(_Message, frozen=True):
     """Worker to engine: the link to another worker is gone."""
 
-    device: int
+    device: Whole
     message: str
     # Of the other worker, as far as this one knows.
-    epoch: int = 0
+    epoch: Whole = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSet:
+class StoreSet(_Message, frozen=True):
     """Worker to engine: what other workers need to reach this one."""
 
     key: str
-    value_hex: str
+    value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoreGet:
+class StoreGet(_Message, frozen=True):
     """Worker to engine: asks for what another has set, or will; answered when it is there."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreValue:
+class StoreValue(_Message, frozen=True):
     """Engine to worker: the answer."""
 
     key: str
-    value_hex: str
+    value: bytes
 
 
-Calling = Hello | Welcome | Refused | Want | Piece | Briefed
-Meeting = Ready | StoreSet | StoreGet | StoreValue | Relink | PeerLost
-Order = Begin | Clear | Cancel | Load | Where
+Calling = Hello | Welcome | Refused | Want | WeightBytes | Briefed
+Meeting = WorkerReady | StoreSet | StoreGet | StoreValue | Relink | PeerLost
+Order = Begin | Clear | Cancel | LoadLanes | Where
 Message = Calling | Meeting | Order | Cancelled | Done | Progress | Failed
-KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Message)}
-# Fields that hold tensors, by name.
-TENSORS = ("inputs", "state", "outputs", "briefing", "programs", "piece")
-# What the others must be: by name, or else by their type.
-NAMED = {
-    "spans": must.table(4),
-    "transfers": must.table(3),
-    "rows": must.table(3),
-    "value_hex": must.hexadecimal,
-}
-TYPED: dict[Any, must.Check] = {int: must.whole, float: must.number, str: must.text, bool: must.truth}
+KINDS: tuple[type, ...] = get_args(Message)
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message that was encoded; raises TesseraError on anything else."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TesseraError(f"a message between workers cannot be read: {error}") from error
 
 
 def post(pipe: Connection, message: Message) -> bool:
@@ -240,78 +276,17 @@ def post(pipe: Connection, message: Message) -> bool:
     return True
 
 
-def encode(message: Message) -> bytes:
-    """A message as bytes."""
-    head: dict[str, Any] = {"kind": type(message).__name__}
-    parts: list[bytes] = []
-    for item in fields(message):
-        value = getattr(message, item.name)
-        if item.name in TENSORS:
-            head[item.name] = [
-                [n, dtype, list(shape), len(data)] for n, (dtype, shape, data) in value.items()
-            ]
-            parts += [data for _, _, data in value.values()]
-        else:
-            head[item.name] = value
-    text = json.dumps(head).encode()
-    return b"".join([_LENGTH.pack(len(text)), text, *parts])
+def pack_programs(programs: Sequence[Sequence[Program]]) -> bytes:
+    """Programs of some lanes, as `LoadLanes` carries them."""
+    return msgspec.json.encode([[codec.encode(program) for program in lane] for lane in programs])
 
 
-def decode(data: bytes) -> Message:
-    """The message that was encoded; raises TesseraError on anything else."""
-    try:
-        (length,) = _LENGTH.unpack_from(data)
-        at = _LENGTH.size + length
-        head = _HEADER.decode(data[_LENGTH.size : at].decode())
-        if not isinstance(head, dict):
-            raise ValueError("its header is no object")
-        kind = KINDS[must.text(head.pop("kind"))]
-        checks = _checks(kind)
-        for name in head:
-            if checks[name] is None:
-                head[name], at = must.tensors(head[name], data, at)
-            else:
-                head[name] = checks[name](head[name])
-        if at != len(data):
-            raise ValueError("its length is wrong")
-        made: Message = kind(**head)
-    except KeyError as error:
-        raise TesseraError(f"a message between workers cannot be read: unknown {error}") from error
-    except (struct.error, ValueError, TypeError, RecursionError) as error:
-        raise TesseraError(f"a message between workers cannot be read: {error}") from error
-    return made
-
-
-def pack_programs(programs: Sequence[Sequence[Program]]) -> dict[str, Packed]:
-    """Programs of some lanes, as `Load` carries them."""
-    plain = [[codec.encode(program) for program in lane] for lane in programs]
-    text = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
-    return {PROGRAMS: ("uint8", (len(text),), text)}
-
-
-def unpack_programs(packed: Mapping[str, Packed]) -> list[tuple[Program, ...]]:
+def unpack_programs(packed: bytes) -> list[tuple[Program, ...]]:
     """What was packed, verified; raises TesseraError on anything else."""
     try:
-        lanes = codec.decode(tuple[tuple[Program, ...], ...], json.loads(packed[PROGRAMS][2]))
+        lanes = codec.decode(tuple[tuple[Program, ...], ...], msgspec.json.decode(packed))
         for program in (program for lane in lanes for program in lane):
             verify(program)
-    except (codec.Undecodable, RuleBroken, KeyError, ValueError, RecursionError) as error:
+    except (codec.Undecodable, RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TesseraError(f"programs cannot be read: {error}") from error
     return list(lanes)
-
-
-@cache
-def _checks(kind: type) -> dict[str, Any]:
-    """Field -> what it must be; None for tensors."""
-    hints = get_type_hints(kind)
-    return {
-        item.name: None if item.name in TENSORS else NAMED.get(item.name) or TYPED[hints[item.name]]
-        for item in fields(kind)
-    }
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-_HEADER = json.JSONDecoder(parse_constant=_refuse_constant)

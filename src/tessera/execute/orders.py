@@ -39,7 +39,7 @@ class Store:
 
     def set(self, key: str, value: bytes) -> None:
         """Others can have it from now on."""
-        self._answers.tell(StoreSet(key, value.hex()))
+        self._answers.tell(StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """What was set under this key, or will be within the time; raises WorkerError after it."""
@@ -73,7 +73,7 @@ class Orders:
         self._answers, self._store = answers, store
         self._inbox = Inbox()
         # (microbatch, run, position) of every run that the worker is at; the worker's own.
-        self.where: Callable[[], list[list[float]]] = list
+        self.where: Callable[[], list[tuple[int, int, int]]] = list
         self._inbox.listen(NOBODY, pipe, messages.decode, self._hear, lambda: max_bytes)
 
     def take(self, block: bool, timeout_s: float | None = None) -> Any:
@@ -95,7 +95,7 @@ class Orders:
             case Where():
                 self._answers.tell(Progress(self.where()))
             case StoreValue(key, value):
-                self._store.put(key, bytes.fromhex(value))
+                self._store.put(key, value)
             case Hangup():
                 self._store.end()
                 return False
@@ -110,10 +110,10 @@ class Board:
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._values: dict[str, str] = {}
+        self._values: dict[str, bytes] = {}
         self._asking: list[tuple[tuple[int, int], str]] = []
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes) -> None:
         """Whoever waits for it is answered."""
         with self._lock:
             self._values[key] = value

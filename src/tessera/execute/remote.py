@@ -6,7 +6,7 @@ only the loopback address is served. A worker is told what to do (see `briefing`
 hangs up; then it calls again. So a worker that comes late, one that was lost and one on another machine are
 the same: a caller, taken in as soon as a device needs it, while the others go on.
 
-Devices of the engine's own machine may have workers that it starts itself, as `LocalHub` does.
+Devices of the engine's own machine may have workers that it starts itself, as `Hub` does.
 
 Clocks of machines are compared once, when a worker is ready, to the time that one message takes.
 """
@@ -24,10 +24,10 @@ from tessera.execute import messages
 from tessera.execute.briefing import Pieces, briefing_of, pack_briefing
 from tessera.execute.gate import Caller, Gate
 from tessera.execute.handshake import link_key
-from tessera.execute.hub import FORKSERVER, QUICK_FAILURES, START_TIMEOUT_S, Line, LocalHub, Lost, Up
-from tessera.execute.messages import Briefed, Failed, Ready, Want, Welcome
+from tessera.execute.hub import FORKSERVER, QUICK_FAILURES, START_TIMEOUT_S, Hub, Line, LostWorker, Up
+from tessera.execute.messages import Briefed, Failed, Want, Welcome, WorkerReady
 from tessera.execute.muster import Muster
-from tessera.execute.worker import Setup
+from tessera.execute.setups import Setup
 
 # How often a thread that waits looks whether anybody still waits for it.
 LOOK_S = 0.5
@@ -65,7 +65,7 @@ class Called:
         return "its connection was closed"
 
 
-class RemoteHub(LocalHub):
+class RemoteHub(Hub):
     """The engine's side: workers of devices that are `here` are started, the others call.
 
     gate    where they call; closed with the hub
@@ -94,7 +94,7 @@ class RemoteHub(LocalHub):
         # Devices that were lost because nobody called.
         self._absent: set[int] = set()
 
-    def lose(self, device: int, *, counts: bool = True) -> Lost:
+    def lose(self, device: int, *, counts: bool = True) -> LostWorker:
         """A device that nobody calls for needs no pause: its worker is welcome whenever it comes."""
         lost = super().lose(device, counts=counts)
         if device in self._absent and lost.retry_s is not None:
@@ -175,7 +175,7 @@ class RemoteHub(LocalHub):
                 case _:
                     raise WorkerError(f"it said {type(message).__name__} while it was briefed")
 
-    def _welcome(self, device: int, ready: Ready) -> Up:
+    def _welcome(self, device: int, ready: WorkerReady) -> Up:
         up = super()._welcome(device, ready)
         if device not in self._here:
             self._members[device].offset_s = time.monotonic() - ready.clock_s

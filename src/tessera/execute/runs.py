@@ -14,10 +14,9 @@ import torch
 
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.answers import problem_of
-from tessera.execute.hub_base import Hub
+from tessera.execute.hub import Hub
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.messages import Begin, Cancel, Clear, Done, Message
-from tessera.execute.packing import Packed, pack, pack_all, unpack_all
+from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, Program, Run, Trace
@@ -72,7 +71,7 @@ class Runs:
         self._num_runs = 0
         # Microbatch -> (run, device) that was told to stop and has not said that it did; orders that wait.
         self._ending: dict[int, set[tuple[int, int]]] = {}
-        self._held: dict[int, list[tuple[int, Message]]] = {}
+        self._held: dict[int, list[tuple[int, bytes]]] = {}
         # Where set, workers report every launch and transfer.
         self.spans: SpanLog | None = None
         self.busy_s = dict.fromkeys(self._names, 0.0)
@@ -128,8 +127,8 @@ class Runs:
         if wrong:
             return wrong
         running.missing.discard(device)
-        opened.outputs |= unpack_all(done.outputs)
-        opened.final |= unpack_all(done.state)
+        opened.outputs |= {name: unpack(packed) for name, packed in done.outputs.items()}
+        opened.final |= {name: unpack(packed) for name, packed in done.state.items()}
         opened.busy_s[self._names[device]] = opened.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
         if self.spans is not None:
@@ -193,14 +192,14 @@ class Runs:
         is_step, call = not opened.left, opened.call
         wanted = self._inputs[opened.lane.number][index]
         read = frozenset().union(*wanted) if is_step else frozenset[str]()
-        inputs = pack_all({name: tensor for name, tensor in call.inputs.items() if name in read})
+        inputs = {name: pack(tensor) for name, tensor in call.inputs.items() if name in read}
         fresh = self._take_state(opened, program)
         wants_state = is_step and call.wants_state
         devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
         self._num_runs += 1
         until_s = float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
         self.running[self._num_runs] = Running(opened, index, program, set(devices), until_s)
-        skips = ",".join(call.skips) if is_step else ""
+        skips = call.skips if is_step else ()
         for device in devices:
             state = fresh.get(device, {})
             order = Begin(
@@ -218,10 +217,11 @@ class Runs:
 
     def _order(self, microbatch: int, device: int, order: Message) -> None:
         """Sends an order of a microbatch; those of one whose cancelled run is not over everywhere wait."""
+        data = encode(order)
         if self._ending.get(microbatch):
-            self._held.setdefault(microbatch, []).append((device, order))
+            self._held.setdefault(microbatch, []).append((device, data))
         else:
-            self._hub.order(device, order)  # one that is gone is heard of as a hang-up
+            self._hub.send(device, data)  # one that is gone is heard of as a hang-up
 
     def _over(self, is_over: Callable[[int, int], bool]) -> None:
         """Some cancelled runs (by run and device) are over; orders that waited for the last one go out."""
@@ -229,13 +229,13 @@ class Runs:
             ending -= {pair for pair in ending if is_over(*pair)}
             if not ending:
                 del self._ending[microbatch]
-                for device, order in self._held.pop(microbatch, []):
-                    self._hub.order(device, order)
+                for device, data in self._held.pop(microbatch, []):
+                    self._hub.send(device, data)
 
-    def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, Packed]]:
+    def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, PackedTensor]]:
         """Device -> the state that lives there and that this run is the first to use."""
         buffers = self._plan.graphs[program.step].trace.buffers
-        found: dict[int, dict[str, Packed]] = {}
+        found: dict[int, dict[str, PackedTensor]] = {}
         for buffer, device in program.homes:
             name = buffers[buffer].name
             if name in opened.state:

@@ -50,12 +50,12 @@ class SpanLog:
         spans = self._spans.setdefault(request, [])
         here_s = offset_s(device) - self._origin_s
         for launch, start, stop, cpu_s in done.spans:
-            label = trace.kernel_of(int(launch)).name
+            label = trace.kernel_of(launch).name
             begin, end = (start + here_s) * 1e6, (stop + here_s) * 1e6
             spans.append(Span(names[device], label, request, microbatch, begin, end))
             self.cpu_us[names[device]] += cpu_s * 1e6
         for number, start, stop in done.transfers:
-            transfer = program.transfers[int(number)]
+            transfer = program.transfers[number]
             begin = (start + offset_s(transfer.src) - self._origin_s) * 1e6
             track, label = f"{names[transfer.src]} -> {names[transfer.dst]}", f"{transfer.num_bytes} bytes"
             # Clocks of two machines agree to a message's time only; a span must not end before it starts.

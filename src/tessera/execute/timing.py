@@ -22,7 +22,7 @@ from tessera.errors import CannotTime, TesseraError
 from tessera.execute.drawing import generator_buffer
 from tessera.execute.feed import made_up
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, constant
+from tessera.execute.memory import Memory, Storage, constant, fresh
 from tessera.ir import BufferKind, Launch, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -52,6 +52,7 @@ class Walk:
         """`given`: weights, inputs and state by name; without them every launch gets made-up tensors."""
         self._trace, self._launcher, self._device = trace, launcher, device
         self._is_real = given is not None
+        self._fresh = fresh(trace, device)
         self._storages: dict[int, Storage] = {} if given is None else self._bind(given)
         self._last = last_uses(trace)
         # Buffers that each launch is given, and that it returns.
@@ -62,7 +63,7 @@ class Walk:
         """Runs a launch on the step's memory; where it cannot, later launches get made-up tensors."""
         if not self._is_real or not self._is_fed(launch):
             return
-        memory = self._memory(launch)
+        memory = self._memory()
         try:
             with torch.no_grad():
                 self._launcher.run(launch, memory)
@@ -75,7 +76,7 @@ class Walk:
 
     def copies(self, launch: int, cold: frozenset[int], num: int) -> list[Memory]:
         """Memory for one launch, `num` times: cold buffers another copy each time, written ones a copy."""
-        base = self._memory(launch) if self._is_fed(launch) else made_up(self._trace, launch, self._device)
+        base = self._memory() if self._is_fed(launch) else made_up(self._trace, launch, self._device)
         here = self._given[launch]
         written = {a.buffer for a in self._trace.launches[launch].accesses if a.write or a.atomic} & here
         shared = {b: base.get(b).clone() if b in written else base.get(b) for b in here}
@@ -90,17 +91,11 @@ class Walk:
 
     def run_all(self) -> None:
         """The whole step, as a worker or a graph runs it; nothing is looked at in between."""
-        memory, held = Memory({}), set(self._storages)
-        for buffer, storage in self._storages.items():
-            memory.put(buffer, storage)
+        memory = Memory(self._storages, self._fresh)
         for launch in range(len(self._trace.launches)):
-            for buffer in self._given[launch] - held:
-                memory.put(buffer, self._room(buffer))
             self._launcher.run(launch, memory)
-            held |= self._given[launch] | self._made[launch]
             for buffer in self._last.get(launch, ()):
                 memory.free(buffer)
-                held.discard(buffer)
 
     def small_state(self, most_bytes: int) -> list[tuple[Storage, Storage]]:
         """State of at most that size, each with a copy of what it holds now."""
@@ -112,16 +107,9 @@ class Walk:
         read = {a.buffer for a in self._trace.launches[launch].accesses if a.read or a.atomic}
         return self._is_real and read <= self._storages.keys()
 
-    def _memory(self, launch: int) -> Memory:
-        memory = Memory({})
-        for buffer in self._given[launch]:
-            # One that is not there is written only: a result that the launch does not bring itself.
-            memory.put(buffer, self._storages.get(buffer) or self._room(buffer))
-        return memory
-
-    def _room(self, buffer: int) -> Storage:
-        size = self._trace.buffers[buffer].size_bytes
-        return torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
+    def _memory(self) -> Memory:
+        # One that is not there is written only: a result that the launch does not bring itself.
+        return Memory(dict(self._storages), self._fresh)
 
     def _bind(self, given: Tensors) -> dict[int, Storage]:
         bound: dict[int, Storage] = {}

@@ -16,19 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tessera.errors import UnknownName, WorkerError
 from tessera.execute.footprint import landing, landing_bytes
 from tessera.execute.links import Frame, KeyStore, Links
+from tessera.execute.setups import Setup
 from tessera.ir import Device, DeviceKind, Program
-
-if TYPE_CHECKING:
-    from tessera.execute.worker import Setup
 
 AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
@@ -50,7 +47,7 @@ class RunTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class TransferArrived:
     """News: the bytes of a transfer are here; sent and arrived at these times."""
 
     run: int
@@ -122,14 +119,14 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 class _Linked:
     """What the transports over links share."""
 
-    def __init__(self, setup: "Setup", store: KeyStore) -> None:
+    def __init__(self, setup: Setup, store: KeyStore) -> None:
         self._device = setup.device
         self._epochs = list(setup.epochs)
         self._post: Post = lambda news: None
         # Peer -> the most bytes of one transfer from it.
         self._largest: dict[int, int] = {}
-        for first, last in pairwise((*setup.loads, len(setup.programs))):
-            self.load(first, setup.programs[first:last])
+        for first, lanes in setup.loaded:
+            self.load(first, lanes)
         self._links = Links(
             setup.device,
             setup.epochs,
@@ -166,7 +163,7 @@ class _Linked:
 
     def arrived(self, peer: int, frame: Frame) -> None:
         """Tells the worker."""
-        self._post(Arrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
+        self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
 
     def gone(self, peer: int, why: str) -> None:
         """Tells the worker, which tells the engine."""
@@ -182,7 +179,7 @@ class SharedMemory(_Linked):
     that are loaded later and need more have a file of their own, so both ends know what was loaded when.
     """
 
-    def __init__(self, setup: "Setup", store: KeyStore) -> None:
+    def __init__(self, setup: Setup, store: KeyStore) -> None:
         self._folder, self._microbatches = setup.folder, setup.microbatches
         # (source, destination) -> (from this lane on, bytes a microbatch), as lanes were loaded.
         self._strides: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -245,7 +242,7 @@ class SharedMemory(_Linked):
 class OverHost(_Linked):
     """Transport `host`: the bytes follow the header over the link, and wait here until they are fetched."""
 
-    def __init__(self, setup: "Setup", store: KeyStore) -> None:
+    def __init__(self, setup: Setup, store: KeyStore) -> None:
         self._lock = threading.Lock()
         self._coming: dict[int, torch.Tensor] = {}
         self._held: dict[tuple[int, int], torch.Tensor] = {}
@@ -300,10 +297,10 @@ class OverHost(_Linked):
 
 
 # Name -> how a CPU worker opens it; a CUDA worker has its own.
-OPENERS: dict[str, Callable[["Setup", KeyStore], Transport]] = {SHM: SharedMemory, HOST: OverHost}
+OPENERS: dict[str, Callable[[Setup, KeyStore], Transport]] = {SHM: SharedMemory, HOST: OverHost}
 
 
-def open_transport(setup: "Setup", store: KeyStore) -> Transport:
+def open_transport(setup: Setup, store: KeyStore) -> Transport:
     """The transport of a CPU worker."""
     if setup.transport not in OPENERS:
         raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")

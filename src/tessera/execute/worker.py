@@ -26,7 +26,7 @@ from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.handing import take_over
 from tessera.execute.inbox import Hangup
-from tessera.execute.kernel_launch import Interpret, handed_in
+from tessera.execute.kernel_launch import hand_in
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Storage, bytes_of, constant, tensor_of
 from tessera.execute.messages import (
@@ -36,60 +36,24 @@ from tessera.execute.messages import (
     Clear,
     Done,
     Failed,
-    Load,
+    LoadLanes,
     PeerLost,
-    Ready,
     Relink,
+    WorkerReady,
+    pack,
+    unpack,
 )
 from tessera.execute.orders import Answers, Orders, Store
-from tessera.execute.packing import pack, unpack
 from tessera.execute.schedule import Job, Queue
+from tessera.execute.setups import Setup
 from tessera.execute.stand import Ground, Stand
-from tessera.execute.transport import Arrived, Gone, RunTransfer, open_transport
-from tessera.ir import BufferKind, Cluster, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
-
-__all__ = ["Answers", "Backend", "Orders", "Setup", "Store", "Worker", "main", "serve"]
+from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport
+from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
 # Bytes of an order beside its tensors: programs, mostly.
 ORDER_BYTES = 1 << 30
-
-
-@dataclass
-class Setup:
-    """What a worker is born with."""
-
-    device: int
-    cluster: Cluster
-    traces: tuple[Trace, ...]
-    # programs[lane][index], by the lane's number among all that were ever loaded.
-    programs: list[Sequence[Program]]
-    # Weight name -> shared tensor: all of the model's, since plans that are loaded later may read others.
-    weights: dict[str, torch.Tensor]
-    microbatches: int
-    num_threads: int = 1
-    transport: str = "shm"
-    # Of the session; whoever has it is a worker of this engine.
-    key: bytes = b""
-    # How often this device was started before, and every device, as far as it is known now.
-    epoch: int = 0
-    epochs: tuple[int, ...] = ()
-    # First lanes of what was loaded together, in order; see `transport.SharedMemory`.
-    loads: tuple[int, ...] = (0,)
-    # Of a device that keeps another's times: all of them are so much longer.
-    scale: float = 1.0
-    # True to report the time of every launch, where that costs something.
-    is_profiled: bool = False
-    # us[step][launch]: modelled time on this device, which decides who goes first; see `schedule`.
-    us: tuple[tuple[float, ...], ...] = ()
-    # Where the links listen: at this address, or in the session's folder, where all are on one machine.
-    host: str = ""
-    folder: str = ""
-    # progress[microbatch] = (run, position): where this worker is, in memory that the engine sees.
-    progress: torch.Tensor | None = None
-    # Runs kernels with PTX on the CPU; see `kernel_launch`.
-    interpret: Interpret | None = field(default_factory=handed_in)
 
 
 class Backend(Protocol):
@@ -108,7 +72,7 @@ class _Active:
 
     order: Begin
     stand: Stand
-    spans: list[list[float]] = field(default_factory=list)
+    spans: list[tuple[int, float, float, float]] = field(default_factory=list)
     busy_s: float = 0.0
 
 
@@ -120,9 +84,10 @@ class Worker:
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
         self._cancelled: set[int] = set()
-        # Run -> [transfer, start, arrival] of what has come; a run's transfers may come before its order.
-        self._arrivals: dict[int, list[list[float]]] = {}
-        self._launchers = [Launcher(t, torch.device("cpu"), setup.interpret) for t in setup.traces]
+        # Run -> (transfer, start, arrival) of what has come; a run's transfers may come before its order.
+        self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
+        self._programs: list[Sequence[Program]] = list(setup.programs)
+        self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         weights = [self._bind_weights(t) for t in setup.traces]
         self._ground = Ground(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
@@ -140,7 +105,7 @@ class Worker:
 
     def loop(self) -> None:
         """Until the engine hangs up."""
-        self._answers.tell(Ready(time.monotonic(), os.getpid()))
+        self._answers.tell(WorkerReady(time.monotonic(), os.getpid()))
         try:
             while True:
                 job = self._queue.pick()
@@ -165,27 +130,27 @@ class Worker:
                 self._answers.tell(Cancelled(run))
             case Clear(microbatch, lane):
                 self._clear(microbatch, lane)
-            case Load(first_lane, packed):
+            case LoadLanes(first_lane, packed):
                 programs = messages.unpack_programs(packed)
-                self._setup.programs[first_lane:] = programs
+                self._programs[first_lane:] = programs
                 self._newest = first_lane
                 self._transport.load(first_lane, programs)
             case Relink(device, epoch):
                 self._transport.relink(device, epoch)
-            case Arrived(run, number, start, stop):
+            case TransferArrived(run, number, start, stop):
                 if run not in self._cancelled:
                     self._queue.deliver(run, number)
-                    self._arrivals.setdefault(run, []).append([number, start, stop])
+                    self._arrivals.setdefault(run, []).append((number, start, stop))
             case Gone(device, message, epoch):
                 self._answers.tell(PeerLost(device, message, epoch))
             case _:
                 raise TesseraError(f"a worker was sent {type(news).__name__}")
         return True
 
-    def _where(self) -> list[list[float]]:
+    def _where(self) -> list[tuple[int, int, int]]:
         """Read by another thread, while the loop goes on."""
         found = [int(value) for value in self._progress]
-        return [[m, found[2 * m], found[2 * m + 1]] for m in range(len(found) // 2) if found[2 * m] >= 0]
+        return [(m, found[2 * m], found[2 * m + 1]) for m in range(len(found) // 2) if found[2 * m] >= 0]
 
     def _go_on(self, job: Job) -> None:
         """Runs one launch of a job and what goes with it, and more while nothing else could be picked."""
@@ -236,7 +201,7 @@ class Worker:
         stop = time.monotonic()
         active.busy_s += stop - start
         if wants_spans:
-            active.spans.append([launch, start, stop, time.thread_time() - cpu])
+            active.spans.append((launch, start, stop, time.thread_time() - cpu))
 
     def _transfer(self, active: _Active, number: int) -> RunTransfer:
         order = active.order
@@ -263,13 +228,13 @@ class Worker:
                 gone = [k for k in self._stands if k[0] == microbatch and k[1] < self._newest]
                 for old in gone:
                     del self._stands[old]
-            program = self._setup.programs[lane][index]
+            program = self._programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
             self._stands[key] = self._ground.stand(microbatch, program, us)
         return self._stands[key]
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        for index in range(len(self._setup.programs[lane])):
+        for index in range(len(self._programs[lane])):
             for contents in self._stand(microbatch, lane, index).state.values():
                 contents.zero_()
 
@@ -283,11 +248,10 @@ class Worker:
 
     def _finish(self, active: _Active) -> None:
         order, stand = active.order, active.stand
-        skips = order.skips.split(",")
         outputs = {
             name: pack(tensor_of(stand.memory.get(view.buffer), view))
             for name, view in stand.outputs.items()
-            if name not in skips
+            if name not in order.skips
         }
         state = {name: pack(contents) for name, contents in stand.state.items()} if order.wants_state else {}
         moved = self._arrivals.pop(order.run, [])
@@ -331,6 +295,8 @@ def serve(setup: Setup, pipe: Connection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(setup.num_threads)
     torch.set_grad_enabled(False)
+    if setup.interpret is not None:
+        hand_in(setup.interpret)
     answers = Answers(pipe)
     store = Store(answers)
     orders = Orders(pipe, answers, store, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))

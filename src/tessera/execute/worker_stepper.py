@@ -19,16 +19,15 @@ from typing import Any
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.blame import Positions, judge, whereabouts
 from tessera.execute.footprint import check_fits, footprints, ready_programs
-from tessera.execute.hub import FORKSERVER, Hub, LocalHub, Lost, Up, hidden_main
+from tessera.execute.hub import FORKSERVER, Hub, LostWorker, Up, hidden_main
 from tessera.execute.inbox import Hangup, Wake
 from tessera.execute.lanes import Lanes
 from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress, Where
 from tessera.execute.runs import Runs
-from tessera.execute.setups import make_setups
+from tessera.execute.setups import Setup, make_setups
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, Tensors, Use
 from tessera.execute.transport import AUTO, resolve
-from tessera.execute.worker import Setup
 from tessera.ir import Plan
 
 __all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
@@ -96,7 +95,7 @@ class WorkerStepper:
         setups = make_setups(
             self._plan, lanes, weights, self.microbatches, num_threads, chosen, scale, is_profiled
         )
-        self.hub = hub(setups) if hub is not None else LocalHub(self._names, setups, method)
+        self.hub = hub(setups) if hub is not None else Hub(self._names, setups, method)
         self.hub.max_failures = max_failures
         self.runs = Runs(self._plan, self.hub, timeout_s)
         self.runs.add(lanes)
@@ -234,7 +233,7 @@ class WorkerStepper:
                 if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch and not is_stale:
                     self._ask({device, peer}, ends=(device, peer), why=text)
             case Progress(rows):
-                self._note(device, {int(run): int(position) for _, run, position in rows})
+                self._note(device, {run: position for _, run, position in rows})
             case _:
                 self._lose(device, f"the worker said {type(message).__name__} out of turn")
 
@@ -361,7 +360,7 @@ class WorkerStepper:
                 message = f"device {name}: started again, since {self._names[device]} was lost"
                 self._tell_lost(other, message, others, is_certain)
 
-    def _tell_lost(self, device: int, message: str, lost: Lost, is_certain: bool) -> None:
+    def _tell_lost(self, device: int, message: str, lost: LostWorker, is_certain: bool) -> None:
         name = self._names[device]
         self.lanes.lost.add(name)
         self._inquiries = [i for i in self._inquiries if device not in i.asked]

@@ -11,7 +11,7 @@ from tessera.execute.bound import bind, out_variant
 from tessera.execute.footprint import ready_programs
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import constant, tensor_of
-from tessera.execute.packing import pack, unpack
+from tessera.execute.messages import pack, unpack
 from tessera.execute.stand import Ground
 from tessera.ir import BufferKind, Run, View
 

@@ -7,8 +7,7 @@ import steps_factory as factory
 from tessera.errors import MismatchError
 from tessera.execute.briefing import briefing_of, pack_briefing, setup_of, unpack_briefing
 from tessera.execute.footprint import ready_programs
-from tessera.execute.setups import make_setups
-from tessera.execute.worker import Setup
+from tessera.execute.setups import Setup, make_setups
 from tessera.ir import Plan
 from tessera.serve.steps import for_cpu, served
 

@@ -1,16 +1,16 @@
 """Answers of workers: those that do not fit the program they were given are refused with the reason."""
 
+import dataclasses
 import random
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import engine_factory as made
 from tessera.execute.answers import problem_of
 from tessera.execute.footprint import ready_programs
-from tessera.execute.messages import Done
-from tessera.execute.packing import pack
+from tessera.execute.messages import Done, pack
 from tessera.ir import Program, Trace
 
 WIDTH = made.WIDTH
@@ -22,10 +22,10 @@ def step() -> tuple[Trace, Program]:
     plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
     program = ready_programs(plan)[0][0]
     (name, _), *_ = program.outputs
-    return plan.unit.graphs[0].trace, replace(program, outputs=((name, 1),))
+    return plan.unit.graphs[0].trace, dataclasses.replace(program, outputs=((name, 1),))
 
 
-RIGHT = Done(1, {"y": pack(torch.zeros(2, WIDTH))}, {}, [[0, 0.0, 1.0, 1.0]])
+RIGHT = Done(1, {"y": pack(torch.zeros(2, WIDTH))}, {}, [(0, 0.0, 1.0, 1.0)])
 
 
 def test_a_right_answer_has_no_problem(step: tuple[Trace, Program]) -> None:
@@ -42,10 +42,10 @@ def test_a_right_answer_has_no_problem(step: tuple[Trace, Program]) -> None:
     [
         (replace(RIGHT, outputs={}), "handed over nothing in place of 'y'"),
         (replace(RIGHT, outputs={"z": pack(torch.zeros(1))}), "'z' in place of 'y'"),
-        (replace(RIGHT, outputs={"y": pack(torch.zeros(2, 3))}), r"\[2, 3\] in place of"),
+        (replace(RIGHT, outputs={"y": pack(torch.zeros(2, 3))}), r"\[2, 3\], not"),
         (replace(RIGHT, outputs={"y": pack(torch.zeros(2, WIDTH).double())}), "float64"),
-        (replace(RIGHT, spans=[[10**6, 0.0, 1.0, 1.0]]), "launch beyond"),
-        (replace(RIGHT, transfers=[[10**6, 0.0, 1.0]]), "transfer beyond"),
+        (replace(RIGHT, spans=[(10**6, 0.0, 1.0, 1.0)]), "launch beyond"),
+        (replace(RIGHT, transfers=[(10**6, 0.0, 1.0)]), "transfer beyond"),
     ],
 )
 def test_a_wrong_answer_is_named(step: tuple[Trace, Program], wrong: Done, said: str) -> None:

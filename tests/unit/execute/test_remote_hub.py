@@ -19,7 +19,6 @@ from calling_worker import Given, serve
 from tessera.errors import MismatchError, WorkerError
 from tessera.execute import briefing, messages, remote
 from tessera.execute.briefing import (
-    Briefing,
     Pieces,
     briefing_of,
     fetch,
@@ -36,7 +35,7 @@ from tessera.execute.hub import FIRST_PAUSE_S, FORKSERVER, Up, hidden_main, warm
 from tessera.execute.inbox import Hangup
 from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
 from tessera.execute.remote import RemoteHub
-from tessera.execute.worker import Setup
+from tessera.execute.setups import Setup
 from tessera.execute.worker_stepper import WorkerStepper, make_setups
 from tessera.ir import Plan
 
@@ -107,25 +106,19 @@ def test_a_briefing_says_all_that_a_worker_is_born_with(plan: Plan) -> None:
             assert getattr(sent, field.name) == getattr(found, field.name)
 
 
-def test_a_briefing_has_every_field_of_a_setup() -> None:
-    """A field that is added to one must be added to the other, or be one that each side has of its own."""
-    own = {"progress", "interpret", "key", "host", "folder"}
-    setup_fields = {f.name for f in dataclasses.fields(Setup)}
-
-    assert setup_fields - own == {f.name for f in dataclasses.fields(Briefing)} - {"session_hex"}
-
-
 def test_a_wrong_briefing_is_refused(plan: Plan) -> None:
     """Bytes that are no briefing, and one of a device that is not there, end in one line."""
     good = briefing_of(dataclasses.replace(setups(plan)[0], epochs=(0, 0)), SESSION)
-    data = b'{"device": "0"}'
+    duties = [
+        dataclasses.replace(good.duty, device=2),
+        dataclasses.replace(good.duty, microbatches=0),
+        dataclasses.replace(good.duty, traces=()),
+    ]
     weight = dataclasses.replace(good.weights[0], dtype="rm -rf")
     for packed in (
-        {},
-        {"briefing": ("uint8", (len(data),), data)},
-        pack_briefing(dataclasses.replace(good, device=2)),
-        pack_briefing(dataclasses.replace(good, microbatches=0)),
-        pack_briefing(dataclasses.replace(good, traces=())),
+        b"",
+        b'{"device": "0"}',
+        *(pack_briefing(dataclasses.replace(good, duty=duty)) for duty in duties),
         pack_briefing(dataclasses.replace(good, session_hex="xyz")),
         pack_briefing(dataclasses.replace(good, weights=(weight,))),
     ):
@@ -155,8 +148,8 @@ def test_weights_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"a": torch.randn(7, 5).t(), "b": torch.arange(3), "c": torch.empty(0, 4), "d": torch.tensor(1.5)}
     pieces, sizes = Pieces(there), []
 
-    def ask(name: str, start: int) -> bytes:
-        data = pieces.piece(name, start).piece[name][2]
+    def ask(name: str, start: int) -> memoryview:
+        data = pieces.piece(name, start).data
         sizes.append(len(data))
         return data
 
@@ -168,7 +161,7 @@ def test_weights_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerError, match="does not read"):
         pieces.piece("e", 0)
     with pytest.raises(WorkerError, match="0 bytes"):
-        fetch(weight_of("b", there["b"]), lambda name, start: b"")
+        fetch(weight_of("b", there["b"]), lambda name, start: memoryview(b""))
 
 
 def test_a_worker_that_leaves_is_replaced_while_the_other_stays(plan: Plan, gate: Gate) -> None:
@@ -315,7 +308,10 @@ def test_a_message_that_is_too_long_is_not_read(plan: Plan, gate: Gate, is_brief
 
 def test_what_a_worker_says_while_it_is_briefed_is_bounded(plan: Plan, gate: Gate) -> None:
     """One that asks for a weight that is not its own, or says something else, is a failure in words."""
-    for said, message in ((Want("x" * 999, 0), "does not read"), (messages.Ready(0.0, 1), "said Ready")):
+    for said, message in (
+        (Want("x" * 999, 0), "does not read"),
+        (messages.WorkerReady(0.0, 1), "said WorkerReady"),
+    ):
         hub = hub_of(plan, Gate("127.0.0.1", 0, LOOPBACK_SECRET))
         hub.start()
         pipe = call_engine(Call(hub._gate.address, LOOPBACK_SECRET), 0, 5.0)

@@ -18,13 +18,13 @@ import pytest
 import engine_factory as made
 import stepper_factory as factory
 from tessera.errors import WorkerError
-from tessera.execute import hub_base
+from tessera.execute import hub as hubs
 from tessera.execute.blame import Verdict, judge
-from tessera.execute.hub import FORKSERVER, Line, LocalHub, pause_s
+from tessera.execute.hub import FORKSERVER, Hub, Line, pause_s
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.messages import Clear, StoreGet, Where
+from tessera.execute.setups import Setup
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
-from tessera.execute.worker import Setup
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan, Program, Recv, Run, Send, Transfer
 
@@ -39,7 +39,7 @@ def _nothing_left() -> Iterator[None]:
     assert not list(Path("/dev/shm").glob(f"tessera-{os.getpid()}-*"))
 
 
-class Killing(LocalHub):
+class Killing(Hub):
     """Does something to the workers of some (device, epoch) as soon as they are there, or a little later."""
 
     def __init__(self, setups: Sequence[Setup], plan: Plan, deeds: dict[tuple[int, int], float]) -> None:
@@ -109,7 +109,7 @@ def test_random_kills_under_load_cost_no_request(
     seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever workers are killed, every request ends with the right bits and every device comes back."""
-    monkeypatch.setattr(hub_base, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(hubs, "FIRST_PAUSE_S", 0.2)
     rng = random.Random(seed)
     at = {rng.randrange(1, 60): rng.randrange(4) for _ in range(8)}
     with workers(two_ways(seed), transport=transport) as stepper:
@@ -218,7 +218,7 @@ def test_orders_to_a_stopped_worker_keep_nobody_waiting() -> None:
 
 def test_a_worker_that_never_gets_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped while it starts is found by the clock."""
-    monkeypatch.setattr(hub_base, "START_TIMEOUT_S", 6.0)
+    monkeypatch.setattr(hubs, "START_TIMEOUT_S", 6.0)
     plan = one_way()
 
     def make(setups: Sequence[Setup]) -> Killing:
@@ -253,7 +253,7 @@ def test_pauses_grow_from_the_third_failure_in_a_row_on() -> None:
 
 def test_a_device_that_fails_again_and_again_is_tried_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures in a row are counted, told with the pause, and forgotten after a finished step."""
-    monkeypatch.setattr(hub_base, "FIRST_PAUSE_S", 0.3)
+    monkeypatch.setattr(hubs, "FIRST_PAUSE_S", 0.3)
     with workers(one_way()) as stepper:
         losses: list[DeviceLost] = []
         for _ in range(4):
@@ -304,7 +304,7 @@ def test_a_device_is_given_up_where_that_is_wanted() -> None:
 
 def test_workers_that_hold_each_other_are_started_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some transports the loss of one worker takes all down; only the one that failed is counted."""
-    monkeypatch.setattr(hub_base, "RESTART_TOGETHER", frozenset({"shm"}))
+    monkeypatch.setattr(hubs, "RESTART_TOGETHER", frozenset({"shm"}))
     with workers(two_ways(0)) as stepper:
         factory.play(stepper, [0])
         kill(stepper, 2)

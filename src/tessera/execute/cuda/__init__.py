@@ -2,7 +2,6 @@
 
     inbox       where transfers land on a device (no torch)
     stretch     what a launch must take on a stretched device, and the common time scale (no torch)
-    launches    the launches of a trace over one GPU's memory
     turnstile   the one-thread kernel that keeps time on the device
     driver      the CUDA driver by ctypes: streams, green contexts, shared memory, flags
     partition   disjoint sets of SMs of one card

@@ -25,15 +25,13 @@ import torch
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.driver import MemOp
 from tessera.execute.cuda.inbox import Spot, is_move_of_state
-from tessera.execute.cuda.launches import Launches, Memory
 from tessera.execute.cuda.pace import Clockwork, Pace
 from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.cuda.workspace import own_workspaces
-from tessera.execute.memory import bytes_of
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Memory, Storage, bytes_of, fresh, tensor_of
 from tessera.ir import Free, Program, Recv, Region, Run, Send, Trace
-
-Storage = torch.UntypedStorage
 
 
 class Streams(Protocol):
@@ -96,8 +94,8 @@ class ShareGraph:
         trace: Trace,
         device: GpuDevice,
         room: Room,
-        base: Memory,
-        launches: Launches,
+        base: Mapping[int, Storage],
+        launcher: Launcher,
         clockwork: Clockwork,
         transport: GpuTransport | None,
         is_short: bool = False,
@@ -105,7 +103,7 @@ class ShareGraph:
     ) -> None:
         """`number`: of the program among those that the transport knows. `base`: what is there at first."""
         self.program, self.trace, self.room = program, trace, room
-        self._number, self._device, self._base, self._launches = number, device, base, launches
+        self._number, self._device, self._base, self._launcher = number, device, base, launcher
         self._transport, self._streams = transport, streams or CudaStreams()
         self._clockwork, self._pace = clockwork, clockwork.pace(program)
         self._compute = room.compute[is_short]
@@ -151,7 +149,7 @@ class _Issue:
     def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
         self._share, self._is_rehearsal = share, is_rehearsal
         self._program, self._streams, self._room = share.program, share._streams, share.room
-        self._memory: Memory = dict(share._base)
+        self._memory = Memory(share._base, fresh(share.trace, share._device.card))
         self._compute = share._compute
         self._links = {dst: share.room.sends[dst] for dst in share._sends}
         self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
@@ -179,14 +177,14 @@ class _Issue:
                 case Recv(number):
                     self._receive(number, position)
                 case Free(buffer):
-                    self._memory.pop(buffer, None)
+                    self._memory.free(buffer)
         self._settle()
         for stream in (self._compute, *self._links.values()):
             self._streams.wait(self._room.origin, self._streams.mark(stream))
         number = self._share._device.number
         here = {name for name, at in self._program.outputs if at == number}
         return {
-            name: self._share._launches.tensor(self._memory, view)
+            name: tensor_of(self._memory.get(view.buffer), view)
             for name, view in self._share.trace.outputs
             if name in here
         }
@@ -196,7 +194,7 @@ class _Issue:
             self._streams.wait(self._compute, self._leaving.pop(number))
         with self._streams.on(self._compute):
             self._enter(launch)
-            self._share._launches.issue(launch, self._memory)
+            self._share._launcher.run(launch, self._memory)
 
     def _enter(self, launch: int) -> None:
         """Time starts for a launch: after its arrivals' latency, and when its device is free."""
@@ -235,11 +233,11 @@ class _Issue:
                     bytes_of(home, 0, size).copy_(bytes_of(place, 0, size), non_blocking=True)
                 self._kept.append(place)
             place = home
-        self._memory[transfer.buffer] = place
+        self._memory.put(transfer.buffer, place)
 
     def _send(self, number: int) -> None:
         transfer = self._program.transfers[number]
-        source, link = self._memory[transfer.buffer], self._links[transfer.dst]
+        source, link = self._memory.get(transfer.buffer), self._links[transfer.dst]
         self._settle()
         self._streams.wait(link, self._streams.mark(self._compute))
         with self._streams.on(link):

@@ -13,22 +13,17 @@ from contextlib import suppress
 
 import torch
 
-from tessera.errors import DeviceMemoryError
+from tessera.errors import DeviceMemoryError, WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
-from tessera.execute.cuda.graph import Room, ShareGraph, Storage
+from tessera.execute.cuda.graph import Room, ShareGraph
 from tessera.execute.cuda.inbox import InboxLayout, is_move_of_state
 from tessera.execute.cuda.ipc import PeerAway
-from tessera.execute.cuda.launches import (
-    Launchable,
-    Launches,
-    Memory,
-    given_storage,
-    refuse_generators,
-)
 from tessera.execute.cuda.pace import Clockwork
 from tessera.execute.cuda.transport import GpuTransport
-from tessera.execute.memory import bytes_of, constant
+from tessera.execute.kernel_launch import Launchable
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Storage, bytes_of, constant, given_storage
 from tessera.ir import BufferKind, Cluster, Program, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -66,7 +61,7 @@ class DeviceGraphs:
         self._weights, self._us = weights, us
         self._resident: dict[object, Storage] = {}
         card = self.device.card
-        self._launches = [Launches(t, card, (kernels or {}).get(step)) for step, t in enumerate(traces)]
+        self._launchers = [Launcher(t, card, (kernels or {}).get(step)) for step, t in enumerate(traces)]
         self.transport = transport(self.device) if transport is not None else None
         keeps_links = self.transport is None or self.transport.carries_records
         self._clockwork = Clockwork(
@@ -162,7 +157,7 @@ class DeviceGraphs:
             self.device,
             room,
             self._base(room, program),
-            self._launches[program.step],
+            self._launchers[program.step],
             self._clockwork,
             self.transport,
             self._is_short(program.step),
@@ -173,10 +168,10 @@ class DeviceGraphs:
         totals = [sum(row) for row in self._us]
         return bool(totals) and 2 * totals[step] < max(totals)
 
-    def _base(self, room: Room, program: Program) -> Memory:
+    def _base(self, room: Room, program: Program) -> dict[int, Storage]:
         """What the device has before the first launch."""
         number, trace = self.device.number, self.traces[program.step]
-        base: Memory = {b: self._weight(program.step, b) for b in program.weights[number]}
+        base = {b: self._weight(program.step, b) for b in program.weights[number]}
         for buffer in trace.buffers_of(BufferKind.INPUT):
             base[buffer] = room.inputs[program.step, trace.buffers[buffer].name]
         for buffer in self._state_buffers(program):
@@ -263,6 +258,16 @@ class DeviceGraphs:
             f"slot); {room // MIB} MiB are free",
             remedy,
             self.device.record.name,
+        )
+
+
+def refuse_generators(trace: Trace) -> None:
+    """Random numbers are not run on GPUs: their generator's state would have to live in the graph."""
+    drawn = [b.name for b in trace.buffers if b.is_generator]
+    if drawn:
+        raise WorkerError(
+            f"the {trace.step.kind} step draws random numbers ({', '.join(drawn)})",
+            "Draw them outside of the step and pass them in as an input.",
         )
 
 

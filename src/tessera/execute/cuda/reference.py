@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tessera.execute.cuda.graphs import Kernels
-from tessera.execute.cuda.launches import Launches, given_storage, refuse_generators
-from tessera.execute.memory import constant
+from tessera.execute.cuda.graphs import Kernels, refuse_generators
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Memory, constant, fresh, given_storage, tensor_of
 from tessera.ir import BufferKind, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -29,21 +29,21 @@ class InOrder:
             refuse_generators(trace)
         placed = {name: tensor.to(device) for name, tensor in weights.items()}
         self._weights = [self._bind(trace, placed) for trace in traces]
-        self._launches = [Launches(t, device, (kernels or {}).get(i)) for i, t in enumerate(traces)]
+        self._launchers = [Launcher(t, device, (kernels or {}).get(i)) for i, t in enumerate(traces)]
 
     def __call__(self, step: int, inputs: Tensors, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         trace = self._traces[step]
-        memory: dict[int, Any] = dict(self._weights[step])
+        memory = Memory(self._weights[step], fresh(trace, self._device))
         for name, tensor in state.items():
             state[name] = tensor.to(self._device)
         given = {name: tensor.to(self._device, copy=True) for name, tensor in inputs.items()}
         for kind, found in ((BufferKind.INPUT, given), (BufferKind.STATE, state)):
             for index in trace.buffers_of(kind):
-                memory[index] = given_storage(trace.buffers[index], found)
+                memory.put(index, given_storage(trace.buffers[index], found))
         with torch.no_grad():
             for index in range(len(trace.launches)):
-                self._launches[step].issue(index, memory)
-            outputs = {n: self._launches[step].tensor(memory, view).clone() for n, view in trace.outputs}
+                self._launchers[step].run(index, memory)
+            outputs = {n: tensor_of(memory.get(v.buffer), v).clone() for n, v in trace.outputs}
         return outputs
 
     def _bind(self, trace: Trace, weights: Tensors) -> dict[int, torch.UntypedStorage]:

@@ -20,6 +20,10 @@ STARTED, DUE, ENDED = 0, 1, 2
 LOOKS = 20
 
 
+# (launch, start, stop, time at work) of launches, and (transfer, start, stop) of sends.
+Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The GPU's clock in seconds of this machine's monotonic one."""
@@ -46,10 +50,8 @@ class Calibration:
         return self.zero_s + (time_ns - self.zero_ns) * 1e-9
 
 
-def rows_of(
-    graph: ShareGraph, device: int, is_stretched: bool, clock: Calibration
-) -> tuple[list[list[float]], list[list[float]]]:
-    """(rows of launches: launch, start, stop, time at work; rows of sends: transfer, start, stop)."""
+def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: Calibration) -> Rows:
+    """Of the graph's last replay."""
     records = graph.records.cpu().tolist()
     if not records:
         return [], []
@@ -58,9 +60,9 @@ def rows_of(
     for launch in (x.launch for x in column if isinstance(x, Run)):
         if records[launch][STARTED]:
             start, stop = clock.seconds(records[launch][STARTED]), _stop(records[launch], is_stretched, clock)
-            spans.append([launch, start, stop, stop - start])
+            spans.append((launch, start, stop, stop - start))
     sends = [
-        [number, clock.seconds(row[STARTED]), _stop(row, True, clock)]
+        (number, clock.seconds(row[STARTED]), _stop(row, True, clock))
         for number, transfer in enumerate(graph.program.transfers)
         if transfer.src == device and (row := records[first + number])[STARTED]
     ]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tessera.execute.cuda.stretch import SLACK_NS, Hold
-from tessera.execute.ptx_module import PtxKernel
+from tessera.execute.kernel_launch import PtxKernel
 from tessera.ir import Kernel, Origin
 
 RECORD_WORDS = 4

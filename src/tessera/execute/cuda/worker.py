@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.ipc import Ipc, PeerAway
 from tessera.execute.cuda.nvshmem import Nvshmem
-from tessera.execute.cuda.spans import Calibration, rows_of
+from tessera.execute.cuda.spans import Calibration, Rows, rows_of
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.inbox import Hangup
 from tessera.execute.links import KeyStore, Links
@@ -41,18 +41,18 @@ from tessera.execute.messages import (
     Cancelled,
     Clear,
     Done,
-    Load,
+    LoadLanes,
+    PackedTensor,
     PeerLost,
-    Ready,
     Relink,
+    WorkerReady,
+    pack,
     unpack_programs,
 )
-from tessera.execute.packing import Packed, pack
+from tessera.execute.orders import Answers, Orders
+from tessera.execute.setups import Setup
 from tessera.execute.transport import Gone
 from tessera.ir import Program, Recv, Run
-
-if TYPE_CHECKING:
-    from tessera.execute.worker import Answers, Orders, Setup
 
 # How long the CPU looks away between two looks at runs that were launched.
 LOOK_S = 20e-6
@@ -78,7 +78,7 @@ class _Running:
 class CudaWorker:
     """The device's graphs and the loop."""
 
-    def __init__(self, setup: "Setup", store: KeyStore, orders: "Orders", answers: "Answers") -> None:
+    def __init__(self, setup: Setup, store: KeyStore, orders: Orders, answers: Answers) -> None:
         self._setup, self._orders, self._answers = setup, orders, answers
         # Where the worker is: (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
@@ -110,7 +110,7 @@ class CudaWorker:
     def loop(self) -> None:
         """Until the engine hangs up."""
         self._orders.where = self._where
-        self._answers.tell(Ready(time.monotonic(), os.getpid()))
+        self._answers.tell(WorkerReady(time.monotonic(), os.getpid()))
         while True:
             news = self._orders.take(block=not self._running)
             if news is not None:
@@ -128,7 +128,7 @@ class CudaWorker:
                 self._cancel(run)
             case Clear(microbatch, lane):
                 self._clear(microbatch, lane)
-            case Load():
+            case LoadLanes():
                 self._newest = len(self._programs)
                 self._load(unpack_programs(news.programs))
             case Relink(device, epoch):
@@ -154,12 +154,12 @@ class CudaWorker:
     def close(self) -> None:
         """The process ends, and with it everything."""
 
-    def _where(self) -> list[list[float]]:
+    def _where(self) -> list[tuple[int, int, int]]:
         """(microbatch, run, position of the last instruction that was begun) of every run in progress."""
-        rows: list[list[float]] = []
+        rows = []
         for run, running in list(self._running.items()):
             microbatch = running.order.microbatch
-            rows.append([microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)])
+            rows.append((microbatch, run, max(-1, int(self._graphs.marks[microbatch]) - 2)))
         return rows
 
     # Runs ---------------------------------------------------------------------------------------------
@@ -185,8 +185,7 @@ class CudaWorker:
             start.record()
             made = graph.replay() if graph is not None else {}
             stop.record()
-            skips = order.skips.split(",")
-            running.outputs = {name: _to_host(t) for name, t in made.items() if name not in skips}
+            running.outputs = {name: _to_host(t) for name, t in made.items() if name not in order.skips}
             if order.wants_state:
                 running.state = {name: _to_host(t) for name, t in self._state_of(room, program).items()}
             done.record()
@@ -203,10 +202,10 @@ class CudaWorker:
                 self._copy_in((room.number, -1, name), room.state[name], packed, f"state '{name}'")
 
     def _copy_in(
-        self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: Packed, what: str
+        self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
     ) -> None:
         """Through pinned memory; the microbatch's step before has ended, so nobody reads that."""
-        data = np.frombuffer(given[2], dtype=np.uint8)
+        data = np.frombuffer(given.data, dtype=np.uint8)
         if len(data) != storage.nbytes():
             message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
@@ -241,7 +240,7 @@ class CudaWorker:
             )
         return bool(ended)
 
-    def _report(self, running: _Running) -> tuple[list[list[float]], list[list[float]]]:
+    def _report(self, running: _Running) -> Rows:
         if self._clock is None or running.graph is None or not running.order.wants_spans:
             return [], []
         device = self._setup.cluster.devices[self._setup.device]
@@ -296,9 +295,7 @@ class CudaWorker:
                     contents.zero_()
 
 
-def _opener(
-    setup: "Setup", store: KeyStore, orders: "Orders"
-) -> "Callable[[GpuDevice], GpuTransport] | None":
+def _opener(setup: Setup, store: KeyStore, orders: Orders) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport, where a program sends anything."""
     num = len(setup.cluster.devices)
     if num < 2:
