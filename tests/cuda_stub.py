@@ -132,6 +132,7 @@ def _capture(self: Any) -> Any:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """One GPU, until the test ends."""
     patch = monkeypatch.setattr
+    patch(IpcMemory, "made", {})
     for name, what in {
         "card": lambda ordinal: CPU,
         "new_stream": lambda ordinal, priority=0: Stream(),

@@ -195,8 +195,9 @@ class SharedMemory(_Linked):
         for src, dst in (pair for pair in pairs if self._device in pair):
             need = landing_bytes(programs, src, dst)
             strides = self._strides.setdefault((src, dst), [])
-            if need > max((size for _, size in strides), default=0):
-                strides.append((first_lane, need))
+            largest = max((size for _, size in strides), default=0)
+            if need > largest:  # larger by half at least, so that plans can be replaced for ever
+                strides.append((first_lane, max(need, largest * 3 // 2)))
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         """Copies the bytes over and tells the other end."""

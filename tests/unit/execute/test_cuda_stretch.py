@@ -9,7 +9,7 @@ from factories import make_chain, make_plan
 from tessera.errors import WorkerError
 from tessera.execute.cuda.device import check_device
 from tessera.execute.cuda.graphs import priority
-from tessera.execute.cuda.inbox import ALIGN, InboxLayout, Spot
+from tessera.execute.cuda.inbox import ALIGN, Inboxes, Spot
 from tessera.execute.cuda.measure import FLOOR_US, reconcile
 from tessera.execute.cuda.partition import divide
 from tessera.execute.cuda.spans import Calibration
@@ -108,18 +108,39 @@ def test_transfers_of_a_program_share_no_byte_of_an_inbox() -> None:
     """Flags, records and places of two microbatches lie apart, places where torch would align them."""
     trace = make_chain(4)
     program = lower(make_plan([trace], [[[0, 1, 0, 1]]]))[0][0]
-    layout = InboxLayout([program], [trace], 1, 2)
+    inboxes = Inboxes(2, 2)
+    inboxes.add([program], [trace])
+    layout = inboxes.layout(0, 1)
     here = [n for n, transfer in enumerate(program.transfers) if transfer.dst == 1]
     spots = [Spot(microbatch, 0, number) for microbatch in range(2) for number in here]
     parts = [(layout.flag(s), 8) for s in spots] + [(layout.record(s), 32) for s in spots]
     sizes = [trace.buffers[program.transfers[s.transfer].buffer].size_bytes for s in spots]
-    parts += [(layout.place(s), size) for s, size in zip(spots, sizes, strict=True)]
+    parts += [(inboxes.place(s, 1), size) for s, size in zip(spots, sizes, strict=True)]
     ends = sorted((start, start + size) for start, size in parts)
 
     assert len(here) > 1
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
-    assert all(layout.place(spot) % ALIGN == 0 for spot in spots)
+    assert all(inboxes.place(spot, 1) % ALIGN == 0 for spot in spots)
     assert ends[-1][1] <= layout.total_bytes
+
+
+def test_plans_that_replace_others_land_in_the_inbox_that_is_there() -> None:
+    """However often they come; larger ones have another, and all together stay below three of the largest."""
+    small, large = make_chain(4), make_chain(12)
+    programs = [
+        lower(make_plan([trace], [[[n % 2 for n in range(num)]]]))[0][0]
+        for trace, num in ((small, 4), (large, 12))
+    ]
+    inboxes = Inboxes(2, 2)
+    for _ in range(5):
+        inboxes.add([programs[0]], [small])
+    assert [1, 1] == [len(layouts) for layouts in inboxes.layouts]
+    for _ in range(5):
+        inboxes.add([programs[1]], [large])
+        inboxes.add([programs[0]], [small])
+    assert [2, 2] == [len(layouts) for layouts in inboxes.layouts]
+    for layouts in inboxes.layouts:
+        assert sum(x.total_bytes for x in layouts) < 3 * layouts[-1].total_bytes
 
 
 def test_times_of_launches_add_up_to_the_whole_step() -> None:

@@ -97,11 +97,14 @@ def test_policies_share_weights_and_state() -> None:
 
 
 def test_plans_are_loaded_while_workers_run() -> None:
-    """A plan that comes later is followed without a restart."""
+    """A plan that comes later is followed without a restart; its inbox is there for those after it."""
     with opened("data-parallel") as stepper:
-        stepper.load([plan("attention-ffn")])
+        for _ in range(4):
+            stepper.load([plan("attention-ffn")])
         (result,) = run_offline(stepper, [request(0)]).results
         assert is_right(0, result)
+        # A plan that is loaded again needs no more memory: one inbox a device, and the first plan's.
+        assert len(cuda_stub.IpcMemory.made) <= 4
         assert all(status.restarts == 0 for status in stepper.use().devices.values())
 
 

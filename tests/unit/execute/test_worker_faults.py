@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -326,7 +327,7 @@ def test_a_worker_that_cannot_start_says_why() -> None:
     """One message, with the device; no second try, since it would say the same."""
     plan = one_way()
     stepper = workers(plan)
-    stepper.hub.setups[1].transport = "ipc"
+    stepper.hub.setups[1] = replace(stepper.hub.setups[1], transport="ipc")
     with pytest.raises(WorkerError, match="device d1: could not start: a CPU worker cannot use ipc"), stepper:
         pass
 
@@ -453,7 +454,7 @@ def test_a_worker_says_where_it_is_while_it_computes() -> None:
 
     assert news is not None
     assert news[0] == 0
-    assert [[0, 1]] == [row[:2] for row in news[1].rows]
+    assert [(0, 1)] == [row[:2] for row in news[1].rows]
     assert isinstance(done, StepDone)
 
 

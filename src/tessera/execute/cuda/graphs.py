@@ -17,7 +17,7 @@ from tessera.errors import DeviceMemoryError, WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.graph import Room, ShareGraph
-from tessera.execute.cuda.inbox import InboxLayout, is_move_of_state
+from tessera.execute.cuda.inbox import is_move_of_state
 from tessera.execute.cuda.ipc import PeerAway
 from tessera.execute.cuda.pace import Clockwork
 from tessera.execute.cuda.transport import GpuTransport
@@ -241,7 +241,7 @@ class DeviceGraphs:
             state |= {buffers[b].name: buffers[b].size_bytes for b in self._state_buffers(program)}
         known = set(self._rooms[0].state) if self._rooms else set()
         weights = {n: size for n, size in weights.items() if n not in self._resident}
-        inbox = InboxLayout(new, self.traces, number, self.num_microbatches).total_bytes
+        inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         each = sum(size for n, size in state.items() if n not in known) + inbox // self.num_microbatches
         held_bytes, room = sum(weights.values()), torch.cuda.mem_get_info(card)[0]
         needed = held_bytes + self.num_microbatches * each

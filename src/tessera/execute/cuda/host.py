@@ -16,9 +16,9 @@ import torch
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
 from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
-from tessera.execute.cuda.transport import Parcel
+from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.links import Frame, LinkLost, Links
-from tessera.ir import Program, Trace
+from tessera.ir import Program, Trace, Transfer
 
 # How long a link's thread looks away between two looks at the flags of runs in flight.
 LOOK_S = 20e-6
@@ -40,8 +40,8 @@ class _Mirror:
         self.flags = self.tensor.numpy()[: flags * WORD].view(np.int64)
 
 
-class Host:
-    """One worker's end; keeps `GpuTransport`, and `links.Receiver`."""
+class Host(GpuTransport):
+    """One worker's end; keeps `links.Receiver`."""
 
     carries_records = False
 
@@ -54,18 +54,11 @@ class Host:
         make_links: "Callable[[Host, Callable[[int], int]], Links]",
         on_gone: Callable[[int, str], None],
     ) -> None:
-        self._device, self._ordinal, self._num, self._microbatches = (
-            device,
-            ordinal,
-            num_devices,
-            microbatches,
-        )
+        super().__init__(device, ordinal, num_devices, microbatches)
         self._gone = on_gone
-        # One a call of `add`: mirrors by device, and this device's landing places on the GPU.
-        self._mirrors: list[list[_Mirror]] = []
+        # mirrors[device][inbox], and this device's inboxes on the GPU.
+        self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
         self._places: list[torch.Tensor] = []
-        self._programs: list[Program] = []
-        self._where: list[tuple[int, int]] = []
         self._largest: dict[int, int] = {}
         # Run -> (microbatch, program); microbatch -> its run, also when that has ended on this device: what
         # its graph has flagged may be still to be sent.
@@ -82,17 +75,9 @@ class Host:
         self._senders: set[int] = set()
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """Mirrors of all inboxes, and a thread for every destination."""
-        generation = len(self._mirrors)
-        layouts = [InboxLayout(programs, traces, d, self._microbatches) for d in range(self._num)]
-        card = driver.card(self._ordinal)
+        """Also a thread for every destination."""
         with self._changed:
-            self._mirrors.append([_Mirror(layout) for layout in layouts])
-            self._places.append(
-                torch.zeros(max(1, layouts[self._device].total_bytes), dtype=torch.uint8, device=card)
-            )
-            self._where += [(generation, number) for number in range(len(programs))]
-            self._programs += programs
+            super().add(programs, traces)
         transfers = [t for p in programs for t in p.transfers]
         for transfer in transfers:
             if transfer.dst == self._device:
@@ -103,14 +88,19 @@ class Host:
             name = f"tessera-send-{dst}"
             threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
 
-    def meet(self, program: int) -> None:
-        """Links are opened when something is sent."""
+    def _allocate(self) -> None:
+        """Mirrors of all inboxes."""
+        for mirrors, layouts in zip(self._mirrors, self._inboxes.layouts, strict=True):
+            mirrors += [_Mirror(layout) for layout in layouts[len(mirrors) :]]
+        card = driver.card(self._ordinal)
+        for layout in self._inboxes.layouts[self._device][len(self._places) :]:
+            self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
 
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """A place on the GPU."""
-        generation, at = self._at(spot)
-        start = self._mirrors[generation][self._device].layout.place(at)
-        storage: torch.UntypedStorage = self._places[generation].untyped_storage()[start : start + num_bytes]
+        number = self._inboxes.layout(spot.program, self._device).number
+        start = self._inboxes.place(spot, self._device)
+        storage: torch.UntypedStorage = self._places[number].untyped_storage()[start : start + num_bytes]
         return storage
 
     def record(self, spot: Spot) -> torch.Tensor:
@@ -119,22 +109,18 @@ class Host:
 
     def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
         """Into pinned memory, then the flag there."""
-        generation, at = self._at(spot)
-        mirror = self._mirrors[generation][parcel.dst]
-        place = mirror.address + mirror.layout.place(at) + parcel.start
+        mirror = self._mirror(spot.program, parcel.dst)
+        place = mirror.address + self._inboxes.place(spot, parcel.dst) + parcel.start
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
-        driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(at), 1)])
+        driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(spot), 1)])
 
     def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The flag in pinned memory, then the copy to the GPU."""
-        generation, at = self._at(spot)
-        mirror, transfer = (
-            self._mirrors[generation][self._device],
-            self._programs[spot.program].transfers[spot.transfer],
-        )
-        flag, place = mirror.address + mirror.layout.flag(at), mirror.layout.place(at) + transfer.start
+        mirror = self._mirror(spot.program, self._device)
+        transfer, flag = self._transfer(spot), mirror.address + mirror.layout.flag(spot)
+        place = self._inboxes.place(spot, self._device) + transfer.start
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
-        target = self._places[generation].data_ptr() + place
+        target = self._places[mirror.layout.number].data_ptr() + place
         driver.copy(stream, target, mirror.address + place, transfer.num_bytes)
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
@@ -160,17 +146,10 @@ class Host:
                     del self._cancelled[next(iter(self._cancelled))]
             self._changed.notify_all()
 
-    def release(self, microbatch: int) -> None:
-        """Flags of this device."""
-        self._fill(microbatch, 1)
-
     def reset(self, microbatch: int, program: int) -> None:
         """Flags of this device, and what was to be sent."""
-        self._fill(microbatch, 0)
-        for mirrors in self._mirrors:
-            for mirror in mirrors:
-                start, size = mirror.layout.flags(microbatch)
-                mirror.flags[start // WORD : (start + size) // WORD] = 0
+        for device in range(len(self._mirrors)):
+            self._fill(microbatch, 0, device)
 
     def relink(self, device: int, epoch: int) -> bool:
         """The links do that; graphs name this process's own memory only."""
@@ -188,25 +167,25 @@ class Host:
 
     def place(self, peer: int, frame: Frame) -> memoryview | None:
         """Pinned memory; of a run that has not begun here, when it has."""
-        found = self._find(frame)
-        if found is None:
+        spot = self._find(frame)
+        if spot is None:
             return None
-        mirror, at, start = found
-        first = mirror.layout.place(at) + start
-        return mirror.bytes[first : first + frame.size]
+        first = self._inboxes.place(spot, self._device) + self._transfer(spot).start
+        return self._mirror(spot.program, self._device).bytes[first : first + frame.size]
 
     def arrived(self, peer: int, frame: Frame) -> None:
         """Sets the flag that the graph waits for."""
-        found = self._find(frame)
-        if found is not None:
-            mirror, at, _ = found
-            mirror.flags[mirror.layout.flag(at) // WORD] = 1
+        spot = self._find(frame)
+        if spot is not None:
+            mirror = self._mirror(spot.program, self._device)
+            mirror.flags[mirror.layout.flag(spot) // WORD] = 1
 
     def gone(self, peer: int, why: str) -> None:
         """Tells the worker."""
         self._gone(peer, why)
 
-    def _find(self, frame: Frame) -> tuple[_Mirror, Spot, int] | None:
+    def _find(self, frame: Frame) -> Spot | None:
+        """The transfer that a frame is of; None of one that nobody waits for."""
         deadline = time.monotonic() + EARLY_S
         with self._changed:
             while frame.run not in self._runs:
@@ -215,13 +194,11 @@ class Host:
                     return None
                 self._changed.wait(left_s)
             microbatch, program = self._runs[frame.run]
-        transfers = self._programs[program].transfers
+        transfers = self._inboxes.programs[program].transfers
         if frame.transfer >= len(transfers) or transfers[frame.transfer].num_bytes != frame.size:
             return None
-        if transfers[frame.transfer].dst != self._device:
-            return None
-        generation, at = self._at(Spot(microbatch, program, frame.transfer))
-        return self._mirrors[generation][self._device], at, transfers[frame.transfer].start
+        is_mine = transfers[frame.transfer].dst == self._device
+        return Spot(microbatch, program, frame.transfer) if is_mine else None
 
     # Sending ------------------------------------------------------------------------------------------
 
@@ -235,7 +212,7 @@ class Host:
                 if self._is_closed:
                     return
                 seen = self._num_ended
-                mirrors = [row[dst] for row in self._mirrors]
+                mirrors = list(self._mirrors[dst])
             if not any(self._send_flagged(mirror, dst) for mirror in mirrors):
                 time.sleep(LOOK_S)
 
@@ -251,9 +228,9 @@ class Host:
                 if run is not None:  # else it was cancelled
                     flagged.append((run, number, self._runs[run][1], microbatch))
         for run, number, program, microbatch in sorted(flagged):
-            transfer = self._programs[program].transfers[number]
-            _, at = self._at(Spot(microbatch, program, number))
-            start = mirror.layout.place(at) + transfer.start
+            spot = Spot(microbatch, program, number)
+            transfer = self._transfer(spot)
+            start = self._inboxes.place(spot, dst) + transfer.start
             frame = Frame(run, number, transfer.num_bytes, time.monotonic())
             try:
                 self._links.send(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
@@ -261,12 +238,13 @@ class Host:
                 self._gone(dst, error.message)
         return bool(found.size)
 
-    def _fill(self, microbatch: int, value: int) -> None:
-        for mirrors in self._mirrors:
-            mirror = mirrors[self._device]
+    def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:
+        for mirror in self._mirrors[self._device if device is None else device]:
             start, size = mirror.layout.flags(microbatch)
             mirror.flags[start // WORD : (start + size) // WORD] = value
 
-    def _at(self, spot: Spot) -> tuple[int, Spot]:
-        generation, number = self._where[spot.program]
-        return generation, Spot(spot.microbatch, number, spot.transfer)
+    def _mirror(self, program: int, device: int) -> _Mirror:
+        return self._mirrors[device][self._inboxes.layout(program, device).number]
+
+    def _transfer(self, spot: Spot) -> Transfer:
+        return self._inboxes.programs[spot.program].transfers[spot.transfer]

@@ -1,9 +1,13 @@
-"""InboxLayout: where the transfers of some programs land on one device; the same on every worker that asks.
+"""Inboxes: where the transfers of programs land on every device; the same on every worker that asks.
 
 For each microbatch there are, for each transfer of a program, a flag that says that it is there, a record of
 when it was due (see `turnstile`; of devices that keep another GPU's time), and a place as large as its
 buffer. A microbatch runs one program at a time, so programs share all three; within a program nothing shares
 a place, so no copy waits for a reader.
+
+Programs that are added later are laid out in the inbox that is there if they fit, so that plans can be
+replaced for ever. If not, a device gets another one, larger by half at least: all that it ever had together
+takes no more than three times the largest.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One transfer of one program (by its number among those added together) in one microbatch."""
+    """One transfer of one program (by its number among those added) in one microbatch."""
 
     microbatch: int
     program: int
@@ -27,20 +31,15 @@ class Spot:
 
 
 class InboxLayout:
-    """Offsets in one device's inbox."""
+    """Offsets in one inbox of one device, of so many flags and bytes a microbatch."""
 
-    def __init__(
-        self, programs: Sequence[Program], traces: Sequence[Trace], device: int, microbatches: int
-    ) -> None:
-        self._places = [_offsets(p, traces[p.step], device) for p in programs]
-        # Flags of one microbatch, and of all.
-        self.flags_each = max((len(p.transfers) for p in programs), default=0)
-        self._bytes = max((total for _, total in self._places), default=0)
-        self.num_flags = microbatches * self.flags_each
-        head = microbatches * self.flags_each * WORD * (1 + RECORD_WORDS)
+    def __init__(self, number: int, microbatches: int, flags_each: int, bytes_each: int) -> None:
+        # Among the inboxes of its device.
+        self.number, self.flags_each, self.bytes_each = number, flags_each, bytes_each
+        self.num_flags = microbatches * flags_each
+        head = self.num_flags * WORD * (1 + RECORD_WORDS)
         self._first_place = -(-head // ALIGN) * ALIGN
-        self._first_record = microbatches * self.flags_each * WORD
-        self.total_bytes = self._first_place + microbatches * self._bytes
+        self.total_bytes = self._first_place + microbatches * bytes_each
 
     def flag(self, spot: Spot) -> int:
         """Where the flag of a transfer is."""
@@ -52,14 +51,54 @@ class InboxLayout:
 
     def record(self, spot: Spot) -> int:
         """Where the record of a transfer is."""
-        row = spot.microbatch * self.flags_each + spot.transfer
-        return self._first_record + row * WORD * RECORD_WORDS
+        return self.num_flags * WORD + self.flag(spot) * RECORD_WORDS
 
-    def place(self, spot: Spot) -> int:
-        """Where the buffer of a transfer begins."""
-        return (
-            self._first_place + spot.microbatch * self._bytes + self._places[spot.program][0][spot.transfer]
-        )
+    def part(self, microbatch: int) -> int:
+        """Where the places of a microbatch begin."""
+        return self._first_place + microbatch * self.bytes_each
+
+
+class Inboxes:
+    """Of every device, as programs are added."""
+
+    def __init__(self, num_devices: int, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self.programs: list[Program] = []
+        # Of each device its inboxes, and of each program the one it uses and its transfers' offsets.
+        self.layouts: list[list[InboxLayout]] = [[] for _ in range(num_devices)]
+        self._used: list[list[tuple[InboxLayout, dict[int, int]]]] = [[] for _ in range(num_devices)]
+
+    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        """Makes room for the transfers of a lane's programs; every worker adds lanes in the same order."""
+        self.programs += programs
+        for device, layouts in enumerate(self.layouts):
+            layout = self.layout_for(programs, traces, device)
+            if layout not in layouts:
+                layouts.append(layout)
+            self._used[device] += [(layout, _offsets(p, traces[p.step], device)[0]) for p in programs]
+
+    def layout_for(self, programs: Sequence[Program], traces: Sequence[Trace], device: int) -> InboxLayout:
+        """The inbox that these programs would use: the last one, or another if it is too small."""
+        flags = max((len(p.transfers) for p in programs), default=0)
+        each = max((_offsets(p, traces[p.step], device)[1] for p in programs), default=0)
+        known = self.layouts[device]
+        if not known:
+            return InboxLayout(0, self._microbatches, flags, each)
+        last = known[-1]
+        if flags <= last.flags_each and each <= last.bytes_each:
+            return last
+        grown = -(-last.bytes_each * 3 // 2 // ALIGN) * ALIGN
+        flags, each = max(flags, last.flags_each * 3 // 2), max(each, grown)
+        return InboxLayout(len(known), self._microbatches, flags, each)
+
+    def layout(self, program: int, device: int) -> InboxLayout:
+        """The inbox of a device that a program uses."""
+        return self._used[device][program][0]
+
+    def place(self, spot: Spot, device: int) -> int:
+        """Where the buffer of a transfer begins in it."""
+        layout, offsets = self._used[device][spot.program]
+        return layout.part(spot.microbatch) + offsets[spot.transfer]
 
 
 def _offsets(program: Program, trace: Trace, device: int) -> tuple[dict[int, int], int]:

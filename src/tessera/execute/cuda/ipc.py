@@ -7,16 +7,13 @@ worker is started again its inbox is another, so graphs that send there are capt
 
 from collections.abc import Sequence
 
-import torch
-
 from tessera.errors import WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
-from tessera.execute.cuda.transport import Parcel
+from tessera.execute.cuda.inbox import WORD, Spot
+from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.links import KeyStore
-from tessera.ir import Program, Trace
 
 # A peer that has not told its handle after so long has failed.
 MEET_S = 120.0
@@ -30,10 +27,8 @@ class PeerAway(WorkerError):
         self.device = device
 
 
-class Ipc:
-    """One worker's end; keeps `GpuTransport`."""
-
-    carries_records = True
+class Ipc(GpuTransport):
+    """One worker's end."""
 
     def __init__(
         self,
@@ -45,80 +40,48 @@ class Ipc:
         epochs: Sequence[int],
     ) -> None:
         """`epochs`: how often every device's worker was started before."""
-        self._epochs = list(epochs)
-        self._device, self._ordinal, self._num = device, ordinal, num_devices
-        self._microbatches, self._store = microbatches, store
-        # (added together, device) -> layout of its inbox; one a call of `add`.
-        self._layouts: list[list[InboxLayout]] = []
-        self._inboxes: list[driver.IpcMemory] = []
-        # (added together, device) -> address of its inbox in this process.
+        super().__init__(device, ordinal, num_devices, microbatches)
+        self._store, self._epochs = store, list(epochs)
+        # This device's inboxes, and (device, inbox) -> address of a peer's in this process.
+        self._own: list[driver.IpcMemory] = []
         self._opened: dict[tuple[int, int], int] = {}
-        # Program -> (added together, number there)
-        self._where: list[tuple[int, int]] = []
-        self._programs: list[Program] = []
         self._side = driver.new_stream(ordinal)
 
-    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """An inbox for these programs; those of the peers are opened when they are first sent to."""
-        generation = len(self._layouts)
-        layouts = [InboxLayout(programs, traces, d, self._microbatches) for d in range(self._num)]
-        self._layouts.append(layouts)
-        self._where += [(generation, number) for number in range(len(programs))]
-        self._programs += programs
-        memory = driver.IpcMemory(self._ordinal, layouts[self._device].total_bytes)
-        self._inboxes.append(memory)
-        self._store.set(self._key(generation, self._device), memory.handle)
+    def _allocate(self) -> None:
+        """Those of the peers are opened when they are first sent to."""
+        for layout in self._inboxes.layouts[self._device][len(self._own) :]:
+            memory = driver.IpcMemory(self._ordinal, layout.total_bytes)
+            self._own.append(memory)
+            self._store.set(self._key(self._device, layout.number), memory.handle)
 
     def meet(self, program: int) -> None:
         """The inboxes of its destinations."""
-        for dst in {t.dst for t in self._programs[program].transfers if t.src == self._device}:
-            self._address(self._where[program][0], dst)
-
-    def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
-        """A place in the inbox."""
-        generation, at = self._at(spot)
-        place = self._inboxes[generation].address + self._layouts[generation][self._device].place(at)
-        return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
-
-    def record(self, spot: Spot) -> torch.Tensor:
-        """The record in the inbox."""
-        generation, at = self._at(spot)
-        start = self._inboxes[generation].address + self._layouts[generation][self._device].record(at)
-        return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
+        transfers = self._inboxes.programs[program].transfers
+        for dst in {t.dst for t in transfers if t.src == self._device}:
+            self._address(dst, program)
 
     def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
         """Copies into the peer's inbox, then sets the flag there."""
-        generation, at = self._at(spot)
-        layout, base = self._layouts[generation][parcel.dst], self._address(generation, parcel.dst)
-        driver.copy(stream, base + layout.place(at) + parcel.start, parcel.source, parcel.num_bytes)
+        base, layout = self._address(parcel.dst, spot.program), self._inboxes.layout(spot.program, parcel.dst)
+        place = self._inboxes.place(spot, parcel.dst) + parcel.start
+        driver.copy(stream, base + place, parcel.source, parcel.num_bytes)
         if parcel.record:
-            driver.copy(stream, base + layout.record(at), parcel.record, WORD * RECORD_WORDS)
-        driver.mem_ops(stream, [MemOp(base + layout.flag(at), 1)])
+            driver.copy(stream, base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
+        driver.mem_ops(stream, [MemOp(base + layout.flag(spot), 1)])
 
     def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The flag in this device's inbox."""
-        generation, at = self._at(spot)
-        flag = self._inboxes[generation].address + self._layouts[generation][self._device].flag(at)
+        flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
-    def begin(self, microbatch: int, run: int, program: int) -> None:
-        """Nothing is to be known of a run."""
-
-    def end(self, run: int, is_cancelled: bool) -> None:
-        """Likewise."""
-
-    def release(self, microbatch: int) -> None:
-        """On a stream of its own: those of the graphs wait."""
-        self._fill(microbatch, 1)
-
     def reset(self, microbatch: int, program: int) -> None:
-        """Likewise; then what this device has set in other inboxes."""
-        self._fill(microbatch, 0)
-        generation, _ = self._where[program]
-        for number, transfer in enumerate(self._programs[program].transfers):
-            base = self._opened.get((generation, transfer.dst))
+        """On a stream of its own, for those of the graphs wait; then what it has set in other inboxes."""
+        super().reset(microbatch, program)
+        for number, transfer in enumerate(self._inboxes.programs[program].transfers):
+            layout = self._inboxes.layout(program, transfer.dst)
+            base = self._opened.get((transfer.dst, layout.number))
             if transfer.src == self._device and base is not None:
-                flag = self._layouts[generation][transfer.dst].flag(Spot(microbatch, 0, number))
+                flag = layout.flag(Spot(microbatch, program, number))
                 driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
         self._side.synchronize()
 
@@ -127,32 +90,32 @@ class Ipc:
         if epoch == self._epochs[device]:
             return False
         self._epochs[device] = epoch
-        for key in [k for k in self._opened if k[1] == device]:
+        for key in [k for k in self._opened if k[0] == device]:
             driver.close_shared(self._opened.pop(key))
         return True
 
     def close(self) -> None:
-        """Peers' inboxes; this worker's own goes with its process, for peers may still write to it."""
+        """Peers' inboxes; this worker's own go with its process, for peers may still write to them."""
         for address in self._opened.values():
             driver.close_shared(address)
         self._opened = {}
 
     def _fill(self, microbatch: int, value: int) -> None:
-        for memory, layouts in zip(self._inboxes, self._layouts, strict=True):
-            start, size = layouts[self._device].flags(microbatch)
+        for memory, layout in zip(self._own, self._inboxes.layouts[self._device], strict=True):
+            start, size = layout.flags(microbatch)
             ops = [MemOp(memory.address + start + at, value) for at in range(0, size, WORD)]
             for first in range(0, len(ops), 128):  # a call takes no more than 256
                 driver.mem_ops(self._side.cuda_stream, ops[first : first + 128])
         self._side.synchronize()
 
-    def _at(self, spot: Spot) -> tuple[int, Spot]:
-        generation, number = self._where[spot.program]
-        return generation, Spot(spot.microbatch, number, spot.transfer)
+    def _base(self, program: int) -> int:
+        return self._own[self._inboxes.layout(program, self._device).number].address
 
-    def _address(self, generation: int, device: int) -> int:
-        key = (generation, device)
+    def _address(self, device: int, program: int) -> int:
+        """Of a peer's inbox."""
+        key = (device, self._inboxes.layout(program, device).number)
         if key not in self._opened:
-            handle = self._store.get(self._key(generation, device), MEET_S)
+            handle = self._store.get(self._key(*key), MEET_S)
             if len(handle) != driver.IPC_HANDLE_BYTES:
                 raise WorkerError(f"device {device} told no handle of its memory", "Update both sides.")
             try:
@@ -161,5 +124,5 @@ class Ipc:
                 raise PeerAway(error.message, device=device) from error
         return self._opened[key]
 
-    def _key(self, generation: int, device: int) -> str:
-        return f"ipc/{generation}/{device}/{self._epochs[device]}"
+    def _key(self, device: int, number: int) -> str:
+        return f"ipc/{number}/{device}/{self._epochs[device]}"

@@ -10,7 +10,6 @@ MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set to their share, as the library 
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
+from tessera.execute.cuda.inbox import WORD, Spot
 from tessera.execute.cuda.ipc import MEET_S
-from tessera.execute.cuda.transport import Parcel
+from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.links import KeyStore
-from tessera.ir import Program, Trace
 
 ID_BYTES = 128
 _BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
@@ -67,24 +65,16 @@ def _library() -> Any:
     return library
 
 
-class Nvshmem:
-    """One worker's end; keeps `GpuTransport`."""
-
-    carries_records = True
+class Nvshmem(GpuTransport):
+    """One worker's end."""
 
     def __init__(
         self, device: int, ordinal: int, num_devices: int, microbatches: int, store: KeyStore, epoch: int = 0
     ) -> None:
-        self._device, self._ordinal, self._num, self._microbatches = (
-            device,
-            ordinal,
-            num_devices,
-            microbatches,
-        )
-        # One a call of `add`: layouts by device, and the address of the inbox, the same object everywhere.
-        self._layouts: list[list[InboxLayout]] = []
-        self._bases: list[int] = []
-        self._where: list[tuple[int, int]] = []
+        super().__init__(device, ordinal, num_devices, microbatches)
+        self._num = num_devices
+        # Of the inboxes, by (device, inbox): addresses in symmetric memory, the same objects everywhere.
+        self._bases: dict[tuple[int, int], int] = {}
         self._side = driver.new_stream(ordinal)
         self._join(store, f"nvshmem/{epoch}")
 
@@ -109,52 +99,42 @@ class Nvshmem:
         self._ask(library.nvshmemx_set_attr_uniqueid_args(*ranks, name, pointer), "set up its group")
         self._ask(library.nvshmemx_hostlib_init_attr(ctypes.c_uint(_BY_ID), pointer), "join its group")
 
-    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """A symmetric inbox, as large as the largest device's; all workers must add the same."""
-        layouts = [InboxLayout(programs, traces, d, self._microbatches) for d in range(self._num)]
-        size = max(layout.total_bytes for layout in layouts)
-        base = _library().nvshmem_malloc(ctypes.c_size_t(max(size, WORD)))
+    def _allocate(self) -> None:
+        """Symmetric memory, as large as the largest new inbox; all workers must add the same."""
+        new = [
+            (device, layout)
+            for device, layouts in enumerate(self._inboxes.layouts)
+            for layout in layouts
+            if (device, layout.number) not in self._bases
+        ]
+        size = max(WORD, *(layout.total_bytes for _, layout in new))
+        base = _library().nvshmem_malloc(ctypes.c_size_t(size))
         if not base:
             remedy = "Use fewer slots, or raise NVSHMEM_SYMMETRIC_SIZE."
             raise WorkerError(f"NVSHMEM has no {size / 1e6:,.0f} MB of symmetric memory", remedy)
-        driver.bytes_at(base, max(size, WORD), self._ordinal).zero_()
+        driver.bytes_at(base, size, self._ordinal).zero_()
         torch.cuda.synchronize(self._ordinal)
         _library().nvshmem_barrier_all()
-        generation = len(self._layouts)
-        self._layouts.append(layouts)
-        self._bases.append(base)
-        self._where += [(generation, number) for number in range(len(programs))]
-
-    def meet(self, program: int) -> None:
-        """All have met when they joined."""
-
-    def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
-        """A place in the inbox."""
-        base, layout, at = self._at(spot, self._device)
-        return driver.bytes_at(base + layout.place(at), num_bytes, self._ordinal).untyped_storage()
-
-    def record(self, spot: Spot) -> torch.Tensor:
-        """The record in the inbox."""
-        base, layout, at = self._at(spot, self._device)
-        return driver.bytes_at(base + layout.record(at), WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
+        self._bases |= {(device, layout.number): base for device, layout in new}
 
     def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
         """Puts the bytes and sets the signal behind them."""
-        base, layout, at = self._at(spot, parcel.dst)
+        layout = self._inboxes.layout(spot.program, parcel.dst)
+        base = self._bases[parcel.dst, layout.number]
         handle, pe = ctypes.c_void_p(stream), ctypes.c_int(parcel.dst)
         if parcel.record:
             _library().nvshmemx_putmem_on_stream(
-                ctypes.c_void_p(base + layout.record(at)),
+                ctypes.c_void_p(base + layout.record(spot)),
                 ctypes.c_void_p(parcel.record),
                 ctypes.c_size_t(WORD * RECORD_WORDS),
                 pe,
                 handle,
             )
         _library().nvshmemx_putmem_signal_on_stream(
-            ctypes.c_void_p(base + layout.place(at) + parcel.start),
+            ctypes.c_void_p(base + self._inboxes.place(spot, parcel.dst) + parcel.start),
             ctypes.c_void_p(parcel.source),
             ctypes.c_size_t(parcel.num_bytes),
-            ctypes.c_void_p(base + layout.flag(at)),
+            ctypes.c_void_p(base + layout.flag(spot)),
             ctypes.c_uint64(1),
             ctypes.c_int(_SET),
             pe,
@@ -163,46 +143,24 @@ class Nvshmem:
 
     def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The signal in this device's inbox."""
-        base, layout, at = self._at(spot, self._device)
-        flag = base + layout.flag(at)
+        flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0]])
         _library().nvshmemx_signal_wait_until_on_stream(
             ctypes.c_void_p(flag), ctypes.c_int(_AT_LEAST), ctypes.c_uint64(1), ctypes.c_void_p(stream)
         )
         driver.mem_ops(stream, [MemOp(flag, 0, is_long=True), marks[1]])
 
-    def begin(self, microbatch: int, run: int, program: int) -> None:
-        """Nothing is to be known of a run."""
-
-    def end(self, run: int, is_cancelled: bool) -> None:
-        """Likewise."""
-
-    def release(self, microbatch: int) -> None:
-        """Sets this device's flags."""
-        self._fill(microbatch, 1)
-
-    def reset(self, microbatch: int, program: int) -> None:
-        """Clears them; after a loss all workers are started again, so none is set elsewhere."""
-        self._fill(microbatch, 0)
-
-    def relink(self, device: int, epoch: int) -> bool:
-        """Never: all workers are started again together."""
-        return False
-
-    def close(self) -> None:
-        """The group ends with its processes."""
-
     def _fill(self, microbatch: int, value: int) -> None:
-        for base, layouts in zip(self._bases, self._layouts, strict=True):
-            start, size = layouts[self._device].flags(microbatch)
-            for at in range(0, size, WORD):
-                driver.mem_ops(self._side.cuda_stream, [MemOp(base + start + at, value, is_long=True)])
+        """After a loss all workers are started again, so none is set elsewhere."""
+        for layout in self._inboxes.layouts[self._device]:
+            start, size = layout.flags(microbatch)
+            first = self._bases[self._device, layout.number] + start
+            for at in range(first, first + size, WORD):
+                driver.mem_ops(self._side.cuda_stream, [MemOp(at, value, is_long=True)])
         self._side.synchronize()
 
-    def _at(self, spot: Spot, device: int) -> tuple[int, InboxLayout, Spot]:
-        generation, number = self._where[spot.program]
-        at = Spot(spot.microbatch, number, spot.transfer)
-        return self._bases[generation], self._layouts[generation][device], at
+    def _base(self, program: int) -> int:
+        return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
     @staticmethod
     def _ask(status: int, what: str) -> None:

@@ -16,12 +16,13 @@ them then.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import Spot
+from tessera.execute.cuda.inbox import WORD, Inboxes, Spot
+from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.ir import Program, Trace
 
 
@@ -38,29 +39,56 @@ class Parcel:
     record: int = 0
 
 
-class GpuTransport(Protocol):
+class GpuTransport:
     """One worker's end; `program` in a spot counts the programs that were added, from 0."""
 
     # True if the record of a transfer arrives with it.
-    carries_records: bool
+    carries_records = True
+
+    def __init__(self, device: int, ordinal: int, num_devices: int, microbatches: int) -> None:
+        self._device, self._ordinal = device, ordinal
+        self._inboxes = Inboxes(num_devices, microbatches)
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         """Makes room for the transfers of a lane's programs; every worker adds lanes in the same order."""
+        known = [len(layouts) for layouts in self._inboxes.layouts]
+        self._inboxes.add(programs, traces)
+        if known != [len(layouts) for layouts in self._inboxes.layouts]:
+            self._allocate()
+
+    def new_bytes(self, programs: Sequence[Program], traces: Sequence[Trace]) -> int:
+        """What `add` would take of this device's memory."""
+        layout = self._inboxes.layout_for(programs, traces, self._device)
+        return 0 if layout in self._inboxes.layouts[self._device] else layout.total_bytes
+
+    def _allocate(self) -> None:
+        """Some devices have an inbox more."""
+        raise NotImplementedError
 
     def meet(self, program: int) -> None:
         """Opens what a program sends to; before its graph is captured, for a capture allows no waiting."""
 
     def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
         """Memory of this device in which the buffer of a transfer is, once `wait` is over."""
+        place = self._base(spot.program) + self._inboxes.place(spot, self._device)
+        return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
 
     def record(self, spot: Spot) -> torch.Tensor:
         """The record that came with it."""
+        start = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).record(spot)
+        return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
+
+    def _base(self, program: int) -> int:
+        """Address of this device's inbox for a program."""
+        raise NotImplementedError
 
     def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
         """Issues the copy and the flag."""
+        raise NotImplementedError
 
     def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """Issues the wait for the flag and what clears it, between marks that say where this device is."""
+        raise NotImplementedError
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """A run of a program is about to be launched."""
@@ -70,6 +98,7 @@ class GpuTransport(Protocol):
 
     def release(self, microbatch: int) -> None:
         """Sets all flags of a microbatch, from the CPU."""
+        self._fill(microbatch, 1)
 
     def reset(self, microbatch: int, program: int) -> None:
         """Clears all flags of a microbatch here, and those that this device has set elsewhere.
@@ -77,9 +106,15 @@ class GpuTransport(Protocol):
         Called when a cancelled graph has ended here. When every device has done so, no flag is left: each
         clears what it may still have set itself.
         """
+        self._fill(microbatch, 0)
+
+    def _fill(self, microbatch: int, value: int) -> None:
+        """All flags of a microbatch here."""
+        raise NotImplementedError
 
     def relink(self, device: int, epoch: int) -> bool:
         """The link to a peer is opened anew; True if graphs that send there must be captured again."""
+        return False
 
     def close(self) -> None:
         """Lets go of what it holds."""
