@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.execute import cuda_graphs, cuda_timing
+from tessera.execute import cuda_timing
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory
 
@@ -141,8 +141,7 @@ class _Torch:
 def install(monkeypatch: pytest.MonkeyPatch, cost_us: float = 5.0, start_us: float = 40.0) -> FakeCuda:
     """Puts a pretended CUDA under the timers."""
     cuda = FakeCuda(cost_us, start_us)
-    for module in (cuda_graphs, cuda_timing):
-        monkeypatch.setattr(module, "torch", _Torch(cuda))
+    monkeypatch.setattr(cuda_timing, "torch", _Torch(cuda))
 
     class Counted(Launcher):
         """Tells of every launch."""

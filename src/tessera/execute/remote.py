@@ -1,7 +1,7 @@
 """Workers of several machines: the engine has a gate, each worker calls there and says who it is.
 
 The call is authenticated both ways by a shared secret (see `handshake`) before anything else of it is
-looked at; after that only `messages` travel, which are JSON and bytes, of bounded length. Without a secret,
+looked at; after that only `messages` travel, of bounded length. Without a secret,
 only the loopback address is served. A worker is told what to do (see `briefing`) and works until the engine
 hangs up; then it calls again. So a worker that comes late, one that was lost and one on another machine are
 the same: a caller, taken in as soon as a device needs it, while the others go on.
