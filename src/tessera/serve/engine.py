@@ -24,7 +24,7 @@ from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
 from tessera.ir import DecisionKind, Plan
 from tessera.serve.delivery import Delivery
 from tessera.serve.keeper import Keeper, Planner
-from tessera.serve.meters import LOOK_S, Meters, NoObserver, Observer
+from tessera.serve.meters import LOOK_S, Meters, Observer
 from tessera.serve.records import Shape
 from tessera.serve.rows import Request, Rows, Steps
 from tessera.serve.sight import Sight
@@ -66,7 +66,7 @@ class Engine(Watcher[Request]):
         config = config or EngineConfig()
         self.stepper, self.shape, self._note = stepper, shape, note
         self.meters = Meters(config.window_s)
-        self._observer: Observer = observer or NoObserver()
+        self._observer = observer or Observer()
         self._out = Delivery(end, self.meters, self._observer)
         steps = Steps.of(stepper.plans[0])
 

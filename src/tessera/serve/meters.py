@@ -7,7 +7,7 @@ The engine's thread writes; totals may be read by any thread. Times of single re
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tessera.execute.stepper import DeviceStatus, Use
 from tessera.serve.records import Finish, StepKind
@@ -27,8 +27,8 @@ class Times(NamedTuple):
     whole_s: float
 
 
-class Observer(Protocol):
-    """Takes raw observations; called by the engine's thread, so it must be quick."""
+class Observer:
+    """Takes raw observations; called by the engine's thread, so it must be quick. By itself it looks away."""
 
     def seated(self, queued_s: float) -> None:
         """A request has waited so long, and has a row now."""
@@ -44,25 +44,6 @@ class Observer(Protocol):
 
     def finished(self, finish: Finish, times: Times) -> None:
         """A request has left, for whatever reason."""
-
-
-class NoObserver:
-    """Looks away."""
-
-    def seated(self, queued_s: float) -> None:
-        """Nothing."""
-
-    def first_token(self, seconds: float) -> None:
-        """Nothing."""
-
-    def next_tokens(self, seconds: Sequence[float]) -> None:
-        """Nothing."""
-
-    def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
-        """Nothing."""
-
-    def finished(self, finish: Finish, times: Times) -> None:
-        """Nothing."""
 
 
 class _Look(NamedTuple):

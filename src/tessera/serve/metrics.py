@@ -5,59 +5,47 @@ twice. Histograms are fed by the engine, which sees every token.
 Every series has the label model_name; the registry is the service's own, not the process's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from tessera import __version__
 from tessera.ir import DecisionKind
-from tessera.serve.meters import Times
+from tessera.serve.meters import Observer, Times
 from tessera.serve.records import Finish, Snapshot, StepKind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # vLLM's buckets, with finer ones below for small models.
 FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
+)  # fmt: skip
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 # vLLM's words for how an answer ended.
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
+# (kind, name, what it says, labels besides the model's, what there is: values of the labels -> value)
+Family = tuple[type[Gauge] | type[Counter], str, str, tuple[str, ...], Mapping[Any, float]]
 
-class Metrics:
+
+class Metrics(Observer):
     """All series of one service."""
 
     def __init__(self, model: str, snapshot: Callable[[], Snapshot]) -> None:
         self._model, self._snapshot = model, snapshot
         self.registry = CollectorRegistry(auto_describe=False)
 
-        def made(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            found = Histogram(
-                f"tessera:{name}", text, ["model_name"], buckets=tuple(buckets), registry=self.registry
+        def made(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            labels, registry = ["model_name"], self.registry
+            return Histogram(f"tessera:{name}", text, labels, buckets=buckets, registry=registry).labels(
+                model
             )
-            return found.labels(model)
 
         self._first_token = made(
             "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S
@@ -74,34 +62,25 @@ class Metrics:
         self._decode = made("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
         self._prompt = made("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output = made("request_generation_tokens", "Tokens of an answer.", TOKENS)
-        self._step = Histogram(
-            "tessera:step_seconds",
-            "One step of a microbatch.",
-            ["model_name", "kind"],
-            buckets=TOKEN_S,
-            registry=self.registry,
-        )
+        labels, text = ["model_name", "kind"], "One step of a microbatch."
+        self._step = Histogram("tessera:step_seconds", text, labels, buckets=TOKEN_S, registry=self.registry)
         self.registry.register(self)
 
     def seated(self, queued_s: float) -> None:
-        """A request has a row now."""
         self._queue.observe(queued_s)
 
     def first_token(self, seconds: float) -> None:
-        """Since the request arrived."""
         self._first_token.observe(seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
-        """Since the token before, of every answer that a step went on with."""
         for one in seconds:
             self._between.observe(one)
 
     def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
-        """A step ended."""
         self._step.labels(self._model, kind).observe(seconds)
 
     def finished(self, finish: Finish, times: Times) -> None:
-        """A request has left; what was given up in the queue has no times but the whole."""
+        """What was given up in the queue has no times but the whole."""
         self._whole.observe(times.whole_s)
         self._prompt.observe(finish.prompt_tokens)
         self._output.observe(finish.output_tokens)
@@ -119,76 +98,46 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """For the registry: what the snapshot tells."""
-        found = self._snapshot()
-        yield from self._load(found)
-        yield from self._devices(found)
-        yield from self._policies(found)
-        info = GaugeMetricFamily("tessera:build_info", "Always 1.", labels=["model_name", "version"])
-        info.add_metric([self._model, __version__], 1)
-        yield info
+        for kind, name, text, labels, values in _families(self._snapshot()):
+            family = kind(f"tessera:{name}", text, labels=["model_name", *labels])
+            for words, value in values.items():
+                family.add_metric([self._model, *words], value)
+            yield family
 
-    def _load(self, found: Snapshot) -> Iterator[Metric]:
-        used = found.rows_used / found.rows if found.rows else 0.0
-        yield self._gauge("num_requests_running", "Requests with a row.", found.running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", found.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Rows in use; 1 means all.", used)
-        yield self._gauge("generation_tokens_per_s", "Over the last seconds.", found.tokens_per_s)
-        yield self._counter("prompt_tokens", "Tokens of prompts read.", found.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", found.output_tokens)
-        yield self._counter("num_requests_retried", "Begun again after a lost device.", found.retried)
-        done = CounterMetricFamily(
-            "tessera:request_success", "Answers by how they ended.", labels=["model_name", "finished_reason"]
-        )
-        for reason, word in REASONS.items():
-            done.add_metric([self._model, word], found.finished.get(reason, 0))
-        yield done
 
-    def _devices(self, found: Snapshot) -> Iterator[Metric]:
-        labels = ["model_name", "device"]
-        busy = GaugeMetricFamily(
-            "tessera:device_utilization_ratio", "Share of the last seconds with a launch.", labels=labels
-        )
-        up = GaugeMetricFamily("tessera:device_up", "0 if the device was lost.", labels=labels)
-        losses = CounterMetricFamily("tessera:device_losses", "How often the device was lost.", labels=labels)
-        restarts = CounterMetricFamily(
-            "tessera:device_restarts", "How often its worker was started again.", labels=labels
-        )
-        for device in found.devices:
-            losses.add_metric([self._model, device.name], device.losses)
-            restarts.add_metric([self._model, device.name], device.restarts)
-            busy.add_metric([self._model, device.name], device.utilisation)
-            up.add_metric([self._model, device.name], not device.is_lost)
-        ends = ["model_name", "source", "destination"]
-        wire = GaugeMetricFamily(
-            "tessera:link_utilization_ratio", "Share of the last seconds with a transfer.", labels=ends
-        )
-        moved = CounterMetricFamily("tessera:link_bytes", "Bytes moved.", labels=ends)
-        for source, destination, share, num_bytes in found.links:
-            wire.add_metric([self._model, source, destination], share)
-            moved.add_metric([self._model, source, destination], num_bytes)
-        yield from (busy, up, losses, restarts, wire, moved)
-
-    def _policies(self, found: Snapshot) -> Iterator[Metric]:
-        force = GaugeMetricFamily(
-            "tessera:policy_in_force", "1 for the policy in force.", labels=["model_name", "policy"]
-        )
-        for name in found.policies:
-            force.add_metric([self._model, name], name == found.policy)
-        yield force
-        made = CounterMetricFamily(
-            "tessera:policy_decisions", "Decisions of the monitor.", labels=["model_name", "kind"]
-        )
-        for kind in DecisionKind:
-            made.add_metric([self._model, kind.value], found.decided.get(kind.value, 0))
-        yield made
-        yield self._counter("plan_changes", "How often other plans were taken up.", found.plan_changes)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        found = GaugeMetricFamily(f"tessera:{name}", text, labels=["model_name"])
-        found.add_metric([self._model], value)
-        return found
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        found = CounterMetricFamily(f"tessera:{name}", text, labels=["model_name"])
-        found.add_metric([self._model], value)
-        return found
+def _families(now: Snapshot) -> list[Family]:
+    used = now.rows_used / now.rows if now.rows else 0.0
+    devices = {(device.name,): device for device in now.devices}
+    ends = ("source", "destination")
+    reasons = {(word,): float(now.finished.get(reason, 0)) for reason, word in REASONS.items()}
+    decided = {(kind.value,): float(now.decided.get(kind.value, 0)) for kind in DecisionKind}
+    alone: list[tuple[type[Gauge] | type[Counter], str, str, float]] = [
+        (Gauge, "num_requests_running", "Requests with a row.", now.running),
+        (Gauge, "num_requests_waiting", "Requests in the queue.", now.waiting),
+        (Gauge, "kv_cache_usage_perc", "Rows in use; 1 means all.", used),
+        (Gauge, "generation_tokens_per_s", "Over the last seconds.", now.tokens_per_s),
+        (Counter, "prompt_tokens", "Tokens of prompts read.", now.prompt_tokens),
+        (Counter, "generation_tokens", "Tokens generated.", now.output_tokens),
+        (Counter, "num_requests_retried", "Begun again after a lost device.", now.retried),
+        (Counter, "plan_changes", "How often other plans were taken up.", now.plan_changes),
+    ]
+    return [
+        *((kind, name, text, (), {(): value}) for kind, name, text, value in alone),
+        (Counter, "request_success", "Answers by how they ended.", ("finished_reason",), reasons),
+        (Gauge, "device_utilization_ratio", "Share of the last seconds with a launch.", ("device",),
+            {key: device.utilisation for key, device in devices.items()}),
+        (Gauge, "device_up", "0 if the device was lost.", ("device",),
+            {key: not device.is_lost for key, device in devices.items()}),
+        (Counter, "device_losses", "How often the device was lost.", ("device",),
+            {key: device.losses for key, device in devices.items()}),
+        (Counter, "device_restarts", "How often its worker was started again.", ("device",),
+            {key: device.restarts for key, device in devices.items()}),
+        (Gauge, "link_utilization_ratio", "Share of the last seconds with a transfer.", ends,
+            {(source, destination): share for source, destination, share, _ in now.links}),
+        (Counter, "link_bytes", "Bytes moved.", ends,
+            {(source, destination): num_bytes for source, destination, _, num_bytes in now.links}),
+        (Gauge, "policy_in_force", "1 for the policy in force.", ("policy",),
+            {(name,): name == now.policy for name in now.policies}),
+        (Counter, "policy_decisions", "Decisions of the monitor.", ("kind",), decided),
+        (Gauge, "build_info", "Always 1.", ("version",), {(__version__,): 1}),
+    ]  # fmt: skip
