@@ -182,13 +182,13 @@ def _arrived(local: Any, number: int, args: argparse.Namespace) -> dict[str, Any
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
     from tessera.ir import Objective
     from tessera.serve.gpu import prepare_on_gpus
-    from tessera.serve.planning import Average, Wanted
+    from tessera.serve.planning import Average, ServeSpec
 
     began, moments = time.monotonic(), list[Any]()
     prepared = prepare_on_gpus(
         model,
         cluster,
-        Wanted(
+        ServeSpec(
             args.slots,
             args.batch,
             args.capacity,

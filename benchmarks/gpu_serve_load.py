@@ -21,8 +21,8 @@ from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Arrivals, Plan
 from tessera.serve.engine import Engine, EngineConfig
-from tessera.serve.records import Ask, Finish, Piece, Sampling, Shape
-from tessera.serve.rows import Request, Steps
+from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
+from tessera.serve.rows import ActiveRequest, Steps
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
@@ -151,7 +151,7 @@ async def _read(
     answer = service.answer(ask)
     async for event in answer:
         now = time.monotonic()
-        if isinstance(event, Piece):
+        if isinstance(event, AnswerPiece):
             tally.came.append((now, len(event.tokens)))
             if is_first:
                 tally.first_s.append(now - asked)
@@ -196,7 +196,7 @@ def arrive(service: Service, asks: Sequence[tuple[float, Ask]], scale: float) ->
         await asyncio.sleep(max(0.0, begun + at * scale - time.monotonic()))
         asked, came = time.monotonic(), list[float]()
         async for event in service.answer(ask):
-            if isinstance(event, Piece):
+            if isinstance(event, AnswerPiece):
                 came += [time.monotonic()] * len(event.tokens)
             elif event.reason != "length":
                 raise RuntimeError(f"a request ended by {event.reason}: {event.message}")
@@ -234,12 +234,12 @@ def arrive_virtually(
     engine = Engine(stepper, shape, (), EngineConfig(len(asks) + 1))
     engine.scheduler.switch(number)
     due = sorted(asks, key=lambda pair: pair[0])[::-1]
-    open_: dict[Request, tuple[float, list[float]]] = {}
+    open_: dict[ActiveRequest, tuple[float, list[float]]] = {}
     found: list[Waited] = []
     while due or open_:
         while due and due[-1][0] <= stepper.now_s() + 1e-9:
             at, ask = due.pop()
-            request = Request(ask, text.reader(), ())
+            request = ActiveRequest(ask, text.reader(), ())
             open_[request] = (at, [])
             engine.submit(request)
         stepper.next_s = due[-1][0] if due else float("inf")

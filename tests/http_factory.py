@@ -10,10 +10,10 @@ from typing import Any
 
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.app import create_app
-from tessera.serve.limits import Limits
+from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
-from tessera.serve.records import Ask, DeviceView, Endpoint, Event, Finish, Piece, Snapshot, Token
-from tessera.serve.server import Server, bind, url_of
+from tessera.serve.records import AnswerPiece, Ask, DeviceView, Endpoint, Event, Finish, Snapshot, Token
+from tessera.serve.server import HttpServer, bind, url_of
 from tessera.serve.text import ByteText
 
 CAPACITY = 256
@@ -85,7 +85,7 @@ async def _said(service: Scripted, ask: Ask) -> AsyncGenerator[Event, None]:
             if num == service.fails_after:
                 yield Finish("error", prompt, num, "emu:a100 was lost twice")
                 return
-            yield Piece(chr(number) * service.times, (_token(number, ask.sampling.logprobs),))
+            yield AnswerPiece(chr(number) * service.times, (_token(number, ask.sampling.logprobs),))
             num += 1
         is_whole = True
         yield Finish("length", prompt, num)
@@ -105,14 +105,14 @@ class Running:
 
     url: str
     port: int
-    server: Server
+    server: HttpServer
     thread: threading.Thread
 
 
 @contextmanager
 def running(
     service: Scripted,
-    limits: Limits | None = None,
+    limits: HttpLimits | None = None,
     keys: Sequence[str] = (),
     plans: tuple[Plan, ...] = (),
     is_local: bool = False,
@@ -135,23 +135,23 @@ async def _leave_it() -> None:
 def serving(
     endpoint: Endpoint,
     metrics: Metrics,
-    limits: Limits | None = None,
+    limits: HttpLimits | None = None,
     keys: Sequence[str] = (),
     stop: Callable[[], Awaitable[None]] = _leave_it,
     is_local: bool = False,
 ) -> Iterator[Running]:
     """Serves anything until the end of the block."""
-    rules = limits or Limits(drain_s=2.0)
+    rules = limits or HttpLimits(drain_s=2.0)
     with listening(create_app(endpoint, metrics, rules, keys, is_local), rules, stop) as found:
         yield found
 
 
 @contextmanager
 def listening(
-    app: Any, limits: Limits | None = None, stop: Callable[[], Awaitable[None]] = _leave_it
+    app: Any, limits: HttpLimits | None = None, stop: Callable[[], Awaitable[None]] = _leave_it
 ) -> Iterator[Running]:
     """Puts an application behind a socket until the end of the block."""
-    server = Server(app, limits or Limits(drain_s=2.0), stop)
+    server = HttpServer(app, limits or HttpLimits(drain_s=2.0), stop)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

@@ -32,8 +32,8 @@ from tessera.execute.stepper import (
 )
 from tessera.execute.stepper import Event as StepperEvent
 from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
-from tessera.serve.records import Ask, Event, Finish, Piece, Sampling, Shape, Token
-from tessera.serve.rows import Request
+from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
+from tessera.serve.rows import ActiveRequest
 from tessera.serve.sampling import choose
 from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
@@ -260,7 +260,7 @@ def service_of(stepper: ToyStepper, **changes: Any) -> Service:
 def expected(ask: Ask) -> tuple[list[int], str, str]:
     """The tokens, the text and the reason of the toy's answer, found without engine, rows or chunks."""
     text = ByteText()
-    request = Request(ask, text.reader(), text.end)
+    request = ActiveRequest(ask, text.reader(), text.end)
     said = ""
     while True:
         logits = toy_logits(request.sequence)[None]
@@ -281,7 +281,7 @@ def expected(ask: Ask) -> tuple[list[int], str, str]:
 class Told:
     """All that a reader got."""
 
-    pieces: list[Piece]
+    pieces: list[AnswerPiece]
     finish: Finish
 
     @property
@@ -310,7 +310,7 @@ async def read(service: Service, ask: Ask) -> Told:
     events: list[Event] = [event async for event in service.answer(ask)]
     finish = events.pop()
     assert isinstance(finish, Finish)
-    pieces = [event for event in events if isinstance(event, Piece)]
+    pieces = [event for event in events if isinstance(event, AnswerPiece)]
     assert len(pieces) == len(events), "one finish, at the end"
     return Told(pieces, finish)
 

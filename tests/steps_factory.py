@@ -9,7 +9,7 @@ from tessera import flow
 from tessera.execute.stepper import StepDone, Stepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.planning import POLICIES, Average, Prepared, Wanted, prepare
+from tessera.serve.planning import POLICIES, Average, Prepared, ServeSpec, prepare
 from tessera.serve.records import StepKind
 from tessera.serve.rows import Steps
 
@@ -24,7 +24,7 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
     return prepare(
         model,
         make_cluster(parse_devices(DEVICES), "pcie4"),
-        Wanted(2, ROWS, CAPACITY, CHUNK, Average(prompt=12, output=8), policies),
+        ServeSpec(2, ROWS, CAPACITY, CHUNK, Average(prompt=12, output=8), policies),
     )
 
 

@@ -17,7 +17,7 @@ from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.gpu import prepare_on_gpus
 from tessera.serve.local import Local
-from tessera.serve.planning import Average, Prepared, Wanted
+from tessera.serve.planning import Average, Prepared, ServeSpec
 from tessera.serve.records import Ask, StepKind
 from tessera.serve.rows import Steps
 from tessera.serve.service import Service, ServiceConfig
@@ -46,7 +46,7 @@ def prepared(devices: str) -> Prepared:
     return prepare_on_gpus(
         "tiny-llama",
         cluster,
-        Wanted(MICROBATCHES, ROWS, CAPACITY, CHUNK, Average(12, 8), (Objective.THROUGHPUT,)),
+        ServeSpec(MICROBATCHES, ROWS, CAPACITY, CHUNK, Average(12, 8), (Objective.THROUGHPUT,)),
         coarse=coarse,
     )
 

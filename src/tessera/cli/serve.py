@@ -26,8 +26,8 @@ from tessera.errors import MissingExtra, TesseraError
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
     from tessera.ir import Cluster
-    from tessera.serve.limits import Limits
-    from tessera.serve.start import Options, Ready
+    from tessera.serve.limits import HttpLimits
+    from tessera.serve.start import RunningService, ServeOptions
 
 # The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
 # Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
@@ -95,24 +95,29 @@ def serve(
     _check_counts(counts | {"max-requests": max_requests, "max-body": max_body}, drain)
     from tessera.execute.transport import check_name
     from tessera.serve.auth import read_keys
-    from tessera.serve.limits import Limits
+    from tessera.serve.limits import HttpLimits
+    from tessera.serve.planning import ServeSpec, objectives_of
     from tessera.serve.server import is_loopback
-    from tessera.serve.start import Options
+    from tessera.serve.start import ServeOptions
+    from tessera.serve.steps import ROWS, SLOTS
 
     check_name(transport)
-    options = Options(
-        name=served_model_name or "",
-        slots=slots,
-        rows=rows,
-        max_len=max_len,
-        chunk=chunk,
+    spec = ServeSpec(
+        slots or SLOTS,
+        rows or ROWS,
+        max_len,
+        chunk,
+        policies=objectives_of(policy),
         random_weights=random_weights,
-        policy=policy,
-        transport=transport,
-        max_waiting=max_waiting,
-        keys=read_keys(api_key or ()),
-        is_local=is_loopback(host),
-        limits=_within_files(Limits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
+    )
+    options = ServeOptions(
+        served_model_name or "",
+        spec,
+        transport,
+        max_waiting,
+        read_keys(api_key or ()),
+        is_loopback(host),
+        _within_files(HttpLimits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
     )
     with gathered(devices, model, meeting, ray) as (found, hub):
         from tessera.profile import wire
@@ -123,13 +128,13 @@ def serve(
 def _serve(
     model: str,
     cluster: "Cluster",
-    options: "Options",
+    options: "ServeOptions",
     address: tuple[str, int],
     as_json: bool,
     started_s: float,
     hub: "MakeHub | None" = None,
 ) -> None:
-    from tessera.serve.server import Server, bind, url_of
+    from tessera.serve.server import HttpServer, bind, url_of
     from tessera.serve.start import started
 
     sys.setswitchinterval(SWITCH_S)
@@ -149,10 +154,10 @@ def _serve(
             seconds = time.perf_counter() - started_s
             _announce(ready, cluster.names, url_of(bound), seconds, as_json)
 
-        Server(ready.app, options.limits, stop, _say, announce).run(sockets=[bound])
+        HttpServer(ready.app, options.limits, stop, _say, announce).run(sockets=[bound])
 
 
-def _announce(ready: "Ready", names: Sequence[str], url: str, seconds: float, as_json: bool) -> None:
+def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: float, as_json: bool) -> None:
     """One line, when the first request would be answered."""
     if not as_json:
         console().print(f"{ready.name} at {url} after {seconds:.1f} s", markup=False, soft_wrap=True)
@@ -172,7 +177,7 @@ def _announce(ready: "Ready", names: Sequence[str], url: str, seconds: float, as
     typer.echo(json.dumps(document))
 
 
-def _within_files(limits: "Limits") -> "Limits":
+def _within_files(limits: "HttpLimits") -> "HttpLimits":
     """Fewer connections where the shell allows fewer open files."""
     from tessera.serve.server import raise_file_limit
 

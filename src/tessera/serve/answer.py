@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any
 
-from tessera.serve.records import Event, Finish, Piece, Token
+from tessera.serve.records import AnswerPiece, Event, Finish, Token
 
 
 class AnswerBuffer:
@@ -41,7 +41,7 @@ class AnswerBuffer:
         news = [self._news.popleft() for _ in range(len(self._news))]
         if news:
             tokens = tuple(token for _, token in news if token is not None)
-            return Piece("".join(text for text, _ in news), tokens)
+            return AnswerPiece("".join(text for text, _ in news), tokens)
         return last
 
     async def next(self) -> Event:

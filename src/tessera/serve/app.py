@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from tessera import __version__
 from tessera.ir import Plan
 from tessera.serve.auth import CLIENT, Keys
-from tessera.serve.limits import ClientGone, Limits, RequestLimiter, read_body, while_there
+from tessera.serve.limits import ClientGone, HttpLimits, RequestLimiter, read_body, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai_errors import ApiError, JsonResponse, add_handlers
 from tessera.serve.openai_read import ChatRequest, CompletionRequest, no_such_model, parse, read_asks
@@ -84,7 +84,7 @@ NO_PICTURES = (
 def create_app(
     endpoint: Endpoint,
     metrics: Metrics,
-    limits: Limits | None = None,
+    limits: HttpLimits | None = None,
     keys: Sequence[str] = (),
     is_local: bool = False,
 ) -> FastAPI:
@@ -93,7 +93,7 @@ def create_app(
     `app.state.limiter` counts the requests inside.
     """
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
-    limits = limits or Limits()
+    limits = limits or HttpLimits()
     limiter = app.state.limiter = RequestLimiter(limits)
     add_handlers(app)
     _add_openai(app, endpoint, limits, limiter)
@@ -110,7 +110,7 @@ class GenerationResponse(Response):
         self,
         kind: type[ChatRequest] | type[CompletionRequest],
         endpoint: Endpoint,
-        limits: Limits,
+        limits: HttpLimits,
         limiter: RequestLimiter,
     ) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class GenerationResponse(Response):
             await JsonResponse(await answer_whole(service, batch, writer))(scope, receive, send)
 
 
-def _add_openai(app: FastAPI, endpoint: Endpoint, limits: Limits, limiter: RequestLimiter) -> None:
+def _add_openai(app: FastAPI, endpoint: Endpoint, limits: HttpLimits, limiter: RequestLimiter) -> None:
     def shown_as(kind: type[BaseModel]) -> dict[str, Any]:
         """For the OpenAPI page: the body, which FastAPI cannot see, and the answers."""
         ref = {"$ref": f"#/components/schemas/{kind.__name__}"}

@@ -13,7 +13,7 @@ from tessera.execute.stepper import StepDone
 from tessera.serve.answer import WakeUps
 from tessera.serve.meters import Meters, Observer
 from tessera.serve.records import Finish, Reason, StepKind, Token
-from tessera.serve.rows import Request, Rows
+from tessera.serve.rows import ActiveRequest, RowBatch
 from tessera.serve.sampling import choose
 
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
@@ -25,13 +25,13 @@ class Delivery:
     def __init__(self, end: Sequence[int], meters: Meters, observer: Observer) -> None:
         self._end, self._meters, self._observer = frozenset(end), meters, observer
         self.live: Live | None = None
-        self._due: list[tuple[Request, Token | int, Reason | None]] = []
+        self._due: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
         self._gaps: list[float] = []
         self._wake_ups = WakeUps()
 
     def settle(
-        self, rows: Rows, done: StepDone, kind: StepKind, due: Sequence[tuple[int, Request]]
-    ) -> Sequence[Request]:
+        self, rows: RowBatch, done: StepDone, kind: StepKind, due: Sequence[tuple[int, ActiveRequest]]
+    ) -> Sequence[ActiveRequest]:
         """Chooses tokens, and frees the rows of answers that end by them; gives whose."""
         self._observer.stepped(kind, done.seconds, len(due))
         if not due:
@@ -57,12 +57,12 @@ class Delivery:
         self._meters.output_tokens += len(due)
         return left
 
-    def _note_first(self, request: Request, now: float) -> None:
+    def _note_first(self, request: ActiveRequest, now: float) -> None:
         request.first_s = now
         self._meters.prompt_tokens += len(request.ask.prompt)
         self._observer.first_token(now - request.arrived_s)
 
-    def _reason(self, request: Request, number: int) -> Reason | None:
+    def _reason(self, request: ActiveRequest, number: int) -> Reason | None:
         if number in self._end and not request.ask.ignores_end:
             return "stop"
         return "length" if request.num_out >= request.ask.max_tokens else None
@@ -86,7 +86,7 @@ class Delivery:
             self._observer.next_tokens(self._gaps)
             self._gaps = []
 
-    def finish(self, request: Request, reason: Reason, message: str = "") -> None:
+    def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
         """The one end of every request."""
         request.is_over = True
         if request.rows is not None:
@@ -107,7 +107,7 @@ class Delivery:
         self._wake_ups.flush()
 
 
-def _chosen(done: StepDone, due: Sequence[tuple[int, Request]]) -> Sequence[Token | int | None]:
+def _chosen(done: StepDone, due: Sequence[tuple[int, ActiveRequest]]) -> Sequence[Token | int | None]:
     """A number where the model's own choice is all that is wanted, which is quicker than a token."""
     greedy: list[int] = done.outputs["next_tokens"].tolist()
     picks = [request.pick for _, request in due]

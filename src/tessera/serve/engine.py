@@ -26,7 +26,7 @@ from tessera.serve.delivery import Delivery
 from tessera.serve.keeper import Keeper, Planner
 from tessera.serve.meters import LOOK_S, Meters, Observer
 from tessera.serve.records import Shape
-from tessera.serve.rows import Request, Rows, Steps
+from tessera.serve.rows import ActiveRequest, RowBatch, Steps
 from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
@@ -44,7 +44,7 @@ class EngineConfig:
     max_retries: int = 3
 
 
-class Engine(Watcher[Request]):
+class Engine(Watcher[ActiveRequest]):
     """`submit`, `cancel`, `post` and `close` from any thread; `run` is the thread's body.
 
     planner  plans around devices that fail for good; None: they are waited for
@@ -70,11 +70,11 @@ class Engine(Watcher[Request]):
         self._out = Delivery(end, self.meters, self._observer)
         steps = Steps.of(stepper.plans[0])
 
-        def make(number: int, lane: LoadedLane) -> Rows:
-            return Rows(number, shape, steps, self._out.settle, sight)
+        def make(number: int, lane: LoadedLane) -> RowBatch:
+            return RowBatch(number, shape, steps, self._out.settle, sight)
 
         taken = SchedulerConfig(config.max_waiting, shape.slots, shape.rows, config.max_retries)
-        self.scheduler: Scheduler[Request] = Scheduler(stepper, make, taken, self)
+        self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, taken, self)
         self.keeper = Keeper(stepper.plans, planner, self._load, stepper.wake)
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
@@ -96,7 +96,7 @@ class Engine(Watcher[Request]):
 
     # For other threads.
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: ActiveRequest) -> None:
         """Takes a request, or refuses it with an error that says why."""
         if self.live is not None:
             self.live.arrived()  # before it can leave; what is refused is load all the same
@@ -113,7 +113,7 @@ class Engine(Watcher[Request]):
             raise
         self.stepper.wake()
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: ActiveRequest) -> None:
         """Nobody waits for this one any more."""
         if not request.is_over:
             request.is_cancelled = True
@@ -165,7 +165,7 @@ class Engine(Watcher[Request]):
         except TesseraError as error:  # a stepper that fails as a whole
             self.failure = f"no devices are left: {error}"
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: ActiveRequest) -> None:
         if not request.is_over:
             self.scheduler.forget(request, request.ask.client)
             self._out.finish(request, "cancelled")
@@ -189,27 +189,27 @@ class Engine(Watcher[Request]):
 
     # What the scheduler tells.
 
-    def seated(self, request: Request, microbatch: Microbatch[Request]) -> None:
+    def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
         """How long it waited is told once."""
         if request.seated_s is None:
             request.seated_s = time.monotonic()
             self._observer.seated(request.seated_s - request.arrived_s)
 
-    def stepped(self, microbatch: Microbatch[Request], done: StepDone) -> None:
+    def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
         """For the monitor: what the plans in force say is held against what it took."""
         if self.live is not None and any(microbatch.lane.plan is plan for plan in self.stepper.plans):
             self.live.stepped(microbatch.lane, done.step, done.busy_s)
 
-    def failed(self, request: Request, message: str) -> None:
+    def failed(self, request: ActiveRequest, message: str) -> None:
         """It cannot go on."""
         self._out.finish(request, "error", message)
 
-    def retried(self, request: Request, lost: DeviceLost) -> None:
+    def retried(self, request: ActiveRequest, lost: DeviceLost) -> None:
         """It waits again."""
         request.rows = None
         self.meters.retried += 1
 
-    def moved(self, request: Request) -> None:
+    def moved(self, request: ActiveRequest) -> None:
         """It waits again, for a place under the policy in force."""
         request.rows = None
 

@@ -32,9 +32,9 @@ from tessera.execute.footprint import footprints, ready_programs
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
-from tessera.serve.planning import Prepared, Wanted, counts_of
+from tessera.serve.planning import Prepared, ServeSpec, counts_of
 from tessera.serve.rehearse import best_served
-from tessera.serve.steps import Served, served, weight_bytes
+from tessera.serve.steps import ServedModel, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
 RIVALS = ("single-placement", "data-parallel", "prefill-decode", "layer-pipeline")
@@ -76,7 +76,7 @@ def check_gpus(cluster: Cluster) -> None:
 def prepare_on_gpus(
     model: str,
     cluster: Cluster,
-    wanted: Wanted,
+    spec: ServeSpec,
     *,
     coarse: Sequence[str] = (),
     is_compiled: bool = True,
@@ -89,17 +89,9 @@ def prepare_on_gpus(
     check_gpus(cluster)
     card = str(driver.card(cluster.devices[0].ordinal))
     advance(f"building {model}")
-    slots, seed = wanted.slots, wanted.seed
-    with _made_on(card, model, seed):
-        plain = served(
-            model,
-            slots=slots,
-            rows=wanted.rows,
-            capacity=wanted.capacity,
-            chunk=wanted.chunk,
-            seed=seed,
-            random_weights=wanted.random_weights,
-        )
+    slots = spec.slots
+    with _made_on(card, model, spec.seed):
+        plain = spec.build(model)
     if "encode" in plain.workloads:
         raise TesseraError(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
@@ -107,18 +99,18 @@ def prepare_on_gpus(
     made = replace(plain, workloads={k: blank(on_device(w, card)) for k, w in plain.workloads.items()})
     advance("capturing its steps")
     traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
-    unit = flow.make_unit(traces, counts_of(made, wanted.average))
+    unit = flow.make_unit(traces, counts_of(made, spec.average))
     still = Still(tuple(made.workloads.values()))
     advance("pricing its launches")
     costs = _prices(unit, cluster, made.weights(), still, kernels)
     advance("planning")
-    policies = wanted.policies if len(cluster.devices) > 1 else wanted.policies[:1]
+    policies = spec.policies if len(cluster.devices) > 1 else spec.policies[:1]
     plans = tuple(flow.make_plan(unit, costs, cluster, x, slots) for x in policies)
     rehearsed: dict[str, float] = {}
     if len(cluster.devices) > 1 and plans[0].objective is Objective.THROUGHPUT:
         advance("rehearsing")
         rivals = (plans[0], *_others(unit, costs, cluster, slots, RIVALS))
-        best, rehearsed = best_served(rivals, made.shape, wanted.average)
+        best, rehearsed = best_served(rivals, made.shape, spec.average)
         plans = (best, *plans[1:])
     plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
@@ -151,7 +143,7 @@ def blank(workload: Workload) -> Workload:
     return replace(workload, make_state=state)
 
 
-def _captured(model: Served, is_compiled: bool, portable: bool) -> tuple[list[Trace], Kernels]:
+def _captured(model: ServedModel, is_compiled: bool, portable: bool) -> tuple[list[Trace], Kernels]:
     """The steps' traces, and the compiled objects of those that were compiled."""
     traces: list[Trace] = []
     kernels: dict[int, Mapping[int, Any]] = {}

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HttpLimits:
     """What is allowed; every figure is an option of `tessera serve` or its documented constant."""
 
     body_bytes: int = 4 * 2**20
@@ -50,7 +50,7 @@ class ClientGone(Exception):
 class RequestLimiter:
     """Counts the requests that are inside, and lets no more in than allowed."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HttpLimits) -> None:
         self._limits, self.inside, self.is_closed = limits, 0, False
         # Bytes of large bodies that are being read.
         self.held_bytes = 0
@@ -96,7 +96,7 @@ class RequestLimiter:
 
 
 async def read_body(
-    headers: dict[bytes, bytes], receive: Receive, limits: Limits, limiter: RequestLimiter
+    headers: dict[bytes, bytes], receive: Receive, limits: HttpLimits, limiter: RequestLimiter
 ) -> bytes:
     """A whole body of JSON, or 415, 413, 408 or 429; one that says that it is too large is not read."""
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":

@@ -19,7 +19,7 @@ from tessera import __version__
 from tessera.errors import TesseraError
 from tessera.serve.openai_errors import ApiError, api_error
 from tessera.serve.openai_read import AskBatch
-from tessera.serve.records import AnswerService, Ask, Endpoint, Event, Events, Finish, Piece, Token
+from tessera.serve.records import AnswerPiece, AnswerService, Ask, Endpoint, Event, Events, Finish, Token
 
 FINGERPRINT = f"tessera-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -54,8 +54,8 @@ class Writer:
         """All choices at once, each with the events of its answer."""
         choices, output_tokens = [], 0
         for index, events in enumerate(answers):
-            text = "".join(x.text for x in events if isinstance(x, Piece))
-            tokens = [token for x in events if isinstance(x, Piece) for token in x.tokens]
+            text = "".join(x.text for x in events if isinstance(x, AnswerPiece))
+            tokens = [token for x in events if isinstance(x, AnswerPiece) for token in x.tokens]
             finish = events[-1]
             assert isinstance(finish, Finish)
             output_tokens += finish.output_tokens
@@ -75,7 +75,7 @@ class Writer:
             else b""
         )
 
-    def piece(self, index: int, piece: Piece) -> bytes:
+    def piece(self, index: int, piece: AnswerPiece) -> bytes:
         """A chunk of text; nothing if there is nothing to tell."""
         if not piece.text and not self._has_logprobs:
             return b""

@@ -19,9 +19,9 @@ import torch
 
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.errors import AskError, MissingExtra
-from tessera.serve.records import Picture
+from tessera.serve.records import PromptPicture
 from tessera.serve.sight import GRID
-from tessera.serve.steps import Served
+from tessera.serve.steps import ServedModel
 
 # A character of no language.
 MARK = "\U0010fff1"
@@ -45,7 +45,7 @@ class Eyes:
     mark: str = MARK
 
     @classmethod
-    def of(cls, model: Served) -> "Eyes":
+    def of(cls, model: ServedModel) -> "Eyes":
         """The eyes of a served model that has them."""
         _pillow()  # now, and not with the first picture
         module: Any = model.workloads["encode"].module
@@ -73,7 +73,7 @@ class Eyes:
         cut = cut.expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
         return cut.reshape(rows * columns * self.merge**2, -1)
 
-    def placed(self, prompt: Sequence[int], patches: torch.Tensor) -> tuple[list[int], Picture]:
+    def placed(self, prompt: Sequence[int], patches: torch.Tensor) -> tuple[list[int], PromptPicture]:
         """The prompt with the picture's tokens in place of its mark."""
         mark = list(MARK.encode())  # tokens are bytes: only built-in models are served with eyes
         places = range(len(prompt) - len(mark) + 1)
@@ -81,10 +81,10 @@ class Eyes:
         if start is None:
             raise AskError("the picture has no place in this conversation", place="messages")
         whole = [*prompt[:start], *[0] * PICTURE_TOKENS, *prompt[start + len(mark) :]]
-        return whole, Picture(start, patches)
+        return whole, PromptPicture(start, patches)
 
 
-def eyes_of(model: Served) -> Eyes | None:
+def eyes_of(model: ServedModel) -> Eyes | None:
     """The eyes of a model that sees."""
     return Eyes.of(model) if "encode" in model.workloads else None
 

@@ -16,24 +16,30 @@ machine's CPU need the model to fit in it.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from tessera import flow
 from tessera.adapt.avoid import without_devices
 from tessera.capture import record
 from tessera.capture.models.checkpoint import blamed_for_run
-from tessera.errors import DeviceMemoryError, PlanInfeasible
+from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
 from tessera.execute.hub import warm_up
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
-from tessera.serve.steps import ROWS, SLOTS, Served, for_cpu, served
+from tessera.serve.steps import ROWS, SLOTS, ServedModel, for_cpu, served
 
+# Hears one line.
+Told = Callable[[str], None]
 # Weights of a model that is computed on this machine's CPU.
 MAX_BYTES = 4 << 30
 # Share of a device's memory for weights and state; the rest is for temporaries.
 ROOM = 0.8
 POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
+# Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
+OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ServeSpec:
     """What a service is planned for; None: a size that suits the model."""
 
     slots: int = SLOTS
@@ -59,12 +65,32 @@ class Wanted:
     seed: int = 0
     random_weights: bool = False
 
+    def build(self, model: str, **limits: Any) -> ServedModel:
+        """The model in these sizes, within the limits of `served`."""
+        return served(
+            model,
+            slots=self.slots,
+            rows=self.rows,
+            capacity=self.capacity,
+            chunk=self.chunk,
+            seed=self.seed,
+            random_weights=self.random_weights,
+            **limits,
+        )
+
+
+def objectives_of(policy: str) -> tuple[Objective, ...]:
+    """What a service that follows this policy is planned for."""
+    if policy not in OBJECTIVES:
+        raise UnknownName("policy", policy, OBJECTIVES)
+    return OBJECTIVES[policy]
+
 
 @dataclass(frozen=True)
 class Prepared:
     """A model with the plans to serve it by."""
 
-    model: Served
+    model: ServedModel
     cluster: Cluster
     unit: WorkUnit
     costs: tuple[Costs, ...]
@@ -78,53 +104,47 @@ class Prepared:
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
         cluster, costs = without_devices(self.cluster, self.costs, lost)
-        return replace(_planned(self.model, cluster, self.unit, costs, self.policies), scale=self.scale)
+        return self._planned_anew(cluster, costs)
 
     def at(self, costs: tuple[Costs, ...]) -> "Prepared":
         """The same service planned anew at other costs."""
-        return replace(_planned(self.model, self.cluster, self.unit, costs, self.policies), scale=self.scale)
+        return self._planned_anew(self.cluster, costs)
 
-    @property
-    def policies(self) -> tuple[Objective, ...]:
-        """What its plans are for."""
-        return tuple(plan.objective for plan in self.plans)
+    def _planned_anew(self, cluster: Cluster, costs: tuple[Costs, ...]) -> "Prepared":
+        policies = tuple(plan.objective for plan in self.plans)
+        return replace(_planned(self.model, cluster, self.unit, costs, policies), scale=self.scale)
 
 
 def prepare(
     model: str,
     cluster: Cluster,
-    wanted: Wanted,
+    spec: ServeSpec,
     *,
     store: Path | None = None,
-    advance: Callable[[str], None] = lambda what: None,
+    advance: Told = lambda what: None,
 ) -> Prepared:
     """Plans a service; `advance` hears what is done next, `store` keeps measurements."""
     warm_up()  # beside the capture and the planning
     advance(f"building {model}")
     with blamed_for_run(model):
-        made = served(
-            model,
-            slots=wanted.slots,
-            rows=wanted.rows,
-            capacity=wanted.capacity,
-            chunk=wanted.chunk,
-            seed=wanted.seed,
-            random_weights=wanted.random_weights,
-            max_bytes=MAX_BYTES,
-            room_bytes=ROOM * min(device.memory_bytes for device in cluster.devices),
-        )
+        room_bytes = ROOM * min(device.memory_bytes for device in cluster.devices)
+        made = spec.build(model, max_bytes=MAX_BYTES, room_bytes=room_bytes)
         for_cpu(made)
         advance("capturing its steps")
         traces = [record(workload) for workload in made.workloads.values()]
-    unit = flow.make_unit(traces, counts_of(made, wanted.average))
+    unit = flow.make_unit(traces, counts_of(made, spec.average))
     advance("pricing its launches")
-    warn = _warning()
+
+    @cache
+    def warn(what: str) -> None:
+        print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
+
     costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
     advance("planning")
-    return _planned(made, cluster, unit, costs, wanted.policies)
+    return _planned(made, cluster, unit, costs, spec.policies)
 
 
-def counts_of(model: Served, average: Average) -> tuple[int, ...]:
+def counts_of(model: ServedModel, average: Average) -> tuple[int, ...]:
     """How often each step runs for `rows` average requests."""
     shape = model.shape
     if not shape.chunk:
@@ -134,61 +154,32 @@ def counts_of(model: Served, average: Average) -> tuple[int, ...]:
     return (shape.rows, *counts) if "encode" in model.workloads else counts
 
 
-def _price(
-    trace: Trace,
-    cluster: Cluster,
-    store: Path,
-    advance: Callable[[str], None],
-    warn: Callable[[str], None],
-) -> Costs:
+def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Told) -> Costs:
     found = {}
     for device in cluster.devices:
         if needs_measuring(device):
             advance(f"measuring {trace.step.kind} on {device.name}")
             timer = flow.make_timer(trace, device)
-            found[device.name] = measure(
-                trace,
-                device,
-                timer,
-                lambda machine: Store(store, machine, Clocks.ANY, warn),
-                lambda what: None,
-            )
+            kept = partial(Store, store, clocks=Clocks.ANY, spare=warn)
+            found[device.name] = measure(trace, device, timer, kept, lambda what: None)
     return combine(trace, cluster.devices, found)[0]
 
 
-def _warning() -> Callable[[str], None]:
-    """Says what it hears first, and nothing after that."""
-    said: list[str] = []
-
-    def warn(what: str) -> None:
-        if not said:
-            print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
-        said.append(what)
-
-    return warn
-
-
 def _planned(
-    model: Served,
+    model: ServedModel,
     cluster: Cluster,
     unit: WorkUnit,
     costs: tuple[Costs, ...],
     policies: tuple[Objective, ...],
 ) -> Prepared:
-    wanted = policies if len(cluster.devices) > 1 else policies[:1]
+    policies = policies if len(cluster.devices) > 1 else policies[:1]
     try:
-        plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.slots) for x in wanted)
+        plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.slots) for x in policies)
         found = footprints(plans, [ready_programs(plan) for plan in plans])
         check_fits(plans, found)
     except (PlanInfeasible, DeviceMemoryError) as error:
-        raise type(error)(error.message, _lower(model), error.place) from error
+        shape = model.shape
+        now = f"now {shape.slots}, {shape.rows} and {shape.capacity}"
+        remedy = f"Lower --slots, --rows or --max-len ({now}), or add a device."
+        raise type(error)(error.message, remedy, error.place) from error
     return Prepared(model, cluster, unit, costs, plans, found)
-
-
-def _lower(model: Served) -> str:
-    """What to lower, in the words of serving, with what it is now."""
-    shape = model.shape
-    return (
-        f"Lower --slots, --rows or --max-len (now {shape.slots}, {shape.rows} and {shape.capacity}), "
-        "or add a device."
-    )

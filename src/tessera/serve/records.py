@@ -50,7 +50,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class PromptPicture:
     """A picture in a prompt: where its tokens begin, and its patches as the model reads them."""
 
     start: int
@@ -73,7 +73,7 @@ class Ask:
     # Whose it is: asks of different clients take turns in the queue.
     client: str = ""
     # For a model that sees.
-    picture: Picture | None = None
+    picture: PromptPicture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """Text that can no longer change, and the tokens it came from; the text may be empty."""
 
     text: str
@@ -105,7 +105,7 @@ class Finish:
     message: str = ""
 
 
-Event = Piece | Finish
+Event = AnswerPiece | Finish
 Events = AsyncGenerator[Event, None]
 
 

@@ -19,7 +19,7 @@ from tessera.ir import Plan
 from tessera.serve.engine import Engine, EngineConfig
 from tessera.serve.planning import Average
 from tessera.serve.records import Ask, Sampling, Shape
-from tessera.serve.rows import Request
+from tessera.serve.rows import ActiveRequest
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 
@@ -53,12 +53,12 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
     stepper, load, text = VirtualStepper(plans, outputs=outputs), random.Random(0), ByteText()
     engine = Engine(stepper, shape, (), EngineConfig(2 * clients))
     engine.scheduler.switch(number)
-    waiting: list[Request] = []
+    waiting: list[ActiveRequest] = []
 
     def ask(tokens: int) -> None:
         length = load.randint(max(1, average.prompt - max(shape.chunk, 1) + 1), average.prompt)
         prompt = (0,) * min(length, shape.capacity - tokens)
-        request = Request(Ask(prompt, tokens, GREEDY, ignores_end=True), text.reader(), ())
+        request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), text.reader(), ())
         waiting.append(request)
         engine.submit(request)
 

@@ -41,7 +41,7 @@ from tessera.serve.text import Reader
 MAX_CHUNKS = 4
 
 
-class Request:
+class ActiveRequest:
     """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Request:
         self._free_pick = Pick(ask.sampling, generator)
         bans = bool(ask.min_tokens) and not ask.ignores_end
         self._pick = Pick(ask.sampling, generator, tuple(end)) if bans else self._free_pick
-        self.rows: Rows | None = None
+        self.rows: RowBatch | None = None
         self.is_cancelled = self.is_over = False
         self.arrived_s = time.monotonic()
         self.seated_s: float | None = None
@@ -139,25 +139,26 @@ class Steps:
 
 # What a step gave: its rows, the kind, and (row of its outputs, request) of every token that is due. Gives
 # the requests that leave by it.
-Settle = Callable[["Rows", StepDone, StepKind, Sequence[tuple[int, "Request"]]], Sequence["Request"]]
+Due = Sequence[tuple[int, "ActiveRequest"]]
+Settle = Callable[["RowBatch", StepDone, StepKind, Due], Sequence["ActiveRequest"]]
 
 
-class Rows:
+class RowBatch:
     """What an open microbatch holds."""
 
     def __init__(
         self, number: int, shape: Shape, steps: Steps, settle: Settle, sight: Sight | None = None
     ) -> None:
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
-        self.rows: list[Request | None] = [None] * shape.rows
+        self.rows: list[ActiveRequest | None] = [None] * shape.rows
         # Who is in the spare row, for which row of the batch, and whether its prompt is whole there.
-        self.reading: Request | None = None
+        self.reading: ActiveRequest | None = None
         self._place = 0
         self._is_read = False
         self._seeing = None if sight is None else Seeing(sight, shape.rows)
         # The step that runs, and (row, request) that it is for.
         self._kind: StepKind | None = None
-        self._flight: list[tuple[int, Request]] = []
+        self._flight: list[tuple[int, ActiveRequest]] = []
         # Since the last decode.
         self._num_chunks = 0
 
@@ -181,14 +182,14 @@ class Rows:
         """By chunks; without them a request reads again what it has at the pace of an answer."""
         return bool(self._shape.chunk)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[ActiveRequest]:
         """Everybody here."""
         return [r for r in (*self.rows, self.reading) if r is not None]
 
     def state(self) -> None:
         """Zeros."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: ActiveRequest) -> None:
         """A request begins."""
         self.reading, self._place = request, self.rows.index(None)
         request.rows = self
@@ -198,7 +199,7 @@ class Rows:
         if self._seeing is not None:
             self._seeing.begin(request.ask.picture)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: ActiveRequest) -> None:
         """A request goes, wherever it stands; a step that runs for it is not looked at."""
         request.rows = None
         if self.reading is request:
@@ -224,7 +225,7 @@ class Rows:
             return self._begin("decode", self._decode(flight), flight)
         return None
 
-    def end(self, done: StepDone) -> Sequence[Request]:
+    def end(self, done: StepDone) -> Sequence[ActiveRequest]:
         """The step that ran has ended; who leaves by it."""
         kind, flight = self._kind, [(row, r) for row, r in self._flight if not r.is_over]
         assert kind is not None, "a microbatch ends what it began"
@@ -232,8 +233,8 @@ class Rows:
         return self._settle(self, done, kind, self._read(kind, flight, done))
 
     def _read(
-        self, kind: StepKind, flight: list[tuple[int, Request]], done: StepDone
-    ) -> list[tuple[int, Request]]:
+        self, kind: StepKind, flight: list[tuple[int, ActiveRequest]], done: StepDone
+    ) -> list[tuple[int, ActiveRequest]]:
         """Notes what was read; whose next token is due, by row of the outputs."""
         if kind == "encode":
             if self._seeing is not None and flight:
@@ -264,7 +265,7 @@ class Rows:
         """Tokens of a request that a step reads, at most."""
         return self._shape.chunk if kind == "chunk" else int(kind == "decode")
 
-    def _begin(self, kind: StepKind, inputs: Tensors, flight: list[tuple[int, Request]]) -> StepCall:
+    def _begin(self, kind: StepKind, inputs: Tensors, flight: list[tuple[int, ActiveRequest]]) -> StepCall:
         self._kind, self._flight = kind, flight
         width = self._width(kind)
         due = [r for _, r in flight if width and r.read + width >= len(r.sequence)]
@@ -274,7 +275,7 @@ class Rows:
             skips = ("logits", "next_tokens")
         return self._steps.call(self.number, kind, inputs, skips)
 
-    def _chunk(self, request: Request) -> Tensors:
+    def _chunk(self, request: ActiveRequest) -> Tensors:
         width, start = self._shape.chunk, request.read
         tokens = request.sequence[start : start + width]
         last = len(tokens) - 1
@@ -287,7 +288,7 @@ class Rows:
         }
         return made if self._seeing is None else self._seeing.chunk(made)
 
-    def _decode(self, flight: Sequence[tuple[int, Request]]) -> Tensors:
+    def _decode(self, flight: Sequence[tuple[int, ActiveRequest]]) -> Tensors:
         tokens, positions = [0] * len(self.rows), [0] * len(self.rows)
         for row, request in flight:
             positions[row] = at = request.read

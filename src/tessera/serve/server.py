@@ -26,7 +26,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tessera.errors import TesseraError
-from tessera.serve.limits import Limits
+from tessera.serve.limits import HttpLimits
 from tessera.serve.openai_errors import ApiError
 
 # Descriptors that are not connections: workers, files, the loop itself.
@@ -41,7 +41,7 @@ LAST_WORDS_S = 2.0
 class Guarded(H11Protocol):
     """uvicorn's connection, closed when it brings nothing, and refused in OpenAI's shape."""
 
-    limits = Limits()
+    limits = HttpLimits()
     # All connections without a request of one server, the oldest first.
     idle: dict["Guarded", None]
     _timer: asyncio.TimerHandle | None = None
@@ -135,13 +135,13 @@ class Guarded(H11Protocol):
         self.transport.close()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server with an end in good order."""
 
     def __init__(
         self,
         app: FastAPI,
-        limits: Limits,
+        limits: HttpLimits,
         stop: Callable[[], Awaitable[None]],
         say: Callable[[str], None] = lambda text: None,
         on_ready: Callable[[], None] = lambda: None,

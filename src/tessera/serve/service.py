@@ -28,7 +28,7 @@ from tessera.serve.engine import Engine, EngineConfig
 from tessera.serve.keeper import Planner
 from tessera.serve.meters import Observer
 from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
-from tessera.serve.rows import Request
+from tessera.serve.rows import ActiveRequest
 from tessera.serve.sampling import check_sampling
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
@@ -204,7 +204,7 @@ class Service:
     def answer(self, ask: Ask) -> Answer:
         """Takes an ask; its pieces and its finish come by iterating. Closing the answer cancels it."""
         self._check(ask)
-        request = Request(ask, self.text.reader(), self.text.end)
+        request = ActiveRequest(ask, self.text.reader(), self.text.end)
         self._engine.submit(request)
         return Answer(request.buffer, lambda: self._engine.cancel(request))
 

@@ -15,8 +15,8 @@ import torch
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.capture.models.vision import grid_of
 from tessera.execute.stepper import Tensors
-from tessera.serve.records import Picture
-from tessera.serve.steps import Served
+from tessera.serve.records import PromptPicture
+from tessera.serve.steps import ServedModel
 
 GRID = grid_of(PICTURE_TOKENS)
 # What text behind a picture is shifted by: its tokens count as many positions as its longer side.
@@ -51,7 +51,7 @@ class Sight:
     blank: torch.Tensor
 
 
-def sight_of(model: Served) -> Sight | None:
+def sight_of(model: ServedModel) -> Sight | None:
     """Of a model that sees; None for one that does not."""
     if "encode" not in model.workloads:
         return None
@@ -66,7 +66,7 @@ class Seeing:
     def __init__(self, sight: Sight, rows: int) -> None:
         self._sight = sight
         self._shifts = [0] * rows
-        self._picture: Picture | None = None
+        self._picture: PromptPicture | None = None
         self.image: torch.Tensor | None = None
 
     @property
@@ -74,7 +74,7 @@ class Seeing:
         """True if the prompt's picture has to be encoded first."""
         return self._picture is not None and self.image is None
 
-    def begin(self, picture: Picture | None) -> None:
+    def begin(self, picture: PromptPicture | None) -> None:
         """A prompt begins."""
         self._picture, self.image = picture, None
 

@@ -31,7 +31,7 @@ STEP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The steps of one model; their order is that of a work unit."""
 
     model: str
@@ -59,7 +59,7 @@ def served(
     random_weights: bool = False,
     max_bytes: int | None = None,
     room_bytes: float | None = None,
-) -> Served:
+) -> ServedModel:
     """Builds a model (a built-in name or a checkpoint folder) for serving; None: a size that suits it.
 
     A model with more than `max_bytes` of weights is refused before it is built. Rows that nobody gave a
@@ -94,10 +94,10 @@ def served(
         "decode": Step(place, "decode", rows, size, seed, 0, random_weights),
     }
     workloads = {kind: another(first, steps[kind]) for kind in kinds}
-    return Served(model, Shape(slots, rows, size, width, config.vocab_size), workloads)
+    return ServedModel(model, Shape(slots, rows, size, width, config.vocab_size), workloads)
 
 
-def reference(model: Served, num_threads: int | None = None) -> ReferenceStepper:
+def reference(model: ServedModel, num_threads: int | None = None) -> ReferenceStepper:
     """The model's own code as a stepper: what answers of every placement are compared with."""
     workloads = list(model.workloads.values())
     names = [(set(w.make_inputs(0)), set(w.make_state(0))) for w in workloads]
@@ -111,7 +111,7 @@ def reference(model: Served, num_threads: int | None = None) -> ReferenceStepper
     return ReferenceStepper(plan, run, model.state, num_threads)
 
 
-def for_cpu(model: Served) -> Served:
+def for_cpu(model: ServedModel) -> ServedModel:
     """Lays the weights of linear layers out as the CPU multiplies fastest; changes no value.
 
     They are stored transposed, so that the products of a few rows read them along memory. Weights that are

@@ -11,7 +11,7 @@ import torch
 from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling
 from tessera.serve.service import Service
-from tessera.serve.steps import Served, served
+from tessera.serve.steps import ServedModel, served
 from tessera.serve.steps import reference as own_code
 from tessera.serve.text import END, ByteText
 
@@ -20,20 +20,20 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt-oss", "tiny-mamba"])
-def model(request: pytest.FixtureRequest) -> Served:
+def model(request: pytest.FixtureRequest) -> ServedModel:
     """Chunks of 8, so that most prompts need several."""
     return served(request.param, slots=2, rows=4, capacity=CAPACITY, chunk=8)
 
 
 @pytest.fixture
-def service(model: Served) -> Iterator[Service]:
+def service(model: ServedModel) -> Iterator[Service]:
     """The model itself behind the engine."""
     with own_code(model, num_threads=1) as stepper, Service(stepper, model.shape, ByteText()) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def reference(model: Served) -> Any:
+def reference(model: ServedModel) -> Any:
     """The same weights as Hugging Face runs them, with its own masks and attention."""
     module: Any = model.workloads["decode"].module
     if model.model == "tiny-mamba":

@@ -8,7 +8,7 @@ import pytest
 
 from serving_factory import GREEDY, Told, ToyStepper, expected, read, read_all, service_of, until, wait_for
 from tessera.serve.answer import AnswerBuffer, WakeUps
-from tessera.serve.records import Ask, Finish, Piece, Sampling
+from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling
 from tessera.serve.text import END, ByteText
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
@@ -107,7 +107,7 @@ def test_a_cancelled_answer_ends() -> None:
 
 def test_finished_requests_leave_nothing_behind() -> None:
     """After many answers there are no more records of answers than before."""
-    kinds = (Ask, Finish, Piece)
+    kinds = (Ask, Finish, AnswerPiece)
     with service_of(ToyStepper()) as service:
         wait_for(read_all(service, [LONG] * 5))
         gc.collect()

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper, service_of
-from tessera.serve.limits import Limits
+from tessera.serve.limits import HttpLimits
 from tessera.serve.load import LoadOptions, LoadRun, figures, measure
 from tessera.serve.load_client import parse_address
 from tessera.serve.metrics import Metrics
@@ -26,7 +26,7 @@ from tessera.serve.text import ByteText
 
 SHAPE = Shape(slots=2, rows=8, capacity=256, chunk=32, vocab_size=258)
 # A slow reader is let go after a second, so that the test need not wait for a minute.
-LIMITS = Limits(connections=600, stall_s=1.0, drain_s=2.0)
+LIMITS = HttpLimits(connections=600, stall_s=1.0, drain_s=2.0)
 GOOD = LoadOptions(
     60, 12, prompt_tokens=40, output_tokens=12, api="completions", num_distinct=6, timeout_s=30.0
 )

@@ -21,10 +21,10 @@ from tessera.profile.cards import Card
 from tessera.serve import gpu
 from tessera.serve.gpu import check_gpus, prepare_on_gpus
 from tessera.serve.local import Local
-from tessera.serve.planning import Average, Prepared, Wanted
+from tessera.serve.planning import Average, Prepared, ServeSpec
 from tessera.serve.records import Ask
 from tessera.serve.service import Service, ServiceConfig
-from tessera.serve.start import Options, started
+from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import reference, served
 from tessera.serve.text import ByteText
 
@@ -54,7 +54,7 @@ def prepare(text: str, *coarse: str) -> Prepared:
     return prepare_on_gpus(
         "tiny-llama",
         make_devices(text),
-        Wanted(**SIZES, average=Average(8, 3), policies=(Objective.THROUGHPUT,)),
+        ServeSpec(**SIZES, average=Average(8, 3), policies=(Objective.THROUGHPUT,)),
         coarse=coarse,
         is_compiled=False,
     )
@@ -132,7 +132,7 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr(gpu, "prepare_on_gpus", partial(prepare_on_gpus, is_compiled=False))
-    options = Options(slots=1, rows=2, max_len=32, chunk=8)
+    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8))
     with started("tiny-llama", make_devices("cuda:0"), options) as ready:
         told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))
 

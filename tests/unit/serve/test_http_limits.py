@@ -15,12 +15,14 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from http_factory import Running, Scripted, running, wait_until  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
-from tessera.serve.limits import Limits  # noqa: E402
+from tessera.serve.limits import HttpLimits  # noqa: E402
 from tessera.serve.server import bind, is_loopback, raise_file_limit  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LONG = CHAT | {"max_tokens": 200}
-LIMITS = Limits(body_bytes=2000, body_s=0.5, requests=6, stall_s=0.5, connections=60, idle_s=1.0, drain_s=5.0)
+LIMITS = HttpLimits(
+    body_bytes=2000, body_s=0.5, requests=6, stall_s=0.5, connections=60, idle_s=1.0, drain_s=5.0
+)
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def test_body_that_does_not_come_is_given_up(server: Running) -> None:
 
 def test_large_bodies_share_a_budget(service: Scripted) -> None:
     """Large bodies that are slow to come leave no room for another large one, but for every small one."""
-    limits = Limits(body_bytes=300_000, bodies_bytes=400_000, body_s=1.0)
+    limits = HttpLimits(body_bytes=300_000, bodies_bytes=400_000, body_s=1.0)
     large = CHAT | {"user": "x" * 290_000}
     with running(service, limits) as server, ExitStack() as stack:
         slow = stack.enter_context(connect(server, raw_request(large)[:-10]))
@@ -217,7 +219,7 @@ def test_stop_finishes_what_runs_and_refuses_what_comes(server: Running, service
 def test_what_does_not_finish_in_time_is_told_so(service: Scripted) -> None:
     """After the deadline a stream ends with an error of its own, not by a broken connection."""
     service.token_s = 0.05
-    with running(service, Limits(drain_s=0.3)) as server:
+    with running(service, HttpLimits(drain_s=0.3)) as server:
         client = connect(server, raw_request(LONG | {"stream": True}))
         wait_until(lambda: service.running == 1)
         server.server.end()
@@ -230,7 +232,7 @@ def test_what_does_not_finish_in_time_is_told_so(service: Scripted) -> None:
 def test_second_signal_ends_at_once(service: Scripted) -> None:
     """Told to stop twice, the server does not wait for what runs."""
     service.token_s = 0.1
-    with running(service, Limits(drain_s=60.0)) as server:
+    with running(service, HttpLimits(drain_s=60.0)) as server:
         client = connect(server, raw_request(LONG | {"stream": True}))
         wait_until(lambda: service.running == 1)
         server.server.end()

@@ -13,7 +13,7 @@ from tessera.execute.lower import lower
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.planning import Average, Wanted, counts_of, prepare
+from tessera.serve.planning import Average, ServeSpec, counts_of, prepare
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.steps import reference, servable_models, served
 
@@ -48,7 +48,7 @@ def test_a_plan_apart_in_phases_is_among_the_policies() -> None:
 
 def test_one_device_has_one_plan() -> None:
     """With nothing to decide there is one policy."""
-    made = prepare("tiny-llama", emulated("emu:a100"), Wanted(rows=2, capacity=16, chunk=8))
+    made = prepare("tiny-llama", emulated("emu:a100"), ServeSpec(rows=2, capacity=16, chunk=8))
     assert [plan.policy for plan in made.plans] == ["throughput"]
 
 
@@ -81,9 +81,9 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
     for model in ("tiny-sd3.5", "no-such-model"):
         with pytest.raises(UnknownName, match="tiny-llama"):
             served(model)
-    for sizes in ({"slots": 0}, {"rows": 0}, {"capacity": -1}, {"chunk": -1}):
+    for name, size in (("slots", 0), ("rows", 0), ("capacity", -1), ("chunk", -1)):
         with pytest.raises(CaptureError, match="make no service"):
-            served("tiny-llama", **sizes)
+            served("tiny-llama", **{name: size})  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="4096 positions"):
         served("tiny-llama", capacity=5000)
 
@@ -92,13 +92,13 @@ def test_too_little_memory_says_what_to_lower() -> None:
     """The key/value budget is checked before anything starts, in the words of the command."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 20_000_000)
     with pytest.raises((PlanInfeasible, DeviceMemoryError), match=r"--slots, --rows or --max-len"):
-        prepare("tiny-llama", Cluster((small,), ()), Wanted(slots=2, rows=4, capacity=512))
+        prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4, capacity=512))
 
 
 def test_rows_are_as_long_as_memory_allows() -> None:
     """Where nobody says how long, a small device gets shorter rows in place of a refusal."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 40_000_000)
-    made = prepare("tiny-llama", Cluster((small,), ()), Wanted(slots=2, rows=4))
+    made = prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4))
     assert made.model.shape.capacity == 256
     assert made.footprints[0].peak_bytes <= small.memory_bytes
 
@@ -106,7 +106,7 @@ def test_rows_are_as_long_as_memory_allows() -> None:
 def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> None:
     """Emulated devices compute on the CPU, so the weights must fit there."""
     with pytest.raises(TesseraError, match=r"llama-3-8b has 16\.1 GB of weights; these devices"):
-        prepare("llama-3-8b", emulated("emu:a100"), Wanted())
+        prepare("llama-3-8b", emulated("emu:a100"), ServeSpec())
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     made = prepare(
         "tiny-llama",
         emulated("cpu"),
-        Wanted(slots=1, rows=1, capacity=8, chunk=8),
+        ServeSpec(slots=1, rows=1, capacity=8, chunk=8),
         store=tmp_path / "file" / "measured.jsonl",
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

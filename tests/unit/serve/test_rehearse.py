@@ -8,14 +8,14 @@ from tessera.ir import Objective, Plan, WorkUnit
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.planning import Average, counts_of
 from tessera.serve.rehearse import best_served, rehearse
-from tessera.serve.steps import Served, served
+from tessera.serve.steps import ServedModel, served
 
 AVERAGE = Average(prompt=16, output=8)
 ROWS = 4
 
 
 @functools.cache
-def model(slots: int) -> Served:
+def model(slots: int) -> ServedModel:
     """The tiny Llama."""
     return served("tiny-llama", slots=slots, rows=ROWS, capacity=32, chunk=8)
 

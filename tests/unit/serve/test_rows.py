@@ -5,31 +5,31 @@ from collections.abc import Sequence
 from serving_factory import GREEDY, KINDS, toy_plans
 from tessera.execute.stepper import StepDone
 from tessera.serve.records import Ask, Shape, StepKind
-from tessera.serve.rows import MAX_CHUNKS, Request, Rows, Steps
+from tessera.serve.rows import MAX_CHUNKS, ActiveRequest, RowBatch, Steps
 from tessera.serve.text import ByteText
 
 
-def request_of() -> Request:
+def request_of() -> ActiveRequest:
     """One token in, many out."""
-    return Request(Ask((1,), 9, GREEDY), ByteText().reader(), ())
+    return ActiveRequest(Ask((1,), 9, GREEDY), ByteText().reader(), ())
 
 
-def rows_of() -> Rows:
+def rows_of() -> RowBatch:
     """Many rows, one of them with an answer in progress."""
 
     def settle(
-        rows: Rows, done: StepDone, kind: StepKind, due: Sequence[tuple[int, Request]]
-    ) -> list[Request]:
+        rows: RowBatch, done: StepDone, kind: StepKind, due: Sequence[tuple[int, ActiveRequest]]
+    ) -> list[ActiveRequest]:
         for _, request in due:
             request.add(1)
         return []
 
-    made = Rows(0, Shape(1, 32, 48, 4, 258), Steps.of(toy_plans(["only"], 1)[0]), settle)
+    made = RowBatch(0, Shape(1, 32, 48, 4, 258), Steps.of(toy_plans(["only"], 1)[0]), settle)
     made.rows[0] = request_of()
     return made
 
 
-def kinds_until_decode(rows: Rows, num_waiting: int) -> list[str]:
+def kinds_until_decode(rows: RowBatch, num_waiting: int) -> list[str]:
     """The steps that run before the next decode; new requests come in at once."""
     kinds: list[str] = []
     while "decode" not in kinds:

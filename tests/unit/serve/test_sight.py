@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 from tessera.capture.models.seeing import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
-from tessera.serve.records import Ask, Finish, Picture, Sampling, Shape
+from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, Shape
 from tessera.serve.service import Service
 from tessera.serve.sight import GRID, rotary, sight_of
-from tessera.serve.steps import Served, reference, served
+from tessera.serve.steps import ServedModel, reference, served
 from tessera.serve.text import ByteText
 
 GREEDY = Sampling(temperature=0.0)
@@ -24,7 +24,7 @@ NUM = 6
 
 
 @cache
-def model() -> Served:
+def model() -> ServedModel:
     """Chunks shorter than a picture, so that one spans several."""
     return served("tiny-qwen2.5-vl", slots=2, rows=2, capacity=160, chunk=24)
 
@@ -36,7 +36,7 @@ def make_ask(seed: int, start: int | None) -> Ask:
         return Ask((256, *words), NUM, GREEDY, ignores_end=True)
     patches = model().workloads["encode"].make_inputs(seed)["patches"]
     prompt = (256, *words[: start - 1], *[0] * PICTURE_TOKENS, *words[start - 1 :])
-    return Ask(prompt, NUM, GREEDY, ignores_end=True, picture=Picture(start, patches))
+    return Ask(prompt, NUM, GREEDY, ignores_end=True, picture=PromptPicture(start, patches))
 
 
 ASKS = [make_ask(1, 1), make_ask(2, None), make_ask(3, 5), make_ask(4, 12), make_ask(5, None), make_ask(6, 1)]
@@ -169,4 +169,4 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
 
 def test_a_model_without_eyes_sees_nothing() -> None:
     """There is nothing to encode for a model that reads text."""
-    assert sight_of(Served("x", Shape(1, 1, 8, 4, 258), {})) is None
+    assert sight_of(ServedModel("x", Shape(1, 1, 8, 4, 258), {})) is None

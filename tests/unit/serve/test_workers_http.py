@@ -9,7 +9,8 @@ import httpx
 
 from http_factory import listening
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.start import Options, started
+from tessera.serve.planning import ServeSpec
+from tessera.serve.start import ServeOptions, started
 
 # Within so long it answers again.
 LIMIT_S = 30.0
@@ -19,7 +20,7 @@ ASK = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 12, "temperature": 0, "ignore_eo
 def test_a_service_whose_workers_are_all_killed_answers_again() -> None:
     """Also where the first replacement is killed while it starts: the same tokens, and both devices there."""
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    options = Options(slots=2, rows=2, max_len=48, chunk=16)
+    options = ServeOptions(spec=ServeSpec(2, 2, 48, 16))
     with (
         started("tiny-llama", cluster, options) as ready,
         listening(ready.app) as server,
