@@ -30,7 +30,7 @@ def machine() -> Iterator[Run]:
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     try:
         with FakeTensorMode() as mode, TargetAttention():
-            yield ShapeCache(mode, _run).run
+            yield ShapeCache(mode, run_fake).run
     finally:
         torch.cuda.get_device_capability = real
 
@@ -43,7 +43,7 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator on fake tensors, repaired where torch's fake differs from the real one."""
     if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
         return _grouped_product(func, args, kwargs)

@@ -27,7 +27,8 @@ def capture(
     step: Annotated[
         str | None,
         typer.Option(
-            help="What to run: prefill, decode, encode, denoise, or a served model's chunk or insert.",
+            help="What to run: prefill, decode, encode, denoise, call (the plain forward), "
+            "or a served model's chunk or insert.",
             show_default=False,
         ),
     ] = None,
@@ -100,9 +101,9 @@ def _record_compiled(step: Step, device: str) -> Trace:
 
 def default_step(model: str) -> str:
     """decode where the model has it, else the first of its steps."""
-    from tessera.capture import known_models
+    from tessera.capture.models import steps_of_model
 
-    steps = known_models().get(model, ("decode",))
+    steps = steps_of_model(model)
     return "decode" if "decode" in steps else steps[0]
 
 

@@ -13,12 +13,21 @@ from pathlib import Path
 
 from tessera.capture.models import catalog, checkpoint, diffusers
 from tessera.capture.models.custom import from_callable
-from tessera.capture.models.hf import CAUSAL_STEPS, STEPS, another, built_in, from_folder, served_steps
+from tessera.capture.models.hf import (
+    CAUSAL_STEPS,
+    STEPS,
+    another,
+    built_in,
+    config_of,
+    from_folder,
+    served_steps,
+    steps_of,
+)
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
-__all__ = ["another", "build", "known_models", "place_of", "register"]
+__all__ = ["another", "build", "known_models", "place_of", "register", "steps_of_model"]
 
 Builder = Callable[[Step], Workload]
 
@@ -41,6 +50,16 @@ def register(name: str, steps: tuple[str, ...], served: tuple[str, ...] = ()) ->
 def known_models() -> dict[str, tuple[str, ...]]:
     """Model name -> kinds of step it has."""
     return {name: steps for name, (_, steps, _) in sorted(_BUILDERS.items())}
+
+
+def steps_of_model(model: str) -> tuple[str, ...]:
+    """The kinds of step that a model has; of a function of the user's own, what is asked for."""
+    if model in _BUILDERS:
+        return _BUILDERS[model][1]
+    folder = Path(place_of(model))
+    if diffusers.is_denoiser(folder):
+        return ("denoise",)
+    return steps_of(config_of(folder)) if (folder / "config.json").exists() else ("decode",)
 
 
 def build(step: Step) -> Workload:

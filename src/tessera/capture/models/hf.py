@@ -1,8 +1,8 @@
 """Models of Hugging Face's transformers: from a configuration, or from a checkpoint folder.
 
-Weights are random from the step's seed, or those of a folder (see `checkpoint`). Which steps a model has is
-decided by its model_type: mamba2 and qwen2_5_vl have workloads of their own, every other causal language
-model is one with a key/value cache.
+Weights are random from the step's seed, or those of a folder (see `checkpoint`). The class is the one that
+the configuration names; its steps are those of `generic`, apart from qwen2_5_vl, whose pictures are encoded
+by a step of their own (`vision`), and from what only serving needs (`serving`).
 """
 
 import logging
@@ -39,8 +39,8 @@ def from_folder(step: Step) -> Workload:
     """The model of a folder that holds config.json, with the folder's weights."""
     folder = Path(step.model)
     config = config_of(folder)
-    steps = (*STEPS.get(config.model_type, CAUSAL_STEPS), *served_steps(config.model_type))
-    if step.kind not in steps:
+    steps = steps_of(config)
+    if step.kind not in (*steps, *served_steps(config.model_type)):
         raise UnknownName(f"step of {step.model}", step.kind, steps)
     dtype = getattr(config, "dtype", None) or torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -65,6 +65,54 @@ def config_of(folder: Path) -> Any:
 def served_steps(family: str) -> tuple[str, ...]:
     """The steps that only serving needs, of a model family."""
     return SERVED_STEPS.get(family, CAUSAL_SERVED)
+
+
+# Where the class of a configuration that names none is looked for, in this order.
+_AUTO = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModel",
+)
+
+
+def model_class(config: Any) -> Any:
+    """The class that a configuration names; if it names none, the one that transformers has for its type."""
+    library = _transformers()
+    for name in config.architectures or ():
+        kind = getattr(library, name, None)
+        if isinstance(kind, type) and issubclass(kind, library.PreTrainedModel):
+            return kind
+    for name in _AUTO[0 if config.is_encoder_decoder else 2 :]:
+        kinds = getattr(library, name)._model_mapping
+        if type(config) in kinds:
+            found = kinds[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise CaptureError(
+        f"transformers has no model for a {config.model_type}",
+        "Name its class in config.json, under architectures.",
+    )
+
+
+def steps_of(config: Any) -> tuple[str, ...]:
+    """The kinds of step that a configuration's model has."""
+    if config.model_type in STEPS:
+        return (*STEPS[config.model_type], "call")
+    if not model_class(config).can_generate():
+        return ("call",)
+    encode = ("encode",) if config.is_encoder_decoder else ()
+    return (*encode, *CAUSAL_STEPS, "call")
+
+
+def attention_of(kind: Any) -> str:
+    """The attention that a class is built with: ours where it lets attention be chosen freely."""
+    from tessera.capture.models.grouped import ATTENTION
+
+    if kind._supports_attention_backend:
+        return ATTENTION
+    return "sdpa" if kind._supports_sdpa else "eager"
 
 
 def another(workload: Workload, step: Step) -> Workload:
@@ -96,8 +144,7 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 
 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
-    from tessera.capture.models.causal import causal_workload
-    from tessera.capture.models.mamba import mamba_workload
+    from tessera.capture.models.generic import generic_workload
     from tessera.capture.models.seeing import seeing_chunk, seeing_insert
     from tessera.capture.models.serving import causal_insert, chunk_workload, mamba_insert
     from tessera.capture.models.vision import vision_workload
@@ -107,30 +154,23 @@ def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
     if step.kind == "insert":
         inserts = {"mamba2": mamba_insert, "qwen2_5_vl": seeing_insert}
         return inserts.get(config.model_type, causal_insert)
-    makers = {"mamba2": mamba_workload, "qwen2_5_vl": vision_workload}
-    return makers.get(config.model_type, causal_workload)
+    if config.model_type in STEPS and step.kind != "call":
+        return vision_workload
+    return generic_workload
 
 
 def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Any:
-    from tessera.capture.models.grouped import ATTENTION, register_attention
+    from tessera.capture.models.grouped import register_attention
 
-    library = _transformers()
     register_attention()
-    is_vision = config.model_type in STEPS
-    auto = library.AutoModelForImageTextToText if is_vision else library.AutoModelForCausalLM
-    options = {"attn_implementation": ATTENTION, "dtype": dtype}
-    if config.model_type == "mamba2":
-        del options["attn_implementation"]
-    make = partial(auto.from_config, config, **options)
+    kind = model_class(config)
+    options = {"attn_implementation": attention_of(kind), "dtype": dtype}
+    make = partial(kind._from_config, config, **options)
     if folder is None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(step.seed)  # and no other device's
             model = make()
     else:
-        if type(config) not in auto._model_mapping:
-            remedy = "Use a causal language model, or write a module:callable that returns a Workload."
-            raise CaptureError(f"a {config.model_type} is none", remedy, str(folder))
-        kind = auto._model_mapping[type(config)]
         give = partial(checkpoint.give_transformers, partial(kind.from_pretrained, config=config, **options))
         model = checkpoint.load(
             folder,

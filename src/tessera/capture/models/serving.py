@@ -25,7 +25,7 @@ import torch
 
 from tessera.capture.models.cache import FULL, SLIDING, CacheShape, additive, cache_shape, make_state
 from tessera.capture.models.causal import by_kind, choose, newest
-from tessera.capture.models.mamba import row_state
+from tessera.capture.models.generic import CachedSteps
 from tessera.capture.workload import Tensors, Workload
 from tessera.ir import Step
 
@@ -150,7 +150,7 @@ def causal_insert(model: Any, step: Step) -> Workload:
 
 def mamba_insert(model: Any, step: Step) -> Workload:
     """The insert of a Mamba-2 language model."""
-    return insert_workload(model, step, lambda of, seed: row_state(of, model.config, model.dtype, seed))
+    return insert_workload(model, step, lambda of, seed: CachedSteps(model, of).state(seed))
 
 
 def insert_workload(model: Any, step: Step, state_of: MakeState) -> Workload:

@@ -1,0 +1,147 @@
+"""Inputs that a model takes, made from its own description: names, shapes and ranges, values at random.
+
+Names come from the forward of the model (what it needs, and its main input); sizes from its configuration.
+What is not known here can be given in a file (`--inputs`).
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from tessera.errors import CaptureError
+from tessera.ir import Step
+
+IDS = ("input_ids", "decoder_input_ids")
+PIXELS = "pixel_values"
+# Beside the main input, what a model of text and something else is shown.
+SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
+# Parts of a configuration that say what is seen or heard.
+PARTS = ("vision_config", "encoder", "backbone_config", "audio_config")
+REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
+
+
+def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    """Ordinary tokens: none that the configuration gives a meaning of its own."""
+    count = config.vocab_size
+    special = [v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index")) and _is_id(v)]
+    first, stop = _widest(sorted(v for v in special if 0 <= v < count), count)
+    return torch.randint(first, stop, size, generator=random)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _widest(special: list[int], count: int) -> tuple[int, int]:
+    """The longest run of tokens without a special one."""
+    edges = [-1, *special, count]
+    first, stop = max(pairwise(edges), key=lambda pair: pair[1] - pair[0])
+    return (first + 1, stop) if stop > first + 1 else (0, count)
+
+
+def call_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
+    """For the plain forward."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: _make(model, name, step, random) for name in _wanted(model)}
+
+
+def encoder_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
+    """For the encoder of an encoder-decoder: its main input."""
+    random = torch.Generator().manual_seed(seed)
+    return {model.main_input_name: _make(model, model.main_input_name, step, random)}
+
+
+def _wanted(model: Any) -> list[str]:
+    """The main input, what has no default, and what models of two kinds of input are shown."""
+    parameters = inspect.signature(model.forward).parameters
+    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [p.name for p in named if p.default is inspect.Parameter.empty]
+    main = [model.main_input_name] if model.main_input_name in parameters else []
+    both = getattr(model.config, "text_config", None) is not None and "logit_scale" in dict(
+        model.named_parameters()
+    )
+    shown = [name for name in SHOWN if name in parameters] if both else []
+    decoder = ["decoder_input_ids"] if model.config.is_encoder_decoder else []
+    return list(dict.fromkeys([*main, *needed, *shown, *(n for n in decoder if n in parameters)]))
+
+
+def _make(model: Any, name: str, step: Step, random: torch.Generator) -> torch.Tensor:
+    maker = MAKERS.get(name)
+    if maker is None:
+        raise CaptureError(f"nothing is known of its input '{name}'", REMEDY, step.model)
+    made = maker(model.config, step, random)
+    return made.to(model.dtype) if made.is_floating_point() else made
+
+
+def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
+    text = config.get_text_config()
+    length = step.context + step.reserve
+    most = getattr(text, "max_position_embeddings", None) or length
+    return tokens(text, (step.batch, min(length, most)), random)
+
+
+def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
+    channels = _setting(config, ("num_channels", "in_channels", "in_chans"), 3)
+    size = _setting(config, ("image_size", "input_size"), None)
+    if size is None:
+        raise CaptureError(f"the configuration of {step.model} names no image_size", REMEDY)
+    height, width = _sides(size)
+    return torch.randn((step.batch, channels, height, width), generator=random)
+
+
+def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
+    """A spectrogram: mel bins by frames (Whisper), or frames by bins."""
+    bins = _setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
+    frames = getattr(config, "max_source_positions", None)
+    if config.model_type == "whisper" or (getattr(config, "num_mel_bins", None) and frames):
+        return torch.randn((step.batch, bins, 2 * (frames or step.context)), generator=random)
+    return torch.randn((step.batch, step.context, bins), generator=random)
+
+
+def _samples(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
+    """Sound: as many samples as make `context` frames; a spectrogram where the model has one as input."""
+    bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
+    if bins and length and not hasattr(config, "conv_stride"):
+        return torch.randn((step.batch, length, bins), generator=random)
+    stride = prod(getattr(config, "conv_stride", None) or getattr(config, "upsampling_ratios", None) or [320])
+    return torch.randn((step.batch, stride * step.context + stride), generator=random)
+
+
+def _boxes(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
+    size = (step.batch, min(step.context, config.max_position_embeddings), 4)
+    return torch.randint(0, 500, size, generator=random).sort(-1).values
+
+
+def _setting(config: Any, names: Iterable[str], default: Any) -> Any:
+    """A number of the configuration or of one of its parts."""
+    parts = [
+        getattr(config, n, None) for n in ("vision_config", "encoder", "backbone_config", "audio_config")
+    ]
+    for part in (config, *parts):
+        for name in names:
+            found = getattr(part, name, None)
+            if found is not None:
+                return found
+    return default
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, dict):
+        return size["height"], size["width"]
+    return tuple(size[-2:]) if len(size) > 1 else (size[0], size[0])
+
+
+MAKERS: dict[str, Callable[[Any, Step, torch.Generator], torch.Tensor]] = {
+    "input_ids": _ids,
+    "decoder_input_ids": _ids,
+    PIXELS: _pixels,
+    "input_features": _features,
+    "input_values": _samples,
+    "bbox": _boxes,
+}

@@ -1,0 +1,417 @@
+"""The steps of any model of transformers, from what the model says of itself.
+
+    prefill  reads `context` tokens a row and leaves room for `context + reserve` positions
+    decode   reads one token a row, at the row's own position where the model takes positions
+    encode   of an encoder-decoder: the encoder, over `context` tokens (or as long as the model's sound is)
+    call     the plain forward, without a cache
+
+The state of prefill and decode is every tensor that the model's cache holds (`rows`; else what the model
+itself makes and returns). It is found by reading a few tokens once: the cache they leave behind, with its
+tensors exchanged, is the cache of every later call. A cache that a decode leaves with other shapes or other
+plain values than it found is not carried from one decode to the next: its tensors are inputs of a decode at
+one context, and those after it are outputs.
+
+Rows of a prefill may be shorter than it is wide. Where every layer keeps keys by position, `last` is the
+index of each row's last token; a model that only recurs has its rows aligned at the end, and `mask` is 0
+before a row's first token; a model with both kinds of layer reads full rows.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tessera.capture.fake import run_fake
+from tessera.capture.models.causal import choose
+from tessera.capture.models.examples import call_inputs, encoder_inputs, tokens
+from tessera.capture.recorder import call_operator
+from tessera.capture.rng import forked
+from tessera.capture.tracing import traced
+from tessera.capture.workload import Tensors, Workload
+from tessera.errors import CaptureError
+from tessera.ir import Step
+
+# Tokens read to learn what a cache holds.
+NUM_LEARNED = 4
+# Under which names models take what they remember; the first two are caches of transformers.
+CACHES = ("past_key_values", "cache_params", "state", "mems")
+ENCODED = "encoder_hidden_states"
+# Before the names of a cache's tensors that are inputs or outputs.
+BEFORE, AFTER = "before.", "after."
+
+
+def generic_workload(model: Any, step: Step) -> Workload:
+    """A step of a model."""
+    if step.kind == "call":
+        return _plain(model, step, model, lambda seed: call_inputs(model, step, seed), flatten)
+    if step.kind == "encode":
+        encoder = model.get_encoder()
+        return _plain(model, step, encoder, lambda seed: encoder_inputs(model, step, seed), _encoded)
+    return CachedSteps(model, step).workload()
+
+
+def _plain(
+    model: Any,
+    step: Step,
+    part: Callable[..., Any],
+    make_inputs: Callable[[int], dict[str, torch.Tensor]],
+    name: Callable[[Any], dict[str, torch.Tensor]],
+) -> Workload:
+    """A call of the model or a part of it, without state."""
+    options = {"use_cache": False} if takes(part, "use_cache") else {}
+
+    def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        with traced(), attributes_kept(model):
+            return name(part(**inputs, **options))
+
+    return Workload(step, model, call, make_inputs, lambda seed: {}, lambda first, run, last: dict(first))
+
+
+def _encoded(made: Any) -> dict[str, torch.Tensor]:
+    return {ENCODED: made[0]}
+
+
+def takes(part: Callable[..., Any], name: str) -> bool:
+    """True if a module's forward has a parameter of that name."""
+    return name in inspect.signature(getattr(part, "forward", part)).parameters
+
+
+def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a result by the fields, keys and places that lead to them."""
+    if isinstance(made, torch.Tensor):
+        return {name or "output": made}
+    if isinstance(made, Mapping):
+        items = [(str(key), value) for key, value in made.items()]
+    elif isinstance(made, tuple | list):
+        items = [(str(place), value) for place, value in enumerate(made)]
+    else:
+        fields = getattr(made, "__dataclass_fields__", ())
+        items = [(key, getattr(made, key)) for key in fields]
+    found: dict[str, torch.Tensor] = {}
+    for key, value in items:
+        found |= flatten(value, f"{name}.{key}" if name else key)
+    return found
+
+
+@contextmanager
+def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back the tensors that a call leaves in attributes, so that no call sees those of another."""
+    before = [(vars(part), dict(vars(part))) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            for key, value in list(attributes.items()):
+                if isinstance(value, torch.Tensor) and value is not kept.get(key):
+                    attributes[key] = kept.get(key)
+
+
+class CachedSteps:
+    """Prefill and decode of one model."""
+
+    def __init__(self, model: Any, step: Step) -> None:
+        self._model, self._step = model, step
+        self._config = model.config.get_text_config(decoder=True)
+        self._is_pair = bool(model.config.is_encoder_decoder)
+        self._is_prefill = step.kind == "prefill"
+        self._capacity = step.context + step.reserve
+        self._check_length()
+        self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
+        self._positions = self._taken("decoder_position_ids", "position_ids")
+        self._mask = self._taken("decoder_attention_mask", "attention_mask")
+        self._cache = self._taken(*CACHES)
+        self._encoded = self._encode() if self._is_pair else None
+        self._learn()
+
+    def _taken(self, *names: str) -> str:
+        """The first of some parameters that the model has, or nothing."""
+        return next((name for name in names if takes(self._model, name)), "")
+
+    def _check_length(self) -> None:
+        most = getattr(self._config, "max_position_embeddings", None)
+        if most is not None and self._capacity > most:
+            raise CaptureError(
+                f"context {self._capacity} is beyond the {most} positions of {self._step.model}",
+                f"Use at most {most}.",
+            )
+
+    def workload(self) -> Workload:
+        """The step."""
+        return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
+
+    def _encode(self) -> torch.Tensor:
+        """What the encoder returns, for its shape."""
+        with torch.device("cpu"):
+            inputs = encoder_inputs(self._model, self._step, 0)
+        inputs = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
+        with self._apart():
+            found: torch.Tensor = self._model.get_encoder()(**inputs)[0]
+        return found
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """A call that leaves nothing behind."""
+        with torch.no_grad(), forked(), traced(), attributes_kept(self._model):
+            yield
+
+    def _learn(self) -> None:
+        """Reads a few tokens, and one more, to see what is remembered and how.
+
+        Tried in turn: a cache of ours, without and with a mask that hides nothing, which some models need
+        so as not to read the length on the host; then what the model remembers by itself.
+        """
+        tries = [(True, False), (True, True), (False, False)]
+        if self._cache not in CACHES[:2]:
+            tries = tries[2:]
+        errors = []
+        for has_rows, self._has_mask in tries:
+            try:
+                self._learn_with(self._row_cache() if has_rows else None)
+            except (
+                ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            ) as error:  # fmt: skip
+                errors.append(error)
+            else:
+                return
+        said = str(errors[0]).partition("\n")[0]
+        raise CaptureError(
+            f"the cache of a {self._config.model_type} cannot be followed: {said}",
+            "Capture --step call, or write a module:callable that returns a Workload.",
+            self._step.model,
+        ) from errors[0]
+
+    def _row_cache(self) -> Any:
+        from tessera.capture.models.rows import RowCache, RowPairCache
+
+        return (RowPairCache if self._is_pair else RowCache)(self._model.config, self._capacity)
+
+    def _learn_with(self, cache: Any) -> None:
+        self._has_rows = cache is not None and cache.has_rows
+        self._only_recurs = cache is not None and not cache.has_positions and bool(self._mask)
+        self._has_positions = bool(self._positions) or (cache is not None and cache.has_positions)
+        num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
+        first, following = self._first_tokens(num)
+        with self._apart(), _NoReads():
+            left = self._after(self._forward(first, cache, first["last"]), cache)
+            again = _exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
+            after = self._after(self._forward(following, again, None), again)
+        self._is_carried = _describe(left) == _describe(after)
+        if cache is None and self._is_prefill:
+            self._template: Any = None
+        else:
+            self._template = left
+            if self._is_prefill:
+                left.reset()
+        self._held = tensors_of(left)
+        if not self._held:
+            raise ValueError("it holds no tensors")
+
+    def _first_tokens(self, num: int) -> list[dict[str, torch.Tensor]]:
+        """Some tokens for each row, and one more, where the model is."""
+        random = torch.Generator().manual_seed(0)
+        with torch.device("cpu"):
+            start = torch.zeros((self._step.batch, 1), dtype=torch.long)
+            first = {**self._tokens_at(start, num, random), "last": start[:, 0] + num - 1}
+            following = self._tokens_at(start + num, 1, random)
+        return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
+
+    def _after(self, made: Any, cache: Any) -> Any:
+        """The cache as a call has left it."""
+        if hasattr(cache, "begin"):
+            cache.begin(None, None)
+            return cache
+        return getattr(made, self._cache)
+
+    def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
+        """The model's own forward on a cache; only each row's newest token goes through the head."""
+        from tessera.capture.models.rows import row_masks
+
+        given: dict[str, Any] = {self._tokens: inputs["tokens"], self._cache: cache, "use_cache": True}
+        if self._has_positions and hasattr(cache, "begin"):
+            cache.begin(inputs["positions"], last)
+        if self._positions:
+            given[self._positions] = inputs["positions"]
+        if takes(self._model, "cache_position") and self._has_positions:
+            given["cache_position"] = inputs["positions"][0]
+        if self._is_pair:
+            from transformers.modeling_outputs import BaseModelOutput
+
+            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs[ENCODED])
+        if "mask" in inputs:
+            given[self._mask] = inputs["mask"]
+        elif self._has_mask and self._mask:
+            size = (self._step.batch, self._capacity)
+            given[self._mask] = torch.ones(size, dtype=torch.long, device=inputs["tokens"].device)
+        with row_masks(), newest_only(self._model, last if self._has_rows else None):
+            return self._model(**given)
+
+    def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
+        cache = _exchanged(self._template, given)
+        last = inputs.get("last")
+        if self._is_prefill and last is None and self._has_positions:
+            last = torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)
+        with traced(), attributes_kept(self._model):
+            made = self._forward(inputs, cache, last)
+        after = dict(tensors_of(self._after(made, cache)))
+        results = _results(made, self._cache)
+        if not self._is_carried:
+            return results | {AFTER + name: tensor for name, tensor in after.items()}
+        for name, tensor in after.items():
+            if tensor is not state[name]:
+                state[name].copy_(tensor)
+        return results
+
+    def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
+        size = (self._step.batch, width)
+        made = {"tokens": tokens(self._config, size, random)}
+        if self._has_positions:
+            made["positions"] = start + torch.arange(width)
+        if self._encoded is not None:
+            noise = torch.randn(self._encoded.shape, generator=random)
+            made[ENCODED] = noise.to(self._encoded.dtype)
+        return made
+
+    def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        """Rows of different lengths where the model allows it."""
+        random = torch.Generator().manual_seed(seed)
+        batch, context = self._step.batch, self._step.context
+        lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
+        if not self._is_prefill:
+            return self._decode_inputs(lengths, random)
+        made = self._tokens_at(torch.zeros_like(lengths), context, random)
+        if self._has_rows:
+            return {**made, "last": lengths[:, 0] - 1}
+        if self._only_recurs:
+            made["mask"] = (torch.arange(context) >= context - lengths).to(self._model.dtype)
+        return made
+
+    def _decode_inputs(self, lengths: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
+        if not self._is_carried:
+            lengths = torch.full_like(lengths, self._step.context)
+        elif not self._positions:  # where the rows stand is one number
+            lengths = lengths[:1].expand(self._step.batch, 1)
+        made = self._tokens_at(lengths - 1, 1, random)
+        if not self._is_carried:
+            made |= {BEFORE + name: tensor for name, tensor in self._remembered(random).items()}
+        return made
+
+    def state(self, seed: int) -> dict[str, torch.Tensor]:
+        """As nothing has left it for a prefill; for a decode on its own, state that looks used."""
+        return self._remembered(torch.Generator().manual_seed(seed)) if self._is_carried else {}
+
+    def _remembered(self, random: torch.Generator) -> dict[str, torch.Tensor]:
+        made = {}
+        for name, held in self._held:
+            value = torch.zeros(held.shape, dtype=held.dtype)
+            if not self._is_prefill:
+                if held.device.type == "cpu" and not isinstance(held, FakeTensor):
+                    value.copy_(held)
+                if value.is_floating_point():
+                    value += torch.randn(value.shape, generator=random).to(value.dtype)
+            made[name] = value
+        return made
+
+    def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+        """Each row reads the token it chose, one place further on; a prefill takes what was encoded."""
+        if ENCODED in last:
+            return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
+        if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
+            return {name: tensor.clone() for name, tensor in first.items()}
+        made = {"tokens": last["next_tokens"][:, None].clone()}
+        if self._has_positions:
+            positions = first["positions"]
+            begins_after = positions[:, -1] + 1 if positions.shape[1] > 1 else positions[:, 0]
+            start = first["last"] + 1 if "last" in first else begins_after
+            made["positions"] = (start + run)[:, None].clone()
+        return {**made, ENCODED: first[ENCODED].clone()} if ENCODED in first else made
+
+
+def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
+    """Logits and the greedy choice; of a model without logits, whatever it returns beside its cache."""
+    logits = getattr(made, "logits", None)
+    if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+        return choose(logits[:, -1])
+    return {n: t for n, t in flatten(made).items() if not n.startswith((cache, "encoder_"))}
+
+
+@contextmanager
+def newest_only(model: Any, last: torch.Tensor | None) -> Iterator[None]:
+    """While entered, the model's head reads only each row's newest token."""
+    head = model.get_output_embeddings()
+
+    def pick(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = args[0]
+        if last is None:
+            return (hidden[:, -1:], *args[1:])
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        return (hidden[rows, last][:, None], *args[1:])
+
+    handle = head.register_forward_pre_hook(pick) if isinstance(head, torch.nn.Module) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+class _NoReads(TorchDispatchMode):
+    """While entered, a tensor that is read on the host is an error."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise ValueError("it reads a tensor's value on the host")
+        is_fake = any(isinstance(a, FakeTensor) or getattr(a, "is_meta", False) for a in args)
+        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
+
+
+def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Tensors and plain values in an object, with the names that lead to them."""
+    items: list[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, tuple | list):
+        items = list(enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | type):
+        items = list(vars(value).items())
+    else:
+        yield _short(path), value
+        return
+    if id(value) not in above:
+        for key, item in items:
+            yield from _leaves(item, (*path, str(key)), (*above, id(value)))
+
+
+def _short(path: tuple[str, ...]) -> str:
+    """ "keys.3" for the keys of layer 3, with "cross." before an encoder's."""
+    words = ["cross" if w == "cross_attention_cache" else w for w in path if w != "self_attention_cache"]
+    if "layers" in words:
+        place = words.index("layers")
+        words = [*words[:place], *words[place + 2 :], words[place + 1]]
+    return ".".join(words)
+
+
+def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a cache holds, by name."""
+    return [(name, leaf) for name, leaf in _leaves(cache) if isinstance(leaf, torch.Tensor)]
+
+
+def _exchanged(cache: Any, tensors: Tensors) -> Any:
+    """The same cache with other tensors."""
+    return copy.deepcopy(cache, {id(held): tensors[name] for name, held in tensors_of(cache)})
+
+
+def _describe(cache: Any) -> dict[str, Any]:
+    """Shapes of tensors, and plain values."""
+    return {
+        name: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in _leaves(cache)
+        if isinstance(leaf, torch.Tensor | bool | int | float | str | None)
+    }

@@ -1,0 +1,237 @@
+"""Caches of transformers with a fixed capacity, each row of the batch at its own positions.
+
+A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
+hold keys and values. A layer with full attention keeps every position. A layer that looks back w positions
+(sliding windows, chunks) keeps the last w in a ring: position p lies in slot p % w. A prefill starts at
+position 0, attends to its own keys in such a layer and leaves in the ring what each row's last w tokens put
+there; a decode writes its slot and reads the ring. Layers of other kinds (convolutions, recurrences) stay
+transformers' own: they have a fixed size already.
+
+Which keys a token may look at is the model's own rule: transformers hands it to `row_mask`, which asks it
+for the positions that the rows have.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import StaticCache, cache_utils, masking_utils
+
+from tessera.capture.models.cache import additive
+
+
+class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """The keys and values of one layer."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, slots: int, is_ring: bool) -> None:
+        super().__init__()
+        self.slots, self.is_sliding = slots, is_ring
+        self.rows = self.positions = self.last = None
+
+    def begin(
+        self, rows: torch.Tensor | None, positions: torch.Tensor | None, last: torch.Tensor | None
+    ) -> None:
+        """A call with tokens at `positions`; `last` is the index of each row's last token in a prefill."""
+        self.rows, self.positions, self.last = rows, positions, last
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Zeros, of the shape that the first keys and values have."""
+        self.keys, self.values = (
+            new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new keys and values; returns what the layer attends to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, slots = self.rows, self.positions
+        if self.is_sliding and self.last is not None:
+            ring = torch.arange(self.slots, device=slots.device)
+            # The newest position at or before `last` that lies in each slot; unused slots keep any.
+            kept = (self.last[:, None] - (self.last[:, None] - ring) % self.slots).clamp_min(0)
+            for held, new in ((self.keys, key_states), (self.values, value_states)):
+                held.copy_(new[rows, :, kept].transpose(1, 2))
+            return key_states, value_states
+        if self.is_sliding:
+            slots = slots % self.slots
+        self.keys[rows, :, slots] = key_states.transpose(1, 2)
+        self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys there are to look at, and where they begin."""
+        return (query_length if self.is_sliding and self.last is not None else self.slots), 0
+
+    def get_seq_length(self) -> Any:
+        """Where the first row's tokens begin: a prefill begins at 0."""
+        if self.last is not None or self.positions is None:
+            return 0
+        return self.positions[0, 0]
+
+    def get_max_length(self) -> int:
+        """How many positions it keeps."""
+        return self.slots
+
+
+class RecurrentRowLayer(cache_utils.LinearAttentionLayer, RowLayer):  # type: ignore[misc]
+    """A layer that holds keys and values and a recurrent state."""
+
+    def __init__(self, slots: int, is_ring: bool, number_of_states: int) -> None:
+        RowLayer.__init__(self, slots, is_ring)
+        cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values by place, of the recurrent state by name."""
+        kind = RowLayer if args else cache_utils.LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forgets both."""
+        cache_utils.LinearAttentionLayer.reset(self)
+        RowLayer.reset(self)
+
+
+class RowCache(StaticCache):  # type: ignore[misc]
+    """The cache of one call."""
+
+    def __init__(self, config: Any, capacity: int) -> None:
+        super().__init__(config=config, max_cache_len=capacity)
+        self.layers = [_row_layer(layer) for layer in self.layers]
+
+    @property
+    def has_rows(self) -> bool:
+        """True if every layer keeps keys and values by position: rows may be of unequal length."""
+        return all(type(layer) is RowLayer for layer in self.layers)
+
+    @property
+    def has_positions(self) -> bool:
+        """True if some layer does."""
+        return any(isinstance(layer, RowLayer) for layer in self.layers)
+
+    def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
+        """A call with tokens at `positions`; None when it has ended."""
+        if not self.has_positions:
+            return
+        rows = positions if positions is None else torch.arange(len(positions), device=positions.device)
+        for layer in self.layers:
+            if isinstance(layer, RowLayer):
+                layer.begin(rows if rows is None else rows[:, None], positions, last)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Where each row's tokens begin, for `row_mask`."""
+        layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
+        if not layers or layers[0].positions is None:
+            return super().get_query_offset(layer_idx)
+        return layers[0].positions[:, 0]
+
+
+class CrossLayer(RowLayer):
+    """The keys and values of what an encoder returned: written whole by a prefill, then only read."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps all of them."""
+        self.slots = key_states.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.copy_(key_states)
+        self.values.copy_(value_states)
+        return key_states, value_states
+
+
+class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
+    """The cache of a decoder that looks at an encoder's results."""
+
+    def __init__(self, config: Any, capacity: int) -> None:
+        own = RowCache(config, capacity)
+        across = cache_utils.Cache(layers=[CrossLayer(0, False) for _ in own.layers])
+        super().__init__(own, across)
+
+    @property
+    def has_rows(self) -> bool:
+        """See RowCache."""
+        return bool(self.self_attention_cache.has_rows)
+
+    @property
+    def has_positions(self) -> bool:
+        """See RowCache."""
+        return bool(self.self_attention_cache.has_positions)
+
+    def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
+        """A call with tokens at `positions`; None when it has ended."""
+        self.self_attention_cache.begin(positions, last)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Where each row's tokens begin, for `row_mask`."""
+        return self.self_attention_cache.get_query_offset(layer_idx)
+
+
+def _row_layer(layer: Any) -> Any:
+    """Ours in the place of transformers' static layers; others are as they are."""
+    is_ring = bool(getattr(layer, "is_sliding", False))
+    is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
+    if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
+        return RowLayer(layer.max_cache_len, is_ring)
+    if is_recurrent and isinstance(layer, cache_utils.StaticLayer):
+        return RecurrentRowLayer(layer.max_cache_len, is_ring, layer.number_of_states)
+    return layer
+
+
+def row_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., torch.Tensor] = masking_utils.causal_mask_function,
+    local_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """0 where a token may look and minus infinity where not; the rule is the model's `mask_function`.
+
+    Not applied: `attention_mask`. Rows of a RowCache have no padding that later tokens could see.
+    """
+    now = q_offset[:, None, None, None]
+    if q_length > 1:
+        now = now + torch.arange(q_length, device=device)[:, None]
+    there = torch.arange(kv_length, device=device)
+    is_ring = local_size is not None and q_length == 1
+    if is_ring:  # the newest position that lies in each slot
+        there = now - (now - there) % kv_length
+    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+    seen = mask_function(rows, torch.zeros_like(rows[:1]), now, there)
+    if is_ring:
+        seen = seen & (there >= 0)
+    return additive(~seen.expand(batch_size, 1, q_length, kv_length), dtype)
+
+
+@contextmanager
+def row_masks() -> Iterator[None]:
+    """While entered, masks over the rows of a RowCache are made by `row_mask`, all others as ever."""
+    mapping = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    before = dict(mapping._local_mapping)
+
+    def choose(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def make(**given: Any) -> Any:
+            is_by_row = isinstance(given.get("q_offset"), torch.Tensor) and given["q_offset"].dim() == 1
+            return row_mask(**given) if is_by_row else plain(**given)
+
+        return make
+
+    for name in list(mapping):
+        mapping[name] = choose(mapping[name])
+    try:
+        yield
+    finally:
+        mapping._local_mapping.clear()
+        mapping._local_mapping.update(before)
