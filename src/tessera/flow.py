@@ -159,14 +159,28 @@ class BatchRequest:
         return UnitRequest(steps, steps[0].make_inputs(self.seed), self.seed)
 
 
-def requests_of(plan: Plan, num: int) -> tuple[Tensors, Sequence[UnitRequest | BatchRequest]]:
-    """(the model's weights, so many requests for a plan), built from the records of its steps."""
+@dataclass(frozen=True)
+class Requests:
+    """So many requests for a plan, built from the records of its steps."""
+
+    weights: Tensors
+    work: Sequence[UnitRequest | BatchRequest]
+    # Where the values of their inputs come from, in words.
+    inputs: str
+
+
+def requests_of(plan: Plan, num: int, is_fresh: bool = False) -> Requests:
+    """`is_fresh`: all but the first have values of their own, also where a model gives one example to all."""
     steps = [workloads_of(variant.unit) for variant in plan.every_variant]
-    weights = steps[0][0].weights()
+    weights, inputs = steps[0][0].weights(), "as the model makes them"
+    if is_fresh:
+        varied = [[workload.varied() for workload in unit] for unit in steps]
+        steps, inputs = [[workload for workload, _ in unit] for unit in varied], varied[0][0][1]
     if plan.variants:
-        return weights, [BatchRequest(steps, seed) for seed in range(num)]
+        return Requests(weights, [BatchRequest(steps, seed) for seed in range(num)], inputs)
     first = steps[0]
-    return weights, [UnitRequest(first, first[0].make_inputs(seed), seed) for seed in range(num)]
+    work = [UnitRequest(first, first[0].make_inputs(seed), seed) for seed in range(num)]
+    return Requests(weights, work, inputs)
 
 
 def as_run(plan: Plan, lane: int, request: UnitRequest | BatchRequest) -> tuple[WorkUnit, UnitRequest]:

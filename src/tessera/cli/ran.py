@@ -27,6 +27,9 @@ class Ran:
     faults: tuple[str, ...]
     # Which plan was taken, where plans were tried out first.
     picked: "Picked | None" = None
+    # Where the requests' inputs came from, and what results were compared with, in words.
+    inputs: str = ""
+    reference: str | None = None
 
     def divided(self, scale: float) -> "Ran":
         """With modelled times, of a run in which all of them were so many times as long."""

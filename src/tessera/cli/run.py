@@ -1,4 +1,9 @@
-"""tessera run: plans on real worker processes, compared with the undivided model."""
+"""tessera run: plans on real worker processes, compared with the undivided model.
+
+With --verify every request has inputs of its own, and is compared with the model itself, called in this
+process on the same inputs; so a value that a capture took for a constant shows. On GPUs it is compared with
+the recorded launches one by one, and the output says so.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +44,7 @@ PREDICTED_REQUESTS = 32
 GPU_TIMEOUT_S = 60.0
 # A device whose worker fails so often in a row is given up.
 MAX_FAILURES = 3
+MODEL_ITSELF = "the model itself"
 
 
 def run(
@@ -47,7 +53,8 @@ def run(
     ],
     requests: Annotated[int, typer.Option(help="How many requests to run.")] = 8,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare with the undivided run, bit by bit.")
+        bool,
+        typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh."),
     ] = False,
     devices: Annotated[str | None, typer.Option(help="Devices that must be the plan's own.")] = None,
     trace: Annotated[
@@ -123,8 +130,9 @@ def _run(
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import as_run, requests_of, run_undivided
 
-    weights, work = requests_of(plans[0], num)
     on_gpus, scale = has_gpus(plans[0]), 1.0
+    asked = requests_of(plans[0], num, is_fresh=verify and not on_gpus)
+    weights, work = asked.weights, asked.work
     if on_gpus:
         scale = time_scale(plans[0], weights, cast("Request", work[0]))
         options |= {"scale": scale, "is_profiled": True}
@@ -133,7 +141,8 @@ def _run(
     with WorkerStepper(plans, weights, method=FORKSERVER, max_failures=MAX_FAILURES, **options) as stepper:
         picked = None if switch_every else _try_out(stepper, plans, work, scale, advance)
         policy = _every(switch_every, len(plans)) if picked is None else picked.number
-        ran = replace(_through(stepper, work, policy, depth, advance), picked=picked).divided(scale)
+        ran = _through(stepper, work, policy, depth, advance).divided(scale)
+    ran = replace(ran, picked=picked, inputs=asked.inputs, reference=_reference(verify, on_gpus))
     if not verify:
         return ran, None
     if on_gpus:
@@ -146,6 +155,12 @@ def _run(
             equal &= is_equal(run_undivided(unit, own), result)
         advance(f"compared request {request.seed}")
     return ran, equal
+
+
+def _reference(verify: bool, on_gpus: bool) -> str | None:
+    if not verify:
+        return None
+    return "the recorded launches one by one; the model itself was not called" if on_gpus else MODEL_ITSELF
 
 
 def _try_out(
@@ -210,6 +225,8 @@ def _document(
     rows = compared(plan, ran.timeline, ran.compute_us, predicted)
     return {
         "verified": equal,
+        "reference": ran.reference,
+        "inputs": ran.inputs,
         "requests": len(ran.results),
         "lost": sum(bool(r.error) for r in ran.results),
         "restarted": sum(bool(r.restarts) for r in ran.results),
@@ -241,7 +258,9 @@ def _write_trace(plan: Plan, ran: Ran, trace: Path | None) -> dict[str, Any]:
 def _judge(found: dict[str, Any], place: str) -> None:
     if found["verified"] is False:
         raise TesseraError(
-            "the divided run differs from the undivided one", "Please report this plan.", place
+            f"the divided run differs from {found['reference'].partition(';')[0]}",
+            "Capture and plan again; if it still differs, please report this plan.",
+            place,
         )
     if found["lost"]:
         message = f"{found['lost']} of {found['requests']} requests failed: {found['faults'][-1]}"
@@ -279,5 +298,7 @@ def _show(found: dict[str, Any], is_modelled: bool) -> None:
         out.print(f"fault: {fault}", markup=False)
     words = {True: "every output and state equal bit for bit", False: "DIFFERENT", None: "not compared"}
     out.print(f"{found['requests']} requests, {found['lost']} lost: {words[found['verified']]}")
+    if found["reference"]:
+        out.print(f"compared with {found['reference']}; inputs: {found['inputs']}")
     if found["trace"]:
         out.print(f"trace: {found['trace']}", markup=False)

@@ -1,8 +1,10 @@
 """Trials: the orders that `tessera verify` tries on one graph, and how each came out."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from tessera.analyze.hazards import direct_hazards
 from tessera.analyze.orders import (
@@ -14,11 +16,13 @@ from tessera.analyze.orders import (
     order_without,
     value_pairs,
 )
+from tessera.errors import WorkerError
 from tessera.execute.replay import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
 from tessera.flow import workload_of
 from tessera.ir import Graph
 
-# Seed of the request that capture records: a trace may hold for that one alone.
+Tensors = Mapping[str, torch.Tensor]
+# Seed of the request that capture records first: a trace may hold for that one alone.
 RECORDED = 0
 
 
@@ -29,19 +33,40 @@ class Trials:
         self._graph, self._num_orders, self._advance = graph, num_orders, advance
         self._num = len(graph.trace.launches)
         self._rng = random.Random(seed)
-        workload = workload_of(graph.trace)
+        workload, self._inputs = workload_of(graph.trace).varied()
+        self._workload = workload
         inputs, state = workload.make_inputs(RECORDED), workload.make_state(RECORDED)
         self._replay = Replay(graph.trace, workload.weights(), inputs, state)
         advance("running the model")
-        mine = {name: t.clone() for name, t in state.items()}
-        outputs = workload.run({name: t.clone() for name, t in inputs.items()}, mine)
+        outputs, mine = self._run_model(inputs, state)
         advance("replaying in program order")
         first = self._replay.run_in_program_order()
-        self._own = Replayed(dict(outputs), mine, first.memory)
+        self._own = Replayed(outputs, mine, first.memory)
         # What already differs in program order: then no other order can be right.
         self._differs = differing(self._own, first)
         # Buffers whose bytes at the end do not depend on the order; known once legal orders have run.
         self._settled = set(first.memory)
+
+    def _run_model(self, inputs: Tensors, state: Tensors) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the model itself returns, and the state it leaves."""
+        mine = {name: t.clone() for name, t in state.items()}
+        return dict(self._workload.run({name: t.clone() for name, t in inputs.items()}, mine)), mine
+
+    def fresh(self, num: int) -> dict[str, Any]:
+        """Other requests: the launches in the trace's order against the model itself, called on the same."""
+        weights, equal, differs = self._workload.weights(), 0, dict[str, None]()
+        for seed in range(RECORDED + 1, RECORDED + 1 + num):
+            inputs, state = self._workload.make_inputs(seed), self._workload.make_state(seed)
+            outputs, mine = self._run_model(inputs, state)
+            try:
+                found = Replay(self._graph.trace, weights, inputs, state).run_in_program_order()
+                names = differing(Replayed(outputs, mine, {}), found)
+            except WorkerError as error:  # a result of another shape than the recorded one
+                names = [error.message]
+            equal += not names
+            differs |= dict.fromkeys(names)
+            self._advance(f"fresh request {seed}")
+        return {"requests": num, "equal": equal, "differs": list(differs), "inputs": self._inputs}
 
     def legal(self) -> dict[str, Any]:
         """Orders that the graph allows."""

@@ -44,6 +44,7 @@ from tessera.capture.call import Function, Given
 from tessera.capture.function import workload
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.own import own_launches
+from tessera.capture.record import VARYING
 from tessera.compile.options import Options
 from tessera.compile.workers import MAX_ENGINES, Call, Workers, close_all
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
@@ -142,7 +143,8 @@ class Compiled:
         step = workload(self._step, **inputs)
         if self._makes_grads and step.function.changes_state:
             raise CaptureError("it writes gradients' history into its arguments", "Use torch.no_grad().")
-        trace = record(step)
+        # The program may change weights in place between calls, so they are not to be read either.
+        trace = record(step, VARYING | {BufferKind.WEIGHT})
         for kernel in trace.kernels:
             if kernel.origin is Origin.ATEN and not kernel.name.startswith(TORCH_OPERATORS):
                 raise CaptureError(f"{kernel.name} is registered by code that workers do not import")
