@@ -16,9 +16,11 @@ from torch.utils._mode_utils import no_dispatch
 from tessera.capture import rng
 from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, spread, storage_key, view_of
 from tessera.capture.fresh import fresh_tensor
+from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Finder, Held, find, root
 from tessera.capture.naming import flatten, path, unique
 from tessera.capture.own import own_launches
+from tessera.capture.pystate import Kept, holdings
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError, MismatchError
@@ -114,6 +116,9 @@ class Function:
             for block, saved in watch.saved.items():
                 raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
         self._generators = sorted(watch.generators)
+        # Of a graph, Dynamo checks itself what it was made from.
+        is_graph = isinstance(self.fn, GraphStep)
+        self._kept = None if is_graph else Kept(holdings(*self.roots).without_tensors)
         self._sort(watch)
         self._shape_results(result, keys)
 
@@ -213,6 +218,11 @@ class Function:
             for i in self._weights
         }
 
+    @property
+    def roots(self) -> tuple[object, ...]:
+        """The callable, and what it is given that is no tensor."""
+        return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
+
     def changing(self) -> dict[str, torch.Tensor]:
         """Tensors of the first call that other calls give or find otherwise."""
         return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
@@ -233,6 +243,9 @@ class Function:
         tensors = self._tensors(leaves) if same else []
         if not same or blocks_of(tensors) != self.blocks:
             raise MismatchError("these arguments are laid out unlike those of the capture", "Capture again.")
+        changed = self._kept.changed() if self._kept is not None else None
+        if changed is not None:
+            raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
         inputs, state = (
             {self._names[i]: handed(self.blocks[i], tensors) for i in kind}
             for kind in (self._inputs, self._state)

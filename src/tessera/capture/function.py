@@ -67,9 +67,9 @@ class FunctionWorkload(Workload):
     function: "Function"
 
     @property
-    def program(self) -> Callable[..., object]:
-        """The callable itself."""
-        return self.function.fn
+    def roots(self) -> tuple[object, ...]:
+        """The callable itself, and arguments that are no tensors."""
+        return self.function.roots
 
     def changing(self) -> dict[str, torch.Tensor]:
         """The tensors that were given, and those that are held and changed."""

@@ -46,6 +46,8 @@ class Spot:
 
     name: str
     read: Callable[[], Any]
+    # The process has it, not the program.
+    is_global: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class Holdings:
 
     spots: list[Spot]
     arrays: list[tuple[str, np.ndarray[Any, Any]]]
+
+    @property
+    def without_tensors(self) -> list[Spot]:
+        """Values that are no tensors: those are the step's own."""
+        own = [spot for spot in self.spots if not spot.is_global]
+        return [spot for spot in own if not isinstance(spot.read(), torch.Tensor)]
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuses an array over the memory of a tensor that varies: reading it is not seen."""
@@ -75,8 +83,8 @@ def holdings(*roots: Any) -> Holdings:
     for root in roots:
         walk.look("", root, 0)
     numbers = [
-        Spot("Python's random numbers", random.getstate),
-        Spot("NumPy's random numbers", lambda: np.random.get_state(legacy=False)),
+        Spot("Python's random numbers", random.getstate, is_global=True),
+        Spot("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
     ]
     return Holdings([*walk.spots, *numbers], walk.arrays)
 
@@ -193,6 +201,8 @@ class _Walk:
             return
         if isinstance(value, torch.nn.Module):
             self._look_module(name, value, depth)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.spots.append(Spot(f"the settings of '{name}'", partial(_settings, value)))
         elif isinstance(value, types.FunctionType):
             self._look_function(name, value, depth)
         elif isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType):
@@ -252,13 +262,20 @@ class _Walk:
         value = read()
         if _is_data(value):
             self.spots.append(Spot(f"'{name}'", read))
-        is_own = type(value).__module__ == function.__module__ or isinstance(value, torch.nn.Module)
+        is_own = type(value).__module__ == function.__module__ or isinstance(
+            value, torch.nn.Module | torch.optim.Optimizer
+        )
         is_function = isinstance(value, types.FunctionType | types.MethodType)
         if _is_data(value) or is_own or (is_function and not is_foreign(value, function)):
             self.look(name, value, depth + 1)
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
         self.spots.append(Spot(f"'{name}'", _reader(holder, key)))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = optimizer.param_groups
+    return [{k: v for k, v in group.items() if not isinstance(v, list | torch.Tensor)} for group in groups]
 
 
 def _itself(value: Any) -> Any:

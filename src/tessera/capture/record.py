@@ -8,7 +8,7 @@ models on fake tensors are recorded once: there are no values, and their code is
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -73,7 +73,7 @@ def record_step(step: Step, device: str = "cpu") -> Trace:
 def _record_fake(workload: Workload, run: Run) -> Trace:
     def once(seed: int) -> Recorded:
         inputs, state = workload.make_inputs(0), workload.make_state(0)
-        return _record(workload, fake.on_device(inputs), fake.on_device(state), "fake", run)
+        return _record(workload, fake.on_device(inputs), fake.on_device(state), "fake", run, seed=seed)
 
     return once(0)[0] if workload.step.model in known_models() else _agreed(workload, once)
 
@@ -96,11 +96,10 @@ def _on_fresh_values(once: Callable[[int, bool], Recorded]) -> Callable[[int], R
 def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
     """What the step launches in every call; refuses one that changes from call to call."""
     first, _ = once(0)
-    held = holdings(workload.module, workload.program)
+    held = holdings(*workload.roots)
     held.refuse_shared(workload.changing())
     kept = Kept(held.spots)
-    with clocks_refused():
-        second, _ = once(1)
+    second, _ = once(1)
     changed = kept.changed()
     if changed is None and first == second:
         return first
@@ -190,6 +189,7 @@ def _record(
             own_launches(recorder.own_launch),
             reads_refused(recorder.varies),
             recorder,
+            clocks_refused() if seed else nullcontext(),  # slow, so only when everything is looked at again
         ):
             outputs = workload.call(inputs, without_generators(state))
         trace = recorder.trace(workload.step, outputs)

@@ -53,9 +53,9 @@ class Workload:
         }
 
     @property
-    def program(self) -> Callable[..., object]:
-        """What is called; what it holds in Python is looked at."""
-        return self.call
+    def roots(self) -> tuple[object, ...]:
+        """What is called, and given at every call: what these hold in Python is looked at."""
+        return (self.module, self.call)
 
     def changing(self) -> dict[str, torch.Tensor]:
         """The program's own tensors that a request decides or changes."""

@@ -85,11 +85,13 @@ def capture(
 def _record_compiled(step: Step, device: str) -> Trace:
     """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
     from tessera.analyze.accesses import triton_accesses
-    from tessera.capture import build
+    from tessera.capture import build, record_step
     from tessera.capture.inductor import on_device, record_inductor, record_inductor_offline
 
     if device == "cpu":
         raise TesseraError("Inductor's kernels are for GPUs", "Use --device fake or cuda:N.", "--compiled")
+    if ":" in step.model:  # nothing is known of the program: what no recording can follow is refused
+        record_step(step, "fake")
     if device == "fake":
         import torch
 

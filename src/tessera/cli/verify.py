@@ -1,7 +1,7 @@
 """tessera verify: the dependencies of a trace, proved by running it.
 
-The model is built again from the trace's step and called as it is. Then, in one process and on one thread, the
-trace's launches are replayed
+The model is built again from the trace's step and called as it is. Then, in one process and on one thread,
+the trace's launches are replayed
   - in their own order for other requests, with inputs and state drawn afresh: they must give what the model
     itself gives for them, bit for bit, or the trace holds a value of the request that was recorded;
   - in random orders that the graph allows, on shared memory and with every version in its own: outputs and
