@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from tessera.capture.inner import is_wrapper, parts
+
 MAX_DEPTH = 6
 
 
@@ -74,7 +76,7 @@ class Finder:
     def look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
         """Finds what one value holds."""
         if isinstance(value, torch.Tensor):
-            self._hold(Held(name, value, holder, key))
+            self._hold(name, value, holder, key)
             return
         if isinstance(value, torch.optim.Optimizer):
             self.optimizers[name] = value
@@ -102,9 +104,12 @@ class Finder:
             self._seen[id(tensor)] = tensor
             self.tensors.append(Held(f"{name}.grad", tensor.grad, GradOf(tensor), "grad"))
 
-    def _hold(self, held: Held) -> None:
-        self.tensors.append(held)
-        self.look_at_grad(held.name, held.tensor)
+    def _hold(self, name: str, tensor: torch.Tensor, holder: Any, key: Any) -> None:
+        if is_wrapper(tensor):  # its parts can be read, and nothing can take their place
+            self.tensors += [Held(part, inner) for part, inner in parts(name, tensor)]
+            return
+        self.tensors.append(Held(name, tensor, holder, key))
+        self.look_at_grad(name, tensor)
 
     def _look_module(self, name: str, module: torch.nn.Module) -> None:
         self.modules[name.replace(".", "_")] = module
@@ -120,7 +125,7 @@ class Finder:
     def _add(self, name: str, path: str, key: str, holder: Any) -> None:
         if isinstance(holder[key], torch.Tensor):
             full = _join(_join(name.replace(".", "_"), path), key)
-            self._hold(Held(full, holder[key], holder, key))
+            self._hold(full, holder[key], holder, key)
 
 
 def _join(one: str, other: str) -> str:

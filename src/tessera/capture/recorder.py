@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.inner import has_wrappers
 from tessera.capture.own import OwnLaunch, prove, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
 from tessera.capture.rng import Draws, generator_of, size_of
@@ -175,6 +176,8 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if func.namespace == "profiler":  # marks of an optimiser's step; they compute nothing
             return func(*args, **kwargs)
+        if has_wrappers(types):  # their own code runs, and is seen here
+            return NotImplemented
         given = _tensors((args, kwargs))
         check_operator(func, args, kwargs, self.varies)
         recorded = tuple(self._arg(a) for a in args), tuple((k, self._arg(v)) for k, v in kwargs.items())

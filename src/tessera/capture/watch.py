@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
+from tessera.capture.inner import has_wrappers
 from tessera.capture.own import OwnLaunch, written
 from tessera.capture.reads import reads_refused
 from tessera.capture.recorder import UNRECORDABLE, keep_apart
@@ -45,6 +46,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if has_wrappers(types):
+            return NotImplemented
         check_operator(func, args, kwargs, self.varies)
         generator = generator_of(func, args, kwargs)
         self.generators |= {generator} - {""}

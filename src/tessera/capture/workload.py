@@ -11,6 +11,7 @@ from typing import Self
 import torch
 
 from tessera.capture.fresh import fresh
+from tessera.capture.inner import parts
 from tessera.capture.own import own_launches
 from tessera.capture.refuse import check_tensor
 from tessera.capture.rng import entered, seeded_state, without_generators
@@ -40,8 +41,9 @@ class Workload:
     state_buffers: frozenset[str] = frozenset()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The module's parameters and buffers by name; a tied weight appears once, by its first name."""
-        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        """The module's parameters and buffers by name; a tied weight once, by its first name."""
+        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        named = dict(part for name, tensor in held.items() for part in parts(name, tensor))
         for tensor in named.values():
             check_tensor(tensor)
         by_storage: dict[int, str] = {}

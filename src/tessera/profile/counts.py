@@ -199,6 +199,8 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed
+    if "pack_mm" in base:  # weights of a few bits: no table measures them, and their bytes say what they cost
+        return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
     # A vector on the right makes a column of the result.
     n = made.shape[-1] if len(right) > 1 and made.shape else 1

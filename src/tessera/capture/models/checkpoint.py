@@ -261,7 +261,7 @@ def load(
     Where tensors have no values (fake ones, or the meta device) no weights are needed, nor looked for.
     """
     with _bounded(folder, what):
-        if not _has_values():
+        if not has_values():
             return make()
         with torch.device("meta"):
             empty = make()
@@ -298,10 +298,17 @@ def _no_weights(folder: Path) -> CaptureError:
     )
 
 
-def give_transformers(build: Callable[..., Any], tensors: Tensors) -> Filled:
-    """The `give` of a class of transformers: `build` is its from_pretrained with its options."""
+def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: Tensors) -> Filled:
+    """The `give` of a class of transformers: `build` is its from_pretrained with its options.
+
+    Quantised weights say in their files what they are, so they are read from there: `folder`; else None.
+    """
     module, told = build(
-        None, state_dict=dict(tensors), output_loading_info=True, ignore_mismatched_sizes=True
+        folder,
+        state_dict=None if folder else dict(tensors),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **({"use_safetensors": True, "local_files_only": True} if folder else {}),
     )
     unlike = {name for name, *_ in told["mismatched_keys"]}
     for name, own in module.state_dict().items():
@@ -319,7 +326,8 @@ def _is_whole(tensor: Any) -> bool:
     return str(tensor.get_dtype()).startswith(("I", "U", "BOOL"))
 
 
-def _has_values() -> bool:
+def has_values() -> bool:
+    """False where tensors have shapes only: fake ones, or the meta device."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return not is_fake and torch.empty(0).device.type != "meta"
 

@@ -171,7 +171,12 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             torch.default_generator.manual_seed(step.seed)  # and no other device's
             model = make()
     else:
-        give = partial(checkpoint.give_transformers, partial(kind.from_pretrained, config=config, **options))
+        quantised = folder if getattr(config, "quantization_config", None) else None
+        if quantised and (step.random_weights or not checkpoint.has_values()):
+            remedy = "Give them (--device cpu), or take quantization_config out of config.json."
+            raise CaptureError("its weights are quantised, and only they say how", remedy, str(folder))
+        read = partial(kind.from_pretrained, config=config, **options)
+        give = partial(checkpoint.give_transformers, read, quantised)
         model = checkpoint.load(
             folder,
             make,
