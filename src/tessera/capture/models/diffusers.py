@@ -95,7 +95,8 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
         return checkpoint.Filled(module, tuple(k for k in own if k not in values), unlike)
 
     random = step.random_weights
-    module = checkpoint.load(folder, make, give, what=f"a {name}", seed=step.seed, random_weights=random)
+    what = f"a {name} cannot be built from it"
+    module = checkpoint.load(folder, make, give, what=what, seed=step.seed, random_weights=random)
     _register(module)
     return module.eval()
 
