@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera.errors import TesseraError
-from tessera.serve.openai_errors import ApiError
+from tessera.serve.openai_errors import AMBIGUOUS, ApiError
 
 OPEN = frozenset({"/", "/health"})
 # Where the name of the client is kept for the queue, in which clients take turns.
@@ -33,7 +33,7 @@ class Keys:
         self._hashes = [_hash(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through under a client's name, or answers 401 or 403."""
+        """Lets a request through under a client's name, or answers 400, 401 or 403."""
         if scope["type"] == "http":
             number = self._number(scope) if self._hashes else None
             error = self._refusal(scope, number)
@@ -45,6 +45,9 @@ class Keys:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope, number: int | None) -> ApiError | None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            message = "both Content-Length and Transfer-Encoding say where the body ends; send one of them"
+            return ApiError(400, message, code=AMBIGUOUS)
         if self._hashes:
             is_welcome = number is not None or scope["path"] in OPEN
             return None if is_welcome else ApiError(401, _complaint(scope), code="invalid_api_key")

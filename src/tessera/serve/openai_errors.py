@@ -28,8 +28,11 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+# Code of a request that says in two ways where it ends: a proxy before the server may believe the other.
+AMBIGUOUS = "ambiguous_length"
 # What a refused client is told besides: when it may come back; and that the rest of a body is not read.
-HEADERS = {
+HEADERS: dict[int | str | None, dict[str, str]] = {
+    AMBIGUOUS: {"Connection": "close"},
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
     413: {"Connection": "close"},
@@ -54,7 +57,7 @@ class ApiError(Exception):
     @property
     def response(self) -> "JsonResponse":
         """The error as it is sent."""
-        return JsonResponse(self.shape, self.status, HEADERS.get(self.status))
+        return JsonResponse(self.shape, self.status, HEADERS.get(self.code, HEADERS.get(self.status)))
 
 
 class JsonResponse(Response):

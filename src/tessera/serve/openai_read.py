@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from tessera.serve.limits import check_parts
 from tessera.serve.openai_errors import ApiError
 from tessera.serve.records import Ask, Endpoint, Sampling
 
@@ -69,7 +70,7 @@ UNIONS = {
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -87,7 +88,7 @@ class Message(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[MessagePart] | None = None
+    content: str | Annotated[list[MessagePart], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _has_no_tools(self) -> "Message":
@@ -114,7 +115,7 @@ class _GenerationRequest(_Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INT, description="Of vLLM; -1 and 0: all tokens.")
     seed: int | None = Field(None, ge=-MAX_INT - 1, le=MAX_INT)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(None, description="Of vLLM: go on past the model's own end.")
@@ -134,7 +135,7 @@ class _GenerationRequest(_Body):
 class ChatRequest(_GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
@@ -152,9 +153,9 @@ class CompletionRequest(_GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -181,6 +182,7 @@ class CompletionRequest(_GenerationRequest):
 
 
 Body = TypeVar("Body", bound=_GenerationRequest)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ class AskBatch:
 
 def parse(kind: type[Body], raw: bytes) -> Body:
     """A body, or the first thing that is wrong with it."""
+    check_parts(raw)
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -230,7 +233,7 @@ def no_such_model(name: str, endpoint: Endpoint) -> ApiError:
 
 async def _read_chat(request: ChatRequest, endpoint: Endpoint, client: str) -> AskBatch:
     turns, urls = _turns(request.messages, endpoint.eyes)
-    prompt = await _beside(sum(len(turn["content"]) for turn in turns), partial(endpoint.text.chat, turns))
+    prompt: Sequence[int] = await asyncio.to_thread(endpoint.text.chat, turns)  # a template may take long
     picture = None
     if endpoint.eyes is not None and urls:
         patches = await asyncio.to_thread(endpoint.eyes.look, urls[0])
@@ -256,7 +259,8 @@ async def _read_completion(request: CompletionRequest, endpoint: Endpoint, clien
             tokens = tuple(given)
         prompts.append(tokens)
         if request.echo:
-            echoes += [given if isinstance(given, str) else endpoint.text.decode(tokens)] * n
+            decode = partial(endpoint.text.decode, tokens)
+            echoes += [given if isinstance(given, str) else await _beside(len(tokens), decode)] * n
     most = request.max_tokens
     if most is None:
         most = min([COMPLETION_TOKENS, *(_room(endpoint, prompt) for prompt in prompts)])
@@ -298,8 +302,8 @@ def _part(part: MessagePart, eyes: "Eyes | None", urls: list[str]) -> str:
     return eyes.mark
 
 
-async def _beside(num_chars: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
-    return encode() if num_chars < LONG_CHARS else await asyncio.to_thread(encode)
+async def _beside(length: int, convert: Callable[[], Result]) -> Result:
+    return convert() if length < LONG_CHARS else await asyncio.to_thread(convert)
 
 
 def _batch(

@@ -9,14 +9,16 @@ before it. What may yet change is held back: at most three U+FFFD at the end, wh
 a character.
 """
 
-import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tessera.errors import ArtifactError, AskError, MissingExtra
+from tessera.capture.models.checkpoint import first_line, read_json
+from tessera.errors import ArtifactError, AskError, MissingExtra, TesseraError
+from tessera.serve.templates import ChatTemplate
 from tessera.serve.text import Messages, Reader
 
 UNSURE = "\ufffd"
@@ -24,8 +26,10 @@ UNSURE = "\ufffd"
 MAX_UNSURE = 3
 # Tokens of a window that never ends in a whole character: then the text is given as it is.
 MAX_WINDOW = 32
-# Around the number of a special token's words while a template is filled in: characters of no language.
-MARK = "\U0010fff0"
+# Stand for the words of special tokens while a template is filled in: characters of no language.
+FIRST, LAST = "\U00100000", "\U0010fffd"
+MARKS = re.compile(f"([{FIRST}-{LAST}])")
+MAX_WORDS = ord(LAST) - ord(FIRST) + 1
 # How tokenizers with a fallback to bytes write one.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -34,13 +38,27 @@ class FolderText:
     """Text by a folder's own tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = _load(folder)
+        with _told(folder):
+            self._tokenizer = made = _load(folder)
+            words = sorted({str(w) for w in made.all_special_tokens if w}, key=len, reverse=True)
+            self._words = words[:MAX_WORDS]
+            self._special = frozenset(made.all_special_ids)
+            kind = type(getattr(getattr(made, "backend_tokenizer", None), "decoder", None)).__name__
+            self._by_letter = _letters() if kind == "ByteLevel" else {}
+            template = made.get_chat_template() if made.chat_template else None
+            self._variables = {
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+                **{
+                    name: str(word) for name, word in made.special_tokens_map.items() if isinstance(word, str)
+                },
+            }
+        self.end = _ends(folder, made)
+        self._numbers = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
+        self._marked = re.compile("|".join([f"[{FIRST}-{LAST}]", *map(re.escape, self._words)]))
         self._lock = threading.Lock()  # how special words are read is a setting of the whole tokenizer
-        self._words = sorted((w for w in self._tokenizer.all_special_tokens if w), key=len, reverse=True)
-        self.end = _ends(folder, self._tokenizer)
-        self._special = frozenset(self._tokenizer.all_special_ids)
-        kind = type(getattr(self._tokenizer.backend_tokenizer, "decoder", None)).__name__
-        self._by_letter = _letters() if kind == "ByteLevel" else {}
+        self._template = ChatTemplate(template) if template else None
 
     def encode(self, text: str) -> list[int]:
         """A prompt, with what the tokenizer puts before it; its words are never special tokens."""
@@ -49,27 +67,25 @@ class FolderText:
 
     def chat(self, messages: Messages) -> list[int]:
         """A conversation by the folder's template."""
-        if not self._tokenizer.chat_template:
+        if self._template is None:
             remedy = "Use /v1/completions, or add a chat_template to tokenizer_config.json."
             raise AskError("this model has no chat template", remedy, "messages")
         marked = [{key: self._mark(value) for key, value in message.items()} for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-        except _template_errors() as error:
-            raise AskError(f"the model's chat template refuses this: {error}", "", "messages") from error
+        text = self._template.render({**self._variables, "messages": marked})
         tokens = []
         with self._lock:
-            for number, part in enumerate(text.split(MARK)):
-                is_word = bool(number % 2)
-                tokens += self._ids(self._words[int(part)] if is_word else part, adds=False, plain=is_word)
+            for part in MARKS.split(text):
+                is_word = FIRST <= part <= LAST
+                tokens += self._ids(self._word(part) if is_word else part, adds=False, plain=is_word)
         return tokens
 
     def _mark(self, text: str) -> str:
-        """The words of special tokens, each as its number between two marks."""
-        text = text.replace(MARK, UNSURE)
-        for number, word in enumerate(self._words):
-            text = text.replace(word, f"{MARK}{number}{MARK}")
-        return text
+        """The words of special tokens, each as its own character."""
+        return self._marked.sub(lambda found: self._numbers.get(found.group(), UNSURE), text)
+
+    def _word(self, mark: str) -> str:
+        number = ord(mark) - ord(FIRST)
+        return self._words[number] if number < len(self._words) else UNSURE
 
     def _ids(self, text: str, adds: bool, plain: bool) -> list[int]:
         if not text:
@@ -144,14 +160,22 @@ def _load(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in names):
         remedy = "Save its tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         raise ArtifactError("this folder holds no tokenizer", remedy, str(folder))
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Whatever the files of a tokenizer make a library raise is one line about the folder."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        said = str(error).partition("\n")[0]
+        yield
+    except TesseraError:
+        raise
+    except BaseException as error:  # a stranger's files in a library's code: anything can come
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
+            raise
         remedy = "Save it again with save_pretrained, as tokenizer.json."
-        raise ArtifactError(f"its tokenizer cannot be read: {said}", remedy, str(folder)) from error
+        message = f"its tokenizer cannot be read: {first_line(error)}"
+        raise ArtifactError(message, remedy, str(folder)) from error
 
 
 def _letters() -> dict[str, int]:
@@ -159,12 +183,6 @@ def _letters() -> dict[str, int]:
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def _template_errors() -> tuple[type[Exception], ...]:
-    import jinja2
-
-    return (jinja2.TemplateError, TypeError, ValueError, KeyError)
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -178,11 +196,6 @@ def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _listed(path: Path) -> list[int]:
-    if not path.is_file():
-        return []
-    try:
-        document = json.loads(path.read_text())
-    except ValueError as error:
-        raise ArtifactError(f"is no JSON: {error}", "Download it again.", str(path)) from error
-    value = document.get("eos_token_id") if isinstance(document, Mapping) else None
-    return [value] if isinstance(value, int) else [x for x in value or () if isinstance(x, int)]
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    listed = value if isinstance(value, list) else [value]
+    return [x for x in listed if isinstance(x, int) and x >= 0]

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,8 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from http_factory import Running, Scripted, running, wait_until  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
 from tessera.serve.limits import HttpLimits  # noqa: E402
+from tessera.serve.openai_errors import ApiError  # noqa: E402
+from tessera.serve.openai_read import CompletionRequest, parse  # noqa: E402
 from tessera.serve.server import bind, is_loopback, raise_file_limit  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -266,3 +269,36 @@ def test_fewer_files_mean_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert allowed == 768
     assert "ulimit -n 10256" in remark
+
+
+def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Running) -> None:
+    """A proxy might believe the other one, and take the rest for the next request."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    both = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(server, head + both + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n") as client:
+        said = everything(client)
+
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"ambiguous_length" in said
+    assert 1 == said.count(b"HTTP/1.1")
+
+
+@pytest.mark.parametrize("item", ["[1],", "{},", '"a",', "1.5,", "[[[]]],", "null,"])
+@pytest.mark.parametrize("field", ["prompt", "stop", "unknown"])
+def test_a_body_of_a_million_parts_is_refused_before_they_are_made(item: str, field: str) -> None:
+    """Counting them takes hardly any memory, and no time to speak of."""
+    body = f'{{"x": "\\\\\\"", "{field}": [{item * (2_000_000 // len(item))}1]}}'.encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="lists, objects and texts"):
+            parse(CompletionRequest, body)
+        assert tracemalloc.get_traced_memory()[1] < 16 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_text_with_many_brackets_is_a_text() -> None:
+    """Only what stands outside of texts counts."""
+    said = '{"[\\\\",' * 50_000
+
+    assert said == parse(CompletionRequest, json.dumps({"prompt": said}).encode()).prompt

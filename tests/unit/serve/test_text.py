@@ -187,3 +187,45 @@ def test_a_broken_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(ArtifactError, match="cannot be read"):
         open_text(str(tmp_path), 512)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"{" * 5000,
+        b'{"model": {"type": "BPE"}}',
+        b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": -1}, "unk_token": "a"}}',
+        b'{"version": "1.0", "added_tokens": 7, "model": null}',
+    ],
+)
+def test_a_tokenizer_that_is_none_is_told_in_one_line(contents: bytes, tmp_path: Path) -> None:
+    """Whatever its file holds."""
+    (tmp_path / "tokenizer.json").write_bytes(contents)
+
+    with pytest.raises(ArtifactError, match="its tokenizer cannot be read") as error:
+        open_text(str(tmp_path), 512)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ends", [7.5, "x", [True, -1, None, 5], {"a": 1}, 10**30])
+def test_ends_that_are_no_tokens_are_passed_over(folder: Path, tmp_path: Path, ends: object) -> None:
+    """The tokenizer's own end stays."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    assert 1 in open_text(str(tmp_path), 512).end
+
+
+def test_a_template_that_writes_marks_of_its_own_names_no_word(folder: Path, tmp_path: Path) -> None:
+    """The characters that stand for special words come from nobody else."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content[:4] }}\U0010fff0\U00100000")
+
+    said = open_text(str(tmp_path), 512).chat([{"role": "user", "content": "a\U00100001<|end|>b"}])
+
+    assert not {0, 1, 2} & set(said)
