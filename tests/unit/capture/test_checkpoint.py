@@ -191,6 +191,8 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a huge number in a list": (config(layer_types=[10**30]), "no model has layer_types"),
     "a word for a number": (config(hidden_size="wide"), "cannot be built from it"),
     "half a head": (config(num_attention_heads=2.5), "cannot be built from it"),
+    "no class": (config(architectures=7), "cannot be built from it"),
+    "another's class": (config(architectures=["GPT2LMHeadModel"]), "cannot be built from it"),
     "no dtype": (config(dtype="int8"), "no model has dtype"),
     "another width": (config(hidden_size=40), "differ in the shape"),
     "heads that share nothing": (config(num_key_value_heads=3, head_dim=8), "differ in the shape"),
@@ -366,4 +368,5 @@ def test_sizes_that_do_not_fit_together_are_told_when_the_step_runs(
     code, _, err = call("capture", folder, "--context", 8, "--random-weights", capsys=capsys)
 
     assert 2 == code
-    assert f"error: {folder.resolve()}: its step cannot be run: RuntimeError" in err
+    assert f"error: {folder.resolve()}: " in err
+    assert "Traceback" not in err

@@ -45,7 +45,8 @@ def from_folder(step: Step) -> Workload:
     dtype = getattr(config, "dtype", None) or torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CaptureError(f"no model has dtype = {dtype}", "Use bfloat16.", str(folder / "config.json"))
-    return _workload(config, step, dtype, folder)
+    with checkpoint.blamed(folder, "its step cannot be run"):
+        return _workload(config, step, dtype, folder)
 
 
 def config_of(folder: Path) -> Any:
@@ -59,7 +60,9 @@ def config_of(folder: Path) -> Any:
             f"transformers knows no model_type {family!r}", remedy, str(folder / "config.json")
         )
     with checkpoint.blamed(folder):
-        return known[family].from_dict(settings)
+        config = known[family].from_dict(settings)
+        steps_of(config)  # refuses what names no class
+    return config
 
 
 def served_steps(family: str) -> tuple[str, ...]:
