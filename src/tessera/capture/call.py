@@ -20,7 +20,7 @@ from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Finder, Held, find, root
 from tessera.capture.naming import flatten, path, unique
 from tessera.capture.own import own_launches
-from tessera.capture.pystate import Kept, holdings
+from tessera.capture.pystate import Before, python_state
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError, MismatchError
@@ -118,7 +118,7 @@ class Function:
         self._generators = sorted(watch.generators)
         # Of a graph, Dynamo checks itself what it was made from.
         is_graph = isinstance(self.fn, GraphStep)
-        self._kept = None if is_graph else Kept(holdings(*self.roots).without_tensors)
+        self._kept = None if is_graph else Before(python_state(*self.roots).without_tensors)
         self._sort(watch)
         self._shape_results(result, keys)
 

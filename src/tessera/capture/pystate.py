@@ -31,7 +31,7 @@ from tessera.capture.refuse import fail, is_program
 
 MAX_DEPTH = 6
 # Values looked at in one program; there is no end to what an object may hold.
-MAX_SPOTS = 200_000
+MAX_VALUES = 200_000
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 # Objects of these packages are looked at from outside only.
 _CLOSED = ("torch", "logging", "threading", "_thread", "weakref", "concurrent", "asyncio", "re", "typing")
@@ -41,8 +41,8 @@ _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spot:
-    """One named value that a program can change, and where it is held: `holder[key]`."""
+class PyValue:
+    """One named value that a program can change, and how to look at it."""
 
     name: str
     read: Callable[[], Any]
@@ -51,17 +51,17 @@ class Spot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holdings:
+class PyState:
     """What a program holds in Python: values that it can change, and arrays over memory, all by name."""
 
-    spots: list[Spot]
+    values: list[PyValue]
     arrays: list[tuple[str, np.ndarray[Any, Any]]]
 
     @property
-    def without_tensors(self) -> list[Spot]:
+    def without_tensors(self) -> list[PyValue]:
         """Values that are no tensors: those are the step's own."""
-        own = [spot for spot in self.spots if not spot.is_global]
-        return [spot for spot in own if not isinstance(spot.read(), torch.Tensor)]
+        own = [value for value in self.values if not value.is_global]
+        return [value for value in own if not isinstance(value.read(), torch.Tensor)]
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuses an array over the memory of a tensor that varies: reading it is not seen."""
@@ -77,16 +77,16 @@ class Holdings:
                 )
 
 
-def holdings(*roots: Any) -> Holdings:
+def python_state(*roots: Any) -> PyState:
     """Everything that the roots (modules, callables) hold in Python."""
-    walk = _Walk()
+    walk = _PySearch()
     for root in roots:
         walk.look("", root, 0)
     numbers = [
-        Spot("Python's random numbers", random.getstate, is_global=True),
-        Spot("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
+        PyValue("Python's random numbers", random.getstate, is_global=True),
+        PyValue("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
     ]
-    return Holdings([*walk.spots, *numbers], walk.arrays)
+    return PyState([*walk.values, *numbers], walk.arrays)
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
@@ -96,39 +96,39 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-class Kept:
-    """The values of some spots at one time."""
+class Before:
+    """What some values were at one time."""
 
-    def __init__(self, held: list[Spot]) -> None:
-        self._values = [(spot, seen(spot.read())) for spot in held]
+    def __init__(self, held: list[PyValue]) -> None:
+        self._values = [(value, seen(value.read())) for value in held]
 
-    def changed(self) -> Spot | None:
+    def changed(self) -> PyValue | None:
         """The first that has another value now."""
-        return next((spot for spot, before in self._values if seen(spot.read()) != before), None)
+        return next((value for value, before in self._values if seen(value.read()) != before), None)
 
 
-def refuse_change(spot: Spot, call: Callable[[], object]) -> None:
-    """Refuses a spot that every call changes, with the line of the program that does it in one more call."""
-    before = spot.read()
-    place = _line_that_changes(spot, call)
-    after = spot.read()
+def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
+    """Refuses a value that every call changes, with the line of the program that does it in one more call."""
+    before = value.read()
+    place = _line_that_changes(value, call)
+    after = value.read()
     how = f" from {before!r} to {after!r}" if isinstance(before, int | float | str) else ""
     fail(
-        f"the call changes {spot.name}{how}: Python keeps it, and a recording does not see it",
+        f"the call changes {value.name}{how}: Python keeps it, and a recording does not see it",
         "Keep it in a tensor that is changed in place (register_buffer), pass it as an argument, or change "
         "it outside of the step.",
         place,
     )
 
 
-def _line_that_changes(spot: Spot, call: Callable[[], object]) -> str:
+def _line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
     """Follows a call line by line; the line that ran last before the value was another."""
-    before, last, found = seen(spot.read()), [""], [""]
+    before, last, found = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
         if not is_program(frame.f_code.co_filename):
             return None
-        if not found[0] and last[0] and seen(spot.read()) != before:
+        if not found[0] and last[0] and seen(value.read()) != before:
             found[0] = last[0]
         if event == "line":
             last[0] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -140,7 +140,7 @@ def _line_that_changes(spot: Spot, call: Callable[[], object]) -> str:
         call()
     finally:
         sys.settrace(tracer)
-    return found[0] or (last[0] if seen(spot.read()) != before else "")
+    return found[0] or (last[0] if seen(value.read()) != before else "")
 
 
 class _Same:
@@ -183,15 +183,15 @@ def seen(value: Any, depth: int = 0) -> Any:
     return _Same(value)
 
 
-class _Walk:
+class _PySearch:
     def __init__(self) -> None:
-        self.spots: list[Spot] = []
+        self.values: list[PyValue] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
         self._known: dict[int, Any] = {}  # the values keep their ids from being used again
 
     def look(self, name: str, value: Any, depth: int) -> None:
         """Finds what one value holds."""
-        if depth > MAX_DEPTH or id(value) in self._known or len(self.spots) > MAX_SPOTS or _is_leaf(value):
+        if depth > MAX_DEPTH or id(value) in self._known or len(self.values) > MAX_VALUES or _is_leaf(value):
             return
         self._known[id(value)] = value
         if isinstance(value, memoryview):
@@ -202,7 +202,7 @@ class _Walk:
         if isinstance(value, torch.nn.Module):
             self._look_module(name, value, depth)
         elif isinstance(value, torch.optim.Optimizer):
-            self.spots.append(Spot(f"the settings of '{name}'", partial(_settings, value)))
+            self.values.append(PyValue(f"the settings of '{name}'", partial(_settings, value)))
         elif isinstance(value, types.FunctionType):
             self._look_function(name, value, depth)
         elif isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType):
@@ -225,8 +225,8 @@ class _Walk:
             return
         held = getattr(value, "__dict__", {})
         if held:
-            self.spots.append(
-                Spot(f"the attributes of '{name or type(value).__name__}'", lambda: tuple(held))
+            self.values.append(
+                PyValue(f"the attributes of '{name or type(value).__name__}'", lambda: tuple(held))
             )
         for key in list(held):
             if not isinstance(value, torch.nn.Module) or key not in _TORCHS:
@@ -237,7 +237,7 @@ class _Walk:
 
     def _look_class(self, kind: type, value: Any, name: str, depth: int) -> None:
         for slot in _slots(kind):
-            self.spots.append(Spot(f"'{_join(name, slot)}'", _slot_reader(value, slot)))
+            self.values.append(PyValue(f"'{_join(name, slot)}'", _slot_reader(value, slot)))
         if id(kind) in self._known or kind.__module__.partition(".")[0] in (*_CLOSED, "builtins", "abc"):
             return
         self._known[id(kind)] = kind
@@ -254,14 +254,14 @@ class _Walk:
         for word in sorted(globals_of(function.__code__)):
             self._look_variable(word, _reader(function.__globals__, word), function, depth)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.spots.append(Spot(f"a default of '{function.__name__}'", partial(_itself, item)))
+            self.values.append(PyValue(f"a default of '{function.__name__}'", partial(_itself, item)))
 
     def _look_variable(
         self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int
     ) -> None:
         value = read()
         if _is_data(value):
-            self.spots.append(Spot(f"'{name}'", read))
+            self.values.append(PyValue(f"'{name}'", read))
         is_own = type(value).__module__ == function.__module__ or isinstance(
             value, torch.nn.Module | torch.optim.Optimizer
         )
@@ -270,7 +270,7 @@ class _Walk:
             self.look(name, value, depth + 1)
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
-        self.spots.append(Spot(f"'{name}'", _reader(holder, key)))
+        self.values.append(PyValue(f"'{name}'", _reader(holder, key)))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from tessera.capture import fake
 from tessera.capture.agree import first_difference
 from tessera.capture.models import build, known_models
 from tessera.capture.own import own_launches
-from tessera.capture.pystate import Kept, holdings, refuse_change
+from tessera.capture.pystate import Before, python_state, refuse_change
 from tessera.capture.reads import clocks_refused, reads_refused
 from tessera.capture.recorder import Recorder, call_operator
 from tessera.capture.refuse import fail, insisting
@@ -48,7 +48,7 @@ def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trac
         inputs, state = workload.request(seed, is_mild)
         return _record(workload, inputs, state, max(devices), varying=varying, seed=seed)
 
-    return _agreed(workload, _on_fresh_values(once))
+    return _agreed(workload, _on_fresh_values(once, max(devices)))
 
 
 def record_step(step: Step, device: str = "cpu") -> Trace:
@@ -67,7 +67,7 @@ def record_step(step: Step, device: str = "cpu") -> Trace:
             inputs, state = workload.request(seed, is_mild)
             return _record(workload, _moved(inputs, device), _moved(state, device), device, seed=seed)
 
-        return _agreed(workload, _on_fresh_values(once))
+        return _agreed(workload, _on_fresh_values(once, device))
 
 
 def _record_fake(workload: Workload, run: Run) -> Trace:
@@ -78,11 +78,15 @@ def _record_fake(workload: Workload, run: Run) -> Trace:
     return once(0)[0] if workload.step.model in known_models() else _agreed(workload, once)
 
 
-def _on_fresh_values(once: Callable[[int, bool], Recorded]) -> Callable[[int], Recorded]:
-    """Records request `seed`; with milder values, at last the example's, where it takes no others."""
+def _on_fresh_values(once: Callable[[int, bool], Recorded], device: str) -> Callable[[int], Recorded]:
+    """Records request `seed`; with milder values, at last the example's, where it takes no others.
+
+    An index out of range is an error on the CPU and the end of the process on a GPU: there they are mild.
+    """
+    kinds = (False, True) if device == "cpu" else (True,)
 
     def record_request(seed: int) -> Recorded:
-        for is_mild in (False, True) if seed else ():
+        for is_mild in kinds if seed else ():
             try:
                 return once(seed, is_mild)
             except UNFIT as error:
@@ -96,14 +100,14 @@ def _on_fresh_values(once: Callable[[int, bool], Recorded]) -> Callable[[int], R
 def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
     """What the step launches in every call; refuses one that changes from call to call."""
     first, _ = once(0)
-    held = holdings(*workload.roots)
+    held = python_state(*workload.roots)
     held.refuse_shared(workload.changing())
-    kept = Kept(held.spots)
+    kept = Before(held.values)
     second, _ = once(1)
     changed = kept.changed()
     if changed is None and first == second:
         return first
-    kept = Kept(held.spots)
+    kept = Before(held.values)
     third, places = once(2)
     changed = kept.changed()
     if changed is not None:
