@@ -20,7 +20,7 @@ import torch
 from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Arrivals, Plan
-from tessera.serve.engine import Engine, EngineConfig
+from tessera.serve.engine import Engine
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
 from tessera.serve.rows import ActiveRequest, Steps
 from tessera.serve.service import Service
@@ -231,7 +231,7 @@ def arrive_virtually(
         return {"next_tokens": torch.zeros(rows, dtype=torch.int64)} if rows else {}
 
     stepper, text = _Arriving(plans, outputs=outputs), ByteText()
-    engine = Engine(stepper, shape, (), EngineConfig(len(asks) + 1))
+    engine = Engine(stepper, shape, (), len(asks) + 1)
     engine.scheduler.switch(number)
     due = sorted(asks, key=lambda pair: pair[0])[::-1]
     open_: dict[ActiveRequest, tuple[float, list[float]]] = {}

@@ -6,9 +6,8 @@ belongs into the second.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from tessera.adapt import Live
 from tessera.execute.stepper import StepDone
 from tessera.serve.answer import WakeUps
 from tessera.serve.meters import Meters, Observer
@@ -22,9 +21,10 @@ NO_NUMBERS = "the model gave no numbers for this request. Check its weights and 
 class Delivery:
     """Used by the engine's thread."""
 
-    def __init__(self, end: Sequence[int], meters: Meters, observer: Observer) -> None:
-        self._end, self._meters, self._observer = frozenset(end), meters, observer
-        self.live: Live | None = None
+    def __init__(
+        self, end: Sequence[int], meters: Meters, observer: Observer, on_finish: Callable[[], None]
+    ) -> None:
+        self._end, self._meters, self._observer, self._on_finish = frozenset(end), meters, observer, on_finish
         self._due: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
         self._gaps: list[float] = []
         self._wake_ups = WakeUps()
@@ -44,7 +44,9 @@ class Delivery:
                 continue
             number = chosen if isinstance(chosen, int) else chosen.number
             if request.first_s is None:
-                self._note_first(request, now)
+                request.first_s = now
+                self._meters.prompt_tokens += len(request.ask.prompt)
+                self._observer.first_token(now - request.arrived_s)
             else:
                 self._gaps.append(now - request.last_s)
             request.last_s = now
@@ -56,11 +58,6 @@ class Delivery:
             self._due.append((request, chosen, reason))
         self._meters.output_tokens += len(due)
         return left
-
-    def _note_first(self, request: ActiveRequest, now: float) -> None:
-        request.first_s = now
-        self._meters.prompt_tokens += len(request.ask.prompt)
-        self._observer.first_token(now - request.arrived_s)
 
     def _reason(self, request: ActiveRequest, number: int) -> Reason | None:
         if number in self._end and not request.ask.ignores_end:
@@ -99,12 +96,7 @@ class Delivery:
         self._wake_ups.add(request.buffer)
         self._meters.finished[reason] += 1
         self._observer.finished(finish, request.times())
-        if self.live is not None:
-            self.live.finished()
-
-    def flush(self) -> None:
-        """Wakes the readers of requests that were finished."""
-        self._wake_ups.flush()
+        self._on_finish()
 
 
 def _chosen(done: StepDone, due: Sequence[tuple[int, ActiveRequest]]) -> Sequence[Token | int | None]:

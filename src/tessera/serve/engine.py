@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from tessera.adapt import Live
 from tessera.errors import ServiceClosing, TesseraError
@@ -32,16 +31,10 @@ from tessera.serve.sight import Sight
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How requests are taken."""
-
-    # Requests that may wait for a row.
-    max_waiting: int = 1024
-    # Seconds over which utilisation and rates are shown.
-    window_s: float = 5.0
-    # Starts of a request after its first. Devices may be lost together, one loss told after the other.
-    max_retries: int = 3
+# Requests that may wait for a row, where nobody says.
+MAX_WAITING = 1024
+# Starts of a request after its first. Devices may be lost together, one loss told after the other.
+MAX_RETRIES = 3
 
 
 class Engine(Watcher[ActiveRequest]):
@@ -56,26 +49,27 @@ class Engine(Watcher[ActiveRequest]):
         stepper: Stepper,
         shape: Shape,
         end: tuple[int, ...],
-        config: EngineConfig | None = None,
+        max_waiting: int = MAX_WAITING,
         observer: Observer | None = None,
         *,
         sight: Sight | None = None,
         planner: Planner | None = None,
         note: Callable[[DecisionKind, str], None] = lambda kind, text: None,
     ) -> None:
-        config = config or EngineConfig()
         self.stepper, self.shape, self._note = stepper, shape, note
-        self.meters = Meters(config.window_s)
+        self.meters = Meters()
         self._observer = observer or Observer()
-        self._out = Delivery(end, self.meters, self._observer)
+        self._out = Delivery(end, self.meters, self._observer, self._note_end)
         steps = Steps.of(stepper.plans[0])
 
         def make(number: int, lane: LoadedLane) -> RowBatch:
             return RowBatch(number, shape, steps, self._out.settle, sight)
 
-        taken = SchedulerConfig(config.max_waiting, shape.slots, shape.rows, config.max_retries)
-        self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, taken, self)
+        config = SchedulerConfig(max_waiting, shape.slots, shape.rows, MAX_RETRIES)
+        self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, config, self)
         self.keeper = Keeper(stepper.plans, planner, self._load, stepper.wake)
+        # The monitor, if one decides.
+        self.live: Live | None = None
         self._lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
         self._deadline_s = float("inf")
@@ -84,15 +78,6 @@ class Engine(Watcher[ActiveRequest]):
         self.failure = ""
         # True if requests were ended before they were done.
         self.was_cut = False
-
-    @property
-    def live(self) -> Live | None:
-        """The monitor, if one decides."""
-        return self._out.live
-
-    @live.setter
-    def live(self, live: Live) -> None:
-        self._out.live = live
 
     # For other threads.
 
@@ -108,8 +93,7 @@ class Engine(Watcher[ActiveRequest]):
                     raise ServiceClosing("the service is stopping", "Ask another one.")
                 self.scheduler.push(request, request.ask.client)
         except TesseraError:
-            if self.live is not None:
-                self.live.finished()
+            self._note_end()
             raise
         self.stepper.wake()
 
@@ -169,6 +153,10 @@ class Engine(Watcher[ActiveRequest]):
         if not request.is_over:
             self.scheduler.forget(request, request.ask.client)
             self._out.finish(request, "cancelled")
+
+    def _note_end(self) -> None:
+        if self.live is not None:
+            self.live.finished()
 
     def _look(self) -> None:
         if not self.meters.is_due():
@@ -241,7 +229,7 @@ class Engine(Watcher[ActiveRequest]):
             if not request.is_over:
                 self.was_cut = True
                 self._out.finish(request, "cancelled" if request.is_cancelled else "error", why)
-        self._out.flush()
+        self._out.deliver()
 
 
 def said_of(lost: DeviceLost) -> str:

@@ -4,19 +4,27 @@ A device that is lost is given a new worker by the stepper; nothing is planned f
 `MAX_FAILURES` times in a row, or is given up, is planned around: in the background, while lanes that avoid it
 go on, or requests wait. When it is back, the plans for all devices are taken up again. Every plan is one for
 the service's whole cluster, so that plans can follow one another without a worker being started.
+
+What plans can do is read off them, for the monitor, with no simulation when a service starts. A plan says how
+fast it is with some numbers of slots in flight, and a slot is a unit of work for `rows` requests. By Little's
+law, s slots at a rate of r units a second hold each request for s / r seconds; with hardly any load it is the
+latency of one unit. Between these the monitor interpolates. All figures are modelled: they decide between
+policies, and promise nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from tessera.adapt import Action, Factors
+from tessera.adapt import Action, Capability, Factors, Point
 from tessera.errors import TesseraError
 from tessera.execute.stepper import DeviceBack, DeviceLost
 from tessera.ir import Plan
 
 # So often in a row a device is given a new worker before it is planned around.
 MAX_FAILURES = 3
+# A load at which a request is alone, and the share of the capacity that counts as all of it.
+ALONE, ENOUGH = 1e-3, 0.99
 
 Plans = tuple[Plan, ...]
 
@@ -105,3 +113,25 @@ class Keeper:
             self._background = ThreadPoolExecutor(1, "tessera-around")
         self._making = self._background.submit(self._planner.without, devices)
         self._making.add_done_callback(lambda _: self._wake())
+
+
+def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
+    """One a plan, in requests per second; empty if a plan was never simulated in flight."""
+    if not all(any(slots <= plan.slots and rate for slots, rate in plan.by_slots) for plan in plans):
+        return ()
+    return tuple(_capability(plan, rows) for plan in plans)
+
+
+def _capability(plan: Plan, rows: int) -> Capability:
+    tokens = plan.unit.counts[-1] + 1
+    least_s = plan.latency_us * 1e-6
+    there = sorted((slots, rate) for slots, rate in plan.by_slots if slots <= plan.slots)
+    capacity = rows * max(rate for _, rate in there)
+    first = ALONE * capacity
+    points = [Point(first, least_s / tokens, first * least_s)]
+    for slots, rate in there:
+        load = rows * rate
+        # The curve ends below the capacity: more slots than bring a gain only bring waiting.
+        if points[-1].rate_per_s < load < ENOUGH * capacity:
+            points.append(Point(load, max(slots / rate, least_s) / tokens, float(slots * rows)))
+    return Capability(plan.policy, capacity, tuple(points))

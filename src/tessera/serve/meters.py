@@ -12,8 +12,8 @@ from typing import NamedTuple
 from tessera.execute.stepper import DeviceStatus, Use
 from tessera.serve.records import Finish, StepKind
 
-# Seconds between two looks at what the stepper counts.
-LOOK_S = 0.5
+# Seconds between two looks at what the stepper counts, and over which shares and rates are shown.
+LOOK_S, WINDOW_S = 0.5, 5.0
 
 
 class Times(NamedTuple):
@@ -56,8 +56,7 @@ class _Look(NamedTuple):
 class Meters:
     """Counters, and a window of looks at them."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.retried = 0
@@ -78,7 +77,7 @@ class Meters:
         looks = self._looks
         looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
         self.status = dict(use.devices)
-        while len(looks) > 2 and looks[1].at_s <= now - self._window_s:
+        while len(looks) > 2 and looks[1].at_s <= now - WINDOW_S:
             looks.popleft()
 
     @property

@@ -16,7 +16,7 @@ import torch
 from tessera.execute.pick import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Plan
-from tessera.serve.engine import Engine, EngineConfig
+from tessera.serve.engine import Engine
 from tessera.serve.planning import Average
 from tessera.serve.records import Ask, Sampling, Shape
 from tessera.serve.rows import ActiveRequest
@@ -51,7 +51,7 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
         return {"next_tokens": torch.zeros(rows, dtype=torch.int64)} if rows else {}
 
     stepper, load, text = VirtualStepper(plans, outputs=outputs), random.Random(0), ByteText()
-    engine = Engine(stepper, shape, (), EngineConfig(2 * clients))
+    engine = Engine(stepper, shape, (), 2 * clients)
     engine.scheduler.switch(number)
     waiting: list[ActiveRequest] = []
 

@@ -34,8 +34,7 @@ from tessera.serve.meters import Times
 from tessera.serve.records import Ask, Shape, StepKind
 from tessera.serve.sampling import Pick
 from tessera.serve.sight import Seeing, Sight
-from tessera.serve.stops import StopWatch
-from tessera.serve.text import Reader
+from tessera.serve.text import Reader, StopWatch
 
 # Chunks between two decodes, at most: so much longer may a token take.
 MAX_CHUNKS = 4

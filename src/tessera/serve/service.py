@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 from tessera.adapt import Action, Capability, Hands, Live, Monitor, MonitorConfig
@@ -23,9 +23,8 @@ from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.answer import Answer
-from tessera.serve.capability import capabilities_of
-from tessera.serve.engine import Engine, EngineConfig
-from tessera.serve.keeper import Planner
+from tessera.serve.engine import MAX_WAITING, Engine
+from tessera.serve.keeper import Planner, capabilities_of
 from tessera.serve.meters import Observer
 from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
 from tessera.serve.rows import ActiveRequest
@@ -48,7 +47,7 @@ class ServiceConfig:
 
     # A policy's name; "auto": as the monitor says, where there are several and it is known what they can do.
     policy: str = AUTO
-    max_waiting: int = 1024
+    max_waiting: int = MAX_WAITING
 
 
 DEFAULT = ServiceConfig()
@@ -86,9 +85,15 @@ class Service:
         policies = self._policies()
         if config.policy not in (AUTO, *policies):
             raise UnknownName("policy", config.policy, (AUTO, *policies))
-        taken = EngineConfig(config.max_waiting)
         self._engine = Engine(
-            stepper, shape, text.end, taken, observer, sight=sight, planner=planner, note=self._note
+            stepper,
+            shape,
+            text.end,
+            config.max_waiting,
+            observer,
+            sight=sight,
+            planner=planner,
+            note=self._note,
         )
         self._begun_s = time.monotonic()
         self._decisions = Decisions()
@@ -258,9 +263,9 @@ class Service:
         found = []
         for name in dict.fromkeys((*memory, *busy, *sorted(lost))):
             status = meters.status.get(name, DeviceStatus("lost" if name in lost else "ready"))
-            view = DeviceView(name, busy.get(name, 0.0), memory.get(name, 0), name in lost, status.pid)
+            use = (busy.get(name, 0.0), memory.get(name, 0), name in lost)
             found.append(
-                replace(view, state=status.state, restarts=status.restarts, losses=meters.losses[name])
+                DeviceView(name, *use, status.pid, status.state, status.restarts, meters.losses[name])
             )
         return tuple(found)
 

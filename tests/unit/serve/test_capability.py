@@ -7,7 +7,7 @@ import pytest
 from factories import make_chain, make_cluster, make_plan
 from tessera.adapt import Monitor, crossing_per_s
 from tessera.ir import Plan
-from tessera.serve.capability import capabilities_of
+from tessera.serve.keeper import capabilities_of
 
 ROWS = 8
 
