@@ -27,6 +27,23 @@ def _(rng):
     return Launch(math.ceil(n / 64), 128, [values, idx, np.zeros_like(want), n], {2: want}, 1e-4)
 
 
+@launch("triton", "memory", "tickets")
+def _(rng):
+    n = sixteens(rng, 300)
+    x = rng.integers(0, 5, n).astype(np.int64)
+    args = [x, np.zeros(5, np.int32), np.zeros(n, np.int32), n]
+    return Launch(math.ceil(n / 128), 32, args, {1: np.bincount(x, minlength=5)}, 0)
+
+
+@launch("triton", "memory", "scatter_product")
+def _(rng):
+    k, stride = 16 * int(rng.integers(1, 4)), 32 + 16 * int(rng.integers(0, 3))
+    a, b = rng.integers(-4, 5, (32, k)).astype(np.float16), rng.integers(-4, 5, (k, 32)).astype(np.float16)
+    rows, want = rng.integers(0, 6, 32).astype(np.int64), np.zeros((6, stride), np.float32)
+    np.add.at(want[:, :32], rows, a.astype(np.float32) @ b.astype(np.float32))
+    return Launch(1, 32, [a, b, rows, np.zeros_like(want), k, np.int64(stride)], {3: want}, 0)
+
+
 @launch("triton", "memory", "atomic_kinds")
 def _(rng):
     n = sixteens(rng, 300)

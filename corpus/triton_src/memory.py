@@ -23,6 +23,26 @@ def scatter_add(values, idx, out, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def tickets(x, counts, ticket, n, BLOCK: tl.constexpr):
+    """Pointers go, and numbers come back, through the same bytes of shared memory."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < n
+    taken = tl.atomic_add(counts + tl.load(x + i, mask=m, other=0), 1, mask=m)
+    tl.store(ticket + i, taken, mask=m)
+
+
+@triton.jit
+def scatter_product(a, b, rows, out, k, stride, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """The pointers take the place of the factors of a product in shared memory."""
+    i, j, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    total = tl.zeros((M, N), tl.float32)
+    for begin in range(0, k, K):
+        left = tl.load(a + i[:, None] * k + begin + d[None, :])
+        total += tl.dot(left, tl.load(b + (begin + d)[:, None] * N + j[None, :]))
+    tl.atomic_add(out + tl.load(rows + i)[:, None] * stride + j[None, :], total)
+
+
+@triton.jit
 def atomic_kinds(x, top, low, bits, lock, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = i < n
@@ -101,6 +121,28 @@ BUILDS = {
         fn=scatter_add,
         signature={"values": "*fp32", "idx": "*i32", "out": "*fp32", **FLAT},
         constexprs={"BLOCK": 64},
+    ),
+    "tickets": dict(
+        fn=tickets,
+        signature={"x": "*i64", "counts": "*i32", "ticket": "*i32", **FLAT},
+        constexprs={"BLOCK": 128},
+        num_warps=1,
+    ),
+    "scatter_product": dict(
+        fn=scatter_product,
+        signature={
+            "a": "*fp16",
+            "b": "*fp16",
+            "rows": "*i64",
+            "out": "*fp32",
+            "k": "i32",
+            "stride": "i64",
+            "M": "constexpr",
+            "N": "constexpr",
+            "K": "constexpr",
+        },
+        constexprs={"M": 32, "N": 32, "K": 16},
+        num_warps=1,
     ),
     "atomic_kinds": dict(
         fn=atomic_kinds,

@@ -16,19 +16,22 @@ from heapq import heapify, heappop, heappush
 from math import gcd
 
 from tessera.analyze.ptx.bits import halves, pack
+from tessera.analyze.ptx.exchange import offsets
 from tessera.analyze.ptx.forms import OpInfo
 from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.nodes import Node, Nodes
 from tessera.analyze.ptx.poly import BOTTOM, Poly, Value, add, const, constant_of, multiply, sub, wrap
 from tessera.analyze.ptx.scan import Access
 from tessera.analyze.ptx.syntax import Function, Mem, Module, Sym, Vec
-from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, Key, by_base
+from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, UNIFORM, Key, by_base
 
 _MAX_VISITS = 8
 # Alternatives looked at, per node and for any kernel. Chosen by measurement: compiled kernels stay below
 # half of it, except debug builds of block-wide collectives, which mix dozens of pointers through memory.
 _WORK_PER_NODE = 20
 _WORK = 30_000
+# Addends that a number, or an offset in the block's own memory, may keep in a coarse run.
+_MAX_COARSE = 8
 
 
 class Flow(Nodes):
@@ -90,12 +93,19 @@ class Flow(Nodes):
         new = self._phi(node) if node.kind == "phi" else self._definition(node)
         if node.forced and not new:
             new = self.loads.plain((node.key, "unset"), 8, frozenset({-1}), False)
-        if self.coarse and any(len(p) > 1 for p in new):
+        if self.coarse and any(map(self._is_too_fine, new)):
             new = self.atoms.blur((node.key, "coarse"), new)
         if new == node.value:
             return []
         node.value = new
         return node.users
+
+    def _is_too_fine(self, poly: Poly) -> bool:
+        """Whether a coarse run gives up the offset: of a pointer that leaves the block, and of a long sum."""
+        at = self.atoms
+        return len(poly) > _MAX_COARSE or (
+            len(poly) > 1 and any(at.kind(n) != "frame" for n in at.taint(poly))
+        )
 
     def _definition(self, node: Node) -> Value:
         info = node.info
@@ -161,7 +171,31 @@ class Flow(Nodes):
         offset = const(operand.offset + node.part * width)
         address = tuple(add(p, offset) for p in args[0])
         space = info.uses[0][1]
-        return self.loads.load(node, space, address, width, info.signed)
+        exchanged = self._exchanged(node, address, width) if node.exchange else None
+        return self.loads.load(node, space, address, width, info.signed) if exchanged is None else exchanged
+
+    def _exchanged(self, node: Node, address: Value, width: int) -> Value | None:
+        """What the threads of the block stored for this load just before; None if that is not all it sees."""
+        threads = self.exchanges.threads
+        places = offsets(self.atoms, address[0], threads) if len(address) == 1 and width == 8 else None
+        if places is None:
+            return None
+        covered: set[int] = set()
+        seen: list[Poly] = []
+        for to, offset, size, values in node.exchange:
+            target = to.value if isinstance(to, Node) else to
+            stored = offsets(self.atoms, target[0], threads) if len(target) == 1 else None
+            if stored is None or stored[0] != places[0]:
+                return None
+            for part, item in enumerate(values):
+                value: Value = item.value if isinstance(item, Node) else item
+                if not value:
+                    return BOTTOM
+                covered |= {o + offset + part * size for o in stored[1]}
+                seen += [self.atoms.others(p, UNIFORM, (node.key, "seen")) for p in value]
+        if not covered.issuperset(places[1]):
+            return None
+        return self.atoms.join((node.key, "exchanged"), tuple(seen))
 
     def _store(self, node: Node) -> "list[Node]":
         """Writes the values into the frames the address may point at."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from tessera.analyze.ptx.cfg import build_graph
 from tessera.analyze.ptx.defs import Definitions
+from tessera.analyze.ptx.exchange import Exchanges
 from tessera.analyze.ptx.flatten import flatten
 from tessera.analyze.ptx.forms import OpInfo
 from tessera.analyze.ptx.launches import Given
@@ -40,8 +41,8 @@ class Node:
     """One value to compute: a definition, a phi or a store."""
 
     __slots__ = (
-        "args", "back", "forced", "index", "info", "key", "kind", "old", "part", "pos", "queued", "steps",
-        "users", "value", "visits",
+        "args", "back", "exchange", "forced", "index", "info", "key", "kind", "old", "part", "pos", "queued",
+        "steps", "users", "value", "visits",
     )  # fmt: skip
 
     def __init__(self, kind: str, key: Key, pos: int, index: int) -> None:
@@ -58,6 +59,8 @@ class Node:
         self.forced = False
         self.visits = 0
         self.steps: dict[frozenset[int], Poly] = {}
+        # Of a load: the address, its constant part, width and values of each store that it may see.
+        self.exchange: list[tuple[Node | Value, int, int, list[Node | Value]]] = []
 
 
 class Nodes:
@@ -70,6 +73,7 @@ class Nodes:
         self.scan = scan(self.flat, self.graph)
         self.defs = Definitions(self.graph, self.scan.defs)
         self.stops = self.scan.stops
+        self.exchanges = Exchanges(self.flat, self.graph, self.scan, entry.attributes.get("reqntid") or ())
         self.atoms = Atoms(_limits(entry), given.numbers)
         self.atoms.narrow_params = {i for i, p in enumerate(entry.params) if p.size < 8}
         self.loads = LoadRules(module, entry, self.flat, self.atoms)
@@ -180,8 +184,23 @@ class Nodes:
         if space == "shared" and info.width < 8:
             return
         self._depend(node, self.want_address(node.index, operand))
+        if space == "shared":
+            self._connect_exchange(node)
         if space in ("shared", "local", "") or (space == "param" and self.loads.is_local_param(operand)):
             self._needs_frames = self._needs_frames or self.loads.has_frames or space == "param"
+
+    def _connect_exchange(self, node: Node) -> None:
+        """The stores that the load sees if it reads what the block's threads have just exchanged."""
+        for index in self.exchanges.stores_before(node.index):
+            target, stored = self.flat.body[index].operands[:2]
+            assert isinstance(target, Mem)
+            address = self.want_address(index, target)
+            items = stored.items if isinstance(stored, Vec) else (stored,)
+            values = [self.want(index, item) for item in items]
+            node.exchange.append((address, target.offset, 8, values))
+            for read in (address, *values):
+                if type(read) is Node:
+                    read.users.append(node)
 
     def _add_stores(self) -> None:
         """Every instruction that may write a frame becomes a node, with its address and values wanted."""

@@ -181,10 +181,13 @@ def _div_rem(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
 
 def _bfe(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
     place, size = (constant_of(a[0]) if len(a) == 1 else None for a in args[1:3])
-    if place is None or size is None or form.signed or not 0 <= place < form.bits or not 0 < size < form.bits:
+    if place is None or size is None or not 0 <= place < form.bits or not 0 < size <= form.bits - place:
         return at.opaque(key, *args)
 
     def rule(x: Poly) -> Poly:
+        if form.signed:
+            top = scale(x, 1 << (form.bits - place - size), form.bits)
+            return shift_right(at, top, const(form.bits - size), form.bits, True)
         shifted = shift_right(at, x, const(place), form.bits, False)
         return bit_and(at, shifted, const((1 << size) - 1), form.bits)
 
