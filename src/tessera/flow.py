@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.accesses import tables_of, triton_accesses
 from tessera.analyze.interpret import interpret
 from tessera.capture import Workload, build, own
 from tessera.errors import MismatchError, TesseraError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, torch.Tensor]
 
 # Kernels with PTX: capture has them proved, and they run in the interpreter where there is no GPU.
-own.hand_in(triton_accesses, kernel_launch.run_kernel)
+own.hand_in(triton_accesses, kernel_launch.run_kernel, tables_of)
 kernel_launch.hand_in(interpret)
 
 

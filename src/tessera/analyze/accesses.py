@@ -1,21 +1,25 @@
 """What one launch of a PTX kernel reads and writes: the analysis of its code with the launch's numbers.
 
     triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
+    tables_of(kernel) -> parameters that lead to tables of pointers
 
 Argument i of the launch is parameter i of the entry; Triton adds scratch pointers behind them, which must
 not be touched. Arguments with a buffer are pointers, and small numbers are none: where the code alone leaves
 that open, it is analyzed again with that. Intervals are clamped to the buffer at both ends: what lies outside
 cannot be touched by a valid launch. A write that is not known to reach every byte of its interval leaves the
 others as they were, so it counts as reading them too, unless the buffer holds nothing yet.
+
+An argument that is a tuple is a table of pointers: its entries are the buffers behind them, or numbers. What
+a kernel does through pointers that it loads from the table, it may do to all of each of these.
 """
 
 from collections.abc import Sequence, Set
 
 from tessera.analyze.ptx import Given, Intervals, KernelReport, report_for_launch, reports_for
 from tessera.analyze.ptx import Launch as Numbers
-from tessera.analyze.ptx.report import AccessReport
+from tessera.analyze.ptx.report import AccessReport, IndirectReport
 from tessera.errors import ParseError
-from tessera.ir import Access, Buffer, Kernel, Launch, Region, View
+from tessera.ir import Access, Arg, Buffer, Kernel, Launch, Region, View, arg_views
 from tessera.ir.trace import item_bytes
 
 # An access of more separate runs than this is widened to what encloses them.
@@ -40,9 +44,28 @@ def triton_accesses(
     accesses: list[Access] = []
     for found in report.accesses:
         view = launch.args[found.param]
-        assert isinstance(view, View)
-        accesses += _accesses(found, view, found.extent.resolve(numbers), buffers, empty)
+        if isinstance(view, View):  # a table is no buffer
+            accesses += _accesses(found, view, found.extent.resolve(numbers), buffers, empty)
+    for item in report.indirect:
+        accesses += _behind(item, [launch.args[table[1]] for table in item.tables], buffers)
     return tuple(accesses), ""
+
+
+def tables_of(kernel: Kernel) -> tuple[int, ...]:
+    """Parameters that lead to tables of pointers; none if the kernel is beyond proof for other reasons."""
+    report = _report(kernel)
+    return () if isinstance(report, str) else report.tables
+
+
+def _behind(item: IndirectReport, tables: Sequence[Arg], buffers: Sequence[Buffer]) -> list[Access]:
+    """What may happen to the buffers that tables lead to; bytes that are left alone count as read."""
+    written = any(effect == "w" for _, effect in item.lines)
+    found = {view.buffer for table in tables for view in arg_views(table)}
+    return [
+        Access(buffer, Region(0, buffers[buffer].size_bytes), True, written, item.atomic)
+        for buffer in sorted(found)
+        if buffers[buffer].size_bytes
+    ]
 
 
 def _report(kernel: Kernel) -> KernelReport | str:
@@ -56,20 +79,27 @@ def _report(kernel: Kernel) -> KernelReport | str:
 
 def _against(report: KernelReport, launch: Launch) -> str:
     """Why the report does not settle this launch; empty if it does."""
-    if not report.movable:
+    if not report.movable and not all(isinstance(_arg(launch, i), tuple) for i in report.tables or (-1,)):
         return "; ".join(report.why)
     if len(report.params) < len(launch.args):
         return f"its PTX has {len(report.params)} parameters for {len(launch.args)} arguments"
     for access in report.accesses:
         if access.param >= len(launch.args):
             return "it uses scratch memory"
-        if access.is_tensor_map or access.offset or not isinstance(launch.args[access.param], View):
+        arg = launch.args[access.param]
+        if isinstance(arg, tuple) and access.write:
+            return f"it writes the table of pointers in parameter {access.param}"
+        if access.is_tensor_map or access.offset or not isinstance(arg, View | tuple):
             return f"parameter {access.param} holds an address that is no argument"
     return ""
 
 
+def _arg(launch: Launch, place: int) -> Arg:
+    return launch.args[place] if 0 <= place < len(launch.args) else None
+
+
 def _given(launch: Launch) -> Given:
-    pointers = frozenset(i for i, a in enumerate(launch.args) if isinstance(a, View))
+    pointers = frozenset(i for i, a in enumerate(launch.args) if isinstance(a, View | tuple))
     numbers = frozenset(
         i
         for i, a in enumerate(launch.args)

@@ -20,6 +20,7 @@ from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Finder, Held, find, root
 from tessera.capture.naming import flatten, path, unique
 from tessera.capture.own import own_launches
+from tessera.capture.pointer_tables import standing_for
 from tessera.capture.pystate import Before, python_state
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
@@ -295,6 +296,7 @@ class Function:
         """
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         swapped = []
+        pairs = []
         try:
             for number, tensor in numbered.items():
                 held = self._holder(number)
@@ -305,8 +307,10 @@ class Function:
                     leaf.data = tensor
                 elif held is not None:
                     swapped.append((held, held.current))
+                    pairs.append((held.current, tensor))
                     held.holder[held.key] = tensor
-            yield
+            with standing_for(pairs):
+                yield
         finally:
             for leaf, data in reversed(kept):
                 leaf.data = data

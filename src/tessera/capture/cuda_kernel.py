@@ -5,8 +5,9 @@
 
 `source` is PTX, or CUDA C++ with `extern "C"` entries, compiled when the kernel is made: by NVRTC where torch
 brings it, else by nvcc. Grid and block are a number or up to three. Arguments are tensors for pointers and
-numbers for the rest, one for each parameter. The launch runs where the tensors are: on the GPU's current
-stream, or on the CPU in the PTX interpreter; a capture records it with the accesses proved from its code.
+numbers for the rest, one for each parameter; a list of tensors is a table of their addresses, for kernels
+that load pointers from memory. The launch runs where the tensors are: on the GPU's current stream, or on the
+CPU in the PTX interpreter; a capture records it with the accesses proved from its code.
 
 Not handled: parameters that are structs, and textures.
 """
@@ -72,14 +73,26 @@ class CudaKernel:
                     "Pass a number.",
                 )
             return value
+        if isinstance(value, list | tuple) and kind.endswith("64"):
+            return tuple(self._entry(place, item) for item in value)
         if not isinstance(value, bool | int | float):
             message = f"argument {place} of kernel {self.name} is a {type(value).__name__}"
             raise CaptureError(message, "Pass a tensor or a number.")
         return float(value) if kind.startswith("f") else value
 
+    def _entry(self, place: int, item: Any) -> Any:
+        if not isinstance(item, torch.Tensor | int):
+            message = f"the table in argument {place} of kernel {self.name} has a {type(item).__name__}"
+            raise CaptureError(message, "Make it a list of tensors and whole numbers.")
+        return item
+
     def _kernel(self, args: tuple[Any, ...]) -> Kernel:
         types = tuple(
-            f"*{str(a.dtype).removeprefix('torch.')}" if isinstance(a, torch.Tensor) else _scalar(kind, a)
+            f"*{str(a.dtype).removeprefix('torch.')}"
+            if isinstance(a, torch.Tensor)
+            else "*int64"
+            if isinstance(a, tuple)
+            else _scalar(kind, a)
             for kind, a in zip(self._types, args, strict=True)
         )
         if types not in self._kernels:

@@ -15,13 +15,14 @@ seen, and not noticed: kernels launched by other means, such as CuPy, Numba or c
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from tessera.capture.pointer_tables import read_table
 from tessera.capture.reads import reads_allowed
 from tessera.capture.refuse import fail
 from tessera.capture.schema import view_of
@@ -34,6 +35,8 @@ Grid = tuple[int, int, int]
 AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[Access, ...], str]]
 # (kernel, grid, block, arguments) -> runs it on the tensors among the arguments.
 RunKernel = Callable[[Kernel, Grid, Grid, Sequence[Any]], None]
+# kernel -> parameters that lead to tables of pointers
+TablesOf = Callable[[Kernel], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,13 @@ class OwnLaunch:
     """One launch that the program makes itself."""
 
     kernel: Kernel
-    # Tensors and numbers for the parameters of the PTX entry.
+    # Tensors and numbers for the parameters of the PTX entry; a tuple of them is a table of pointers.
     args: tuple[Any, ...]
     grid: Grid
     block: Grid
+    # The tensors that the program gave as tables, by place; those of them that could not be read, and why.
+    tables: tuple[tuple[int, torch.Tensor], ...] = ()
+    unread: str = ""
 
 
 # Called before a launch; may give what to call after it.
@@ -55,15 +61,16 @@ See = Callable[[OwnLaunch], Callable[[], None] | None]
 class _Hands:
     prove: AccessesOf | None = None
     run: RunKernel | None = None
+    tables: TablesOf | None = None
 
 
 _hands = _Hands()
 _seeing: list[See | None] = []
 
 
-def hand_in(prove: AccessesOf, run: RunKernel) -> None:
+def hand_in(prove: AccessesOf, run: RunKernel, tables: TablesOf) -> None:
     """What capture needs of other stages."""
-    _hands.prove, _hands.run = prove, run
+    _hands.prove, _hands.run, _hands.tables = prove, run, tables
 
 
 def prove(kernel: Kernel, launch: Launch, buffers: Sequence[Buffer]) -> tuple[tuple[Access, ...], str]:
@@ -73,27 +80,41 @@ def prove(kernel: Kernel, launch: Launch, buffers: Sequence[Buffer]) -> tuple[tu
     return _hands.prove(kernel, launch, buffers, frozenset())
 
 
-def written(seen: OwnLaunch) -> set[int]:
-    """Places of the arguments that a launch may write: those proved, or all tensors without a proof."""
-    tensors = {i: a for i, a in enumerate(seen.args) if isinstance(a, torch.Tensor)}
-    places = {t.untyped_storage()._cdata: i for i, t in reversed(tensors.items())}
-    own = {i: places[t.untyped_storage()._cdata] for i, t in tensors.items()}
-    sizes = [tensors[i].untyped_storage().nbytes() if i in tensors else 0 for i in range(len(seen.args))]
-    buffers = [Buffer(str(i), BufferKind.TEMPORARY, size) for i, size in enumerate(sizes)]
-    args = tuple(view_of(a, own[i]) if i in own else a for i, a in enumerate(seen.args))
+def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
+    """Every tensor that a launch is given, and whether it may write it; without a proof, it may."""
+    tensors = [t for arg in seen.args for t in tensors_in(arg)]
+    numbers: dict[int, int] = {}
+    for tensor in tensors:
+        numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
+    sizes = {numbers[t.untyped_storage()._cdata]: t.untyped_storage().nbytes() for t in tensors}
+    buffers = [Buffer(str(i), BufferKind.TEMPORARY, sizes[i]) for i in range(len(numbers))]
+
+    def recorded(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(map(recorded, arg))
+        is_tensor = isinstance(arg, torch.Tensor)
+        return view_of(arg, numbers[arg.untyped_storage()._cdata]) if is_tensor else arg
+
+    args = tuple(map(recorded, seen.args))
     launch = Launch(0, args, (), (), (), grid=seen.grid, block=seen.block)
     accesses, why = prove(seen.kernel, launch, buffers)
-    if why:
-        return set(tensors)
     changed = {a.buffer for a in accesses if a.write or a.atomic}
-    return {i for i in tensors if own[i] in changed}
+    return [(t, bool(why) or numbers[t.untyped_storage()._cdata] in changed) for t in tensors]
+
+
+def tensors_in(arg: Any) -> list[torch.Tensor]:
+    """The tensors of an argument; of a table, of its entries."""
+    items = arg if isinstance(arg, tuple) else (arg,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
     """Shows a launch to whoever records, and runs it; `native` launches it on a GPU."""
     see = _seeing[-1] if _seeing else None
+    tensors = [t for arg in seen.args for t in tensors_in(arg)]
+    if see is not None or not any(t.is_cuda for t in tensors):
+        seen = _with_tables(seen)
     after = see(seen) if see is not None else None
-    tensors = [a for a in seen.args if isinstance(a, torch.Tensor)]
     if not any(isinstance(t, FakeTensor) for t in tensors):
         with reads_allowed():
             if native is not None and any(t.is_cuda for t in tensors):
@@ -102,6 +123,21 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
                 _run(seen)
     if after is not None:
         after()
+
+
+def _with_tables(seen: OwnLaunch) -> OwnLaunch:
+    """The launch with the tensors that its tables lead to in the place of their addresses."""
+    places = _hands.tables(seen.kernel) if _hands.tables is not None else ()
+    given = [(i, seen.args[i]) for i in places if isinstance(seen.args[i], torch.Tensor)]
+    args, unread = list(seen.args), []
+    with reads_allowed():
+        for place, table in given:
+            entries = read_table(table)
+            if isinstance(entries, str):
+                unread.append(f"the table of addresses in argument {place} is not known: {entries}")
+            else:
+                args[place] = entries
+    return replace(seen, args=tuple(args), tables=tuple(given), unread="; ".join(unread))
 
 
 def _run(seen: OwnLaunch) -> None:

@@ -19,6 +19,7 @@ import torch
 from tessera.capture.inductor.offline import compiling_for
 from tessera.capture.inductor.triton_kernels import from_jit
 from tessera.capture.own import OwnLaunch, launch
+from tessera.capture.reads import reads_allowed
 
 # Compute capability whose PTX every GPU since Ampere can run.
 TARGET = 80
@@ -36,7 +37,8 @@ def triton_anywhere() -> Iterator[None]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup or trying[0]:
             return run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
-        with warnings.catch_warnings():  # it looks how addresses are aligned; that of a fake is always good
+        # It looks how addresses are aligned; that of a fake is always good.
+        with reads_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
         seen = from_jit(self, compiled, args, kwargs, grid)

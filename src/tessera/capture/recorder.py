@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.inner import has_wrappers
-from tessera.capture.own import OwnLaunch, prove, unchanged
+from tessera.capture.own import OwnLaunch, prove, tensors_in, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.capture.schema import (
@@ -224,14 +224,32 @@ class Recorder(TorchDispatchMode):
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
         """A kernel that the program launches itself; gives what to check once it has run."""
         number = self._kernel(seen.kernel)
+        self._check_tables(seen)
         args = tuple(self._arg(a) for a in seen.args)
         launch = Launch(number, args, (), (), (), self._scopes.current, grid=seen.grid, block=seen.block)
         accesses, why = prove(seen.kernel, launch, self._buffers)
         if why:
+            why = "; ".join(filter(None, (why, seen.unread)))
             accesses = whole_buffers(launch, self._buffers, frozenset())
         self._add_launch(replace(launch, accesses=accesses, immovable=why))
         weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if why else []
         return unchanged(seen.kernel.name, weights) if weights else None
+
+    def _check_tables(self, seen: OwnLaunch) -> None:
+        """What a table of addresses holds must be the same for every request."""
+        for place, table in seen.tables:
+            if not isinstance(seen.args[place], tuple):
+                continue  # it could not be read
+            what = f"the table of addresses in argument {place} of kernel {seen.kernel.name}"
+            if self.varies(table):
+                fail(f"{what} depends on the request", "Pass a list of the tensors as the table.")
+            for tensor in tensors_in(seen.args[place]):
+                found = self._find(tensor)
+                kind = BufferKind.WEIGHT if found is None else self._buffers[found].kind
+                if kind not in (BufferKind.WEIGHT, BufferKind.STATE):
+                    fail(
+                        f"{what} leads to a tensor of one request", "Pass a list of the tensors as the table."
+                    )
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self._buffers[self._index(tensor)].kind is BufferKind.WEIGHT

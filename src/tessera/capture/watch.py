@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
 from tessera.capture.inner import has_wrappers
-from tessera.capture.own import OwnLaunch, written
+from tessera.capture.own import OwnLaunch, touched
 from tessera.capture.reads import reads_refused
 from tessera.capture.recorder import UNRECORDABLE, keep_apart
 from tessera.capture.refuse import check_operator, explain, insisting
@@ -93,12 +93,11 @@ class Watch(TorchDispatchMode):
 
     def own_launch(self, seen: OwnLaunch) -> None:
         """A kernel that the program launches itself."""
-        changed = written(seen)
-        for place, value in enumerate(seen.args):
-            if isinstance(value, torch.Tensor):
-                self._note(value, place in changed)
-        if any(map(self.varies, seen.args)):
-            self._follow([seen.args[place] for place in changed])
+        given = touched(seen)
+        for tensor, writes in given:
+            self._note(tensor, writes)
+        if any(self.varies(tensor) for tensor, _ in given):
+            self._follow([tensor for tensor, writes in given if writes])
 
     def _note(self, tensor: torch.Tensor, writes: bool) -> None:
         block = self._known.get(storage_key(tensor))

@@ -1,8 +1,8 @@
 """Launches of kernels with PTX: on a GPU by the driver, on the CPU in an interpreter that is handed in.
 
 The driver compiles and loads PTX and launches on torch's current stream. Parameters are passed by their
-declared types; pointers behind the launch's arguments (Triton's scratch memory, which `capture` has shown to
-be unused) are null.
+declared types, a list of tensors as the address of a table of theirs; pointers behind the launch's arguments
+(Triton's scratch memory, which `capture` has shown to be unused) are null.
 
 Execute has no interpreter of its own; `tessera.flow` hands one in, once, and worker processes are given it
 with everything else they are born with.
@@ -50,7 +50,8 @@ def handed_in() -> Interpret | None:
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
     """Runs one launch where its tensors are."""
-    card = next((a.device.index for a in args if isinstance(a, torch.Tensor) and a.is_cuda), None)
+    given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
+    card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if card is not None:
         _loaded(kernel, block, card)(grid, args)
         return
@@ -69,16 +70,18 @@ def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
 def _pointers(args: Sequence[Any]) -> list[Any]:
     """Tensors as pointers into their storages; one array for each storage, without going through torch."""
     arrays: dict[int, Any] = {}
-    made: list[Any] = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            storage = arg.untyped_storage()
-            if storage.data_ptr() not in arrays:
-                arrays[storage.data_ptr()] = _bytes(storage)
-            made.append((arrays[storage.data_ptr()], arg.storage_offset() * arg.itemsize))
-        else:
-            made.append(arg)
-    return made
+
+    def pointer(arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [pointer(item) for item in arg]
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        storage = arg.untyped_storage()
+        if storage.data_ptr() not in arrays:
+            arrays[storage.data_ptr()] = _bytes(storage)
+        return arrays[storage.data_ptr()], arg.storage_offset() * arg.itemsize
+
+    return [pointer(arg) for arg in args]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Any:
@@ -108,6 +111,8 @@ class PtxKernel:
             status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
             self._ask(status, "give shared memory to")
         self._sizes = self._param_sizes()
+        # Tables of addresses, by what they hold; they stay, since a recorded graph reads them again.
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
         """Launches on the current stream."""
@@ -123,6 +128,8 @@ class PtxKernel:
     def _value(self, arg: Any, kind: str) -> Any:
         if isinstance(arg, torch.Tensor):
             return ctypes.c_uint64(arg.data_ptr())
+        if isinstance(arg, list | tuple):
+            return ctypes.c_uint64(self._table(arg).data_ptr())
         if kind.startswith("*"):
             return ctypes.c_uint64(0 if arg is None else int(arg))
         if kind not in _TYPES:
@@ -130,6 +137,15 @@ class PtxKernel:
                 f"kernel {self._name} has a parameter of type {kind}", "Compile it from source."
             )
         return _TYPES[kind](arg)
+
+    def _table(self, entries: Sequence[Any]) -> torch.Tensor:
+        held = tuple(e.data_ptr() if isinstance(e, torch.Tensor) else int(e) for e in entries)
+        if held not in self._tables:
+            if torch.cuda.is_current_stream_capturing():
+                message = f"kernel {self._name} needs a table of pointers that no launch made before"
+                raise WorkerError(message, "Report this: a launch was not run before its graph was recorded.")
+            self._tables[held] = torch.tensor(held, dtype=torch.int64, device="cuda")
+        return self._tables[held]
 
     def _param_sizes(self) -> list[int]:
         """Bytes of every parameter of the entry."""

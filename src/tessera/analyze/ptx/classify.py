@@ -12,7 +12,7 @@ from typing import Any
 
 from tessera.analyze.ptx.poly import Frozen, Poly, add, freeze, scale
 from tessera.analyze.ptx.ranges import within
-from tessera.analyze.ptx.values import Atoms
+from tessera.analyze.ptx.values import DEEP, Atoms
 from tessera.analyze.ptx.weights import Weight, candidates, choices, original, weights
 
 _NEAR_NULL = 1 << 40
@@ -185,7 +185,7 @@ class Classifier:
         while stack:
             number = stack.pop()
             if number < 0:
-                names.add(("unknown", ""))
+                names.add(("deep", "") if number == DEEP else ("unknown", ""))
                 continue
             item = self.item(number)
             if item[0] == "param":

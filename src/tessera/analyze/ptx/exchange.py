@@ -12,7 +12,7 @@ sees only the stores of the phase before the last barrier, if
 An older store cannot be seen then: in a program without races it comes before those of the phase.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tessera.analyze.ptx.cfg import Graph
 from tessera.analyze.ptx.flatten import Flat
@@ -154,7 +154,7 @@ def _unsigned(bits: int, value: int) -> int:
     return value & ((1 << bits) - 1)
 
 
-_OPERATIONS = {
+_OPERATIONS: dict[str, Callable[..., int]] = {
     "and": lambda bits, a, b: _unsigned(bits, a & b),
     "or": lambda bits, a, b: _unsigned(bits, a | b),
     "xor": lambda bits, a, b: _unsigned(bits, a ^ b),

@@ -27,6 +27,7 @@ from tessera.analyze.ptx.poly import Poly
 from tessera.analyze.ptx.syntax import Function, Module, Variable
 
 _MAX_PARTS = 64
+_DEEP = ("deep", "")
 # `_ZZ`: inside a function; the others are the compilers' own (`.` is spelled `$` or `_$_` in PTX).
 _PRIVATE = re.compile(r"_ZZ|(?:\$|_\$_)str|__const(?:\$|_\$_)|switch(?:\$|_\$_)table|__unnamed_\d|__cudart_")
 
@@ -84,6 +85,16 @@ class IndirectReport:
     write: bool
     atomic: bool
     lines: tuple[tuple[int, str], ...]
+    # Some of the pointers were loaded through pointers that were loaded, as in a list.
+    deep: bool
+
+    @property
+    def why(self) -> str:
+        """Why it pins the kernel where nobody knows what the tables hold."""
+        where = ", ".join(map(_table_text, self.tables)) or "memory"
+        line = self.lines[0][0]
+        verb = "accesses" if self.read and self.write else "writes" if self.write else "reads"
+        return f"line {line}: {verb} through pointers loaded from {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,15 @@ class KernelReport:
     indirect: tuple[IndirectReport, ...]
     # Names and sizes of the parameters, as the PTX declares them.
     params: tuple[tuple[str, int], ...]
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Parameters that lead to tables of pointers, if the buffers in these are all that is not known."""
+        places = {table for item in self.indirect for table in item.tables}
+        known = {item.why for item in self.indirect}
+        flat = all(table[0] == "param" and table[2] == 0 for table in places)
+        whole = flat and known.issuperset(self.why) and not any(item.deep for item in self.indirect)
+        return tuple(sorted(table[1] for table in places)) if whole else ()
 
     def access(self, param: int, offset: int = 0) -> AccessReport | None:
         """The accesses through one pointer, or None."""
@@ -174,7 +194,14 @@ def _report(module: Module, entry: Function, facts: Facts, written: set[str]) ->
         for name, t in sorted(facts.symbols.items())
     )
     indirect = tuple(
-        IndirectReport(tables, t.read, t.write, t.atomic, tuple(sorted(t.lines)))
+        IndirectReport(
+            tuple(table for table in tables if table != _DEEP),
+            t.read,
+            t.write,
+            t.atomic,
+            tuple(sorted(t.lines)),
+            _DEEP in tables,
+        )
         for tables, t in sorted(facts.indirect.items(), key=repr)
     )
     why = _reasons(module, facts, symbols, indirect, written)
@@ -196,11 +223,7 @@ def _reasons(
         reason = _symbol_reason(symbol, variables.get(symbol.name), written)
         if reason:
             reasons.append((symbol.lines[0][0], f"line {symbol.lines[0][0]}: {reason}"))
-    for item in indirect:
-        where = ", ".join(map(_table_text, item.tables)) or "memory"
-        line = item.lines[0][0]
-        verb = "accesses" if item.read and item.write else "writes" if item.write else "reads"
-        reasons.append((line, f"line {line}: {verb} through pointers loaded from {where}"))
+    reasons += [(item.lines[0][0], item.why) for item in indirect]
     return tuple(dict.fromkeys(text for _, text in sorted(reasons)))
 
 

@@ -104,7 +104,7 @@ def _plain(report: KernelReport) -> dict[str, Any]:
             for a in report.accesses
         ],
         "symbols": [[s.name, s.read, s.write, s.atomic, s.lines] for s in report.symbols],
-        "indirect": [[i.tables, i.read, i.write, i.atomic, i.lines] for i in report.indirect],
+        "indirect": [[i.tables, i.read, i.write, i.atomic, i.lines, i.deep] for i in report.indirect],
     }  # fmt: skip
 
 

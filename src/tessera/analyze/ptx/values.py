@@ -50,6 +50,8 @@ _MAX_ALTERNATIVES = 64
 _MAX_POLY = 64
 _MAX_SIZE = 1 << 20
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
+# Among the bases that a value was loaded through: a pointer that was loaded itself.
+DEEP = -2
 
 
 class Atom(NamedTuple):
@@ -318,12 +320,12 @@ class Atoms:
         return atom.item[1] == "any" and all(map(self.is_joined, inside))
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The origins of bases, pointers loaded from memory replaced by where they were loaded from."""
+        """The origins of bases; for pointers loaded from memory, where they were loaded from, and DEEP."""
         out: set[int] = set()
         for number in numbers:
             for origin in self.atoms[number].taint if number >= 0 else (number,):
                 item = self.atoms[origin].item if origin >= 0 else ("",)
-                out |= item[3] if item[0] == "loaded" else {origin}
+                out |= item[3] | {DEEP} if item[0] == "loaded" else {origin}
         return frozenset(out)
 
     def op(self, name: str, bits: int, *args: Poly | int) -> Poly:

@@ -104,6 +104,8 @@ class Result:
     masks: Mapping[str, Touched]
     # Where each pointer leads: (argument, byte offset in it) -> (buffer, byte offset in that).
     pointers: Mapping[tuple[int, int], tuple[str, int]]
+    # Every array that was given, wherever in the arguments, and its buffer.
+    homes: tuple[tuple[Array, str], ...]
 
     def touched(self, argument: int, offset: int = 0) -> Touched:
         """What happened to the buffer behind a pointer argument."""
@@ -255,7 +257,8 @@ class Binding:
             like = shapes.get(region.name)
             buffers[region.name] = raw if like is None else raw.view(like.dtype).reshape(like.shape)
             masks[region.name] = Touched(*(self.arena.marks[kind][cut].astype(bool) for kind in "rwa"))
-        return Result(tuple(self._arrays(buffers)), buffers, masks, self.pointers)
+        homes = tuple((array, name) for name, _, array in self.homes.values())
+        return Result(tuple(self._arrays(buffers)), buffers, masks, self.pointers, homes)
 
     def _arrays(self, buffers: Mapping[str, Array]) -> Iterator[Any]:
         for number, arg in enumerate(self.args):
