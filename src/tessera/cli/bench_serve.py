@@ -140,15 +140,25 @@ def _complain(found: dict[str, Any]) -> None:
         raise LoadError("mixed up", message)
 
 
+HEADS = ("mean", "median", "p90", "p99")
+NAMES = {
+    "ttfb": "time to first byte",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between two events",
+    "e2el": "whole request",
+}
+
+
 def _show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{found['model_id']}: {found['completed']:,} answers", title_justify="left")
     table.add_column("measured by the client")
-    for head in ("mean", "median", "p90", "p99"):
+    for head in HEADS:
         table.add_column(head, justify="right")
     for name, words in NAMES.items():
-        cells = (found[f"{head}_{name}_ms"] for head in ("mean", "median", "p90", "p99"))
+        cells = (found[f"{head}_{name}_ms"] for head in HEADS)
         table.add_row(words, *("" if x is None else f"{x:,.1f} ms" for x in cells))
     out = console()
     out.print(table)
@@ -163,26 +173,14 @@ def _show(found: dict[str, Any]) -> None:
         out.print(f"{found['num_cut']:,} requests of the log were cut to the lengths allowed")
     for kind, row in found["errors_by_kind"].items():
         out.print(f"{kind}: {row['count']}; the first: {row['first']}", markup=False)
-    if found["verify"]:
-        _show_verified(found["verify"])
-
-
-NAMES = {
-    "ttfb": "time to first byte",
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "between two events",
-    "e2el": "whole request",
-}
-
-
-def _show_verified(verified: dict[str, Any]) -> None:
-    out = console()
+    verified = found["verify"]
+    if not verified:
+        return
     out.print(
         f"verified: {verified['compared']:,} answers to {verified['prompts']} prompts "
         f"({verified['distinct_answers']} different answers), mixed up: {verified['mixed_up']}"
     )
-    if verified["first"]:
-        out.print(f"request {verified['first']['request']}: {verified['first']['prompt']!r}", markup=False)
-        out.print(f"  alone:        {verified['first']['alone']!r}", markup=False)
-        out.print(f"  in the crowd: {verified['first']['in_the_crowd']!r}", markup=False)
+    if first := verified["first"]:
+        out.print(f"request {first['request']}: {first['prompt']!r}", markup=False)
+        out.print(f"  alone:        {first['alone']!r}", markup=False)
+        out.print(f"  in the crowd: {first['in_the_crowd']!r}", markup=False)

@@ -19,7 +19,7 @@ from tessera.simulate.study import Setting, adapt, compare
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OnlineOptions:
     """What the user asked for, as written."""
 
     arrivals: str
@@ -63,44 +63,20 @@ class Wanted:
         weather = Weather(
             seed=self.seed,
             jitter=self.jitter,
-            losses=tuple(_loss(word, device, rest) for word, device, rest in _split(self.lose, "--lose")),
-            slowdowns=tuple(
-                _slowdown(word, device, rest) for word, device, rest in _split(self.slow, "--slow")
-            ),
+            losses=tuple(_loss(word) for word in self.lose),
+            slowdowns=tuple(_slowdown(word) for word in self.slow),
         )
         limits = parse_limits(self.slo) if self.slo else ()
         return Setting(arrivals, weather, limits, self.rows, self.noise, self.max_waiting)
 
 
-def _split(words: Sequence[str], place: str) -> list[tuple[str, str, str]]:
-    found = []
-    for word in words:
-        device, at, rest = word.rpartition("@")
-        if not at or not device:
-            raise ArrivalsError(f"'{word}' has no time", "Write DEVICE@SECONDS, as emu:l40s@30.", place)
-        found.append((word, device, rest))
-    return found
-
-
-def _loss(word: str, device: str, rest: str) -> Loss:
-    time, dash, back = rest.partition("-")
-    lost_s = _number(time, word, "--lose")
-    back_s = _number(back, word, "--lose") if dash else None
-    if back_s is not None and not lost_s < back_s < float("inf"):
-        raise ArrivalsError(f"'{word}' comes back before it goes", "Write DEVICE@SECONDS-SECONDS.", "--lose")
-    return Loss(device, lost_s, back_s)
-
-
-def _slowdown(word: str, device: str, rest: str) -> tuple[str, float, float]:
-    time, _, factor = rest.partition("x")
-    found = _number(factor or "nan", word, "--slow")
-    if not 0.0 < found < float("inf"):
-        raise ArrivalsError(
-            f"'{word}' has no finite factor above zero",
-            "Write DEVICE@SECONDSxFACTOR: emu:l40s@30x1.5.",
-            "--slow",
-        )
-    return device, _number(time, word, "--slow"), found
+def _split(word: str, mark: str, place: str, form: str) -> tuple[str, float, float | None]:
+    """DEVICE@SECONDS, and a number behind the mark if there is one."""
+    device, _, rest = word.rpartition("@")
+    if not device:
+        raise ArrivalsError(f"'{word}' has no time", f"Write {form}.", place)
+    time, is_there, last = rest.partition(mark)
+    return device, _number(time, word, place), _number(last, word, place) if is_there else None
 
 
 def _number(text: str, word: str, place: str) -> float:
@@ -110,9 +86,24 @@ def _number(text: str, word: str, place: str) -> float:
         raise ArrivalsError(f"'{text}' in '{word}' is not a number", "", place) from None
 
 
-def run_online(paths: Sequence[Path], wanted: Wanted, has_monitor: bool, as_json: bool) -> None:
+def _loss(word: str) -> Loss:
+    device, lost_s, back_s = _split(word, "-", "--lose", "DEVICE@SECONDS, as emu:l40s@30")
+    if back_s is not None and not lost_s < back_s < float("inf"):
+        raise ArrivalsError(f"'{word}' comes back before it goes", "Write DEVICE@SECONDS-SECONDS.", "--lose")
+    return Loss(device, lost_s, back_s)
+
+
+def _slowdown(word: str) -> tuple[str, float, float]:
+    form = "DEVICE@SECONDSxFACTOR: emu:l40s@30x1.5"
+    device, at_s, factor = _split(word, "x", "--slow", form)
+    if factor is None or not 0.0 < factor < float("inf"):
+        raise ArrivalsError(f"'{word}' has no finite factor above zero", f"Write {form}.", "--slow")
+    return device, at_s, factor
+
+
+def run_online(paths: Sequence[Path], options: OnlineOptions, has_monitor: bool, as_json: bool) -> None:
     """Simulates and shows."""
-    setting = wanted.setting()
+    setting = options.setting()
     plans = [(plan.policy, plan) for plan in (load(Plan, path) for path in paths)]
     for path, (_, plan) in zip(paths, plans, strict=True):
         need_one_batch(plan, "a simulation of arrivals", str(path))
@@ -122,7 +113,7 @@ def run_online(paths: Sequence[Path], wanted: Wanted, has_monitor: bool, as_json
     if has_monitor:
         plans = with_other(plans)
         replan = replanner([plan for _, plan in plans])
-        adaptive, known = adapt(plans, setting, wanted.monitor(), replan)
+        adaptive, known = adapt(plans, setting, options.monitor(), replan)
     fixed = compare(plans, setting)
     found = document(fixed, adaptive, known, setting)
     print_json(found) if as_json else _show(found, fixed, adaptive)
@@ -229,8 +220,9 @@ def _show(found: dict[str, Any], fixed: Sequence[ServingReport], adaptive: Servi
     table = Table("", title=f"{found['requests']} requests of {found['arrivals']} (simulated)")
     for report in reports:
         table.add_column(report.policy, justify="right")
-    for cells in zip(ROWS, *(_cells(report) for report in reports), strict=True):
-        table.add_row(*cells)
+    columns = [_rows(report) for report in reports]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     out.print(table)
     notes = dict.fromkeys(f"{r.policy}: {note}" for r in reports for note in r.notes)
     for note in notes:
@@ -249,22 +241,10 @@ def _show(found: dict[str, Any], fixed: Sequence[ServingReport], adaptive: Servi
 
 # Decisions that are shown to people.
 SHOWN = 10
-ROWS = (
-    "requests per second",
-    "tokens per second",
-    "first token: p50, p90, p99",
-    "each further token: p50, p90, p99",
-    "latency: p50, p90, p99",
-    "latency over tokens: mean",
-    "requests within the limits",
-    "most waiting; refused, restarted, failed",
-    "busy",
-    "dollars per million tokens",
-    "joules per token",
-)
 
 
-def _cells(report: ServingReport) -> list[str]:
+def _rows(report: ServingReport) -> dict[str, str]:
+    """What people read of one report, by the name of its row."""
     from tessera.report import duration, percent
 
     def shown(times: Quantiles | None) -> str:
@@ -273,16 +253,17 @@ def _cells(report: ServingReport) -> list[str]:
     normalised = report.normalised_s
     slo, dollars, joules = report.slo_attainment, report.usd_per_million_tokens, report.joules_per_token
     lost = (report.num_refused, report.num_restarted, report.num_failed)
-    return [
-        f"{report.requests_per_s:.4g}",
-        f"{report.tokens_per_s:.4g}",
-        shown(report.ttft_s),
-        shown(report.tpot_s),
-        shown(report.latency_s),
-        duration(normalised.mean * 1e6) if normalised else "-",
-        percent(slo) if slo is not None else "-",
-        f"{report.max_waiting}; {', '.join(map(str, lost))}",
-        ", ".join(percent(share) for name, share in report.utilisation if " -> " not in name),
-        f"{dollars:.3g}" if dollars is not None else "-",
-        f"{joules:.3g}" if joules is not None else "-",
-    ]
+    busy = (percent(share) for name, share in report.utilisation if " -> " not in name)
+    return {
+        "requests per second": f"{report.requests_per_s:.4g}",
+        "tokens per second": f"{report.tokens_per_s:.4g}",
+        "first token: p50, p90, p99": shown(report.ttft_s),
+        "each further token: p50, p90, p99": shown(report.tpot_s),
+        "latency: p50, p90, p99": shown(report.latency_s),
+        "latency over tokens: mean": duration(normalised.mean * 1e6) if normalised else "-",
+        "requests within the limits": percent(slo) if slo is not None else "-",
+        "most waiting; refused, restarted, failed": f"{report.max_waiting}; {', '.join(map(str, lost))}",
+        "busy": ", ".join(busy),
+        "dollars per million tokens": f"{dollars:.3g}" if dollars is not None else "-",
+        "joules per token": f"{joules:.3g}" if joules is not None else "-",
+    }

@@ -76,14 +76,14 @@ def simulate(
     if requests is not None and requests < 1:
         raise TesseraError(f"{requests} requests are none", "Use at least one.", "--requests")
     if arrivals is not None:
-        from tessera.cli.online import Wanted, run_online
+        from tessera.cli.online import OnlineOptions, run_online
 
         _refuse({"--trace": trace, "--page": page, "--output": output}, "makes no timeline with --arrivals")
-        wanted = Wanted(
+        options = OnlineOptions(
             arrivals, requests, lengths, speed, rows, seed, noise, jitter, max_waiting,
             tuple(lose or ()), tuple(slow or ()), slo, window, threshold,
         )  # fmt: skip
-        run_online([plan] if other is None else [plan, other], wanted, monitor, as_json)
+        run_online([plan] if other is None else [plan, other], options, monitor, as_json)
         return
     _refuse(
         {"a second plan": other, "--monitor": monitor, "--lengths": lengths, "--lose": lose, "--slow": slow,
