@@ -268,7 +268,7 @@ ENCODERS = (
     Model(
         "resnet",
         "ResNetForImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1]},
+        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "image_size": 32},
     ),
     Model(
         "segformer",

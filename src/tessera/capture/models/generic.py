@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.fake import run_fake
-from tessera.capture.models.causal import choose
+from tessera.capture.models.causal import choose, newest
 from tessera.capture.models.examples import call_inputs, encoder_inputs, tokens
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
@@ -43,6 +43,8 @@ CACHES = ("past_key_values", "cache_params", "state", "mems")
 ENCODED = "encoder_hidden_states"
 # Before the names of a cache's tensors that are inputs or outputs.
 BEFORE, AFTER = "before.", "after."
+# Where each row of an encoder-decoder goes on.
+NEXT = "next_positions"
 
 
 def generic_workload(model: Any, step: Step) -> Workload:
@@ -260,6 +262,8 @@ class CachedSteps:
             made = self._forward(inputs, cache, last)
         after = dict(tensors_of(self._after(made, cache)))
         results = _results(made, self._cache)
+        if self._is_pair and self._has_positions:  # the request's first inputs may be an encode's
+            results[NEXT] = newest(inputs["positions"][:, :, None], last) + 1
         if not self._is_carried:
             return results | {AFTER + name: tensor for name, tensor in after.items()}
         for name, tensor in after.items():
@@ -322,14 +326,19 @@ class CachedSteps:
         if ENCODED in last:
             return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
-            return {name: tensor.clone() for name, tensor in first.items()}
+            is_own = first.keys() == self._inputs(0).keys()
+            return {name: tensor.clone() for name, tensor in (first if is_own else self._inputs(0)).items()}
         made = {"tokens": last["next_tokens"][:, None].clone()}
-        if self._has_positions:
+        if NEXT in last:
+            made["positions"] = last[NEXT].clone()
+        elif self._has_positions:
             positions = first["positions"]
             begins_after = positions[:, -1] + 1 if positions.shape[1] > 1 else positions[:, 0]
             start = first["last"] + 1 if "last" in first else begins_after
             made["positions"] = (start + run)[:, None].clone()
-        return {**made, ENCODED: first[ENCODED].clone()} if ENCODED in first else made
+        if self._encoded is not None:  # a decode finds it in its cache
+            made[ENCODED] = (first if ENCODED in first else self._inputs(0))[ENCODED].clone()
+        return made
 
 
 def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:

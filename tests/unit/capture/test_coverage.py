@@ -1,0 +1,29 @@
+"""The benchmark of coverage in short: unlike architectures through the whole flow, on two workers."""
+
+import pytest
+from benchmarks.coverage import check, markdown
+from benchmarks.coverage_models import MODELS, SHORT
+
+from tessera.execute.hub import FORKSERVER
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_an_architecture_is_captured_planned_and_verified(name: str) -> None:
+    """From a configuration alone, with every output and state equal bit for bit."""
+    model = next(model for model in MODELS if model.name == name)
+    if model.library == "diffusers":
+        pytest.importorskip("diffusers")
+
+    row = check(model, is_served=False, method=FORKSERVER)
+
+    assert [True, True, True] == [row.get(stage) for stage in ("captured", "planned", "verified")]
+
+
+def test_a_reason_is_a_note_below_the_table() -> None:
+    """What failed is told once, by number."""
+    text = markdown([{"name": "a", "class": "A", "captured": True, "planned": "too large"}])
+
+    assert "| a | A | - | yes | no (1) | - | - |" in text
+    assert "1. a, planned: too large" in text
