@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tessera.execute.cuda import driver
-from tessera.execute.cuda.partition import cut
+from tessera.execute.cuda.device import cut
 from tessera.execute.cuda.stretch import Hold
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain, Turnstile
 from tessera.execute.kernel_launch import PtxKernel

@@ -308,7 +308,7 @@ def attempt(results: Results, name: str, work: Callable[[Results], Any]) -> None
 
 def parts(results: Results) -> Any:
     """The first step on parts of the card: whole step and sum of launches of each."""
-    from tessera.execute.cuda.partition import cut
+    from tessera.execute.cuda.device import cut
 
     workload = build(CASES[0], LAYERS)
     trace = by_torch(workload, CASES[0])

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tessera.execute import worker
-from tessera.execute.cuda import device, driver, graph, measure, partition
+from tessera.execute.cuda import device, driver, graph, measure
 from tessera.execute.cuda.driver import MemOp
 from tessera.execute.hub import Hub, Line
 from tessera.execute.setups import Setup
@@ -171,7 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         patch(torch.cuda, name, what)
 
 
-class Part(partition.Partition):
+class Part(device.Partition):
     """SMs that are not there."""
 
     def __init__(self, num_sms: int) -> None:

@@ -253,7 +253,7 @@ def partition_streams(devices: Sequence[Device]) -> dict[str, Any]:
     """A stream on each part of a card among the devices, by name; they live as long as the process."""
     streams: dict[str, Any] = {}
     for ordinal in sorted({d.ordinal for d in devices if d.num_sms}):
-        from tessera.execute.cuda.partition import cut
+        from tessera.execute.cuda.device import cut
 
         here = [d for d in devices if d.num_sms and d.ordinal == ordinal]
         parts = cut(ordinal, [d.num_sms for d in here])

@@ -2,11 +2,10 @@
 
 from tessera.adapt.avoid import widened, without_devices
 from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
-from tessera.adapt.drift import Factors, corrected
+from tessera.adapt.drift import Factors, corrected, rebalanced
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Returned, Ticked
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
-from tessera.adapt.rebalance import rebalanced
 from tessera.adapt.timed import MeasuredSteps, planned_us
 
 __all__ = [

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 # With so many times more than at the last point of a curve, a policy is taken to work at its capacity.
 NEXT = 0.5
+# Parts of the way from one number of requests to another.
+FLUID_STEPS = 12
 # Standard errors and weights that stand for a normal distribution: moments up to the fifth are right.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 
@@ -87,21 +89,22 @@ class Capability:
     def _over(self, rate_per_s: float, num_requests: float, window_s: float) -> float:
         """The mean over a window that begins with so many here, as if requests were a fluid.
 
-        What is above the number that is usual for the load goes at the rate by which more leave than come;
-        what is below it comes likewise. Past the capacity the number grows for the whole window, which is
-        when the load is known anew.
+        The number goes towards the one that is usual for the load, past the capacity towards none, at the
+        rate by which more come than leave at each number on the way.
         """
-        usual = self.usual(rate_per_s)
-        over = rate_per_s - self.capacity_per_s
-        if over >= 0.0:
-            return max(num_requests, usual) + over * window_s / 2
-        excess = num_requests - usual
-        going = self.served_per_s(usual + excess / 2) - rate_per_s
-        if going * excess <= 0.0:  # on a flat part of the curve: it stays
-            return num_requests
-        if excess / going > window_s:
-            return num_requests - going * window_s / 2
-        return usual + excess * (excess / going) / 2 / window_s
+        end = self.usual(rate_per_s)
+        if rate_per_s >= self.capacity_per_s:
+            end = num_requests + (rate_per_s - self.served_per_s(num_requests)) * window_s
+        now, left_s, sum_s = num_requests, window_s, 0.0
+        step = (end - now) / FLUID_STEPS
+        for _ in range(FLUID_STEPS):
+            net = rate_per_s - self.served_per_s(now + step / 2)
+            if net * step <= 0.0:  # a flat part of the curve: it stays
+                break
+            took_s = min(left_s, step / net)
+            sum_s += took_s * (now + net * took_s / 2)
+            now, left_s = now + net * took_s, left_s - took_s
+        return (sum_s + left_s * now) / window_s
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
         """Less is better; a policy that can sustain the load is better than one that cannot."""

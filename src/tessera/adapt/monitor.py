@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
-from tessera.adapt.drift import Factors, corrected, drift
+from tessera.adapt.drift import Factors, corrected, drift, rebalanced
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Returned, Ticked
 from tessera.adapt.meter import Meter
-from tessera.adapt.rebalance import rebalanced
 from tessera.ir import Decision, DecisionKind
 
 # Requests that should come within a window where it matters.

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from tessera.execute.words import describe
-from tessera.ir import Plan, Program, Recv, Send
+from tessera.ir import Free, Graph, Instruction, Plan, Program, Recv, Run, Send
 
 # Run -> position of the instruction that a worker has issued last; -1: none yet.
 Positions = Mapping[int, int]
@@ -61,3 +60,17 @@ def whereabouts(plan: Plan, program: Program, device: int, position: int, what: 
     graph = plan.graphs[program.step]
     words = describe(graph, program, column[position])
     return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"
+
+
+def describe(graph: Graph, program: Program, instruction: Instruction) -> str:
+    """An instruction in words, for messages."""
+    match instruction:
+        case Run(launch):
+            return f"run of launch {launch} ({graph.trace.kernel_of(launch).name})"
+        case Free(buffer):
+            return f"free of buffer {buffer} ({graph.trace.buffers[buffer].name})"
+        case _:
+            transfer = program.transfers[instruction.transfer]
+            name = graph.trace.buffers[transfer.buffer].name
+            word = type(instruction).__name__.lower()
+            return f"{word} of transfer {instruction.transfer} (buffer {transfer.buffer}, {name})"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tessera.errors import RuleBroken
-from tessera.execute.words import describe
+from tessera.execute.blame import describe
 from tessera.ir import (
     BufferKind,
     Free,

@@ -29,15 +29,13 @@ class Trial:
     per_s: float
 
 
-def try_all(
-    plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]], rounds: int = ROUNDS
-) -> list[Trial]:
+def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) -> list[Trial]:
     """Each plan's rate; `run(number)` runs the same requests under one of the plans."""
     rates: list[list[float]] = [[] for _ in plans]
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for number in range(len(plans)):
             rates[number].append(rate_per_s(run(number)))
-    return [Trial(number, plan.policy, sum(rates[number]) / rounds) for number, plan in enumerate(plans)]
+    return [Trial(number, plan.policy, sum(rates[number]) / ROUNDS) for number, plan in enumerate(plans)]
 
 
 def pick(trials: Sequence[Trial]) -> Trial:

@@ -25,8 +25,16 @@ from tessera.execute.briefing import Pieces, briefing_of, pack_briefing
 from tessera.execute.gate import Caller, Gate
 from tessera.execute.handshake import link_key
 from tessera.execute.hub import FORKSERVER, QUICK_FAILURES, START_TIMEOUT_S, Hub, Line, LostWorker, Up
-from tessera.execute.messages import Briefed, Failed, Want, Welcome, WorkerReady
-from tessera.execute.muster import Muster
+from tessera.execute.messages import (
+    ANY_RANK,
+    Briefed,
+    Failed,
+    Hello,
+    Refused,
+    Want,
+    Welcome,
+    WorkerReady,
+)
 from tessera.execute.setups import Setup
 
 # How often a thread that waits looks whether anybody still waits for it.
@@ -63,6 +71,41 @@ class Called:
         finally:
             self._socket.close()
         return "its connection was closed"
+
+
+@dataclass
+class Muster:
+    """Which of the callers that wait at the gate becomes the worker of a device; asked under the gate's lock.
+
+    A caller that says its rank gets that device and no other. One that says none gets a device that is left,
+    once there are enough of them for all such devices: before, a caller that says its rank may still come.
+    Who is not needed waits; it is there when a device needs it. Who cannot be needed is told why.
+    """
+
+    num_devices: int
+    # Of the plans; what a worker that has plans must say.
+    digest: str = ""
+    # Devices that have no worker now.
+    awaited: set[int] = field(default_factory=set)
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why a caller can never be needed; None if it can."""
+        if hello.digest not in ("", self.digest):
+            return Refused("it has other plans", "Copy the same plan files everywhere.")
+        if not ANY_RANK <= hello.rank < self.num_devices:
+            return Refused(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
+        return None
+
+    def choose(self, device: int, callers: Sequence[Caller]) -> Caller | None:
+        """The worker for a device; or one that is to be refused, whoever looks first."""
+        for caller in callers:
+            if caller.hello.rank == device or self.refusal(caller.hello) is not None:
+                return caller
+        said = {caller.hello.rank for caller in callers}
+        anyone = [caller for caller in callers if caller.hello.rank == ANY_RANK]
+        if anyone and len(anyone) >= len(self.awaited - said):
+            return anyone[0]
+        return None
 
 
 class RemoteHub(Hub):

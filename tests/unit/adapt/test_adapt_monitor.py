@@ -91,11 +91,11 @@ def test_a_steady_load_at_the_crossing_does_not_flap() -> None:
 
 
 def test_a_crowd_switches_before_the_window_has_seen_it() -> None:
-    """Forty requests in the system are too many for the quick policy, however few came lately."""
+    """Sixty requests in the system are too many for the quick policy, however few came lately."""
     monitor = Monitor([QUICK, WIDE])
     arrivals(monitor, 2.0, 100)
 
-    (action,) = monitor.observe(60.0, Arrived(40))
+    (action,) = monitor.observe(60.0, Arrived(60))
 
     assert "wide" == action.decision.policy
 
@@ -193,7 +193,15 @@ def test_a_policy_near_its_limit_is_judged_by_what_a_higher_load_would_do() -> N
     sure, unsure = (QUICK.expected(8.0, error, 21.0, window_s=10.0) for error in (0.0, 2.0))
 
     assert sure == pytest.approx(21.2, abs=0.1)
-    assert unsure > sure + 0.5
+    assert unsure > sure + 0.1
+
+
+def test_a_higher_load_never_promises_fewer_requests() -> None:
+    """Also from an empty system, and where a policy's curve has a cliff."""
+    cliff = Capability("cliff", 6.3, (Point(3.0, 1.0, 10.0), Point(4.4, 1.0, 17.0), Point(5.0, 3.0, 50.0)))
+    for num in (0.0, 10.0, 40.0):
+        found = [cliff.expected(load, 0.4, num, window_s=22.0) for load in np.arange(3.0, 8.0, 0.1).tolist()]
+        assert found == sorted(found)
 
 
 def test_a_backlog_is_judged_by_how_fast_it_goes() -> None:

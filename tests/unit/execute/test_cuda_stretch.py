@@ -7,11 +7,10 @@ from numpy.testing import assert_allclose
 
 from factories import make_chain, make_plan
 from tessera.errors import WorkerError
-from tessera.execute.cuda.device import check_device
+from tessera.execute.cuda.device import check_device, divide
 from tessera.execute.cuda.graphs import priority
 from tessera.execute.cuda.inbox import ALIGN, Inboxes, Spot
 from tessera.execute.cuda.measure import FLOOR_US, reconcile
-from tessera.execute.cuda.partition import divide
 from tessera.execute.cuda.spans import Calibration
 from tessera.execute.cuda.stretch import TURN_US, choose_scale, link_hold, throttled_links
 from tessera.execute.lower import lower

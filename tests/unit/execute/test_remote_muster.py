@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tessera.execute.gate import Caller
 from tessera.execute.messages import ANY_RANK, Hello
-from tessera.execute.muster import Muster
+from tessera.execute.remote import Muster
 
 PIPE, _ = multiprocessing.Pipe()
 

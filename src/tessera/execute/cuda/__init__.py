@@ -4,8 +4,7 @@
     stretch     what a launch must take on a stretched device, and the common time scale (no torch)
     turnstile   the one-thread kernel that keeps time on the device
     driver      the CUDA driver by ctypes: streams, green contexts, shared memory, flags
-    partition   disjoint sets of SMs of one card
-    device      one device of a cluster opened on its GPU
+    device      one device of a cluster opened on its GPU, or disjoint sets of SMs of one card
     pace        which launches and sends keep time, and how long each takes
     workspace   scratch memory of matrix products inside a graph's own pool
     transport   how a graph sends and receives; `ipc`, `nvshmem` and `host` are such ways

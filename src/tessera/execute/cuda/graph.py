@@ -11,14 +11,11 @@ compute stream in program order, sends to a stream for each destination.
 Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
 be handed out again while a send still reads it. The launches run once before the capture, without sends and
 waits, so that libraries and kernels set themselves up.
-
-Streams are reached through `Streams` only, so that tests issue the same code on the CPU.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,37 +29,6 @@ from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, fresh, tensor_of
 from tessera.ir import Free, Program, Recv, Region, Run, Send, Trace
-
-
-class Streams(Protocol):
-    """What is done with streams."""
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """While entered, work goes to the stream."""
-
-    def mark(self, stream: Any) -> Any:
-        """The work issued on the stream so far."""
-
-    def wait(self, stream: Any, mark: Any) -> None:
-        """Work issued on the stream from now on starts after the marked work has ended."""
-
-
-class CudaStreams:
-    """Streams and events of torch."""
-
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Makes the stream torch's current one."""
-        return torch.cuda.stream(stream)
-
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """An event."""
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
-        """An edge of the graph, inside a capture."""
-        stream.wait_event(mark)
 
 
 @dataclass
@@ -99,12 +65,11 @@ class ShareGraph:
         clockwork: Clockwork,
         transport: GpuTransport | None,
         is_short: bool = False,
-        streams: Streams | None = None,
     ) -> None:
         """`number`: of the program among those that the transport knows. `base`: what is there at first."""
         self.program, self.trace, self.room = program, trace, room
         self._number, self._device, self._base, self._launcher = number, device, base, launcher
-        self._transport, self._streams = transport, streams or CudaStreams()
+        self._transport = transport
         self._clockwork, self._pace = clockwork, clockwork.pace(program)
         self._compute = room.compute[is_short]
         column = program.instructions[device.number]
@@ -124,7 +89,7 @@ class ShareGraph:
         return self.outputs
 
     def _capture(self) -> Any:
-        with torch.no_grad(), self._streams.on(self.room.origin):
+        with torch.no_grad(), torch.cuda.stream(self.room.origin):
             self.issue(is_rehearsal=True)
         self._device.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -148,7 +113,7 @@ class _Issue:
 
     def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
         self._share, self._is_rehearsal = share, is_rehearsal
-        self._program, self._streams, self._room = share.program, share._streams, share.room
+        self._program, self._room = share.program, share.room
         self._memory = Memory(share._base, fresh(share.trace, share._device.card))
         self._compute = share._compute
         self._links = {dst: share.room.sends[dst] for dst in share._sends}
@@ -165,9 +130,9 @@ class _Issue:
 
     def run(self) -> dict[str, torch.Tensor]:
         """Forks from the microbatch's stream, issues everything, joins."""
-        start = self._streams.mark(self._room.origin)
+        start = _mark(self._room.origin)
         for stream in (self._compute, *self._links.values()):
-            self._streams.wait(stream, start)
+            stream.wait_event(start)
         for position, instruction in enumerate(self._program.instructions[self._share._device.number]):
             match instruction:
                 case Run(launch):
@@ -180,7 +145,7 @@ class _Issue:
                     self._memory.free(buffer)
         self._settle()
         for stream in (self._compute, *self._links.values()):
-            self._streams.wait(self._room.origin, self._streams.mark(stream))
+            self._room.origin.wait_event(_mark(stream))
         number = self._share._device.number
         here = {name for name, at in self._program.outputs if at == number}
         return {
@@ -191,8 +156,8 @@ class _Issue:
 
     def _run(self, launch: int) -> None:
         for number in self._overwritten(launch):
-            self._streams.wait(self._compute, self._leaving.pop(number))
-        with self._streams.on(self._compute):
+            self._compute.wait_event(self._leaving.pop(number))
+        with torch.cuda.stream(self._compute):
             self._enter(launch)
             self._share._launcher.run(launch, self._memory)
 
@@ -219,7 +184,7 @@ class _Issue:
             place = torch.zeros(size, dtype=torch.uint8, device=self._share._device.card).untyped_storage()
         else:
             transport = self._transport()
-            with self._streams.on(self._compute):
+            with torch.cuda.stream(self._compute):
                 if self._chain is not None:
                     self._chain.settle()
                 marks = (MemOp(self._room.mark, position + 1), MemOp(self._room.mark, position + 2))
@@ -229,7 +194,7 @@ class _Issue:
         if is_move_of_state(self._program, number):
             home = self._room.state[self._share.trace.buffers[transfer.buffer].name]
             if not self._is_rehearsal:  # its contents are somebody's
-                with self._streams.on(self._compute):
+                with torch.cuda.stream(self._compute):
                     bytes_of(home, 0, size).copy_(bytes_of(place, 0, size), non_blocking=True)
                 self._kept.append(place)
             place = home
@@ -239,8 +204,8 @@ class _Issue:
         transfer = self._program.transfers[number]
         source, link = self._memory.get(transfer.buffer), self._links[transfer.dst]
         self._settle()
-        self._streams.wait(link, self._streams.mark(self._compute))
-        with self._streams.on(link):
+        link.wait_event(_mark(self._compute))
+        with torch.cuda.stream(link):
             hold = self._pace.transfers.get(number)
             record = (
                 self._share.records[len(self._share.trace.launches) + number] if hold is not None else None
@@ -256,7 +221,7 @@ class _Issue:
                 0 if record is None else record.data_ptr(),
             )
             self._transport().put(self._spot(number), parcel, _handle(link))
-        self._leaving[number] = self._streams.mark(link)
+        self._leaving[number] = _mark(link)
         self._kept.append(source)
 
     def _overwritten(self, launch: int) -> list[int]:
@@ -273,7 +238,7 @@ class _Issue:
     def _settle(self) -> None:
         """Nothing issued after this on the compute stream starts before its last launch is due."""
         if self._chain is not None:
-            with self._streams.on(self._compute):
+            with torch.cuda.stream(self._compute):
                 self._chain.settle()
 
     def _spot(self, number: int) -> Spot:
@@ -282,6 +247,13 @@ class _Issue:
     def _transport(self) -> GpuTransport:
         assert self._share._transport is not None, "a program with transfers has a transport"
         return self._share._transport
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """The work issued on the stream so far; who waits for it, inside a capture, is an edge of the graph."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _handle(stream: Any) -> int:

@@ -22,8 +22,8 @@ MEET_S = 120.0
 class PeerAway(WorkerError):
     """A peer's memory cannot be opened: its worker is gone, and will be started again."""
 
-    def __init__(self, message: str, remedy: str = "", place: str = "", device: int = -1) -> None:
-        super().__init__(message, remedy, place)
+    def __init__(self, message: str, device: int) -> None:
+        super().__init__(message)
         self.device = device
 
 
@@ -121,7 +121,7 @@ class Ipc(GpuTransport):
             try:
                 self._opened[key] = driver.open_shared(self._ordinal, handle)
             except WorkerError as error:
-                raise PeerAway(error.message, device=device) from error
+                raise PeerAway(error.message, device) from error
         return self._opened[key]
 
     def _key(self, device: int, number: int) -> str:

@@ -45,9 +45,7 @@ class Hold:
     left_ns: int = 0
 
 
-def choose_scale(
-    targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int, least: float = 1.0
-) -> Scale:
+def choose_scale(targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int) -> Scale:
     """The least factor for targets_us[launch][device] of launches that take own_us[launch] on the card."""
     wanted = []
     for row, own in zip(targets_us, own_us, strict=True):
@@ -55,7 +53,7 @@ def choose_scale(
             if target > 0.0:
                 wanted.append(((own * num_sharing + TURN_US) / target, target))
     total = sum(target for _, target in wanted)
-    factor, met = least, 0.0
+    factor, met = 1.0, 0.0
     for needed, target in sorted(wanted):
         if met >= COVERED * total:
             break
