@@ -33,7 +33,7 @@ from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.capability import capabilities, capacity_per_s
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import Server
+from tessera.simulate.online import SimulatedServer
 from tessera.simulate.study import Setting, adapt, compare, known_of
 from tessera.simulate.truth import Truth, scaled_costs
 
@@ -196,7 +196,7 @@ def _after(made: Plan, true: Plan, num: int, replan: Replan | None) -> Plan:
     demand = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).demand(true)
     known = capabilities([made], demand)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
-    server = Server([made], demand, Truth(true), driver=Adaptive(monitor, replan, monitor.window_s))
+    server = SimulatedServer([made], demand, Truth(true), driver=Adaptive(monitor, replan, monitor.window_s))
     server.run()
     return server.plans[made.policy]
 

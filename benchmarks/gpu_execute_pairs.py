@@ -19,7 +19,7 @@ from tessera.errors import PlanInfeasible
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.reference import InOrder
-from tessera.execute.cuda.stretch import Scale, choose_scale
+from tessera.execute.cuda.stretch import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
 from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.pick import rate_per_s
@@ -73,13 +73,13 @@ def card_link(a: Device, b: Device) -> tuple[Link, ...]:
 
 def priced(
     built: Any, text: str, link: str, own: Sequence[Sequence[float]]
-) -> tuple[Cluster, tuple[Costs, ...], Scale]:
+) -> tuple[Cluster, tuple[Costs, ...], TimeScale]:
     """The pair's cluster, costs (measured for parts, modelled for stretched devices) and time scale."""
     devices = parse_devices(text)
     if not devices[0].is_stretched:
         cluster = Cluster(devices, card_link(*devices))
         costs, _ = measure(built.unit, cluster, built.weights, built.request(0))
-        return cluster, costs, Scale(1.0, 1.0, 0, 0)
+        return cluster, costs, TimeScale(1.0, 1.0, 0, 0)
     emulated = parse_devices(",".join(f"emu:{d.gpu}" for d in devices))
     costs = tuple(
         replace(estimate(g.trace, emulated, tables=False), devices=devices) for g in built.unit.graphs
@@ -102,7 +102,7 @@ def make_plans(
     return plans
 
 
-def keep_plans(folder: Path, name: str, plans: dict[str, Plan], scale: Scale) -> None:
+def keep_plans(folder: Path, name: str, plans: dict[str, Plan], scale: TimeScale) -> None:
     """For another run of the same plans, by other transports or another executor."""
     folder.mkdir(parents=True, exist_ok=True)
     for policy, plan in plans.items():

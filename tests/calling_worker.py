@@ -8,7 +8,7 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute.calling import serve_call
-from tessera.execute.handshake import Call
+from tessera.execute.handshake import EngineCall
 from tessera.ir import Step
 
 
@@ -22,7 +22,7 @@ class Given:
         return self.weights
 
 
-def serve(call: Call, rank: int, weights: Given) -> None:
+def serve(call: EngineCall, rank: int, weights: Given) -> None:
     """The process: ends with 2 if it was refused."""
     try:
         serve_call(call, rank, weights, 30.0)

@@ -12,11 +12,11 @@ from tessera.execute.scheduler import Watcher
 from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
+    DeviceUse,
     Event,
     StepCall,
     StepDone,
     Tensors,
-    Use,
 )
 from tessera.ir import Plan
 
@@ -124,9 +124,9 @@ class ClockedStepper:
     def wake(self) -> None:
         """Nobody sleeps."""
 
-    def use(self) -> Use:
+    def use(self) -> DeviceUse:
         """Nothing to show."""
-        return Use({}, {})
+        return DeviceUse({}, {})
 
     def now_s(self) -> float:
         """The clock."""

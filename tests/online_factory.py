@@ -6,7 +6,7 @@ from dataclasses import replace
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
 from tessera.simulate.demand import demand_of
-from tessera.simulate.online import Driver, Served, Server
+from tessera.simulate.online import Driver, SimulatedRun, SimulatedServer
 from tessera.simulate.stepper import FAIR, Weather
 
 # One decode is four launches of 10 us.
@@ -47,7 +47,7 @@ def serve(
     weather: Weather = FAIR,
     max_waiting: int | None = None,
     driver: Driver | None = None,
-) -> Served:
+) -> SimulatedRun:
     """Arrivals through one plan."""
     demand = demand_of(plan.unit, arrivals, rows)
-    return Server([plan], demand, None, weather, max_waiting, driver).run()
+    return SimulatedServer([plan], demand, None, weather, max_waiting, driver).run()

@@ -25,10 +25,10 @@ from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
     DeviceStatus,
+    DeviceUse,
     StepCall,
     StepDone,
     Tensors,
-    Use,
 )
 from tessera.execute.stepper import Event as StepperEvent
 from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
@@ -238,13 +238,13 @@ class ToyStepper:
         """From any thread."""
         self._is_awake.set()
 
-    def use(self) -> Use:
+    def use(self) -> DeviceUse:
         """A busy toy."""
         status = {
             name: DeviceStatus("lost" if name in self.lanes.lost else "ready", 7, self.restarts[name])
             for name in TOYS
         }
-        return Use({"toy:0": 1e-3 * len(self.log)}, {("toy:0", "toy:1"): 8 * len(self.log)}, status)
+        return DeviceUse({"toy:0": 1e-3 * len(self.log)}, {("toy:0", "toy:1"): 8 * len(self.log)}, status)
 
     def now_s(self) -> float:
         """This machine's clock."""

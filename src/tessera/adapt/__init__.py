@@ -3,7 +3,7 @@
 from tessera.adapt.avoid import widened, without_devices
 from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, rebalanced
-from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Returned, Ticked
+from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, MeasuredLaunches, Returned, Ticked
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.adapt.timed import MeasuredSteps, planned_us
@@ -20,7 +20,7 @@ __all__ = [
     "LaneLoad",
     "Live",
     "Lost",
-    "Measured",
+    "MeasuredLaunches",
     "MeasuredSteps",
     "Monitor",
     "MonitorConfig",

@@ -22,7 +22,7 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLaunches:
     """Launches of some kernels were timed together: planned microseconds of each, real ones of all."""
 
     device: str
@@ -54,7 +54,7 @@ class Adopted:
     why: str = "new plans were ready"
 
 
-Event = Arrived | Ticked | Measured | Lost | Returned | Adopted
+Event = Arrived | Ticked | MeasuredLaunches | Lost | Returned | Adopted
 
 
 @dataclass(frozen=True, slots=True)

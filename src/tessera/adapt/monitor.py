@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, drift, rebalanced
-from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, Measured, Returned, Ticked
+from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, MeasuredLaunches, Returned, Ticked
 from tessera.adapt.meter import Meter
 from tessera.ir import Decision, DecisionKind
 
@@ -91,7 +91,7 @@ class Monitor:
                 return self._judge_load(now_s, num_requests)
             case Ticked(num_requests):
                 return (*self._judge_load(now_s, num_requests), *self._judge_costs(now_s))
-            case Measured():
+            case MeasuredLaunches():
                 self._note(event)
                 return ()
             case Lost(device):
@@ -131,7 +131,7 @@ class Monitor:
         why = f"{come}; in the next {self.window_s:.3g} s there would be {', '.join(figures)}"
         return (self._action(now_s, DecisionKind.SWITCH, why),)
 
-    def _note(self, event: Measured) -> None:
+    def _note(self, event: MeasuredLaunches) -> None:
         seen = self._seen[event.device]
         us, num = seen.get(event.planned_us, (0.0, 0))
         seen[event.planned_us] = (us + event.us * event.num_runs, num + event.num_runs)

@@ -7,7 +7,7 @@ collected by lane and step, so a monitor sees few numbers however many steps the
 from collections.abc import Mapping
 from typing import Protocol
 
-from tessera.adapt.events import Measured
+from tessera.adapt.events import MeasuredLaunches
 from tessera.ir import Plan
 
 
@@ -46,14 +46,14 @@ class MeasuredSteps:
             total, num = seen.get(device, (0.0, 0))
             seen[device] = (total + seconds / scale, num + 1)
 
-    def events(self) -> list[Measured]:
+    def events(self) -> list[MeasuredLaunches]:
         """What was seen since the last time."""
         found = []
         for key, devices in self._seen.items():
             for device, (seconds, num) in devices.items():
                 planned = self._planned[key].get(device)
                 if planned:
-                    found.append(Measured(device, planned, seconds / num * 1e6, num))
+                    found.append(MeasuredLaunches(device, planned, seconds / num * 1e6, num))
         self._seen.clear()
         return found
 

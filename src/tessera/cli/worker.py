@@ -56,12 +56,12 @@ def work(
     digest: str = "",
 ) -> None:
     """Session after session, until no service answers; `rank` where it is not the meeting's."""
-    from tessera.execute.handshake import Call
+    from tessera.execute.handshake import EngineCall
     from tessera.serve.joining import ModelHere, keep_working
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
     own = meeting.rank if rank is None or meeting.store is not None else rank
-    call = Call(meeting.address(), meeting.secret, digest)
+    call = EngineCall(meeting.address(), meeting.secret, digest)
     typer.echo(f"a worker for {call.place}", err=True)
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     keep_working(call, own, make or ModelHere(), patience_s, again_s, say)

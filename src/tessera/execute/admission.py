@@ -44,7 +44,7 @@ class Occupancy(Protocol):
         """True if a request can begin in it now."""
 
 
-class Place(Protocol):
+class OpenPlace(Protocol):
     """An open microbatch."""
 
     @property
@@ -60,7 +60,7 @@ class Place(Protocol):
         """True if it is to be opened anew: another policy or other plans are in force since."""
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=OpenPlace)
 
 
 def width_of(plan: Plan) -> int:

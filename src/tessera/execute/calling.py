@@ -23,7 +23,7 @@ from tessera.execute.briefing import (
     setup_of,
     unpack_briefing,
 )
-from tessera.execute.handshake import Call, call_engine, link_key
+from tessera.execute.handshake import EngineCall, call_engine, link_key
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
 from tessera.execute.messages import Briefed, Failed, Refused, Want, WeightBytes, Welcome
 from tessera.ir import Step
@@ -36,7 +36,7 @@ HEADER_BYTES = 1 << 16
 
 
 def serve_call(
-    call: Call,
+    call: EngineCall,
     rank: int,
     make_weights: MakeWeights,
     patience_s: float = START_TIMEOUT_S,

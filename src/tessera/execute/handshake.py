@@ -65,7 +65,7 @@ def check_secret(host: str, secret: bytes | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """How a worker reaches its engine."""
 
     address: Address
@@ -79,7 +79,7 @@ class Call:
         return f"{self.address[0]}:{self.address[1]}"
 
 
-def call_engine(call: Call, rank: int, patience_s: float, again_s: float | None = None) -> Connection:
+def call_engine(call: EngineCall, rank: int, patience_s: float, again_s: float | None = None) -> Connection:
     """A connection to the engine, which now knows who calls; calls again while nobody answers.
 
     For `again_s` where the engine's machine says that nobody listens there, for `patience_s` otherwise.
@@ -171,7 +171,7 @@ def admit(pipe: Connection, secret: bytes) -> None:
     pipe.send_bytes(_proof(secret, b"engine", own, theirs))
 
 
-def enter(pipe: Connection, call: Call) -> None:
+def enter(pipe: Connection, call: EngineCall) -> None:
     """The caller's half; raises MismatchError where the other side is no engine with the same secret."""
     challenge = pipe.recv_bytes(256)
     if len(challenge) != len(GREETING) + NONCE_BYTES or not challenge.startswith(GREETING):

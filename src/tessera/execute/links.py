@@ -26,7 +26,7 @@ from typing import Protocol
 from tessera.errors import TesseraError
 from tessera.execute.link_sockets import LinkLost, admit, call, end, prove, read_into, tune, words
 
-__all__ = ["Frame", "KeyStore", "LinkLost", "Links", "Receiver"]
+__all__ = ["KeyStore", "LinkFrame", "LinkLost", "Links", "Receiver"]
 
 # Run, transfer, bytes, when it was sent.
 _HEADER = struct.Struct("<qqqd")
@@ -41,7 +41,7 @@ PART_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class LinkFrame:
     """What travels over a link, but for its bytes."""
 
     run: int
@@ -54,10 +54,10 @@ class Frame:
 class Receiver(Protocol):
     """Who gets what arrives; called by one thread a peer."""
 
-    def place(self, peer: int, frame: Frame) -> memoryview | None:
+    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
         """Where the frame's bytes go, exactly as many; None: nowhere. Not asked for a frame of no bytes."""
 
-    def arrived(self, peer: int, frame: Frame) -> None:
+    def arrived(self, peer: int, frame: LinkFrame) -> None:
         """The bytes are in their place."""
 
     def gone(self, peer: int, why: str) -> None:
@@ -136,7 +136,7 @@ class Links:
         self._spawn(self._listen, self._server)
         self._store.set(_key_of(self._device, self._epochs[self._device]), address.encode())
 
-    def send(self, peer: int, frame: Frame, contents: memoryview) -> None:
+    def send(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         """Writes a frame, and opens the link where there is none; for a thread a peer. Raises LinkLost.
 
         Not to be mixed with `post` for the same peer.
@@ -148,7 +148,7 @@ class Links:
         is_small = len(contents) <= PART_BYTES
         self._write(peer, out, turn, *([header + contents] if is_small else [header, contents]))
 
-    def post(self, peer: int, frame: Frame, contents: memoryview) -> None:
+    def post(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         """Sends a frame without waiting; the contents may be overwritten when this returns.
 
         A link that cannot be opened or written is told as gone.
@@ -160,7 +160,7 @@ class Links:
         except LinkLost as error:
             self._receiver.gone(peer, error.message)
 
-    def _post(self, peer: int, out: _Out, frame: Frame, contents: memoryview) -> None:
+    def _post(self, peer: int, out: _Out, frame: LinkFrame, contents: memoryview) -> None:
         """With the lock held."""
         sent = 0
         if out.link is not None and not out.num_waiting:
@@ -350,7 +350,7 @@ class Links:
         try:
             while True:
                 read_into(link, memoryview(header))
-                frame = Frame(*_HEADER.unpack(header))
+                frame = LinkFrame(*_HEADER.unpack(header))
                 if frame.run == BYE:
                     return ""
                 limit = self._max_bytes(peer)
@@ -371,7 +371,7 @@ def _key_of(device: int, epoch: int) -> str:
     return f"link/{device}/{epoch}"
 
 
-def _write_some(link: socket.socket, frame: Frame, contents: memoryview) -> int:
+def _write_some(link: socket.socket, frame: LinkFrame, contents: memoryview) -> int:
     """How many bytes of a frame the link takes at once."""
     header = _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
     try:

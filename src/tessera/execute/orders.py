@@ -28,7 +28,7 @@ class Answers:
             self._pipe.send_bytes(data)
 
 
-class Store:
+class WorkerStore:
     """What workers tell one another through the engine. A key is set once."""
 
     def __init__(self, answers: Answers) -> None:
@@ -69,7 +69,7 @@ class Store:
 class Orders:
     """What the loop has to do next: the engine's orders, and what other threads post."""
 
-    def __init__(self, pipe: Connection, answers: Answers, store: Store, max_bytes: int) -> None:
+    def __init__(self, pipe: Connection, answers: Answers, store: WorkerStore, max_bytes: int) -> None:
         self._answers, self._store = answers, store
         self._inbox = Inbox()
         # (microbatch, run, position) of every run that the worker is at; the worker's own.

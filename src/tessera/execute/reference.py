@@ -19,7 +19,7 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute.lanes import Lanes
-from tessera.execute.stepper import DeviceStatus, Event, StepCall, StepDone, Tensors, Use
+from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
 from tessera.ir import (
     Cluster,
     Costs,
@@ -114,9 +114,9 @@ class ReferenceStepper:
         """Makes `take` return; from any thread."""
         self._wakes.put(None)
 
-    def use(self) -> Use:
+    def use(self) -> DeviceUse:
         """Seconds of all steps; nothing moves."""
-        return Use({self._device: self._busy_s}, {}, {self._device: DeviceStatus("ready")})
+        return DeviceUse({self._device: self._busy_s}, {}, {self._device: DeviceStatus("ready")})
 
     def now_s(self) -> float:
         """This machine's clock."""

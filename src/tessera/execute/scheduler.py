@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tessera.execute.admission import choose, slowdown_of, width_of
+from tessera.execute.admission import Occupancy, choose, slowdown_of, width_of
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.queue import FairQueue
 from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, StepDone, Stepper, Tensors
@@ -38,20 +38,8 @@ from tessera.ir import Plan
 R = TypeVar("R")
 
 
-class Content(Protocol[R]):
+class Content(Occupancy, Protocol[R]):
     """The requests of one open microbatch. It is opened for one request, which is added before any step."""
-
-    @property
-    def num_used(self) -> int:
-        """Requests in it."""
-
-    @property
-    def num_free(self) -> int:
-        """Places for more requests."""
-
-    @property
-    def takes(self) -> bool:
-        """True if a request can begin in it now."""
 
     @property
     def can_move(self) -> bool:

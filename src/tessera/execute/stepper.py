@@ -98,7 +98,7 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class DeviceUse:
     """What devices and links did since the start, and how devices are."""
 
     # Seconds of launches.
@@ -136,7 +136,7 @@ class Stepper(Protocol):
     def wake(self) -> None:
         """Makes `take` return; from any thread."""
 
-    def use(self) -> Use:
+    def use(self) -> DeviceUse:
         """For metrics."""
 
     def now_s(self) -> float:

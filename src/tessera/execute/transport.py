@@ -23,7 +23,7 @@ import torch
 
 from tessera.errors import UnknownName, WorkerError
 from tessera.execute.footprint import landing, landing_bytes
-from tessera.execute.links import Frame, KeyStore, Links
+from tessera.execute.links import KeyStore, LinkFrame, Links
 from tessera.execute.setups import Setup
 from tessera.ir import Device, DeviceKind, Program
 
@@ -157,11 +157,11 @@ class _Linked:
         """Ends the links."""
         self._links.close()
 
-    def place(self, peer: int, frame: Frame) -> memoryview | None:
+    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
         """Nobody sends bytes over this link."""
         return None
 
-    def arrived(self, peer: int, frame: Frame) -> None:
+    def arrived(self, peer: int, frame: LinkFrame) -> None:
         """Tells the worker."""
         self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
 
@@ -204,7 +204,7 @@ class SharedMemory(_Linked):
         start_s = time.monotonic()
         self._place(transfer).copy_(contents)
         dst = transfer.program.transfers[transfer.number].dst
-        self._links.post(dst, Frame(transfer.run, transfer.number, 0, start_s), NOTHING)
+        self._links.post(dst, LinkFrame(transfer.run, transfer.number, 0, start_s), NOTHING)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         """From where the sender left them."""
@@ -256,7 +256,7 @@ class OverHost(_Linked):
         """Written at once as far as the link takes it; a thread writes the rest."""
         dst = transfer.program.transfers[transfer.number].dst
         data = contents.numpy().data
-        self._links.post(dst, Frame(transfer.run, transfer.number, len(data), time.monotonic()), data)
+        self._links.post(dst, LinkFrame(transfer.run, transfer.number, len(data), time.monotonic()), data)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         """From memory that is used again."""
@@ -275,7 +275,7 @@ class OverHost(_Linked):
             for key in [k for k in self._held if k[0] == run]:
                 del self._held[key]
 
-    def place(self, peer: int, frame: Frame) -> memoryview | None:
+    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
         """Memory of its own, until the worker fetches it."""
         with self._lock:
             if frame.run in self._forgotten:
@@ -285,7 +285,7 @@ class OverHost(_Linked):
             self._coming[peer] = coming
         return coming.numpy().data
 
-    def arrived(self, peer: int, frame: Frame) -> None:
+    def arrived(self, peer: int, frame: LinkFrame) -> None:
         """Keeps the bytes and tells the worker."""
         with self._lock:
             coming = self._coming.pop(peer, None)

@@ -43,7 +43,7 @@ from tessera.execute.messages import (
     pack,
     unpack,
 )
-from tessera.execute.orders import Answers, Orders, Store
+from tessera.execute.orders import Answers, Orders, WorkerStore
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.setups import Setup
 from tessera.execute.stand import Ground, Stand
@@ -79,7 +79,7 @@ class _Active:
 class Worker:
     """A CPU's memory and its loop."""
 
-    def __init__(self, setup: Setup, store: Store, orders: Orders, answers: Answers) -> None:
+    def __init__(self, setup: Setup, store: WorkerStore, orders: Orders, answers: Answers) -> None:
         self._setup, self._orders, self._answers = setup, orders, answers
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
@@ -298,7 +298,7 @@ def serve(setup: Setup, pipe: Connection) -> None:
     if setup.interpret is not None:
         hand_in(setup.interpret)
     answers = Answers(pipe)
-    store = Store(answers)
+    store = WorkerStore(answers)
     orders = Orders(pipe, answers, store, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:
@@ -317,7 +317,7 @@ def _given_bytes(trace: Trace) -> int:
     return sum(b.size_bytes for b in trace.buffers if b.kind in (BufferKind.INPUT, BufferKind.STATE))
 
 
-def _backend(setup: Setup, store: Store, orders: Orders, answers: Answers) -> Backend:
+def _backend(setup: Setup, store: WorkerStore, orders: Orders, answers: Answers) -> Backend:
     """By the kind of the device."""
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker

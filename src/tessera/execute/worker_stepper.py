@@ -26,7 +26,7 @@ from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress
 from tessera.execute.runs import Runs
 from tessera.execute.setups import Setup, make_setups
 from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, Tensors, Use
+from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, StepCall, Tensors
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import Plan
 
@@ -173,10 +173,10 @@ class WorkerStepper:
         """Makes `take` return; from any thread."""
         self.hub.wake()
 
-    def use(self) -> Use:
+    def use(self) -> DeviceUse:
         """What devices and links did since the start, and how devices are."""
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
-        return Use(dict(self.runs.busy_s), dict(self.runs.moved), devices)
+        return DeviceUse(dict(self.runs.busy_s), dict(self.runs.moved), devices)
 
     @property
     def spans(self) -> SpanLog | None:

@@ -23,7 +23,7 @@ import torch
 
 from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
 from tessera.execute.calling import serve_call
-from tessera.execute.handshake import Call
+from tessera.execute.handshake import EngineCall
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, hidden_main
 from tessera.ir import Step
 
@@ -56,7 +56,7 @@ class ModelHere:
 
 
 def keep_working(
-    call: Call,
+    call: EngineCall,
     rank: int,
     make: ModelHere,
     patience_s: float = START_TIMEOUT_S,
@@ -77,7 +77,7 @@ def keep_working(
 
 
 def _session(
-    call: Call, rank: int, make: ModelHere, patience_s: float, again_s: float | None
+    call: EngineCall, rank: int, make: ModelHere, patience_s: float, again_s: float | None
 ) -> tuple[TesseraError | None, int]:
     """One process from call to hang-up: the error it ended with, and its exit code."""
     context = multiprocessing.get_context("forkserver")
@@ -111,7 +111,12 @@ def _session(
 
 
 def _session_main(
-    call: Call, rank: int, make: ModelHere, patience_s: float, again_s: float | None, outcome: Connection
+    call: EngineCall,
+    rank: int,
+    make: ModelHere,
+    patience_s: float,
+    again_s: float | None,
+    outcome: Connection,
 ) -> None:
     """The process of one session."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it

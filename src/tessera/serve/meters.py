@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tessera.execute.stepper import DeviceStatus, Use
+from tessera.execute.stepper import DeviceStatus, DeviceUse
 from tessera.serve.records import Finish, StepKind
 
 # Seconds between two looks at what the stepper counts, and over which shares and rates are shown.
@@ -71,7 +71,7 @@ class Meters:
         """True if the last look is old."""
         return time.monotonic() - self._looks[-1].at_s >= LOOK_S
 
-    def look(self, use: Use) -> None:
+    def look(self, use: DeviceUse) -> None:
         """Remembers what there is now, and forgets what is older than the window."""
         now = time.monotonic()
         looks = self._looks

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.errors import MissingExtra, TesseraError
 from tessera.execute.gate import Gate
-from tessera.execute.handshake import Call
+from tessera.execute.handshake import EngineCall
 from tessera.execute.remote import RemoteHub
 from tessera.ir import Device, DeviceKind
 
@@ -140,7 +140,7 @@ def placed(
     check_room(devices, nodes())
     secret = secrets.token_bytes(32)
     gate = Gate(host, 0, secret, complain)
-    seats = Seats(devices, Call(gate.address, secret), model)
+    seats = Seats(devices, EngineCall(gate.address, secret), model)
     try:
         yield partial(RemoteHub, gate=gate, secret=secret, about=seats.about)
     finally:
@@ -151,7 +151,7 @@ def placed(
 class Seats:
     """The actors of a service."""
 
-    def __init__(self, devices: Sequence[Device], call: Call, model: str = "") -> None:
+    def __init__(self, devices: Sequence[Device], call: EngineCall, model: str = "") -> None:
         self._call, self._model = call, model
         there = nodes()
         self._bundles = [demands(device, there) for device in devices]
@@ -203,14 +203,14 @@ class Seat:
 
     def __init__(self, address: tuple[str, int], secret: bytes, rank: int, model: str) -> None:
         self._said = ""
-        call = Call(address, secret)
+        call = EngineCall(address, secret)
         threading.Thread(target=self._work, args=(call, rank, model), daemon=True).start()
 
     def said(self) -> str:
         """Why it does not work any more; empty while it does."""
         return self._said
 
-    def _work(self, call: Call, rank: int, model: str) -> None:
+    def _work(self, call: EngineCall, rank: int, model: str) -> None:
         from tessera.serve.joining import ModelHere, keep_working
 
         try:

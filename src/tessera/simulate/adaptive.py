@@ -29,7 +29,7 @@ from tessera.execute.stepper import StepDone
 from tessera.ir import Costs, DecisionKind, Objective, Plan
 from tessera.simulate.capability import alone, capabilities, capacity_per_s
 from tessera.simulate.demand import Demand
-from tessera.simulate.online import Server
+from tessera.simulate.online import SimulatedServer
 from tessera.simulate.truth import Truth
 
 # (how wrong the costs were, devices that are gone) -> plans, by the names of the policies they replace
@@ -54,27 +54,27 @@ class Adaptive:
     # The plans in force when all devices were there.
     _whole: tuple[Plan, ...] = ()
 
-    def on_start(self, server: Server) -> None:
+    def on_start(self, server: SimulatedServer) -> None:
         """The policy of an idle system, and a clock."""
         self._whole = server.stepper.plans
         server.switch(self.monitor.current)
         self._arm(server)
 
-    def _arm(self, server: Server) -> None:
+    def _arm(self, server: SimulatedServer) -> None:
         server.at(server.now_s + self.monitor.window_s / TICKS_PER_WINDOW, lambda: self._tick(server))
 
-    def _tick(self, server: Server) -> None:
+    def _tick(self, server: SimulatedServer) -> None:
         for event in self._times.events():
             self._tell(server, event)
         self._tell(server, Ticked(server.scheduler.num_requests))
         if server.is_serving:
             self._arm(server)
 
-    def on_arrival(self, server: Server) -> None:
+    def on_arrival(self, server: SimulatedServer) -> None:
         """The monitor counts it."""
         self._tell(server, Arrived(server.scheduler.num_requests))
 
-    def on_step(self, server: Server, lane: LoadedLane, done: StepDone) -> None:
+    def on_step(self, server: SimulatedServer, lane: LoadedLane, done: StepDone) -> None:
         """Decodes are all alike; of a plan that was replaced, what it planned with is corrected already."""
         plan = lane.plan
         if plan.graphs[done.step].trace.step.kind == "decode" and any(
@@ -82,7 +82,7 @@ class Adaptive:
         ):
             self._times.add(lane, done.step, done.busy_s)
 
-    def on_lost(self, server: Server, device: str) -> None:
+    def on_lost(self, server: SimulatedServer, device: str) -> None:
         """Lanes that are left take over at once; new plans follow."""
         self._tell(server, Lost(device))
         if not server.can_serve(self.monitor.current):
@@ -90,7 +90,7 @@ class Adaptive:
             if others:
                 server.switch(others[0])
 
-    def on_back(self, server: Server, device: str) -> None:
+    def on_back(self, server: SimulatedServer, device: str) -> None:
         """With all devices there again, the plans from before the loss are."""
         self._tell(server, Returned(device))
         if not server.stepper.lanes.lost:
@@ -99,11 +99,11 @@ class Adaptive:
             server.adopt(self._whole, self.monitor.current)
             self._keep(server)
 
-    def _tell(self, server: Server, event: Event) -> None:
+    def _tell(self, server: SimulatedServer, event: Event) -> None:
         for action in self.monitor.observe(server.now_s, event):
             self._carry_out(server, action)
 
-    def _carry_out(self, server: Server, action: Action) -> None:
+    def _carry_out(self, server: SimulatedServer, action: Action) -> None:
         kind = action.decision.kind
         if kind is DecisionKind.SWITCH and server.can_serve(action.decision.policy):
             server.switch(action.decision.policy)
@@ -113,7 +113,7 @@ class Adaptive:
             server.at(server.now_s + self.replan_s, lambda: self._adopt(server, action))
         server.decisions.append(action.decision)
 
-    def _rebalance(self, server: Server, action: Action) -> None:
+    def _rebalance(self, server: SimulatedServer, action: Action) -> None:
         assert action.factors is not None, "a rebalance comes with factors"
         old, rates = server.scheduler.plan, action.rates_per_s
         lanes = tuple(replace(lane, rate_per_s=rate) for lane, rate in zip(old.lanes, rates, strict=True))
@@ -122,7 +122,7 @@ class Adaptive:
             server.adopt([new], old.policy)
             self._keep(server)
 
-    def _adopt(self, server: Server, action: Action) -> None:
+    def _adopt(self, server: SimulatedServer, action: Action) -> None:
         assert self.replan is not None, "only a replan is adopted"
         assert action.factors is not None, "a replan comes with factors"
         if action.without - server.stepper.lanes.lost:
@@ -141,7 +141,7 @@ class Adaptive:
         server.adopt(made, self.monitor.current)
         self._keep(server)
 
-    def _keep(self, server: Server) -> None:
+    def _keep(self, server: SimulatedServer) -> None:
         """Other plans are in force: what was measured of those before is corrected already."""
         self._times = MeasuredSteps()
         if not server.stepper.lanes.lost:

@@ -10,10 +10,10 @@ from tessera.adapt import Capability, LaneLoad, Point, crossing_per_s, planned_u
 from tessera.errors import ArrivalsError
 from tessera.ir import Plan
 from tessera.simulate.arrivals import poisson
-from tessera.simulate.columns import Scripts, Stretch, bus_names
+from tessera.simulate.columns import LaunchStretch, Scripts, bus_names
 from tessera.simulate.demand import Demand
-from tessera.simulate.metrics import METRICS, Limit, measured
-from tessera.simulate.online import Server
+from tessera.simulate.metrics import METRICS, LatencyLimit, measured
+from tessera.simulate.online import SimulatedServer
 from tessera.simulate.truth import Truth
 
 # Full houses that pass through a policy while its capacity is measured, and at every load of its curve.
@@ -44,7 +44,7 @@ def house(plan: Plan, demand: Demand) -> int:
 def capacity_per_s(plan: Plan, demand: Demand, truth: Truth | None = None) -> float:
     """Requests per second of a plan that always has more waiting than it can take."""
     num = house(plan, demand) * (TURNS + 1)
-    served = Server([plan], like(demand, num, [0.0] * num), truth).run()
+    served = SimulatedServer([plan], like(demand, num, [0.0] * num), truth).run()
     done = np.sort(np.array(served.ledger.done_us)) * 1e-6
     # While requests waited: from the first completion to the time when the last of them was seated.
     first, last = house(plan, demand) // 2, num - house(plan, demand)
@@ -55,7 +55,7 @@ def point(plan: Plan, demand: Demand, rate_per_s: float, seed: int) -> Point:
     """A plan under Poisson arrivals."""
     num = max(LEAST, house(plan, demand) * TURNS)
     times = [t * 1e6 for t in poisson(rate_per_s, num, seed).times_s]
-    found = measured(Server([plan], like(demand, num, times)).run())
+    found = measured(SimulatedServer([plan], like(demand, num, times)).run())
     # By Little's law, rate times latency are in the system.
     present = rate_per_s * float(np.nanmean(found["latency"]))
     return Point(rate_per_s, float(np.nanmean(found["normalised"])), present)
@@ -101,7 +101,7 @@ def lane_loads(plan: Plan) -> tuple[LaneLoad, ...]:
             for device, kernels in planned_us(plan, index, step).items():
                 busy.setdefault(device, []).extend(kernels)
             for item in (item for column in made[step][1].columns for item in column.items):
-                for wire in item.sends if isinstance(item, Stretch) else ():
+                for wire in item.sends if isinstance(item, LaunchStretch) else ():
                     wires[names[wire.bus]] = wires.get(names[wire.bus], 0.0) + wire.wire_us
         devices = tuple((device, tuple(kernels)) for device, kernels in sorted(busy.items()))
         found.append(LaneLoad(devices, tuple(sorted(wires.items())), lane.rate_per_s))
@@ -120,13 +120,13 @@ def alone(plan: Plan, demand: Demand, truth: Truth | None = None) -> dict[str, f
             decodes=[demand.decodes[number]],
             shares=[demand.shares[number]],
         )
-        for metric, values in measured(Server([plan], one, truth).run()).items():
+        for metric, values in measured(SimulatedServer([plan], one, truth).run()).items():
             if not np.isnan(values[0]):
                 best[metric] = min(best[metric], float(values[0]))
     return best
 
 
-def check_limits(plans: Sequence[Plan], demand: Demand, limits: Sequence[Limit], truth: Truth) -> None:
+def check_limits(plans: Sequence[Plan], demand: Demand, limits: Sequence[LatencyLimit], truth: Truth) -> None:
     """Refuses a limit that a request misses even when it has all devices for itself."""
     if not limits:
         return

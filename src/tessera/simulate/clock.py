@@ -6,7 +6,7 @@ one per stretch of launches: the same times with fewer records.
 
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Clock, Plan, Span, Timeline, verify
-from tessera.simulate.columns import Script, Scripts, Stretch, Wire
+from tessera.simulate.columns import LaunchStretch, Script, Scripts, TransferWire
 from tessera.simulate.core import Core, Flight
 
 
@@ -52,7 +52,7 @@ class _Simulation(Core):
         self._admit(flight.microbatch, now)
 
     def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
+        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
     ) -> None:
         """A span per launch, or one for all of them."""
         state = self.devices[device]
@@ -70,7 +70,7 @@ class _Simulation(Core):
                 start, stop = (state.since_us + ends[i] - first for i in (launch, launch + 1))
                 self._span(track, trace.kernel_of(launch).name, flight, start, stop)
 
-    def on_send(self, flight: Flight, wire: Wire, start_us: float, stop_us: float) -> None:
+    def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
         """A span on the link."""
         names = self._plan.cluster.names
         track = f"{names[wire.src]} -> {names[wire.dst]}"

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class TransferWire:
     """One transfer: which bus it occupies for how long, and when it is there after that."""
 
     number: int
@@ -31,7 +31,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LaunchStretch:
     """Launches in a row on one device, then transfers that leave at their end.
 
     Launch i of the stretch's list ends at ends_us[i + 1]; this stretch is [start, stop) of it.
@@ -40,7 +40,7 @@ class Stretch:
     ends_us: list[float]
     start: int
     stop: int
-    sends: tuple[Wire, ...] = ()
+    sends: tuple[TransferWire, ...] = ()
 
     @property
     def us(self) -> float:
@@ -49,10 +49,10 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class DeviceColumn:
     """One device's list, and from each place in it the time until it may have to wait."""
 
-    items: tuple[Recv | Stretch, ...]
+    items: tuple[Recv | LaunchStretch, ...]
     until_wait_us: tuple[float, ...]
 
 
@@ -60,7 +60,7 @@ class Column:
 class Script:
     """One program: what every device does in one run, how often a request runs it, how long it is busy."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[DeviceColumn, ...]
     count: int
     busy_us: float
     # The step whose launches these are.
@@ -74,12 +74,12 @@ class Script:
     @cached_property
     def device_us(self) -> tuple[float, ...]:
         """How long each device is busy with it."""
-        return tuple(sum(x.us for x in c.items if isinstance(x, Stretch)) for c in self.columns)
+        return tuple(sum(x.us for x in c.items if isinstance(x, LaunchStretch)) for c in self.columns)
 
 
-def make_column(items: Sequence[Recv | Stretch]) -> Column:
+def make_column(items: Sequence[Recv | LaunchStretch]) -> DeviceColumn:
     """With its times until it waits."""
-    return Column(tuple(items), until_wait(items, lambda x: x.us))
+    return DeviceColumn(tuple(items), until_wait(items, lambda x: x.us))
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class Wires:
         """Things that carry one transfer at a time."""
         return 1 + max((bus for _, bus in self._links.values()), default=-1)
 
-    def of(self, number: int, src: int, dst: int, num_bytes: int) -> Wire:
+    def of(self, number: int, src: int, dst: int, num_bytes: int) -> TransferWire:
         """A transfer of so many bytes."""
         link, bus = self._links[src, dst]
-        return Wire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
+        return TransferWire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
 
 
 def bus_names(cluster: Cluster) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class Scripts:
         order = np.lexsort((dst, producer))
         own = self._us[step][np.arange(len(place)), place]
         events: list[list[tuple[int, int, int]]] = [[] for _ in range(num)]
-        wires: list[Wire] = []
+        wires: list[TransferWire] = []
         rows = zip(*(x[order].tolist() for x in (value, producer, reader, dst)), strict=True)
         for number, (index, made, read, to) in enumerate(rows):
             src = int(place[made])
@@ -184,7 +184,7 @@ class Scripts:
 
     def _migration(self, step: int, place: tuple[int, ...], last: dict[str, int]) -> Script | None:
         """State that lives elsewhere than this step wants it; `last` is brought up to date."""
-        sends: dict[int, list[Wire]] = {}
+        sends: dict[int, list[TransferWire]] = {}
         for name, (launch, size) in self._homes[step].items():
             home = place[launch]
             src = last.get(name, home)
@@ -194,9 +194,9 @@ class Scripts:
                 sends.setdefault(src, []).append(self.wires.of(number, src, home, size))
         if not sends:
             return None
-        columns: list[list[Recv | Stretch]] = [[] for _ in self.cluster.devices]
+        columns: list[list[Recv | LaunchStretch]] = [[] for _ in self.cluster.devices]
         for src, wires in sends.items():
-            columns[src].append(Stretch([0.0], 0, 0, tuple(wires)))
+            columns[src].append(LaunchStretch([0.0], 0, 0, tuple(wires)))
         for wires in sends.values():
             for wire in wires:
                 columns[wire.dst].append(Recv(wire.number))
@@ -221,21 +221,23 @@ def _state_launches(graph: Graph) -> dict[str, tuple[int, int]]:
     return {name: (graph.groups[g][0], sizes[name]) for name, g in graph.state_groups.items()}
 
 
-def column_of(ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[Wire]) -> Column:
+def column_of(
+    ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[TransferWire]
+) -> DeviceColumn:
     """Events are (launch, 1: sent after it or 0: received before it, transfer), in trace order."""
-    items: list[Recv | Stretch] = []
+    items: list[Recv | LaunchStretch] = []
     done = 0  # launches before this one are in the column
     for launch, is_send, number in events:
         at = launch + is_send
         has_work = ends[at] > ends[done]
         last = items[-1] if items else None
         if not is_send:
-            items += [Stretch(ends, done, at), Recv(number)] if has_work else [Recv(number)]
-        elif not has_work and isinstance(last, Stretch):
-            items[-1] = Stretch(ends, last.start, last.stop, (*last.sends, wires[number]))
+            items += [LaunchStretch(ends, done, at), Recv(number)] if has_work else [Recv(number)]
+        elif not has_work and isinstance(last, LaunchStretch):
+            items[-1] = LaunchStretch(ends, last.start, last.stop, (*last.sends, wires[number]))
         else:
-            items.append(Stretch(ends, done, at, (wires[number],)))
+            items.append(LaunchStretch(ends, done, at, (wires[number],)))
         done = at
     if ends[-1] > ends[done]:
-        items.append(Stretch(ends, done, len(ends) - 1))
+        items.append(LaunchStretch(ends, done, len(ends) - 1))
     return make_column(items)

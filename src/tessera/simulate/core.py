@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from tessera.execute.schedule import Job, Queue
 from tessera.ir import Recv
-from tessera.simulate.columns import Script, Stretch, Wire
+from tessera.simulate.columns import LaunchStretch, Script, TransferWire
 
 # What an event says, where it is not the number of a transfer that arrives.
 END = -1
@@ -41,7 +41,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Device:
+class SimulatedDevice:
     """What a device does now: launches [start, stop) of the job's next stretch, since `since_us`."""
 
     queue: Queue = field(default_factory=Queue)
@@ -57,7 +57,7 @@ class Core:
     """The loop; subclasses say where requests come from and what is written down."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
-        self.devices = [Device() for _ in range(num_devices)]
+        self.devices = [SimulatedDevice() for _ in range(num_devices)]
         self._bus_free = [0.0] * num_buses
         self._events: list[tuple[float, int, int, int, int]] = []
         self._order = 0
@@ -69,12 +69,12 @@ class Core:
         raise NotImplementedError
 
     def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
+        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
     ) -> None:
         """A device has been busy with launches [device.start, device.stop) of a stretch."""
         raise NotImplementedError
 
-    def on_send(self, flight: Flight, wire: Wire, start_us: float, stop_us: float) -> None:
+    def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
         """A transfer occupies its bus."""
 
     def advance(self) -> float | None:
@@ -121,7 +121,7 @@ class Core:
         elif job.is_ready and job is not state.job:
             self._cut(state, device, job, now)
 
-    def _cut(self, state: Device, device: int, job: Job, now: float) -> None:
+    def _cut(self, state: SimulatedDevice, device: int, job: Job, now: float) -> None:
         """Ends the stretch at the launch that runs now, if the newcomer has less to do than what is left."""
         current = state.job
         assert current is not None, "only a busy device is interrupted"
@@ -134,7 +134,7 @@ class Core:
             state.stop = at
             self._plan_end(state, device, ends, scale)
 
-    def _plan_end(self, state: Device, device: int, ends: list[float], scale: float) -> None:
+    def _plan_end(self, state: SimulatedDevice, device: int, ends: list[float], scale: float) -> None:
         state.epoch += 1
         stop_us = state.since_us + (ends[state.stop] - ends[state.start]) * scale
         self._order += 1
@@ -153,7 +153,7 @@ class Core:
             job.position = at
             if at == num:
                 self._end_job(device, job, now)
-            elif type(item) is Stretch:
+            elif type(item) is LaunchStretch:
                 state.job, state.since_us, state.stop = job, now, item.stop
                 state.start = item.start if not job.spent_us else _after(item, job.spent_us)
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
@@ -179,7 +179,9 @@ class Core:
         if state.job is None:
             self._look(device, now)
 
-    def _send(self, flight: Flight, ticket: int, wires: Sequence[Wire], scale: float, now: float) -> None:
+    def _send(
+        self, flight: Flight, ticket: int, wires: Sequence[TransferWire], scale: float, now: float
+    ) -> None:
         free, events = self._bus_free, self._events
         for wire in wires:
             start = free[wire.bus]
@@ -204,7 +206,7 @@ class Core:
             self.on_end(flight, now)
 
 
-def _after(stretch: Stretch, spent_us: float) -> int:
+def _after(stretch: LaunchStretch, spent_us: float) -> int:
     """The launch of a stretch that follows when so much of it is done."""
     reached = stretch.ends_us[stretch.start] + spent_us - SAME_US
     return bisect_left(stretch.ends_us, reached, stretch.start, stretch.stop)

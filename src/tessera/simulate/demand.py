@@ -48,7 +48,7 @@ def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> De
 
 
 @dataclass
-class Ledger:
+class RequestLedger:
     """What happened to each request; times in microseconds, negative: it did not."""
 
     first_us: list[float]
@@ -61,6 +61,6 @@ class Ledger:
     decoded: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(num: int) -> "Ledger":
+    def of(num: int) -> "RequestLedger":
         """With nothing in it."""
-        return Ledger([-1.0] * num, [-1.0] * num)
+        return RequestLedger([-1.0] * num, [-1.0] * num)

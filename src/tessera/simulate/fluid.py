@@ -17,9 +17,9 @@ import numpy as np
 
 from tessera.execute.schedule import Job
 from tessera.ir import Plan, Recv
-from tessera.simulate.columns import Script, Scripts, Stretch
+from tessera.simulate.columns import LaunchStretch, Script, Scripts
 from tessera.simulate.core import Flight
-from tessera.simulate.window import Extent, Window
+from tessera.simulate.window import Window, WindowExtent
 
 # Stretches that settle and that are measured: of each slot on average, where there are no more than these.
 SETTLE, SAMPLE, MANY_SLOTS = 10, 30, 4
@@ -41,14 +41,15 @@ class Cuts:
     def done_us(self) -> list[float]:
         """[launches done]: busy time of the run so far, over all devices."""
         lists = [
-            next((x.ends_us for x in c.items if isinstance(x, Stretch)), None) for c in self.script.columns
+            next((x.ends_us for x in c.items if isinstance(x, LaunchStretch)), None)
+            for c in self.script.columns
         ]
         return np.sum([x for x in lists if x is not None], axis=0).tolist() if any(lists) else [0.0]
 
     @cached_property
     def _sent(self) -> tuple[list[int], list[int]]:
         """(launches done when it leaves, transfer), in that order."""
-        stretches = [x for c in self.script.columns for x in c.items if isinstance(x, Stretch)]
+        stretches = [x for c in self.script.columns for x in c.items if isinstance(x, LaunchStretch)]
         found = sorted((x.stop, wire.number) for x in stretches for wire in x.sends)
         return [stop for stop, _ in found], [number for _, number in found]
 
@@ -57,7 +58,7 @@ class Cuts:
         """[device]: (where its stretches stop, their places in its list)."""
         found = []
         for column in self.script.columns:
-            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, Stretch)]
+            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchStretch)]
             found.append(([stop for stop, _ in listed], [n for _, n in listed]))
         return found
 
@@ -74,7 +75,7 @@ class Cuts:
             return None
         at = places[first]
         item = column.items[at]
-        assert isinstance(item, Stretch), "only stretches are listed"
+        assert isinstance(item, LaunchStretch), "only stretches are listed"
         spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
         while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
             at -= 1  # it may have to wait for what is read next
@@ -86,7 +87,9 @@ class Cuts:
 class Fluid(Window):
     """Skips ahead by the paces of a sample."""
 
-    def __init__(self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: Extent) -> None:
+    def __init__(
+        self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
+    ) -> None:
         super().__init__(plan, scripts, lanes, extent)
         few = min(plan.slots, MANY_SLOTS)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few

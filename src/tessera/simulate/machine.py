@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tessera.execute.schedule import Job
-from tessera.simulate.columns import Script, Stretch, Wire
-from tessera.simulate.core import END, Core, Device, Flight, Work
+from tessera.simulate.columns import LaunchStretch, Script, TransferWire
+from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
 # Of a microsecond, in times that are kept.
 DECIMALS = 6
@@ -72,12 +72,12 @@ class _Loop(Core):
         self.ended.append(flight.number)
 
     def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
+        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
     ) -> None:
         """Counts busy time."""
         self.busy_us[device] += stop_us - self.devices[device].since_us
 
-    def on_send(self, flight: Flight, wire: Wire, start_us: float, stop_us: float) -> None:
+    def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
         """Counts busy time."""
         self.busy_us[len(self.devices) + wire.bus] += stop_us - start_us
 
@@ -149,7 +149,7 @@ class _Loop(Core):
             for age, (waiting, work, left) in enumerate(state.flights)
         }
         for index, (now, jobs) in enumerate(zip(state.devices, state.jobs, strict=True)):
-            device = self.devices[index] = Device()
+            device = self.devices[index] = SimulatedDevice()
             current, device.start, device.stop, device.since_us = now
             for age, position, arrived, spent_us in jobs:
                 column = self._running[age][1].columns[index]
@@ -161,13 +161,13 @@ class _Loop(Core):
         self._order = len(state.flights) + len(state.events)
 
 
-def _device_state(device: Device, age: dict[int, int], now: float) -> tuple[int, int, int, float]:
+def _device_state(device: SimulatedDevice, age: dict[int, int], now: float) -> tuple[int, int, int, float]:
     if device.job is None:
         return -1, 0, 0, 0.0
     return age[device.job.ticket], device.start, device.stop, round(device.since_us - now, DECIMALS)
 
 
-class Machine:
+class VirtualMachine:
     """Begins runs of microbatches, and says which has ended."""
 
     def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:

@@ -21,7 +21,7 @@ from tessera.errors import ArrivalsError, UnknownName
 from tessera.ir import Arrivals, Clock, Cluster, Plan, Quantiles, ServingReport
 from tessera.plan.objectives import IDLE_SHARE
 from tessera.simulate.columns import bus_names
-from tessera.simulate.online import Served
+from tessera.simulate.online import SimulatedRun
 
 Floats = npt.NDArray[np.float64]
 METRICS = ("ttft", "tpot", "latency", "normalised")
@@ -29,14 +29,14 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LatencyLimit:
     """One service-level objective: a metric that may not exceed some seconds."""
 
     metric: str
     seconds: float
 
 
-def parse_limits(text: str) -> tuple[Limit, ...]:
+def parse_limits(text: str) -> tuple[LatencyLimit, ...]:
     """Limits as a user writes them: ttft=500ms,tpot=50ms."""
     found = []
     for word in text.split(","):
@@ -52,11 +52,11 @@ def parse_limits(text: str) -> tuple[Limit, ...]:
             raise ArrivalsError(message, "Write ttft=500ms,tpot=50ms.", "--slo") from None
         if not 0.0 < seconds < math.inf:
             raise ArrivalsError(f"a limit of {value} is none", "Use a time above zero.", "--slo")
-        found.append(Limit(name, seconds))
+        found.append(LatencyLimit(name, seconds))
     return tuple(found)
 
 
-def measured(served: Served) -> dict[str, Floats]:
+def measured(served: SimulatedRun) -> dict[str, Floats]:
     """Metric -> seconds of every request; not a number where it has none."""
     first = np.array(served.ledger.first_us)
     done = np.array(served.ledger.done_us)
@@ -73,7 +73,7 @@ def measured(served: Served) -> dict[str, Floats]:
     }
 
 
-def attainment(served: Served, limits: Sequence[Limit]) -> float | None:
+def attainment(served: SimulatedRun, limits: Sequence[LatencyLimit]) -> float | None:
     """Share of all requests within every limit; a request of one token has no time per token to exceed."""
     if not limits or not len(served.demand):
         return None
@@ -93,11 +93,11 @@ def _quantiles(values: Floats) -> Quantiles | None:
 
 
 def report_of(
-    served: Served,
+    served: SimulatedRun,
     plans: Sequence[Plan],
     arrivals: Arrivals,
     capacity_per_s: float,
-    limits: Sequence[Limit] = (),
+    limits: Sequence[LatencyLimit] = (),
     notes: Sequence[str] = (),
 ) -> ServingReport:
     """The figures of a simulation."""

@@ -19,8 +19,8 @@ from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Wa
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
 from tessera.execute.turns import PATIENCE
 from tessera.ir import Decision, Plan
-from tessera.simulate.demand import Demand, Ledger
-from tessera.simulate.rows import Rows
+from tessera.simulate.demand import Demand, RequestLedger
+from tessera.simulate.rows import ModelledRows
 from tessera.simulate.stepper import FAIR, VirtualStepper, Weather
 from tessera.simulate.truth import Truth
 
@@ -29,11 +29,11 @@ SAME_US = 1e-3
 
 
 @dataclass
-class Served:
+class SimulatedRun:
     """The raw result of a simulation."""
 
     demand: Demand
-    ledger: Ledger
+    ledger: RequestLedger
     policy: str
     duration_us: float
     # Devices, then buses.
@@ -44,23 +44,23 @@ class Served:
 class Driver(Protocol):
     """Somebody who watches a server and may switch it; called at the moments named."""
 
-    def on_start(self, server: "Server") -> None:
+    def on_start(self, server: "SimulatedServer") -> None:
         """Before the first request."""
 
-    def on_arrival(self, server: "Server") -> None:
+    def on_arrival(self, server: "SimulatedServer") -> None:
         """One request more is there."""
 
-    def on_step(self, server: "Server", lane: LoadedLane, done: StepDone) -> None:
+    def on_step(self, server: "SimulatedServer", lane: LoadedLane, done: StepDone) -> None:
         """A step has ended."""
 
-    def on_lost(self, server: "Server", device: str) -> None:
+    def on_lost(self, server: "SimulatedServer", device: str) -> None:
         """A device is gone, and so is what ran on it."""
 
-    def on_back(self, server: "Server", device: str) -> None:
+    def on_back(self, server: "SimulatedServer", device: str) -> None:
         """A device can be used again."""
 
 
-class Server(Watcher[int]):
+class SimulatedServer(Watcher[int]):
     """One simulation; the first of the plans is in force until somebody switches."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Server(Watcher[int]):
         max_waiting: int | None = None,
         driver: Driver | None = None,
     ) -> None:
-        self.demand, self.ledger = demand, Ledger.of(len(demand))
+        self.demand, self.ledger = demand, RequestLedger.of(len(demand))
         self.decisions: list[Decision] = []
         self.stepper = VirtualStepper(plans, truth, weather)
         # Where a microbatch is one request its steps end, so that nobody needs a turn.
@@ -86,9 +86,9 @@ class Server(Watcher[int]):
         self._next = 0  # the next arrival
         self._next_us = 0.0  # when something happens from outside
 
-    def _rows(self, number: int, lane: LoadedLane) -> Rows:
+    def _rows(self, number: int, lane: LoadedLane) -> ModelledRows:
         machine = self.stepper.machine
-        return Rows(number, lane, self.demand, self.ledger, lambda: machine.now_us)
+        return ModelledRows(number, lane, self.demand, self.ledger, lambda: machine.now_us)
 
     @property
     def now_s(self) -> float:
@@ -124,7 +124,7 @@ class Server(Watcher[int]):
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
         self._next_us = min(self._next_us, second * 1e6)
 
-    def run(self) -> Served:
+    def run(self) -> SimulatedRun:
         """Until the last request has left."""
         if self._driver is not None:
             self._driver.on_start(self)
@@ -139,7 +139,9 @@ class Server(Watcher[int]):
                 break  # nobody will come for those who wait
         self.ledger.num_failed += len(scheduler.queue)
         name = scheduler.plan.policy if self._driver is None else "adaptive"
-        return Served(self.demand, self.ledger, name, machine.now_us, self.stepper.busy_us, self.decisions)
+        return SimulatedRun(
+            self.demand, self.ledger, name, machine.now_us, self.stepper.busy_us, self.decisions
+        )
 
     def _happen(self) -> None:
         """What is due happens."""

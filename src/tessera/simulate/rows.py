@@ -17,17 +17,22 @@ from collections.abc import Callable, Sequence
 
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.simulate.demand import Demand, Ledger
+from tessera.simulate.demand import Demand, RequestLedger
 
 # Heads are timed in this many parts of a whole one.
 PARTS = 16
 
 
-class Rows:
+class ModelledRows:
     """What the scheduler's microbatches hold in a simulation; requests are numbers."""
 
     def __init__(
-        self, number: int, lane: LoadedLane, demand: Demand, ledger: Ledger, now_us: Callable[[], float]
+        self,
+        number: int,
+        lane: LoadedLane,
+        demand: Demand,
+        ledger: RequestLedger,
+        now_us: Callable[[], float],
     ) -> None:
         self._number, self._demand, self._ledger, self._now_us = number, demand, ledger, now_us
         unit, first = lane.plan.unit_of(lane.lane), lane.plan.first_step(lane.lane)

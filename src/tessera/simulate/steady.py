@@ -8,11 +8,11 @@ take a second, simulates samples (`fluid`).
 from tessera.ir import Plan
 from tessera.simulate.columns import Script, Scripts
 from tessera.simulate.fluid import Fluid
-from tessera.simulate.window import Extent, Window, extent_of
+from tessera.simulate.window import Window, WindowExtent, extent_of
 
 # Requests' worth of work before the clock counts, and while it does: microbatches that start spread over
 # their requests fall in and out of step over several of them.
-FULL, SHORT = Extent(4.0, 10.0), Extent(2.0, 4.0)
+FULL, SHORT = WindowExtent(4.0, 10.0), WindowExtent(2.0, 4.0)
 # Items of all runs of a request: with more than this fewer requests are simulated, and then samples.
 LONG_REQUESTS, VERY_LONG_REQUESTS = 3000, 10_000
 # In a quick look, lanes with more items than this are sampled.
@@ -61,7 +61,7 @@ class SteadyRates:
         )
 
 
-def _effort(lanes: list[tuple[Script, ...]], is_quick: bool) -> tuple[type[Window], Extent]:
+def _effort(lanes: list[tuple[Script, ...]], is_quick: bool) -> tuple[type[Window], WindowExtent]:
     """Are samples enough, and how much is looked at?"""
     if is_quick:
         longest = max(sum(script.num_items for script in lane) for lane in lanes)

@@ -22,15 +22,15 @@ from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
     DeviceStatus,
+    DeviceUse,
     Event,
     StepCall,
     StepDone,
     Tensors,
-    Use,
 )
 from tessera.ir import Plan
 from tessera.simulate.core import Work
-from tessera.simulate.machine import Machine
+from tessera.simulate.machine import VirtualMachine
 from tessera.simulate.truth import Truth
 
 
@@ -86,7 +86,7 @@ class VirtualStepper:
         self._names = self._truth.cluster.names
         self._scripts = self._truth.scripts()
         num_devices, num_buses = len(self._names), self._scripts[0].wires.num_buses
-        self.machine = Machine(num_devices, num_buses, not weather.jitter)
+        self.machine = VirtualMachine(num_devices, num_buses, not weather.jitter)
         self._open: dict[int, _Open] = {}
         # (lane, step before, its scale, step, scale) -> what runs.
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
@@ -146,12 +146,12 @@ class VirtualStepper:
     def wake(self) -> None:
         """Nobody sleeps."""
 
-    def use(self) -> Use:
+    def use(self) -> DeviceUse:
         """Busy times, and which devices are there."""
         lost = self.lanes.lost
         status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
         busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
-        return Use(busy, {}, status)
+        return DeviceUse(busy, {}, status)
 
     def now_s(self) -> float:
         """Since the stepper was made."""

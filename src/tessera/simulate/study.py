@@ -13,8 +13,8 @@ from tessera.ir import Arrivals, Plan, ServingReport, need_one_batch
 from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.capability import capabilities, capacity_per_s, check_limits
 from tessera.simulate.demand import Demand, demand_of
-from tessera.simulate.metrics import Limit, report_of
-from tessera.simulate.online import Served, Server
+from tessera.simulate.metrics import LatencyLimit, report_of
+from tessera.simulate.online import SimulatedRun, SimulatedServer
 from tessera.simulate.stepper import FAIR, Weather
 from tessera.simulate.truth import Truth
 
@@ -27,7 +27,7 @@ class Setting:
 
     arrivals: Arrivals
     weather: Weather = FAIR
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[LatencyLimit, ...] = ()
     # Requests that share a microbatch; None: the captured batch.
     rows: int | None = None
     # Every kernel type is mispriced on every device by exp(noise * normal).
@@ -64,7 +64,7 @@ def _alone(plan: Plan, setting: Setting) -> ServingReport:
     setting.check(plan)
     demand, truth = setting.demand(plan), setting.truth(plan)
     check_limits([plan], demand, setting.limits, truth)
-    served = Server([plan], demand, truth, setting.weather, setting.max_waiting).run()
+    served = SimulatedServer([plan], demand, truth, setting.weather, setting.max_waiting).run()
     notes = _failures(served.ledger.num_failed, "; a monitor would replan")
     capacity = capacity_per_s(plan, demand, truth)
     return report_of(served, [plan], setting.arrivals, capacity, setting.limits, notes)
@@ -126,11 +126,11 @@ def watched(
     watch: MonitorConfig = USUAL,
     replan: Replan | None = None,
     replan_s: float = 10.0,
-) -> Served:
+) -> SimulatedRun:
     """What happened to every request with a monitor choosing among plans."""
     made = checked(plans, setting)
     demand, truth = setting.demand(made[0]), setting.truth(made[0])
     check_limits(made, demand, setting.limits, truth)
     weather = replace(setting.weather, is_mended=replan is not None)
     driver = Adaptive(Monitor(tuple(known), watch), replan, replan_s)
-    return Server(made, demand, truth, weather, setting.max_waiting, driver).run()
+    return SimulatedServer(made, demand, truth, weather, setting.max_waiting, driver).run()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Plan
-from tessera.simulate.columns import Script, Scripts, Stretch
+from tessera.simulate.columns import LaunchStretch, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
 # Runs of each slot, at least: before the clock counts, and while it does.
@@ -21,18 +21,18 @@ MANY_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class WindowExtent:
     """Requests' worth of work before the clock counts, and while it does."""
 
     warm_up: float
     window: float
 
 
-def extent_of(plan: Plan, wanted: Extent) -> Extent:
+def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
     """How much of a plan is looked at: less with few slots, but some runs of each."""
     few, num_runs = min(1.0, plan.slots / MANY_SLOTS), sum(plan.unit.counts)
     each = mean_weight(plan)
-    return Extent(
+    return WindowExtent(
         each * max(few * wanted.warm_up, plan.slots * MIN_WARM_UP_RUNS / num_runs),
         each * max(few * wanted.window, plan.slots * MIN_WINDOW_RUNS / num_runs),
     )
@@ -65,7 +65,9 @@ def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> t
 class Window(Core):
     """All slots full; `rate_per_us` says how fast work is done."""
 
-    def __init__(self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: Extent) -> None:
+    def __init__(
+        self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
+    ) -> None:
         super().__init__(len(plan.cluster.devices), scripts.wires.num_buses)
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._slots, self._extent = lanes, plan.slots, extent
@@ -125,7 +127,7 @@ class Window(Core):
         return done, run_us
 
     def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: Stretch, stop_us: float
+        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
     ) -> None:
         """Counts the work."""
         us = stop_us - self.devices[device].since_us

@@ -10,7 +10,7 @@ from tessera.adapt import (
     Capability,
     LaneLoad,
     Lost,
-    Measured,
+    MeasuredLaunches,
     Monitor,
     MonitorConfig,
     Point,
@@ -120,7 +120,7 @@ def test_right_costs_change_nothing() -> None:
     """Times that are as planned lead to no decision."""
     monitor = Monitor([QUICK, WIDE])
     monitor.observe(0.0, Ticked(0))
-    monitor.observe(1.0, Measured("d0", (("gemm", 10.0),), 10.1))
+    monitor.observe(1.0, MeasuredLaunches("d0", (("gemm", 10.0),), 10.1))
 
     assert () == monitor.observe(100.0, Ticked(0))
 
@@ -130,10 +130,10 @@ def test_wrong_costs_ask_for_new_plans_once() -> None:
     monitor = Monitor([QUICK, WIDE])
     monitor.observe(0.0, Ticked(0))
     for kernel, us in (("gemm", 15.0), ("norm", 10.0)):
-        monitor.observe(1.0, Measured("d0", ((kernel, 10.0),), us))
+        monitor.observe(1.0, MeasuredLaunches("d0", ((kernel, 10.0),), us))
 
     (action,) = monitor.observe(100.0, Ticked(0))
-    monitor.observe(101.0, Measured("d0", (("gemm", 10.0),), 15.0))
+    monitor.observe(101.0, MeasuredLaunches("d0", (("gemm", 10.0),), 15.0))
 
     assert DecisionKind.REPLAN is action.decision.kind
     assert action.factors is not None
@@ -146,7 +146,7 @@ def test_a_factor_that_all_share_is_no_reason_to_replan() -> None:
     monitor = Monitor([QUICK, WIDE])
     monitor.observe(0.0, Ticked(0))
     for device in ("d0", "d1"):
-        monitor.observe(1.0, Measured(device, (("gemm", 10.0),), 13.0))
+        monitor.observe(1.0, MeasuredLaunches(device, (("gemm", 10.0),), 13.0))
 
     assert () == monitor.observe(100.0, Ticked(0))
 
@@ -157,8 +157,8 @@ def test_a_slow_device_shifts_the_shares_of_its_lanes_at_once() -> None:
     policy = Capability("mix", 10.0, WIDE.curve, lanes)
     monitor = Monitor([policy])
     monitor.observe(0.0, Ticked(0))
-    monitor.observe(1.0, Measured("d0", (("gemm", 10.0),), 10.0))
-    monitor.observe(1.0, Measured("d1", (("gemm", 10.0),), 20.0))
+    monitor.observe(1.0, MeasuredLaunches("d0", (("gemm", 10.0),), 10.0))
+    monitor.observe(1.0, MeasuredLaunches("d1", (("gemm", 10.0),), 20.0))
 
     shift, again = monitor.observe(100.0, Ticked(0))
 

@@ -9,7 +9,7 @@ from factories import make_chain, make_plan
 from tessera.errors import WorkerError
 from tessera.execute.cuda.device import check_device, divide
 from tessera.execute.cuda.graphs import priority
-from tessera.execute.cuda.inbox import ALIGN, Inboxes, Spot
+from tessera.execute.cuda.inbox import ALIGN, Inboxes, InboxSpot
 from tessera.execute.cuda.measure import FLOOR_US, reconcile
 from tessera.execute.cuda.spans import Calibration
 from tessera.execute.cuda.stretch import TURN_US, choose_scale, link_hold, throttled_links
@@ -111,7 +111,7 @@ def test_transfers_of_a_program_share_no_byte_of_an_inbox() -> None:
     inboxes.add([program], [trace])
     layout = inboxes.layout(0, 1)
     here = [n for n, transfer in enumerate(program.transfers) if transfer.dst == 1]
-    spots = [Spot(microbatch, 0, number) for microbatch in range(2) for number in here]
+    spots = [InboxSpot(microbatch, 0, number) for microbatch in range(2) for number in here]
     parts = [(layout.flag(s), 8) for s in spots] + [(layout.record(s), 32) for s in spots]
     sizes = [trace.buffers[program.transfers[s.transfer].buffer].size_bytes for s in spots]
     parts += [(inboxes.place(s, 1), size) for s, size in zip(spots, sizes, strict=True)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tessera.execute import link_sockets, links
-from tessera.execute.links import Frame, LinkLost, Links
+from tessera.execute.links import LinkFrame, LinkLost, Links
 
 KEY = b"k" * 32
 LIMIT = 1 << 20
@@ -42,17 +42,17 @@ class Ear:
     """Keeps what arrives."""
 
     def __init__(self) -> None:
-        self.got: list[tuple[int, Frame, bytes]] = []
+        self.got: list[tuple[int, LinkFrame, bytes]] = []
         self.lost: list[tuple[int, str]] = []
         self._place = bytearray()
         self.throws_away = False
 
-    def place(self, peer: int, frame: Frame) -> memoryview | None:
+    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
         """Memory of its own."""
         self._place = bytearray(frame.size)
         return None if self.throws_away else memoryview(self._place)
 
-    def arrived(self, peer: int, frame: Frame) -> None:
+    def arrived(self, peer: int, frame: LinkFrame) -> None:
         """In order."""
         self.got.append((peer, frame, bytes(self._place)))
         self._place = bytearray()
@@ -112,19 +112,19 @@ def test_frames_arrive_in_order_whoever_writes_them(pair: Pair, size: int) -> No
     """Blocking and without waiting, both ways at once."""
     contents = [os.urandom(size) for _ in range(12)]
     for number, data in enumerate(contents):
-        pair.ends[0].post(1, Frame(3, number, size, 0.5), memoryview(data))
-        pair.ends[1].send(0, Frame(4, number, size, 0.25), memoryview(data))
+        pair.ends[0].post(1, LinkFrame(3, number, size, 0.5), memoryview(data))
+        pair.ends[1].send(0, LinkFrame(4, number, size, 0.25), memoryview(data))
     until(lambda: len(pair.ears[0].got) == len(pair.ears[1].got) == len(contents))
 
-    assert pair.ears[1].got == [(0, Frame(3, n, size, 0.5), d) for n, d in enumerate(contents)]
-    assert pair.ears[0].got == [(1, Frame(4, n, size, 0.25), d) for n, d in enumerate(contents)]
+    assert pair.ears[1].got == [(0, LinkFrame(3, n, size, 0.5), d) for n, d in enumerate(contents)]
+    assert pair.ears[0].got == [(1, LinkFrame(4, n, size, 0.25), d) for n, d in enumerate(contents)]
 
 
 def test_what_was_posted_may_be_overwritten_at_once(pair: Pair) -> None:
     """Also where the link does not take it all."""
     data = bytearray(b"a" * LIMIT)
     for number in range(8):
-        pair.ends[0].post(1, Frame(0, number, LIMIT, 0.0), memoryview(data))
+        pair.ends[0].post(1, LinkFrame(0, number, LIMIT, 0.0), memoryview(data))
         data[:] = bytes([98 + number]) * LIMIT
     until(lambda: len(pair.ears[1].got) == 8)
 
@@ -135,38 +135,44 @@ def test_what_was_posted_may_be_overwritten_at_once(pair: Pair) -> None:
 def test_frames_that_nobody_wants_are_passed_over(pair: Pair) -> None:
     """What follows them is read right."""
     pair.ears[1].throws_away = True
-    pair.ends[0].send(1, Frame(0, 0, 200_000, 0.0), memoryview(b"x" * 200_000))
+    pair.ends[0].send(1, LinkFrame(0, 0, 200_000, 0.0), memoryview(b"x" * 200_000))
     until(lambda: len(pair.ears[1].got) == 1)
     pair.ears[1].throws_away = False
-    pair.ends[0].send(1, Frame(0, 1, 3, 0.0), memoryview(b"abc"))
+    pair.ends[0].send(1, LinkFrame(0, 1, 3, 0.0), memoryview(b"abc"))
     until(lambda: len(pair.ears[1].got) == 2)
 
     assert pair.ears[1].got[1][2] == b"abc"
 
 
 @pytest.mark.parametrize(
-    "wrong", [Frame(0, 0, LIMIT + 1, 0.0), Frame(0, 0, -1, 0.0), Frame(-2, 0, 0, 0.0), Frame(0, -1, 0, 0.0)]
+    "wrong",
+    [
+        LinkFrame(0, 0, LIMIT + 1, 0.0),
+        LinkFrame(0, 0, -1, 0.0),
+        LinkFrame(-2, 0, 0, 0.0),
+        LinkFrame(0, -1, 0, 0.0),
+    ],
 )
-def test_a_frame_that_no_program_sends_ends_the_link(pair: Pair, wrong: Frame) -> None:
+def test_a_frame_that_no_program_sends_ends_the_link(pair: Pair, wrong: LinkFrame) -> None:
     """Nothing is allocated for it; the next frame comes over a new link."""
     pair.ends[0].send(1, wrong, memoryview(b""))
     until(lambda: bool(pair.ears[1].lost))
     pair.ends[0].relink(1, 0)
-    pair.ends[0].send(1, Frame(0, 0, 2, 0.0), memoryview(b"ok"))
+    pair.ends[0].send(1, LinkFrame(0, 0, 2, 0.0), memoryview(b"ok"))
     until(lambda: bool(pair.ears[1].got))
 
     assert "it sent a frame of" in pair.ears[1].lost[0][1]
-    assert pair.ears[1].got == [(0, Frame(0, 0, 2, 0.0), b"ok")]
+    assert pair.ears[1].got == [(0, LinkFrame(0, 0, 2, 0.0), b"ok")]
 
 
 def test_a_cut_link_is_told_at_the_end_that_reads_and_opened_again(pair: Pair) -> None:
     """The writer is told when it writes; a relink drops what waited."""
-    pair.ends[0].send(1, Frame(0, 0, 0, 0.0), memoryview(b""))
+    pair.ends[0].send(1, LinkFrame(0, 0, 0, 0.0), memoryview(b""))
     until(lambda: bool(pair.ends[1]._ins))
     pair.ends[1]._ins[0].shutdown(socket.SHUT_RDWR)
     until(lambda: pair.ears[1].lost == [(0, "the link was closed")])
     pair.ends[0].relink(1, 0)
-    pair.ends[0].post(1, Frame(1, 0, 0, 0.0), memoryview(b""))
+    pair.ends[0].post(1, LinkFrame(1, 0, 0, 0.0), memoryview(b""))
     until(lambda: len(pair.ears[1].got) == 2)
 
     assert pair.ears[1].got[1][1].run == 1
@@ -176,7 +182,7 @@ def test_a_cut_link_is_told_at_the_end_that_reads_and_opened_again(pair: Pair) -
 def test_a_relink_on_purpose_is_no_news(pair: Pair) -> None:
     """The other end does not take it for a cut."""
     for number in range(20):
-        pair.ends[0].post(1, Frame(0, number, 0, 0.0), memoryview(b""))
+        pair.ends[0].post(1, LinkFrame(0, number, 0, 0.0), memoryview(b""))
         until(lambda: len(pair.ears[1].got) == number + 1)  # noqa: B023 - waited for here
         pair.ends[0].relink(1, 0)
     time.sleep(0.1)
@@ -186,12 +192,12 @@ def test_a_relink_on_purpose_is_no_news(pair: Pair) -> None:
 
 def test_a_worker_that_was_started_again_is_reached_anew(pair: Pair) -> None:
     """Its old address is not used, and what an earlier worker still says is refused."""
-    pair.ends[0].send(1, Frame(0, 0, 0, 0.0), memoryview(b""))
+    pair.ends[0].send(1, LinkFrame(0, 0, 0, 0.0), memoryview(b""))
     until(lambda: len(pair.ears[1].got) == 1)
     pair.ends[1].close()
     pair.ends[1] = pair.end(1, epochs=(0, 1))
     pair.ends[0].relink(1, 1)
-    pair.ends[0].send(1, Frame(1, 0, 0, 0.0), memoryview(b""))
+    pair.ends[0].send(1, LinkFrame(1, 0, 0, 0.0), memoryview(b""))
     until(lambda: len(pair.ears[1].got) == 2)
     old = Links(1, (0, 0), KEY, pair.board, Ear(), lambda peer: LIMIT, folder=str(pair.folder))
     with pytest.raises(LinkLost, match="no link could be opened"):
@@ -201,7 +207,7 @@ def test_a_worker_that_was_started_again_is_reached_anew(pair: Pair) -> None:
 def _briefly(end: Links, peer: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "OPEN_S", 0.3)
-        end.send(peer, Frame(0, 0, 0, 0.0), memoryview(b""))
+        end.send(peer, LinkFrame(0, 0, 0, 0.0), memoryview(b""))
 
 
 def test_who_has_another_key_gets_nothing(pair: Pair) -> None:
@@ -218,7 +224,7 @@ def test_a_crowd_of_silent_callers_holds_nobody_up(pair: Pair) -> None:
     """The oldest are pushed out, and a worker gets through at once."""
     crowd = [link_sockets.call(pair.address(1)) for _ in range(links.MAX_HANDSHAKES + 40)]
     start = time.monotonic()
-    pair.ends[0].send(1, Frame(0, 0, 0, 0.0), memoryview(b""))
+    pair.ends[0].send(1, LinkFrame(0, 0, 0, 0.0), memoryview(b""))
     until(lambda: bool(pair.ears[1].got))
     assert time.monotonic() - start < link_sockets.HANDSHAKE_S
     assert len(pair.ends[1]._shaking) <= links.MAX_HANDSHAKES + 1
@@ -243,7 +249,7 @@ def test_nobody_waits_for_a_worker_that_does_not_come(pair: Pair, monkeypatch: p
     monkeypatch.setattr(links, "OPEN_S", 0.2)
     pair.ends[0].relink(1, 5)
     start = time.monotonic()
-    pair.ends[0].post(1, Frame(0, 0, 0, 0.0), memoryview(b""))
+    pair.ends[0].post(1, LinkFrame(0, 0, 0, 0.0), memoryview(b""))
     assert time.monotonic() - start < 0.1
     until(lambda: bool(pair.ears[0].lost))
     assert pair.ears[0].lost[0][1].startswith("no link could be opened")

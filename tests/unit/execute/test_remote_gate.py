@@ -15,7 +15,7 @@ from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import gate as gates
 from tessera.execute import handshake, messages
 from tessera.execute.gate import Caller, Gate
-from tessera.execute.handshake import LOOPBACK_SECRET, Call, call_engine, check_secret
+from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine, check_secret
 from tessera.execute.messages import Cancel, Hello, Refused
 
 SECRET = b"a secret of more than sixteen bytes"
@@ -32,7 +32,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 def come_in(gate: Gate, rank: int = 0, secret: bytes = SECRET) -> Connection:
     """Calls as a worker does."""
-    return call_engine(Call(gate.address, secret, "plans"), rank, 5.0)
+    return call_engine(EngineCall(gate.address, secret, "plans"), rank, 5.0)
 
 
 def complaint(gate: Gate) -> str:
@@ -88,7 +88,7 @@ def test_a_false_engine_is_found_out() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(MismatchError, match="another secret"):
-            call_engine(Call(("127.0.0.1", false.getsockname()[1]), SECRET), 0, 0.0)
+            call_engine(EngineCall(("127.0.0.1", false.getsockname()[1]), SECRET), 0, 0.0)
 
 
 def test_something_else_at_the_port_is_named() -> None:
@@ -102,7 +102,7 @@ def test_something_else_at_the_port_is_named() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(MismatchError, match="no engine"):
-            call_engine(Call(("127.0.0.1", other.getsockname()[1]), SECRET), 0, 0.0)
+            call_engine(EngineCall(("127.0.0.1", other.getsockname()[1]), SECRET), 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_crowd_pushes_out_only_itself(gate: Gate) -> None:
     """One that is slow keeps its place while others of another address come and go."""
     slow = handshake.pipe_of(socket.create_connection(gate.address))
     with crowd(gate, 2 * gates.MAX_HANDSHAKES, "127.0.0.2"):
-        handshake.enter(slow, Call(gate.address, SECRET))
+        handshake.enter(slow, EngineCall(gate.address, SECRET))
         slow.send_bytes(messages.encode(Hello(1, "", handshake.own_version())))
 
         assert 1 == taken(gate).hello.rank
@@ -194,7 +194,7 @@ def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
     """Another message, garbage or silence after the handshake is a complaint."""
     for said in (messages.encode(Cancel(1)), b"\x02\0\0\0[]", b""):
         pipe = handshake.pipe_of(socket.create_connection(gate.address))
-        handshake.enter(pipe, Call(gate.address, SECRET))
+        handshake.enter(pipe, EngineCall(gate.address, SECRET))
         if said:
             pipe.send_bytes(said)
 
@@ -205,7 +205,7 @@ def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
 def test_another_version_is_refused_with_both_named(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller is told which versions there are."""
     pipe = handshake.pipe_of(socket.create_connection(gate.address))
-    handshake.enter(pipe, Call(gate.address, SECRET))
+    handshake.enter(pipe, EngineCall(gate.address, SECRET))
     pipe.send_bytes(messages.encode(Hello(0, "", "9.9 (format 99)")))
     answer = messages.decode(pipe.recv_bytes())
 
@@ -229,7 +229,7 @@ def test_no_engine_is_said_after_the_patience() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = ("127.0.0.1", int(free.getsockname()[1]))
     with pytest.raises(WorkerError, match=r"no engine answers.*Start rank 0 first"):
-        call_engine(Call(address, SECRET), 0, 0.0)
+        call_engine(EngineCall(address, SECRET), 0, 0.0)
 
 
 def test_the_old_handshake_is_no_way_in(gate: Gate) -> None:
@@ -253,4 +253,4 @@ def test_an_address_that_others_can_call_needs_a_secret() -> None:
 
 def test_a_secret_is_not_shown() -> None:
     """It does not get into messages and logs by way of a record."""
-    assert SECRET.decode() not in repr(Call(("127.0.0.1", 1), SECRET))
+    assert SECRET.decode() not in repr(EngineCall(("127.0.0.1", 1), SECRET))

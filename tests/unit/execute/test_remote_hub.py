@@ -30,7 +30,7 @@ from tessera.execute.briefing import (
 )
 from tessera.execute.footprint import ready_programs
 from tessera.execute.gate import Gate
-from tessera.execute.handshake import LOOPBACK_SECRET, Call, call_engine
+from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
 from tessera.execute.hub import FIRST_PAUSE_S, FORKSERVER, Up, hidden_main, warm_up
 from tessera.execute.inbox import Hangup
 from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
@@ -58,7 +58,7 @@ def gate() -> Iterator[Gate]:
 
 def start_worker(gate: Gate, rank: int, offset: float | None = 0.0) -> BaseProcess:
     """A process that calls; with an offset its weights are others, with none it can make no weights."""
-    call = Call(gate.address, LOOPBACK_SECRET)
+    call = EngineCall(gate.address, LOOPBACK_SECRET)
     own = made.workloads()[0].weights() if offset is not None else {}
     weights = Given({name: tensor + (offset or 0.0) for name, tensor in own.items()})
     warm_up()
@@ -231,7 +231,7 @@ def test_nobody_calls_is_said_with_the_last_complaint(
     """The engine names the device that has no worker, and whom it sent away."""
     monkeypatch.setattr(remote, "START_TIMEOUT_S", 0.3)
     with pytest.raises(MismatchError, match="another secret"):
-        call_engine(Call(gate.address, b"not the secret at all"), 0, 0.0)
+        call_engine(EngineCall(gate.address, b"not the secret at all"), 0, 0.0)
     stepper = stepper_of(plan, gate)
     with (
         pytest.raises(WorkerError, match=r"device d.: .*nobody called within 0 s; sent away: .*secret"),
@@ -277,7 +277,7 @@ def test_one_that_does_not_belong_is_told_why(
     """A rank that is not there, or other plans: the caller hears the reason, and the engine waits on."""
     hub = hub_of(plan, gate, "these plans")
     hub.start()
-    pipe = call_engine(Call(gate.address, LOOPBACK_SECRET, digest), rank, 5.0)
+    pipe = call_engine(EngineCall(gate.address, LOOPBACK_SECRET, digest), rank, 5.0)
     answer = messages.decode(pipe.recv_bytes())
 
     assert isinstance(answer, Refused)
@@ -291,7 +291,7 @@ def test_a_message_that_is_too_long_is_not_read(plan: Plan, gate: Gate, is_brief
     """A caller with the secret that announces 700 MB is lost at once, while it is briefed and after."""
     hub = hub_of(plan, gate)
     hub.start()
-    pipe = call_engine(Call(gate.address, LOOPBACK_SECRET), 0, 5.0)
+    pipe = call_engine(EngineCall(gate.address, LOOPBACK_SECRET), 0, 5.0)
     assert isinstance(messages.decode(pipe.recv_bytes()), Welcome)
     if is_briefed:
         messages.post(pipe, Briefed())
@@ -314,7 +314,7 @@ def test_what_a_worker_says_while_it_is_briefed_is_bounded(plan: Plan, gate: Gat
     ):
         hub = hub_of(plan, Gate("127.0.0.1", 0, LOOPBACK_SECRET))
         hub.start()
-        pipe = call_engine(Call(hub._gate.address, LOOPBACK_SECRET), 0, 5.0)
+        pipe = call_engine(EngineCall(hub._gate.address, LOOPBACK_SECRET), 0, 5.0)
         pipe.recv_bytes()
         messages.post(pipe, said)
         found = hub.take(10.0)

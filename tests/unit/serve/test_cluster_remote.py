@@ -19,7 +19,7 @@ from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import remote
 from tessera.execute.gate import Gate
-from tessera.execute.handshake import Call
+from tessera.execute.handshake import EngineCall
 from tessera.execute.remote import RemoteHub
 from tessera.execute.stepper import DeviceStatus
 from tessera.ir import Step
@@ -194,7 +194,7 @@ def test_a_model_that_is_code_is_not_built() -> None:
 def test_a_worker_that_is_refused_ends_with_the_reason(away: Away) -> None:
     """It does not call again and again; and the service does not notice."""
     with pytest.raises(MismatchError, match=r"another secret. Use one --secret-file"):
-        keep_working(Call(away.gate.address, b"not the secret of this gate"), 1, ModelHere())
+        keep_working(EngineCall(away.gate.address, b"not the secret of this gate"), 1, ModelHere())
     told = away.answers(some_asks(2, 1))
 
     assert {"length"} == {one.finish.reason for one in told}
@@ -205,4 +205,4 @@ def test_a_worker_that_nobody_answers_says_so() -> None:
     gate = Gate("127.0.0.1", 0, SECRET)
     gate.close()
     with pytest.raises(WorkerError, match="no engine answers"):
-        keep_working(Call(gate.address, SECRET), 1, ModelHere(), patience_s=0.0)
+        keep_working(EngineCall(gate.address, SECRET), 1, ModelHere(), patience_s=0.0)

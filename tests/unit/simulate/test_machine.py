@@ -4,28 +4,28 @@ import pytest
 
 from factories import make_chain, make_plan
 from tessera.ir import Recv
-from tessera.simulate.columns import Script, Scripts, Stretch, Wire, make_column
-from tessera.simulate.machine import Machine
+from tessera.simulate.columns import LaunchStretch, Script, Scripts, TransferWire, make_column
+from tessera.simulate.machine import VirtualMachine
 
 FOR_EVER = float("inf")
 
 
-def script(*columns: list[Recv | Stretch]) -> Script:
+def script(*columns: list[Recv | LaunchStretch]) -> Script:
     """What each device does in one run."""
     return Script(tuple(make_column(c) for c in columns), 1, 0.0, 0)
 
 
 def busy(us: float) -> Script:
     """So long on the first of two devices."""
-    return script([Stretch([0.0, us], 0, 1)], [])
+    return script([LaunchStretch([0.0, us], 0, 1)], [])
 
 
 def test_a_run_that_only_receives_ends_beside_one_that_begins() -> None:
     """A device frees up with a finished hand-over in its queue: both ends are told, each once."""
-    long = script([], [Stretch([0.0, 10.0], 0, 1, ())])
-    wire = Wire(0, 0, 1, 8, 0, 1.0, 1.0)
-    move = script([Stretch([0.0, 1.0], 0, 1, (wire,))], [Recv(0)])
-    machine = Machine(2, 1)
+    long = script([], [LaunchStretch([0.0, 10.0], 0, 1, ())])
+    wire = TransferWire(0, 0, 1, 8, 0, 1.0, 1.0)
+    move = script([LaunchStretch([0.0, 1.0], 0, 1, (wire,))], [Recv(0)])
+    machine = VirtualMachine(2, 1)
     machine.start(0, [(long, 1.0)])
     machine.start(1, [(move, 1.0)])
 
@@ -37,7 +37,7 @@ def test_a_run_that_only_receives_ends_beside_one_that_begins() -> None:
 
 def test_runs_of_a_microbatch_follow_one_another() -> None:
     """Two runs, the second half as fast, end as one."""
-    machine = Machine(2, 1)
+    machine = VirtualMachine(2, 1)
     machine.start(7, [(busy(4.0), 1.0), (busy(4.0), 2.0)])
 
     assert (7, 12.0) == (machine.take(FOR_EVER), machine.now_us)
@@ -46,8 +46,8 @@ def test_runs_of_a_microbatch_follow_one_another() -> None:
 
 def test_the_clock_stops_at_the_limit_and_something_can_begin_there() -> None:
     """A shorter run that comes in the middle of a launch goes next, and nothing is counted twice."""
-    machine = Machine(2, 1)
-    machine.start(0, [(script([Stretch([0.0, 4.0, 8.0], 0, 2)], []), 1.0)])
+    machine = VirtualMachine(2, 1)
+    machine.start(0, [(script([LaunchStretch([0.0, 4.0, 8.0], 0, 2)], []), 1.0)])
 
     assert (None, 3.0) == (machine.take(3.0), machine.now_us)
     machine.start(1, [(busy(1.0), 1.0)])
@@ -59,7 +59,7 @@ def test_the_clock_stops_at_the_limit_and_something_can_begin_there() -> None:
 
 def test_what_is_dropped_leaves_its_device_to_others() -> None:
     """In the middle of a run of ten, the one behind it begins at once."""
-    machine = Machine(2, 1)
+    machine = VirtualMachine(2, 1)
     for number in range(2):
         machine.start(number, [(busy(10.0), 1.0)])
     machine.take(4.0)
@@ -73,7 +73,7 @@ def test_what_was_done_once_is_not_worked_out_again(remembers: bool) -> None:
     """Three microbatches that cross between devices repeat themselves, at the same times either way."""
     plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]]], slots=3)
     work = (Scripts(plan.unit, plan.costs, plan.cluster).of(plan.lanes[0].placement)[0], 1.0)
-    machine = Machine(2, 2, remembers)
+    machine = VirtualMachine(2, 2, remembers)
     for number in range(3):
         machine.start(number, [work])
     times = []

@@ -11,9 +11,9 @@ from tessera.ir import Arrivals, BufferKind, Plan
 from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.demand import demand_of
-from tessera.simulate.machine import Machine
+from tessera.simulate.machine import VirtualMachine
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import Server
+from tessera.simulate.online import SimulatedServer
 from tessera.simulate.stepper import Weather
 
 
@@ -43,8 +43,10 @@ def test_remembering_changes_no_time(plan: Plan, rows: int) -> None:
     """A machine that follows known stretches and one that works everything out agree on every request."""
     arrivals = make_arrivals("poisson:15000", 400, 3, "geometric:1,6")
     demand = demand_of(plan.unit, arrivals, rows)
-    quick, plain = (Server([plan], demand) for _ in range(2))
-    plain.stepper.machine = Machine(len(plan.cluster.devices), len(plan.cluster.links), remembers=False)
+    quick, plain = (SimulatedServer([plan], demand) for _ in range(2))
+    plain.stepper.machine = VirtualMachine(
+        len(plan.cluster.devices), len(plan.cluster.links), remembers=False
+    )
 
     first, second = quick.run(), plain.run()
 

@@ -10,8 +10,8 @@ from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.demand import Demand, demand_of
-from tessera.simulate.metrics import Limit
-from tessera.simulate.online import Served, Server
+from tessera.simulate.metrics import LatencyLimit
+from tessera.simulate.online import SimulatedRun, SimulatedServer
 from tessera.simulate.stepper import Loss, Weather
 from tessera.simulate.study import Setting, checked, compare
 from tessera.simulate.truth import Truth
@@ -26,9 +26,9 @@ def home_plan(device: int) -> Plan:
     return replace(plan, policy=f"on{device}")
 
 
-def served_with_switches(plans: list[Plan], demand: Demand, *seconds: float) -> Served:
+def served_with_switches(plans: list[Plan], demand: Demand, *seconds: float) -> SimulatedRun:
     """Goes over from one plan to the other at given times."""
-    server = Server(plans, demand)
+    server = SimulatedServer(plans, demand)
     for number, second in enumerate(seconds, start=1):
         server.at(second, lambda number=number: server.switch(plans[number % 2].policy))  # type: ignore[misc]
     return server.run()
@@ -129,7 +129,7 @@ def test_a_load_below_saturation_is_not() -> None:
 
 def test_an_impossible_limit_is_refused() -> None:
     """No request can have its token sooner than alone on an idle system."""
-    setting = Setting(poisson(1000, 10), limits=(Limit("ttft", 1e-6),), rows=1)
+    setting = Setting(poisson(1000, 10), limits=(LatencyLimit("ttft", 1e-6),), rows=1)
 
     with pytest.raises(
         ArrivalsError, match=r"ttft of 0.001 ms cannot be met: one request alone takes 0.04 ms"
@@ -139,7 +139,7 @@ def test_an_impossible_limit_is_refused() -> None:
 
 def test_attainment_counts_requests_within_all_limits() -> None:
     """Of two at once on one slot, the second has waited a run too long."""
-    setting = Setting(at_us(0.0, 0.0), limits=(Limit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
+    setting = Setting(at_us(0.0, 0.0), limits=(LatencyLimit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
     (report,) = compare([("latency", alone_plan(1))], setting)
 
     assert 0.5 == report.slo_attainment
@@ -150,7 +150,7 @@ def test_a_plan_for_a_device_that_is_not_there_is_refused() -> None:
     three = make_plan([make_chain(4)], [[[0, 1, 2, 2]]], cluster=make_cluster(3))
 
     with pytest.raises(MismatchError, match="other steps or devices"):
-        Server([alone_plan(), three], demand_of(three.unit, at_us(0.0), 1))
+        SimulatedServer([alone_plan(), three], demand_of(three.unit, at_us(0.0), 1))
 
 
 def test_plans_with_different_costs_are_not_chosen_among() -> None:

@@ -8,9 +8,9 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
-from tessera.simulate.columns import Column, Script, Scripts, Stretch, Wires, column_of
+from tessera.simulate.columns import DeviceColumn, LaunchStretch, Script, Scripts, Wires, column_of
 from tessera.simulate.fluid import Cuts, Fluid
-from tessera.simulate.window import Extent, Window
+from tessera.simulate.window import Window, WindowExtent
 
 CROSSING = [0, 1, 0, 0, 1, 1]
 
@@ -55,13 +55,13 @@ def script_of(program: Program, us: Sequence[Sequence[float]], wires: Wires) -> 
             elif isinstance(x, Recv):
                 events.append((runs[-1] if runs else len(us), 0, x.transfer))
         columns.append(column_of(ends, events, sent))
-    busy = sum(x.us for c in columns for x in c.items if isinstance(x, Stretch))
+    busy = sum(x.us for c in columns for x in c.items if isinstance(x, LaunchStretch))
     return Script(tuple(columns), program.count, busy, program.step)
 
 
-def shown(column: Column) -> list[object]:
+def shown(column: DeviceColumn) -> list[object]:
     """What a device does: stretches by their time and sends, and receives."""
-    return [(pytest.approx(x.us), x.sends) if isinstance(x, Stretch) else x for x in column.items]
+    return [(pytest.approx(x.us), x.sends) if isinstance(x, LaunchStretch) else x for x in column.items]
 
 
 @pytest.mark.parametrize("plan", [fan_plan(), make_plan([make_chain(6)], [[CROSSING]]), two_step_plan()])
@@ -132,9 +132,9 @@ def test_samples_of_a_long_program_give_the_rate_of_all_of_it(monkeypatch: pytes
     plan = long_run_plan()
     scripts = Scripts(plan.unit, plan.costs, plan.cluster)
     lanes = [scripts.of(lane.placement) for lane in plan.lanes]
-    whole = Window(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us()
+    whole = Window(plan, scripts, lanes, WindowExtent(1.0, 4.0)).rate_per_us()
 
-    assert Fluid(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us() == pytest.approx(whole, rel=0.03)
+    assert Fluid(plan, scripts, lanes, WindowExtent(1.0, 4.0)).rate_per_us() == pytest.approx(whole, rel=0.03)
     assert skips
 
 
@@ -148,9 +148,9 @@ def test_nothing_is_skipped_while_state_is_under_way() -> None:
     plan = make_plan([first, second], [[[0] * 3, place]], counts=[1, 4], slots=2, cluster=cluster)
     scripts = Scripts(plan.unit, plan.costs, plan.cluster)
     lanes = [scripts.of(lane.placement) for lane in plan.lanes]
-    whole = Window(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us()
+    whole = Window(plan, scripts, lanes, WindowExtent(1.0, 4.0)).rate_per_us()
 
-    assert Fluid(plan, scripts, lanes, Extent(1.0, 4.0)).rate_per_us() == pytest.approx(whole, rel=0.03)
+    assert Fluid(plan, scripts, lanes, WindowExtent(1.0, 4.0)).rate_per_us() == pytest.approx(whole, rel=0.03)
 
 
 def test_a_cut_leaves_what_is_not_done() -> None:

@@ -18,9 +18,9 @@ from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.demand import Demand, Ledger, demand_of
-from tessera.simulate.online import Server
-from tessera.simulate.rows import Rows
+from tessera.simulate.demand import Demand, RequestLedger, demand_of
+from tessera.simulate.online import SimulatedServer
+from tessera.simulate.rows import ModelledRows
 from tessera.simulate.stepper import Loss, VirtualStepper, Weather
 
 
@@ -123,7 +123,7 @@ def test_outputs_are_what_somebody_makes_of_a_call() -> None:
     assert {"next_tokens": 3} == done.outputs
 
 
-class _Noted(Rows):
+class _Noted(ModelledRows):
     """Rows that write down what they run and who leaves, with inputs where steps are really computed."""
 
     def __init__(self, *words: Any, inputs: Callable[[], Any], noted: list[object]) -> None:
@@ -146,9 +146,9 @@ class _Noted(Rows):
 def events_of(stepper: Stepper, demand: Demand) -> list[object]:
     """What happens to requests that all wait at the start, in order, one microbatch at a time."""
     noted: list[object] = []
-    ledger = Ledger.of(len(demand))
+    ledger = RequestLedger.of(len(demand))
 
-    def make(number: int, lane: LoadedLane) -> Rows:
+    def make(number: int, lane: LoadedLane) -> ModelledRows:
         words = (number, lane, demand, ledger, lambda: stepper.now_s() * 1e6)
         return _Noted(*words, inputs=lambda: made.workloads()[0].make_inputs(0), noted=noted)
 
@@ -181,7 +181,7 @@ def test_the_scheduler_does_the_same_over_workers_and_over_a_virtual_clock() -> 
 def test_ten_thousand_requests_take_seconds() -> None:
     """A tenth of what must take less than a minute, with room for a busy machine."""
     demand = demand_of(split_plan().unit, make_arrivals("poisson:6000", 10_000, 0, "geometric:1,100"), 16)
-    server = Server([split_plan()], demand)
+    server = SimulatedServer([split_plan()], demand)
     began = time.process_time()
     served = server.run()
 

@@ -21,7 +21,7 @@ import torch
 
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import Spot, is_move_of_state
+from tessera.execute.cuda.inbox import InboxSpot, is_move_of_state
 from tessera.execute.cuda.pace import Clockwork, Pace
 from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
@@ -32,7 +32,7 @@ from tessera.ir import Free, Program, Recv, Region, Run, Send, Trace
 
 
 @dataclass
-class Room:
+class MicrobatchRoom:
     """What a microbatch has on one device: memory that outlives its graphs, and streams."""
 
     number: int
@@ -59,7 +59,7 @@ class ShareGraph:
         number: int,
         trace: Trace,
         device: GpuDevice,
-        room: Room,
+        room: MicrobatchRoom,
         base: Mapping[int, Storage],
         launcher: Launcher,
         clockwork: Clockwork,
@@ -241,8 +241,8 @@ class _Issue:
             with torch.cuda.stream(self._compute):
                 self._chain.settle()
 
-    def _spot(self, number: int) -> Spot:
-        return Spot(self._room.number, self._share._number, number)
+    def _spot(self, number: int) -> InboxSpot:
+        return InboxSpot(self._room.number, self._share._number, number)
 
     def _transport(self) -> GpuTransport:
         assert self._share._transport is not None, "a program with transfers has a transport"

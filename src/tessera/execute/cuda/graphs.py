@@ -16,7 +16,7 @@ import torch
 from tessera.errors import DeviceMemoryError, WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
-from tessera.execute.cuda.graph import Room, ShareGraph
+from tessera.execute.cuda.graph import MicrobatchRoom, ShareGraph
 from tessera.execute.cuda.inbox import is_move_of_state
 from tessera.execute.cuda.ipc import PeerAway
 from tessera.execute.cuda.pace import Clockwork
@@ -71,7 +71,7 @@ class DeviceGraphs:
         # What a program does -> the first that does it; program -> whose graph it has.
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
-        self._rooms: list[Room] = []
+        self._rooms: list[MicrobatchRoom] = []
         # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at, and
         # 2 + the receive that it has passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
@@ -96,7 +96,7 @@ class DeviceGraphs:
                 self._make_room(room, program)
         return list(range(first, len(self._programs)))
 
-    def room(self, microbatch: int) -> Room:
+    def room(self, microbatch: int) -> MicrobatchRoom:
         """What a microbatch has."""
         return self._rooms[microbatch]
 
@@ -145,7 +145,7 @@ class DeviceGraphs:
         number = self.device.number
         return bool(program.instructions[number]) or any(at == number for _, at in program.outputs)
 
-    def _capture(self, room: Room, number: int) -> ShareGraph:
+    def _capture(self, room: MicrobatchRoom, number: int) -> ShareGraph:
         program = self._programs[number]
         trace = self.traces[program.step]
         if self.transport is not None:
@@ -168,7 +168,7 @@ class DeviceGraphs:
         totals = [sum(row) for row in self._us]
         return bool(totals) and 2 * totals[step] < max(totals)
 
-    def _base(self, room: Room, program: Program) -> dict[int, Storage]:
+    def _base(self, room: MicrobatchRoom, program: Program) -> dict[int, Storage]:
         """What the device has before the first launch."""
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
@@ -203,7 +203,7 @@ class DeviceGraphs:
                 self._resident[key] = storage
         return self._resident[key]
 
-    def _open_room(self, number: int) -> Room:
+    def _open_room(self, number: int) -> MicrobatchRoom:
         device, (least, greatest) = self.device, self.device.priorities
         compute = {
             is_short: device.compute_stream(priority(number, is_short, least, greatest))
@@ -213,9 +213,11 @@ class DeviceGraphs:
             d: device.plain_stream(greatest) for d in range(len(self.cluster.devices)) if d != device.number
         }
         mark = self.marks.data_ptr() + 4 * number
-        return Room(number, device.plain_stream(), compute, sends, torch.cuda.graph_pool_handle(), mark)
+        return MicrobatchRoom(
+            number, device.plain_stream(), compute, sends, torch.cuda.graph_pool_handle(), mark
+        )
 
-    def _make_room(self, room: Room, program: Program) -> None:
+    def _make_room(self, room: MicrobatchRoom, program: Program) -> None:
         """Zeros: a first run on them, before any request, reads no index out of bounds."""
         trace, card = self.traces[program.step], self.device.card
         for buffer in self._state_buffers(program):

@@ -15,9 +15,9 @@ import torch
 
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, InboxLayout, Spot
+from tessera.execute.cuda.inbox import WORD, InboxLayout, InboxSpot
 from tessera.execute.cuda.transport import GpuTransport, Parcel
-from tessera.execute.links import Frame, LinkLost, Links
+from tessera.execute.links import LinkFrame, LinkLost, Links
 from tessera.ir import Program, Trace, Transfer
 
 # How long a link's thread looks away between two looks at the flags of runs in flight.
@@ -96,25 +96,25 @@ class Host(GpuTransport):
         for layout in self._inboxes.layouts[self._device][len(self._places) :]:
             self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
 
-    def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
+    def landing(self, spot: InboxSpot, num_bytes: int) -> torch.UntypedStorage:
         """A place on the GPU."""
         number = self._inboxes.layout(spot.program, self._device).number
         start = self._inboxes.place(spot, self._device)
         storage: torch.UntypedStorage = self._places[number].untyped_storage()[start : start + num_bytes]
         return storage
 
-    def record(self, spot: Spot) -> torch.Tensor:
+    def record(self, spot: InboxSpot) -> torch.Tensor:
         """None comes."""
         raise NotImplementedError("records stay where they are; see `carries_records`")
 
-    def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
+    def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Into pinned memory, then the flag there."""
         mirror = self._mirror(spot.program, parcel.dst)
         place = mirror.address + self._inboxes.place(spot, parcel.dst) + parcel.start
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
         driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(spot), 1)])
 
-    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The flag in pinned memory, then the copy to the GPU."""
         mirror = self._mirror(spot.program, self._device)
         transfer, flag = self._transfer(spot), mirror.address + mirror.layout.flag(spot)
@@ -165,7 +165,7 @@ class Host(GpuTransport):
 
     # links.Receiver -----------------------------------------------------------------------------------
 
-    def place(self, peer: int, frame: Frame) -> memoryview | None:
+    def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
         """Pinned memory; of a run that has not begun here, when it has."""
         spot = self._find(frame)
         if spot is None:
@@ -173,7 +173,7 @@ class Host(GpuTransport):
         first = self._inboxes.place(spot, self._device) + self._transfer(spot).start
         return self._mirror(spot.program, self._device).bytes[first : first + frame.size]
 
-    def arrived(self, peer: int, frame: Frame) -> None:
+    def arrived(self, peer: int, frame: LinkFrame) -> None:
         """Sets the flag that the graph waits for."""
         spot = self._find(frame)
         if spot is not None:
@@ -184,7 +184,7 @@ class Host(GpuTransport):
         """Tells the worker."""
         self._gone(peer, why)
 
-    def _find(self, frame: Frame) -> Spot | None:
+    def _find(self, frame: LinkFrame) -> InboxSpot | None:
         """The transfer that a frame is of; None of one that nobody waits for."""
         deadline = time.monotonic() + EARLY_S
         with self._changed:
@@ -198,7 +198,7 @@ class Host(GpuTransport):
         if frame.transfer >= len(transfers) or transfers[frame.transfer].num_bytes != frame.size:
             return None
         is_mine = transfers[frame.transfer].dst == self._device
-        return Spot(microbatch, program, frame.transfer) if is_mine else None
+        return InboxSpot(microbatch, program, frame.transfer) if is_mine else None
 
     # Sending ------------------------------------------------------------------------------------------
 
@@ -228,10 +228,10 @@ class Host(GpuTransport):
                 if run is not None:  # else it was cancelled
                     flagged.append((run, number, self._runs[run][1], microbatch))
         for run, number, program, microbatch in sorted(flagged):
-            spot = Spot(microbatch, program, number)
+            spot = InboxSpot(microbatch, program, number)
             transfer = self._transfer(spot)
             start = self._inboxes.place(spot, dst) + transfer.start
-            frame = Frame(run, number, transfer.num_bytes, time.monotonic())
+            frame = LinkFrame(run, number, transfer.num_bytes, time.monotonic())
             try:
                 self._links.send(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
             except LinkLost as error:
@@ -246,5 +246,5 @@ class Host(GpuTransport):
     def _mirror(self, program: int, device: int) -> _Mirror:
         return self._mirrors[device][self._inboxes.layout(program, device).number]
 
-    def _transfer(self, spot: Spot) -> Transfer:
+    def _transfer(self, spot: InboxSpot) -> Transfer:
         return self._inboxes.programs[spot.program].transfers[spot.transfer]

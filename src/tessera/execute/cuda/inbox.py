@@ -22,7 +22,7 @@ WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class InboxSpot:
     """One transfer of one program (by its number among those added) in one microbatch."""
 
     microbatch: int
@@ -41,7 +41,7 @@ class InboxLayout:
         self._first_place = -(-head // ALIGN) * ALIGN
         self.total_bytes = self._first_place + microbatches * bytes_each
 
-    def flag(self, spot: Spot) -> int:
+    def flag(self, spot: InboxSpot) -> int:
         """Where the flag of a transfer is."""
         return (spot.microbatch * self.flags_each + spot.transfer) * WORD
 
@@ -49,7 +49,7 @@ class InboxLayout:
         """(first byte, bytes) of all flags of a microbatch."""
         return microbatch * self.flags_each * WORD, self.flags_each * WORD
 
-    def record(self, spot: Spot) -> int:
+    def record(self, spot: InboxSpot) -> int:
         """Where the record of a transfer is."""
         return self.num_flags * WORD + self.flag(spot) * RECORD_WORDS
 
@@ -95,7 +95,7 @@ class Inboxes:
         """The inbox of a device that a program uses."""
         return self._used[device][program][0]
 
-    def place(self, spot: Spot, device: int) -> int:
+    def place(self, spot: InboxSpot, device: int) -> int:
         """Where the buffer of a transfer begins in it."""
         layout, offsets = self._used[device][spot.program]
         return layout.part(spot.microbatch) + offsets[spot.transfer]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tessera.errors import WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, Spot
+from tessera.execute.cuda.inbox import WORD, InboxSpot
 from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.links import KeyStore
@@ -60,7 +60,7 @@ class Ipc(GpuTransport):
         for dst in {t.dst for t in transfers if t.src == self._device}:
             self._address(dst, program)
 
-    def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
+    def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Copies into the peer's inbox, then sets the flag there."""
         base, layout = self._address(parcel.dst, spot.program), self._inboxes.layout(spot.program, parcel.dst)
         place = self._inboxes.place(spot, parcel.dst) + parcel.start
@@ -69,7 +69,7 @@ class Ipc(GpuTransport):
             driver.copy(stream, base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
         driver.mem_ops(stream, [MemOp(base + layout.flag(spot), 1)])
 
-    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The flag in this device's inbox."""
         flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
@@ -81,7 +81,7 @@ class Ipc(GpuTransport):
             layout = self._inboxes.layout(program, transfer.dst)
             base = self._opened.get((transfer.dst, layout.number))
             if transfer.src == self._device and base is not None:
-                flag = layout.flag(Spot(microbatch, program, number))
+                flag = layout.flag(InboxSpot(microbatch, program, number))
                 driver.mem_ops(self._side.cuda_stream, [MemOp(base + flag, 0)])
         self._side.synchronize()
 

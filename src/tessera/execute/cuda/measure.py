@@ -21,7 +21,7 @@ import torch
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
 from tessera.execute.cuda.spans import ENDED, STARTED
-from tessera.execute.cuda.stretch import Scale, choose_scale
+from tessera.execute.cuda.stretch import TimeScale, choose_scale
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of
 from tessera.execute.offline import Request
@@ -171,11 +171,11 @@ def measure(
     return costs, times
 
 
-def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> Scale:
+def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
     """The time scale of a plan on stretched devices; 1 where none is stretched."""
     devices = plan.cluster.devices
     if not any(d.is_stretched for d in devices):
-        return Scale(1.0, 1.0, 0, 0)
+        return TimeScale(1.0, 1.0, 0, 0)
     first = devices[0]
     card = Cluster((Device(f"cuda:{first.ordinal}", DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ())
     own, _ = measure(plan.unit, card, weights, request, kernels)

@@ -18,7 +18,7 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, Spot
+from tessera.execute.cuda.inbox import WORD, InboxSpot
 from tessera.execute.cuda.ipc import MEET_S
 from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
@@ -117,7 +117,7 @@ class Nvshmem(GpuTransport):
         _library().nvshmem_barrier_all()
         self._bases |= {(device, layout.number): base for device, layout in new}
 
-    def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
+    def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Puts the bytes and sets the signal behind them."""
         layout = self._inboxes.layout(spot.program, parcel.dst)
         base = self._bases[parcel.dst, layout.number]
@@ -141,7 +141,7 @@ class Nvshmem(GpuTransport):
             handle,
         )
 
-    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """The signal in this device's inbox."""
         flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0]])

@@ -24,7 +24,7 @@ SLACK_NS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class TimeScale:
     """The common time scale of a run, and what it cannot keep."""
 
     factor: float
@@ -45,7 +45,9 @@ class Hold:
     left_ns: int = 0
 
 
-def choose_scale(targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int) -> Scale:
+def choose_scale(
+    targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int
+) -> TimeScale:
     """The least factor for targets_us[launch][device] of launches that take own_us[launch] on the card."""
     wanted = []
     for row, own in zip(targets_us, own_us, strict=True):
@@ -61,7 +63,7 @@ def choose_scale(targets_us: Sequence[Sequence[float]], own_us: Sequence[float],
         met += target
     missed = [(needed, target) for needed, target in wanted if needed > factor]
     covered = 1.0 - sum(target for _, target in missed) / total if total else 1.0
-    return Scale(factor, covered, len(missed), len(wanted))
+    return TimeScale(factor, covered, len(missed), len(wanted))
 
 
 def launch_hold(us: float, scale: float, left_us: float = 0.0) -> Hold:

@@ -21,7 +21,7 @@ import torch
 
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, Inboxes, Spot
+from tessera.execute.cuda.inbox import WORD, Inboxes, InboxSpot
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.ir import Program, Trace
 
@@ -68,12 +68,12 @@ class GpuTransport:
     def meet(self, program: int) -> None:
         """Opens what a program sends to; before its graph is captured, for a capture allows no waiting."""
 
-    def landing(self, spot: Spot, num_bytes: int) -> torch.UntypedStorage:
+    def landing(self, spot: InboxSpot, num_bytes: int) -> torch.UntypedStorage:
         """Memory of this device in which the buffer of a transfer is, once `wait` is over."""
         place = self._base(spot.program) + self._inboxes.place(spot, self._device)
         return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
 
-    def record(self, spot: Spot) -> torch.Tensor:
+    def record(self, spot: InboxSpot) -> torch.Tensor:
         """The record that came with it."""
         start = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).record(spot)
         return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
@@ -82,11 +82,11 @@ class GpuTransport:
         """Address of this device's inbox for a program."""
         raise NotImplementedError
 
-    def put(self, spot: Spot, parcel: Parcel, stream: int) -> None:
+    def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Issues the copy and the flag."""
         raise NotImplementedError
 
-    def wait(self, spot: Spot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """Issues the wait for the flag and what clears it, between marks that say where this device is."""
         raise NotImplementedError
 

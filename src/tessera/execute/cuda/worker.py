@@ -25,7 +25,7 @@ import torch
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
-from tessera.execute.cuda.graph import Room, ShareGraph
+from tessera.execute.cuda.graph import MicrobatchRoom, ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.ipc import Ipc, PeerAway
@@ -191,7 +191,7 @@ class CudaWorker:
             done.record()
         self._running[order.run] = running
 
-    def _take_in(self, room: Room, program: Program, order: Begin) -> None:
+    def _take_in(self, room: MicrobatchRoom, program: Program, order: Begin) -> None:
         """Copies inputs and first state in, on the current stream."""
         for (step, name), storage in room.inputs.items():
             if step == program.step and storage.nbytes() and name in order.inputs:
@@ -214,7 +214,7 @@ class CudaWorker:
         np.copyto(self._staged[key].numpy(), data)
         bytes_of(storage, 0, storage.nbytes()).copy_(self._staged[key], non_blocking=True)
 
-    def _state_of(self, room: Room, program: Program) -> dict[str, torch.Tensor]:
+    def _state_of(self, room: MicrobatchRoom, program: Program) -> dict[str, torch.Tensor]:
         """State that lives here in a program, as flat bytes by name."""
         buffers = self._setup.traces[program.step].buffers
         names = [buffers[b].name for b, home in program.homes if home == self._setup.device]
