@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tessera.errors import CannotTime, DeviceLost
+from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import Device, DeviceKind
 from tessera.profile.measured import Clocks, Machine, Store
 from tessera.profile.measured.stats import Enough
@@ -43,7 +43,7 @@ class FakeTimer:
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
         """Ten equal samples."""
         if launch == self._lost_at:
-            raise DeviceLost("cuda:0 stopped answering: CUDA error", "Run again.")
+            raise DeviceGone("cuda:0 stopped answering: CUDA error", "Run again.")
         if launch in self._failing:
             raise CannotTime(self._failing[launch])
         self.timed.append(launch)

@@ -99,7 +99,7 @@ class CannotTime(TesseraError):
     """One launch that cannot be timed on one device; it is priced by the next source."""
 
 
-class DeviceLost(TesseraError):
+class DeviceGone(TesseraError):
     """A device that stopped answering while it was measured; what was measured before is kept."""
 
 

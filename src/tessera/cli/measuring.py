@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.cli.output import progress
-from tessera.errors import DeviceLost
+from tessera.errors import DeviceGone
 from tessera.ir import Device, Trace
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def _measure(trace: Trace, device: Device, stream: Any, kept: Keeping) -> "Measu
     with progress(f"measuring {device.name}", 1 + count_distinct(trace, timer)) as advance:
         try:
             return measure(trace, device, timer, kept.open, counted(advance))
-        except DeviceLost as error:
+        except DeviceGone as error:
             message = f"{error.message}; {max(0, num - 2)} launches were timed before and are kept"
-            raise DeviceLost(message, error.remedy, str(kept.path)) from error
+            raise DeviceGone(message, error.remedy, str(kept.path)) from error
 
 
 def measured_document(found: dict[str, "Measured"], sums: dict[str, "Reconciled"]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tessera.errors import CannotTime, DeviceLost
+from tessera.errors import CannotTime, DeviceGone
 from tessera.execute.drawing import generator_buffer
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage
@@ -244,7 +244,7 @@ class CudaTimer:
         """Does some work; tells a launch that cannot be timed from a device that is gone."""
         try:
             return work()
-        except (CannotTime, DeviceLost):
+        except (CannotTime, DeviceGone):
             raise
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
@@ -257,7 +257,7 @@ class CudaTimer:
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as gone:
-            raise DeviceLost(
+            raise DeviceGone(
                 f"{self._device} stopped answering: {first_line(error)}",
                 "What was measured before is kept; run the same command again to go on.",
             ) from gone

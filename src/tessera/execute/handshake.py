@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import messages
+from tessera.execute.link_sockets import tune
 from tessera.execute.messages import Hello
 from tessera.ir.files import FORMAT_VERSION
 
@@ -110,19 +111,10 @@ def call_engine(call: EngineCall, rank: int, patience_s: float, again_s: float |
         time.sleep(RETRY_S)
 
 
-# What makes a machine that vanished without a word be noticed: after some seconds of silence it is asked, and
-# bytes that it does not acknowledge end the connection. Shorter cuts are sat out.
-VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
-
-
 def pipe_of(calling: socket.socket) -> Connection:
     """A connection that carries messages over a socket."""
     calling.settimeout(None)
-    calling.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    calling.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in VANISHED.items():
-        if hasattr(socket, name):
-            calling.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    tune(calling)
     return Connection(calling.detach())
 
 

@@ -11,7 +11,7 @@ import fake_cuda
 from profile_factories import TraceMaker
 from tessera.capture import Workload, build, record
 from tessera.capture.function import capture
-from tessera.errors import CannotTime, DeviceLost
+from tessera.errors import CannotTime, DeviceGone
 from tessera.execute.cuda_timing import CudaTimer
 from tessera.execute.feed import made_up
 from tessera.execute.launcher import Launcher
@@ -227,7 +227,7 @@ def test_a_device_that_is_gone_is_told_from_a_launch_that_fails(monkeypatch: pyt
 
     timer = refused(lose, monkeypatch)
 
-    with pytest.raises(DeviceLost, match="stopped answering"):
+    with pytest.raises(DeviceGone, match="stopped answering"):
         timer.time(3, WARM, once)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from measured_factory import CPU, H200, FakeTimer, opener
 from profile_factories import TraceMaker, emulated, gemm_trace
-from tessera.errors import DeviceLost
+from tessera.errors import DeviceGone
 from tessera.ir import Source, Trace
 from tessera.profile import estimate
 from tessera.profile.measured import Measured, combine, measure
@@ -57,7 +57,7 @@ def test_a_second_command_times_nothing(tmp_path: Path) -> None:
 
 def test_a_lost_device_loses_nothing_that_was_measured(tmp_path: Path) -> None:
     """The error passes through; the next command goes on behind the launch that killed it."""
-    with pytest.raises(DeviceLost):
+    with pytest.raises(DeviceGone):
         measured(three_kinds(), FakeTimer(lost_at=1), tmp_path / "s")
     timer = FakeTimer()
     found = measured(three_kinds(), timer, tmp_path / "s")

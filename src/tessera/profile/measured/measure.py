@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Protocol
 
-from tessera.errors import CannotTime, DeviceLost
+from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import Cost, Device, Source, Trace
 from tessera.profile.counts import OpClass, class_of, is_zero_size
 from tessera.profile.measured.distinct import Distinct, distinct
@@ -158,7 +158,7 @@ class _Session:
         except CannotTime as error:
             self._store.add_failure(group.key, kernel, error.message)
             return
-        except DeviceLost as error:
+        except DeviceGone as error:
             # Kept, so that the next command goes on behind it.
             self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
             raise
