@@ -61,7 +61,7 @@ def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
     run(kernel, grid, block, _pointers(args))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # without end: a module that is loaded again inside a capture would break it
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
     """One a card, whose context it is loaded into."""
     return PtxKernel(kernel, block)
