@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -160,8 +161,14 @@ def test_plans_are_loaded_while_steps_run(transport: str) -> None:
                 stepper.load([across, alone] if num_done != 9 else [split(3, num_lanes=4), alone])
 
         results, told = factory.play(stepper, list(range(10)), between=load)
+        shared = sorted(Path(stepper.hub._folder).glob("arena-*"))
+        for _ in range(3):  # plans that come again need no more memory
+            stepper.load([across, alone])
+        more, _ = factory.play(stepper, list(range(4)))
+        assert shared == sorted(Path(stepper.hub._folder).glob("arena-*"))
 
     assert factory.are_right(results)
+    assert factory.are_right(more)
     assert told == factory.Played()
     assert {0, 1} <= {result.lane for result in results.values()}
 
