@@ -30,9 +30,14 @@ def machine() -> Iterator[Run]:
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     try:
         with FakeTensorMode() as mode, TargetAttention():
-            yield ShapeCache(mode, run_fake).run
+            yield runner(mode)
     finally:
         torch.cuda.get_device_capability = real
+
+
+def runner(mode: FakeTensorMode) -> Run:
+    """How to run an operator on tensors of a fake mode: from memory where possible, and as a GPU would."""
+    return ShapeCache(mode, run_fake).run
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

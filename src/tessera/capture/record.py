@@ -6,7 +6,6 @@ must launch the same: a number that changes was read where nobody looks, or is k
 models on fake tensors are recorded once: there are no values, and their code is known.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -23,7 +22,7 @@ from tessera.capture.recorder import Recorder, call_operator
 from tessera.capture.refuse import fail, insisting
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.scopes import Scopes
-from tessera.capture.shapes import Run
+from tessera.capture.shapes import Run, uncollected
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import GENERATOR, BufferKind, Step, Trace, verify
@@ -148,18 +147,6 @@ def _machine(device: str) -> Iterator[Run]:
             yield call_operator
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the cyclic collector, which would walk all that was recorded again and again for nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -188,7 +175,7 @@ def _record(
         recorder.name_buffers(BufferKind.STATE, state)
         with (
             torch.no_grad(),
-            _uncollected(),
+            uncollected(),
             insisting(),
             own_launches(recorder.own_launch),
             reads_refused(recorder.varies),

@@ -6,7 +6,9 @@ one up; here it is a dictionary of plain tuples. Only operators that write nothi
 memory, or a view of an argument, are remembered; all others run as usual.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,18 @@ UNSURE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch
 PLAIN = (
     type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the cyclic collector, which would walk all that was recorded again and again for nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Unkeyed(Exception):

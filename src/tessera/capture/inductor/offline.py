@@ -247,6 +247,7 @@ def _replacements(gpu: Gpu) -> list[tuple[Any, str, Any]]:
         (guards, "assert_alignment", lambda *args: None),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
         (triton_heuristics.CachingAutotuner, "run", _run),
+        (triton_heuristics.CachingAutotuner, "_precompile_worker", _first_of(triton_heuristics)),
         (triton_heuristics.CachingAutotuner, "_dynamic_scale_rblock", lambda self: None),
     ]
 
@@ -255,4 +256,18 @@ def _run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwar
     """In place of CachingAutotuner.run: everything but the launch."""
     if not self.launchers:
         self.precompile()
-    self.launchers = self.launchers[:1]
+
+
+def _first_of(heuristics: Any) -> Callable[[Any], None]:
+    """In place of CachingAutotuner._precompile_worker: compiles the first configuration that can be."""
+    original = heuristics.CachingAutotuner._precompile_worker
+
+    def worker(self: Any) -> None:
+        configs = self.configs or [None]
+        for config in configs:
+            with contextlib.suppress(heuristics.NoTritonConfigsError if config is not configs[-1] else ()):
+                self.configs = config and [config]
+                original(self)
+                return
+
+    return worker

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tessera.capture.inductor.compile import Code, compile_step
+from tessera.capture.inductor.compile import Around, Code, compile_step
 from tessera.capture.inductor.extern import ExternCalls
 from tessera.capture.inductor.ledger import Ledger
 from tessera.capture.inductor.offline import CONFIG as OFFLINE_CONFIG
@@ -60,13 +61,13 @@ def record_inductor(
     `portable`: attention that runs on every GPU, else what torch prefers on this one. `changes`: settings
     of Inductor that differ from `compile.CONFIG`.
     """
-    inputs = workload.make_inputs(0)
+    given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
+    weights, inputs, state = given
     if not all(t.is_cuda for t in inputs.values()):
         raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
-    state = workload.make_state(0)
-    code = compile_step(workload, workload.weights(), inputs, state, portable, **changes)
-    code.run(workload.weights(), inputs, state)
-    given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
+    code = compile_step(workload, given, FakeTensorMode(allow_non_fake_inputs=True), portable, **changes)
+    code.run(weights, inputs, state)
+    given = weights, workload.make_inputs(0), workload.make_state(0)
     return record_code(workload.step, code, given, accesses_of, str(next(iter(inputs.values())).device))
 
 
@@ -77,13 +78,15 @@ def record_inductor_offline(
 
     Only shapes and types of the workload's tensors are looked at.
     """
-    given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
+    weights = workload.weights()
     with offline(gpu) as mode, warnings.catch_warnings():
         # Compiled code checks alignment of its inputs; that of a fake is always good.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        weights, inputs, state = (fake_like(mode, tensors) for tensors in given)
-        code = compile_step(workload, weights, inputs, state, **{**OFFLINE_CONFIG, **changes})
-        given = weights, inputs, state
+        # Inputs and state are made inside, so that they are fake from the start.
+        made = weights, workload.make_inputs(0), workload.make_state(0)
+        w, x, s = (fake_like(mode, tensors) for tensors in made)
+        code = compile_step(workload, (w, x, s), mode, **{**OFFLINE_CONFIG, **changes})
+        given = w, x, s
         return record_code(workload.step, code, given, accesses_of, "fake").trace
 
 
@@ -100,8 +103,6 @@ def record_code(
     ledger.declare(BufferKind.WEIGHT, weights)
     ledger.declare(BufferKind.INPUT, inputs)
     ledger.declare(BufferKind.STATE, state)
-    for constant in code.constants:
-        ledger.declare_constant(constant)
     kernels: dict[int, Relaunch] = {}
 
     def see(launch: TritonLaunch) -> None:
@@ -114,12 +115,11 @@ def record_code(
     return Recording(trace, kernels, code)
 
 
-def _watcher(ledger: Ledger, see: Callable[[TritonLaunch], None]) -> Callable[[Sequence[Any]], Any]:
+def _watcher(ledger: Ledger, see: Callable[[TritonLaunch], None]) -> Around:
     @contextlib.contextmanager
-    def around(args: Sequence[Any]) -> Iterator[None]:
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                ledger.declare_constant(arg)
+    def around(constants: Sequence[torch.Tensor]) -> Iterator[None]:
+        for constant in constants:
+            ledger.declare_constant(constant)
         with inductor_launches(see), ExternCalls(ledger):
             yield
 
