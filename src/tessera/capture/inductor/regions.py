@@ -1,9 +1,9 @@
 """regions: a traced step cut where the model's blocks begin, so that blocks that repeat are compiled once.
 
 A cut is moved back to just behind the last library call before it (a matrix product, a convolution, an
-attention): Inductor fuses nothing across those, so the launches are those of the uncut step, and what ends a
-block can still be fused with what begins the next. Memory made before a cut is never written behind it; a cut
-where it would be is left out. So a region sees other regions' work as plain arguments.
+attention): Inductor fuses nothing across those, so what ends a block can still be fused with what begins the
+next. Memory made before a cut is never written behind it: such a cut is moved on to where that is so, at most
+to its block's border, or left out. So a region sees other regions' work as plain arguments.
 
 Two regions share their compiled code only if nothing tells them apart: the same operators with the same
 numbers on the same earlier results (`Region.key`), and arguments of the same types, shapes, strides, offsets
@@ -64,15 +64,15 @@ def alike(args: Sequence[torch.Tensor]) -> Any:
 
 
 def _cuts(traced: Traced, nodes: list[Node], first: int) -> list[int]:
-    """Places to cut at, in order."""
+    """Places to cut at, in order: for each border the first behind a library call that may be cut."""
+    bound = {p for start, stop in _bound(traced, nodes) for p in range(start + 1, stop + 1)}
     found = set()
+    libraries = [place + 1 for place, node in enumerate(nodes) if _is_library(node)]
     for border in traced.borders:
-        place = border
-        while place > first and not _is_library(nodes[place - 1]):
-            place -= 1
-        found.add(place)
-    bound = _bound(traced, nodes)
-    return [p for p in sorted(found) if first < p < len(nodes) and not any(a < p <= b for a, b in bound)]
+        behind = max((p for p in libraries if p <= border), default=first)
+        allowed = (p for p in range(behind, border + 1) if p not in bound)
+        found.add(next(allowed, first))
+    return sorted(found - {first, len(nodes)})
 
 
 def _is_library(node: Node) -> bool:
