@@ -134,7 +134,7 @@ def _compile(region: Region, args: Sequence[torch.Tensor], settings: dict[str, A
         return made[-1]
 
     with inductor_config(**settings), functorch_config.patch(enable_autograd_cache=False):
-        call = compile_fx(region.module, list(args), inner_compile=inner)
+        call: Any = compile_fx(region.module, list(args), inner_compile=inner)
     if len(made) != 1:
         remedy = "Capture it with the torch front end."
         raise CaptureError(f"Inductor made {len(made)} programs of one", remedy)

@@ -258,16 +258,17 @@ def _run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwar
         self.precompile()
 
 
-def _first_of(heuristics: Any) -> Callable[[Any], None]:
+def _first_of(heuristics: Any) -> Callable[[Any], Any]:
     """In place of CachingAutotuner._precompile_worker: compiles the first configuration that can be."""
     original = heuristics.CachingAutotuner._precompile_worker
 
-    def worker(self: Any) -> None:
-        configs = self.configs or [None]
-        for config in configs:
-            with contextlib.suppress(heuristics.NoTritonConfigsError if config is not configs[-1] else ()):
-                self.configs = config and [config]
-                original(self)
-                return
+    def worker(self: Any) -> Any:
+        *tries, last = self.configs or [None]
+        for config in tries:
+            self.configs = [config]
+            with contextlib.suppress(heuristics.NoTritonConfigsError):
+                return original(self)
+        self.configs = last and [last]
+        return original(self)
 
     return worker

@@ -10,6 +10,7 @@ numbers on the same earlier results (`Region.key`), and arguments of the same ty
 and devices that share memory in the same way (`alike`).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ def cut(traced: Traced) -> tuple[list[Region], dict[str, int]]:
     first = sum(n.op == "placeholder" for n in nodes)
     cuts = [first, *_cuts(traced, nodes, first), len(nodes)]
     regions = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         inside = nodes[start:stop]
         gives = [n for n in inside if last[n] >= stop and isinstance(traced.values[n], torch.Tensor)]
         regions.append(_region(traced, inside, gives, places, {n for n in nodes[:stop] if last[n] < stop}))
@@ -52,7 +53,7 @@ def cut(traced: Traced) -> tuple[list[Region], dict[str, int]]:
 
 
 def alike(args: Sequence[torch.Tensor]) -> Any:
-    """What compiled code may depend on of its arguments: equal for arguments that can take each other's place."""
+    """What compiled code may depend on of its arguments; equal where they can take each other's place."""
     storages: dict[int, int] = {}
     return tuple(
         (

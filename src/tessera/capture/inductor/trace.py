@@ -59,9 +59,9 @@ def trace_step(
     step = _Step(workload)
     held = {f"model.{name}": tensor for name, tensor in weights.items()}
     attention = TargetAttention() if portable else contextlib.nullcontext()
-    with torch.no_grad(), uncollected(), mode, _FoldedLinear(), attention, _borders(workload.module, tracer):
-        with tracer:
-            results = torch.func.functional_call(step, held, (inputs, state))
+    seen = _borders(workload.module, tracer)
+    with torch.no_grad(), uncollected(), mode, _FoldedLinear(), attention, seen, tracer:
+        results = torch.func.functional_call(step, held, (inputs, state))
     outputs = {name: tracer.node(tensor) for name, tensor in results.items()}
     tracer.graph.output(tuple(outputs.values()))
     return Traced(tracer.graph, tracer.constants, tracer.values, tuple(tracer.borders), outputs)
