@@ -25,11 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import fake
 from tessera.capture.attention import TargetAttention
-from tessera.capture.inner import has_wrappers
+from tessera.capture.inner import has_wrappers, is_wrapper
 from tessera.capture.recorder import UNRECORDABLE
-from tessera.capture.refuse import check_operator, explain, fail
+from tessera.capture.refuse import check_operator, explain, fail, insisting
 from tessera.capture.shapes import Run, uncollected
 from tessera.capture.workload import Tensors, Workload
+from tessera.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
     """Traces a step; `given` are the fake weights, inputs and state of `mode`."""
+    if any(map(is_wrapper, workload.module.parameters())):
+        raise CaptureError("the model has weights that wrap others", "Capture it without --compiled.")
     tracer = _Tracer(fake.runner(mode))
     for tensors in given:
         for name, tensor in tensors.items():
@@ -60,7 +63,7 @@ def trace_step(
     held = {f"model.{name}": tensor for name, tensor in weights.items()}
     attention = TargetAttention() if portable else contextlib.nullcontext()
     seen = _borders(workload.module, tracer)
-    with torch.no_grad(), uncollected(), mode, _FoldedLinear(), attention, seen, tracer:
+    with torch.no_grad(), uncollected(), mode, _FoldedLinear(), attention, seen, insisting(), tracer:
         results = torch.func.functional_call(step, held, (inputs, state))
     outputs = {name: tracer.node(tensor) for name, tensor in results.items()}
     tracer.graph.output(tuple(outputs.values()))
