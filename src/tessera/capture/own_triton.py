@@ -36,8 +36,9 @@ def triton_anywhere() -> Iterator[None]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup or trying[0]:
-            return run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
-        # It looks how addresses are aligned; that of a fake is always good.
+            with reads_allowed():
+                return run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
+        # Triton looks how addresses are aligned; that of a fake is always good.
         with reads_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
