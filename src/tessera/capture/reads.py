@@ -139,12 +139,16 @@ def _exchange(way: _Way) -> Callable[[], None]:
 @contextmanager
 def clocks_refused() -> Iterator[None]:
     """While entered, a program that asks for the time or for the system's random bytes is refused."""
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
+        if hasattr(before, "enable"):  # cProfile's, which is no function
+            before.enable()
+        else:
+            sys.setprofile(before)
 
 
 def _see_call(frame: FrameType, event: str, called: Any) -> None:

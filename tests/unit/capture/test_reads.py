@@ -1,6 +1,7 @@
 """No value of a request is read on the host unseen: each way is refused with its line, or the runs differ."""
 
 import copy
+import cProfile
 import ctypes
 import datetime
 import io
@@ -26,7 +27,7 @@ from torch.utils import dlpack
 import tessera
 from tessera.capture import record_step
 from tessera.capture.function import workload
-from tessera.capture.reads import reads_allowed
+from tessera.capture.reads import clocks_refused, reads_allowed
 from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step
 
@@ -393,3 +394,13 @@ def test_a_profiler_is_left_in_its_place() -> None:
         assert profile is sys.getprofile()
     finally:
         sys.setprofile(None)
+
+
+def test_a_program_may_be_profiled_while_it_is_captured() -> None:
+    """What watches for clocks gives way to the profiler that was there before."""
+    with cProfile.Profile() as profiler:
+        with clocks_refused():
+            pass
+        math.sqrt(2.0)
+
+    assert any("sqrt" in str(entry.code) for entry in profiler.getstats())
