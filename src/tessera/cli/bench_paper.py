@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.output import AsJson, cache_folder, console, print_json, progress
+from tessera.cli.output import AsJson, console, print_json, progress, shared_folder
 from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def paper(
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
     figures = chosen(only or ())
     scale = narrowed(QUICK if quick else FULL, _words(models), [tuple(x.split("+")) for x in _words(pairs)])
-    library = Library(cache_folder() / "paper")
-    steps, tasks = needed(figures, scale, library)
-    with progress("recording", len(steps) + len(tasks)) as advance:
-        found = evaluate(figures, scale, library, jobs or len(os.sched_getaffinity(0)), advance)
+    with shared_folder("paper") as folder:
+        steps, tasks = needed(figures, scale, library := Library(folder))
+        with progress("recording", len(steps) + len(tasks)) as advance:
+            found = evaluate(figures, scale, library, jobs or len(os.sched_getaffinity(0)), advance)
     files = _write(figures, found, output) if output is not None else []
     print_json(found | {"files": files}) if as_json else _show(figures, found, files)
 

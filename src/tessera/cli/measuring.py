@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera.cli.output import progress
+from tessera.cli.output import progress, warning
 from tessera.errors import DeviceGone
 from tessera.ir import Device, Trace
 
@@ -19,19 +19,21 @@ class Keeping:
 
     path: Path
     clocks: "Clocks"
+    # Where nobody named the store: hears why it is done without, if it is.
+    spare: Callable[[str], None] | None = None
 
     def open(self, machine: "Machine") -> "Store":
         """The store, as one device sees it."""
         from tessera.profile.measured import Store
 
-        return Store(self.path, machine, self.clocks)
+        return Store(self.path, machine, self.clocks, self.spare)
 
 
 def keeping(store: Path | None, clocks: str) -> Keeping:
     """What the options say."""
     from tessera.profile.measured import clocks_named, default_store
 
-    return Keeping(store or default_store(), clocks_named(clocks))
+    return Keeping(store or default_store(), clocks_named(clocks), warning() if store is None else None)
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, "Measured"]:

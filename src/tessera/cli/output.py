@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,39 @@ def print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
+def warning() -> Callable[[str], None]:
+    """Says on standard error that something is done without, the first time it is called."""
+    said: list[str] = []
+
+    def warn(what: str) -> None:
+        if not said:
+            said.append(what)
+            Console(stderr=True, highlight=False).print(
+                f"warning: {what}; it is done without", markup=False, soft_wrap=True
+            )
+
+    return warn
+
+
 def cache_folder() -> Path:
     """Where results that can be made again are kept between commands."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera"
+
+
+@contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """A folder of the cache that can be written; where it cannot be, one that is gone after the command."""
+    folder = cache_folder() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        warning()(f"{folder} cannot be written: {error.strerror}")
+        with tempfile.TemporaryDirectory() as other:
+            yield Path(other)
+        return
+    yield folder
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.commands import call
 
+from commands import call
 from tessera.capture import build, place_of, record_step
 from tessera.capture.models import checkpoint
 from tessera.errors import CaptureError
@@ -189,6 +189,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a width beyond memory": (config(hidden_size=10**12, head_dim=8), "GB of memory are free"),
     "a width beyond its files": (config(hidden_size=2**20, head_dim=8), "its files hold"),
     "a huge number in a list": (config(layer_types=[10**30]), "no model has layer_types"),
+    "too many labels": (config(num_labels=10**12), "no model has num_labels"),
     "a word for a number": (config(hidden_size="wide"), "cannot be built from it"),
     "half a head": (config(num_attention_heads=2.5), "cannot be built from it"),
     "no class": (config(architectures=7), "cannot be built from it"),
@@ -329,7 +330,7 @@ def _built_or_refused() -> None:
         build(Step(str(_FOLDERS[0]), "decode", 1, 8))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from(sorted(CONFIG)), VALUES, min_size=1, max_size=2))
 def test_any_values_of_a_configuration_give_a_model_or_one_error(values: dict[str, Any]) -> None:
     """Never another exception."""
@@ -337,7 +338,7 @@ def test_any_values_of_a_configuration_give_a_model_or_one_error(values: dict[st
     _built_or_refused()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_header_gives_a_model_or_one_error(data: st.DataObject) -> None:
     """One field of one tensor is exchanged, or some bytes of the header are."""
@@ -357,6 +358,20 @@ def test_any_header_gives_a_model_or_one_error(data: st.DataObject) -> None:
         _built_or_refused()
     finally:
         _write(_FOLDERS[0] / "model.safetensors", right)
+
+
+@pytest.mark.parametrize("name", ["no weights", "a cut file", "too many layers", "a tensor too few"])
+def test_a_broken_checkpoint_is_not_served(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same line, and nothing is started."""
+    change, words = BROKEN[name]
+    change(folder)
+
+    code, _, err = call("serve", folder, "--port", 0, capsys=capsys)
+
+    assert 2 == code
+    assert re.search(f"error: {folder}.*{words}", err)
 
 
 def test_sizes_that_do_not_fit_together_are_told_when_the_step_runs(

@@ -110,6 +110,23 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         Store(path, machine())
 
 
+@pytest.mark.parametrize("row", [{"kind": "launch"}, {"kind": "session"}, {"kind": "whole", "trace": []}])
+def test_a_row_without_its_fields_is_named(tmp_path: Path, row: dict[str, object]) -> None:
+    """As damage; a spare store is done without."""
+    path = tmp_path / "s"
+    filled(path)
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file:
+        file.write(json.dumps({"session": first["session"], "device": first["device"]} | row) + "\n")
+        file.write(json.dumps(first) + "\n")
+    said: list[str] = []
+
+    with pytest.raises(ArtifactError, match="no measurement"):
+        Store(path, machine())
+    Store(path, machine(), spare=said.append)
+    assert 1 == len(said)
+
+
 def test_a_folder_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
     """With the option that helps."""
     (tmp_path / "file").write_text("")

@@ -33,8 +33,8 @@ from tessera.errors import CaptureError, MissingExtra, TesseraError
 
 # Larger than any configuration, tokenizer or index that is published.
 MAX_JSON_BYTES = 64 * 2**20
-# Integers of a configuration: none is larger; those that count layers, heads and the like are much smaller.
-MAX_INT, MAX_COUNT = 2**53, 2**12
+# Integers of a configuration: none is larger; those that count something are smaller, layers and heads most.
+MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**12
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
 POSITIVE = frozenset(
@@ -152,9 +152,11 @@ def _checked(value: Any, name: str, path: Path) -> Any:
     if isinstance(value, list):
         return [_checked(item, name, path) for item in value]
     if isinstance(value, int) and not isinstance(value, bool):
-        is_count = COUNTS.search(name) and not NO_COUNTS.search(name)
         least = 1 if name in POSITIVE else -MAX_INT
-        if not least <= value <= (MAX_COUNT if is_count else MAX_INT):
+        most = MAX_NUM if name.startswith(("num_", "n_")) else MAX_INT
+        if COUNTS.search(name) and not NO_COUNTS.search(name):
+            most = MAX_COUNT
+        if not least <= value <= most:
             raise CaptureError(f"no model has {name} = {_short(value)}", "Correct it.", str(path))
     return value
 

@@ -116,11 +116,13 @@ class Store:
     def _known(self) -> list[_Rows]:
         try:
             return _known(self._path, self._machine.key)
-        except OSError as error:
+        except (OSError, ArtifactError) as error:
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error.message
             if self._spare is None:
-                remedy = "Choose --store."
-                raise TesseraError(f"cannot be read: {error.strerror}", remedy, str(self._path)) from error
-            self._spare(f"{self._path} cannot be read: {error.strerror}")
+                if isinstance(error, ArtifactError):
+                    raise
+                raise TesseraError(why, "Choose --store.", str(self._path)) from error
+            self._spare(f"{self._path} {why}")
             return []
 
     def _take(self, rows: _Rows, clocks: Clocks) -> None:
@@ -180,7 +182,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             # Cut short by a crash: the last line, or one that a later session has ended.
             if number == len(lines) or '"kind": "session"' in lines[number]:
                 continue
@@ -194,18 +196,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _known(path: Path, device: str) -> list[_Rows]:
     """What a store holds of one device, by session."""
     sessions: dict[str, _Rows] = {}
-    for row in read_lines(path):
-        if row["kind"] == "session" and row.get("device") == device:
-            sessions[row["session"]] = _Rows(row["clock_mhz"])
-        rows = sessions.get(row.get("session", ""))
-        if rows is None:
-            continue
-        if row["kind"] == "launch":
-            rows.launches[row["key"]] = _timing(row)
-        elif row["kind"] == "failed":
-            rows.failures[row["key"]] = row["why"]
-        elif row["kind"] == "whole":
-            rows.wholes[row["trace"]] = _timing(row)
+    try:
+        for row in read_lines(path):
+            if row["kind"] == "session" and row.get("device") == device:
+                sessions[row["session"]] = _Rows(row["clock_mhz"])
+            rows = sessions.get(row.get("session", ""))
+            if rows is None:
+                continue
+            if row["kind"] == "launch":
+                rows.launches[row["key"]] = _timing(row)
+            elif row["kind"] == "failed":
+                rows.failures[row["key"]] = row["why"]
+            elif row["kind"] == "whole":
+                rows.wholes[row["trace"]] = _timing(row)
+    except (KeyError, TypeError) as error:
+        message = f"holds a line that is no measurement: {error!r}"
+        raise ArtifactError(message, "Delete it, or choose another --store.", str(path)) from error
     return list(sessions.values())
 
 
