@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
-from tessera.adapt import Monitor, MonitorConfig
+from tessera.adapt import Monitor, MonitorConfig, scaled_costs
 from tessera.cli.online import replanner
 from tessera.ir import Objective, Plan, Step
 from tessera.simulate.adaptive import Adaptive, Replan
@@ -35,7 +35,7 @@ from tessera.simulate.capability import capabilities, capacity_per_s
 from tessera.simulate.metrics import measured
 from tessera.simulate.online import SimulatedServer
 from tessera.simulate.study import Setting, adapt, compare, known_of
-from tessera.simulate.truth import Truth, scaled_costs
+from tessera.simulate.truth import Truth
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)
@@ -154,12 +154,11 @@ def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, A
     from tessera.flow import make_plan as plan_for
 
     kernel = _costliest(true, device)
-    names = [[g.trace.kernel_of(n).name for n in range(len(c.costs))] for g, c in _steps(true)]
 
     def wrong_by(name: str, where: str) -> float:
         return 1.0 / factor if (name, where) == (kernel, device) else 1.0
 
-    costs = tuple(scaled_costs(c, own, wrong_by) for own, c in zip(names, true.costs, strict=True))
+    costs = scaled_costs(true.unit, true.costs, wrong_by)
     made = plan_for(true.unit, costs, true.cluster, true.objective, true.slots)
 
     rates = {

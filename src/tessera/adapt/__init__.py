@@ -2,7 +2,7 @@
 
 from tessera.adapt.avoid import widened, without_devices
 from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
-from tessera.adapt.drift import Factors, corrected, rebalanced
+from tessera.adapt.drift import Factors, corrected, rebalanced, scaled_costs
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, MeasuredLaunches, Returned, Ticked
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
@@ -31,6 +31,7 @@ __all__ = [
     "crossing_per_s",
     "planned_us",
     "rebalanced",
+    "scaled_costs",
     "widened",
     "without_devices",
 ]

@@ -10,8 +10,9 @@ which is a non-negative least squares problem per device. Timing kernels one by 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 from scipy.optimize import linprog, nnls
@@ -52,17 +53,24 @@ class Factors:
 
     def apply(self, unit: WorkUnit, costs: Sequence[Costs]) -> tuple[Costs, ...]:
         """The price lists corrected; sources and errors stay those of the prices."""
-        made = []
-        for graph, priced in zip(unit.graphs, costs, strict=True):
-            rows = tuple(
-                tuple(
-                    replace(cost, us=cost.us * self.of(graph.trace.kernel_of(launch).name, device.name))
-                    for cost, device in zip(row, priced.devices, strict=True)
-                )
-                for launch, row in enumerate(priced.costs)
+        return scaled_costs(unit, costs, self.of)
+
+
+def scaled_costs(
+    unit: WorkUnit, costs: Sequence[Costs], factor: Callable[[str, str], float]
+) -> tuple[Costs, ...]:
+    """Price lists with every time multiplied by factor(kernel, device)."""
+    known, made = cache(factor), []
+    for graph, priced in zip(unit.graphs, costs, strict=True):
+        rows = tuple(
+            tuple(
+                replace(cost, us=cost.us * known(graph.trace.kernel_of(launch).name, device.name))
+                for cost, device in zip(row, priced.devices, strict=True)
             )
-            made.append(replace(priced, costs=rows))
-        return tuple(made)
+            for launch, row in enumerate(priced.costs)
+        )
+        made.append(replace(priced, costs=rows))
+    return tuple(made)
 
 
 # device -> observations: (planned microseconds by kernel, real microseconds of all)

@@ -7,12 +7,12 @@ were made with.
 
 import math
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.ir import Cluster, Costs, Plan, Variant
+from tessera.adapt import scaled_costs
+from tessera.ir import Cluster, Plan
 from tessera.simulate.columns import Scripts
 
 
@@ -39,26 +39,9 @@ class Truth:
         words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
         return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
-    def _costs(self, variant: Variant) -> tuple[Costs, ...]:
-        """The price lists that hold."""
-        return tuple(
-            scaled_costs(costs, [graph.trace.kernel_of(n).name for n in range(len(costs.costs))], self.factor)
-            for graph, costs in zip(variant.unit.graphs, variant.costs, strict=True)
-        )
-
     def scripts(self) -> tuple[Scripts, ...]:
-        """Makes what devices do of placements: one a variant of the plan."""
+        """Makes what devices do of placements, at the costs that hold: one a variant of the plan."""
         return tuple(
-            Scripts(variant.unit, self._costs(variant), self.cluster) for variant in self.plan.every_variant
+            Scripts(variant.unit, scaled_costs(variant.unit, variant.costs, self.factor), self.cluster)
+            for variant in self.plan.every_variant
         )
-
-
-def scaled_costs(costs: Costs, kernels: list[str], factor: Callable[[str, str], float]) -> Costs:
-    """Costs with every time multiplied by factor(kernel, device)."""
-    names = [d.name for d in costs.devices]
-    known = {(k, d): factor(k, d) for k in set(kernels) for d in names}
-    rows = tuple(
-        tuple(replace(c, us=c.us * known[kernel, d]) for c, d in zip(row, names, strict=True))
-        for row, kernel in zip(costs.costs, kernels, strict=True)
-    )
-    return replace(costs, costs=rows)
