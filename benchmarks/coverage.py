@@ -19,6 +19,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -32,6 +33,8 @@ from benchmarks.coverage_models import MODELS, Model
 # One request: a prompt of so many tokens a row, and so many decodes.
 BATCH, PROMPT, TOKENS = 2, 20, 3
 REQUESTS = 2
+# A picture: some denoisers take squares only.
+PATCHES = 16
 DEVICES, LINK = "emu:a100,emu:l40s", "pcie4"
 CACHED = ("encode", "prefill", "decode")
 PICTURES = "qwen2_5_vl"
@@ -54,7 +57,7 @@ def check(model: Model, is_served: bool = True, method: str = "fork") -> Row:
         _stage(row, "verified", lambda: _verify(plan, method))
         if is_served:
             _stage(row, "served", lambda: _serve(row, folder))
-    return row
+    return {k: v.replace(folder, model.name) if isinstance(v, str) else v for k, v in row.items()}
 
 
 class _Failed(Exception):
@@ -84,7 +87,7 @@ def _capture(model: Model, row: Row, folder: str) -> Sequence[Any]:
     kinds = steps_of_model(folder)
     mine = [k for k in CACHED if k in kinds] or kinds[:1]
     row["steps"] = list(mine)
-    sizes = {"decode": (PROMPT + TOKENS, 0), "denoise": (PROMPT, 0)}
+    sizes = {"decode": (PROMPT + TOKENS, 0), "denoise": (PATCHES, 0)}
     if model.family == PICTURES:  # an encode makes half of the prompt
         sizes["encode"] = (PROMPT // 2, 0)
     traces = []
@@ -140,10 +143,17 @@ def _serve(row: Row, folder: str) -> None:
     from tessera.serve.text import ByteText
 
     if "decode" not in row["steps"]:
-        raise TesseraError("not served: it generates no text")
+        raise TesseraError("it generates no text")
     if "encode" in row["steps"]:
-        raise TesseraError("not served: an encoder's results are no prompt")
+        raise TesseraError("what it encodes is no prompt of text")
     model = served(folder, slots=1, rows=BATCH, capacity=32, chunk=8, random_weights=True)
+    for kind, workload in model.workloads.items():
+        try:
+            workload.run(workload.make_inputs(0), workload.make_state(0))
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise TesseraError(
+                f"its {kind} for serving fails: {' '.join(str(error).split())[:120]}"
+            ) from error
     ask = Ask(tuple(range(5, 5 + PROMPT)), 6, Sampling(temperature=0.0), ignores_end=True)
 
     async def answer(service: Any) -> list[int]:
@@ -229,23 +239,22 @@ def markdown(rows: Sequence[Row]) -> str:
         "| architecture | class | steps | captured | planned | run and verified | served |",
         "|---|---|---|---|---|---|---|",
     ]
-    notes: list[str] = []
+    notes: dict[str, int] = {}
     for row in rows:
         cells = []
         for stage in STAGES:
             said = row.get(stage)
             if said is None or said is True:
                 cells.append("yes" if said else "-")
-            elif str(said).startswith("not served"):
-                cells.append("-")
             else:
-                notes.append(f"{len(notes) + 1}. {row['name']}, {stage}: {said}")
-                cells.append(f"no ({len(notes)})")
+                reason = re.sub(rf"\b{re.escape(row['name'])}\b", "it", str(said))
+                cells.append(f"no ({notes.setdefault(reason, len(notes) + 1)})")
         steps = ", ".join(row.get("steps", ())) or "-"
         lines.append(f"| {row['name']} | {row['class']} | {steps} | {' | '.join(cells)} |")
     counts = summary(rows)
     ending = f"{counts['architectures']} architectures: " + ", ".join(f"{counts[s]} {s}" for s in STAGES)
-    return "\n".join([*lines, "", f"{ending}.", "", *notes]).rstrip() + "\n"
+    told = [f"{number}. {reason}" for reason, number in notes.items()]
+    return "\n".join([*lines, "", f"{ending}.", "", *told]).rstrip() + "\n"
 
 
 def main() -> None:

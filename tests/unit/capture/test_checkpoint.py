@@ -385,3 +385,10 @@ def test_sizes_that_do_not_fit_together_are_told_when_the_step_runs(
     assert 2 == code
     assert f"error: {folder.resolve()}: " in err
     assert "Traceback" not in err
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    """JSON has no infinity; Mamba 2's limit of time steps is one."""
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, {"__float__": "Infinity"}]}')
+
+    assert [0.0, float("inf")] == checkpoint.read_settings(tmp_path)["time_step_limit"]

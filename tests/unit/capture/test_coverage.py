@@ -23,7 +23,7 @@ def test_an_architecture_is_captured_planned_and_verified(name: str) -> None:
 
 def test_a_reason_is_a_note_below_the_table() -> None:
     """What failed is told once, by number."""
-    text = markdown([{"name": "a", "class": "A", "captured": True, "planned": "too large"}])
+    text = markdown([{"name": "gpt9", "class": "A", "captured": True, "planned": "a gpt9 is too large"}])
 
-    assert "| a | A | - | yes | no (1) | - | - |" in text
-    assert "1. a, planned: too large" in text
+    assert "| gpt9 | A | - | yes | no (1) | - | - |" in text
+    assert "1. a it is too large" in text

@@ -33,6 +33,8 @@ from tessera.errors import CaptureError, MissingExtra, TesseraError
 
 # Larger than any configuration, tokenizer or index that is published.
 MAX_JSON_BYTES = 64 * 2**20
+# JSON has no such numbers: transformers writes {"__float__": "Infinity"}.
+SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 # Integers of a configuration: none is larger; those that count something are smaller, layers and heads most.
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**12
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
@@ -147,6 +149,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def _checked(value: Any, name: str, path: Path) -> Any:
     """A setting without what is ignored; a number that no model can have is refused by its name."""
+    if isinstance(value, dict) and value.get("__float__") in SPECIAL_FLOATS:
+        return float(value["__float__"])
     if isinstance(value, dict):
         return {key: _checked(item, key, path) for key, item in value.items() if key not in IGNORED}
     if isinstance(value, list):
