@@ -183,13 +183,14 @@ def is_foreign(value: Any, function: types.FunctionType) -> bool:
     return isinstance(value, types.FunctionType) and value.__module__ != function.__module__
 
 
-def globals_of(code: types.CodeType) -> set[str]:
+@functools.cache
+def globals_of(code: types.CodeType) -> frozenset[str]:
     """Names of the global variables that some code loads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= globals_of(constant)
-    return names
+    return frozenset(names)
 
 
 def root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

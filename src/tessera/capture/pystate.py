@@ -14,9 +14,12 @@ Not looked at: memory of extensions, files, other processes. `record` compares w
 
 import dataclasses
 import itertools
+import os
 import random
 import sys
+import threading
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,14 +30,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tessera.capture.holders import globals_of, is_foreign, items_of
-from tessera.capture.refuse import fail, is_program
+from tessera.capture.refuse import fail, is_program, is_users
 
 MAX_DEPTH = 6
 # Values looked at in one program; there is no end to what an object may hold.
 MAX_VALUES = 200_000
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 # Objects of these packages are looked at from outside only.
-_CLOSED = ("torch", "logging", "threading", "_thread", "weakref", "concurrent", "asyncio", "re", "typing")
+_CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
 _MISSING = object()
 # What torch itself keeps on every module.
 _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -85,6 +88,7 @@ def python_state(*roots: Any) -> PyState:
     numbers = [
         PyValue("Python's random numbers", random.getstate, is_global=True),
         PyValue("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
+        PyValue("the environment", lambda: dict(os.environ), is_global=True),
     ]
     return PyState([*walk.values, *numbers], walk.arrays)
 
@@ -180,7 +184,22 @@ def seen(value: Any, depth: int = 0) -> Any:
             return (type(value), repr(value.get_state()))
         case bytearray():
             return (type(value), bytes(value))
+        case types.GeneratorType():
+            frame = value.gi_frame
+            return (type(value), frame and (frame.f_lasti, seen(frame.f_locals, depth + 1)))
+        case Iterator() if type(value).__module__ in ("builtins", "itertools"):
+            return (type(value), _place_in(value))
     return _Same(value)
+
+
+def _place_in(iterator: Iterator[Any]) -> str:
+    """How far an iterator of Python's own has come; those of newer versions do not say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return repr(iterator.__reduce__()[1:])
+        except TypeError:
+            return ""
 
 
 class _PySearch:
@@ -260,14 +279,27 @@ class _PySearch:
         self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int
     ) -> None:
         value = read()
+        if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None) or "<"):
+            self._look_file(value)
         if _is_data(value):
             self.values.append(PyValue(f"'{name}'", read))
-        is_own = type(value).__module__ == function.__module__ or isinstance(
-            value, torch.nn.Module | torch.optim.Optimizer
-        )
+        kinds = torch.nn.Module | torch.optim.Optimizer | threading.local
+        is_own = type(value).__module__ == function.__module__ or isinstance(value, kinds)
         is_function = isinstance(value, types.FunctionType | types.MethodType)
-        if _is_data(value) or is_own or (is_function and not is_foreign(value, function)):
+        if is_function and not is_foreign(value, function):
+            is_own = True
+        elif isinstance(value, types.FunctionType):
+            is_own = is_users(value.__code__.co_filename)
+        if _is_data(value) or is_own:
             self.look(name, value, depth + 1)
+
+    def _look_file(self, module: types.ModuleType) -> None:
+        """The plain values of another file of the user's."""
+        if id(module) not in self._known:
+            self._known[id(module)] = module
+            for key, value in list(vars(module).items()):
+                if not key.startswith("__") and _is_data(value):
+                    self._add(f"{module.__name__}.{key}", vars(module), key)
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
         self.values.append(PyValue(f"'{name}'", _reader(holder, key)))
@@ -311,7 +343,7 @@ def _is_data(value: Any) -> bool:
     """Plain values, nests of them, arrays and generators: what a program keeps count in."""
     kinds = (list, tuple, dict, set, frozenset, deque, bytearray, random.Random, itertools.count)
     numpy = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState)
-    return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, *kinds, *numpy))
+    return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, *kinds, *numpy, Iterator))
 
 
 def _join(one: str, other: str) -> str:

@@ -9,6 +9,7 @@ would hold it as a constant, so a read of a tensor that depends on the request i
   clocks     time, datetime, os.urandom: no two calls get the same
 
 The methods are exchanged on torch's classes for as long as a thread records; other threads are not looked at.
+Clocks, and methods that a program took hold of before, are seen by Python's profiling hook.
 (A TorchFunctionMode would see the same, but models ask for such modes and then take other paths.) Reads of
 what no request changes, weights and what is made of them or of Python's numbers, are let through: a program
 that reads them does the same in every call. Operators that answer the host are `refuse`'s.
@@ -26,11 +27,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.utils import dlpack
 
-from tessera.capture.refuse import fail, is_program, refuse_read
+from tessera.capture.refuse import fail, is_program, is_python, refuse_read
 
 Varies = Callable[[Any], bool]
 
@@ -57,16 +59,22 @@ class _Way:
                 "__reduce_ex__": "pickling or copying", "__deepcopy__": "copy.deepcopy()"}.get(
                     self.name, f"{self.name}()")  # fmt: skip
 
+    def refuse(self) -> NoReturn:
+        """Something that varies was read this way."""
+        if self.does == VALUE:
+            refuse_read(self.said)
+        fail(f"{self.said} {self.does}", _WITHIN)
+
 
 _VALUES = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",
            "__complex__", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")  # fmt: skip
-_ADDRESSES = ("data_ptr", "__dlpack__", "share_memory_")
+_ADDRESSES = ("data_ptr", "__dlpack__", "share_memory_", "__cuda_array_interface__")
 _STORAGE = ("data_ptr", "_write_file", "_share_fd_cpu_", "_share_filename_cpu_")
 _WAYS = (
     *(_Way(torch.Tensor, name) for name in _VALUES),
     *(_Way(torch.Tensor, name, ADDRESS) for name in _ADDRESSES),
     *(_Way(torch.UntypedStorage, name, ADDRESS) for name in _STORAGE),
-    *(_Way(owner, "to_dlpack", ADDRESS) for owner in (torch, torch.utils.dlpack)),
+    *(_Way(owner, "to_dlpack", ADDRESS) for owner in (torch, dlpack)),
     *(_Way(owner, "tensor_split", first=1) for owner in (torch, torch.Tensor)),
     _Way(torch, "ctc_loss", first=2),
 )
@@ -76,6 +84,9 @@ _CLOCKS: frozenset[Any] = frozenset(
      datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today,
      os.urandom)
 )  # fmt: skip
+
+_METHODS = {way.name: way for way in _WAYS if not way.first and isinstance(way.owner, type)}
+_TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Seeing(threading.local):
@@ -122,23 +133,24 @@ def reads_allowed() -> Iterator[None]:
 def _exchange(way: _Way) -> Callable[[], None]:
     """Puts a function that asks first in the place of one; gives what undoes it."""
     own = vars(way.owner).get(way.name)
-    original = getattr(way.owner, way.name)
+    held = getattr(way.owner, way.name)
+    original: Any = held.fget if isinstance(held, property) else held
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         varies = _seeing.varies
         if varies is not None and any(map(varies, (*args[way.first :], *kwargs.values()))):
-            refuse_read(way.said) if way.does == VALUE else fail(f"{way.said} {way.does}", _WITHIN)
+            way.refuse()
         return original(*args, **kwargs)
 
-    setattr(way.owner, way.name, ask)
+    setattr(way.owner, way.name, property(ask) if isinstance(held, property) else ask)
     if own is None:
         return lambda: delattr(way.owner, way.name)
     return lambda: setattr(way.owner, way.name, own)
 
 
 @contextmanager
-def clocks_refused() -> Iterator[None]:
-    """While entered, a program that asks for the time or for the system's random bytes is refused."""
+def calls_refused() -> Iterator[None]:
+    """While entered, clocks and methods of tensors are refused also where the program kept them before."""
     before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:
@@ -152,13 +164,20 @@ def clocks_refused() -> Iterator[None]:
 
 
 def _see_call(frame: FrameType, event: str, called: Any) -> None:
-    if event == "c_call" and _is_clock(called) and is_program(frame.f_code.co_filename):
-        sys.setprofile(None)
+    if event != "c_call" or _seeing.varies is None:
+        return
+    filename, holder = frame.f_code.co_filename, getattr(called, "__self__", None)
+    is_function = type(holder) in (type(sys), type, type(None))
+    if isinstance(holder, torch.Tensor | torch.UntypedStorage):
+        way = _METHODS.get(called.__name__)
+        if way is not None and is_program(filename) and _seeing.varies(holder):
+            way.refuse()
+        return
+    is_seen = is_program(filename) or (called is os.urandom and is_python(filename))
+    if is_function and is_seen and called is _TO_DLPACK:
+        _Way(torch, "to_dlpack", ADDRESS).refuse()
+    if is_function and is_seen and called in _CLOCKS:
         fail(
             f"{called.__qualname__}() is another value in every call",
             "Call it outside of the step and pass the value as a tensor.",
         )
-
-
-def _is_clock(called: Any) -> bool:
-    return type(getattr(called, "__self__", None)) in (type(sys), type) and called in _CLOCKS

@@ -17,7 +17,7 @@ from tessera.capture.agree import first_difference
 from tessera.capture.models import build, known_models
 from tessera.capture.own import own_launches
 from tessera.capture.pystate import Before, python_state, refuse_change
-from tessera.capture.reads import clocks_refused, reads_refused
+from tessera.capture.reads import calls_refused, reads_refused
 from tessera.capture.recorder import Recorder, call_operator
 from tessera.capture.refuse import fail, insisting
 from tessera.capture.rng import entered, seeded_state, without_generators
@@ -180,7 +180,7 @@ def _record(
             own_launches(recorder.own_launch),
             reads_refused(recorder.varies),
             recorder,
-            clocks_refused() if seed else nullcontext(),  # slow, so only when everything is looked at again
+            calls_refused() if seed else nullcontext(),  # slow, so only when everything is looked at again
         ):
             outputs = workload.call(inputs, without_generators(state))
         trace = recorder.trace(workload.step, outputs)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -45,6 +45,11 @@ _SIZED = (
 )
 
 
+# What torch says of an operator that takes functions and that no mode has a rule for.
+_HIGHER = "HigherOrderOperator "
+_BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, attention by its own operator."
+
+
 class _Said(threading.local):
     """The last refusal of this thread, in case the program catches it."""
 
@@ -73,6 +78,10 @@ def insisting() -> Iterator[None]:
     except Exception as error:
         if _said.error is not None:
             raise _said.error from error
+        if isinstance(error, NotImplementedError) and _HIGHER in str(error):
+            name = str(error).partition(_HIGHER)[2].split()[0]
+            place = _line_of(error.__traceback__)
+            raise CaptureError(f"{name} is an operator over functions", _BRANCHES, place) from error
         raise
     finally:
         _said.error = before
@@ -90,6 +99,16 @@ def program_line() -> str:
     return next((f"{name}:{line}" for name, line in _frames() if is_program(name)), "")
 
 
+def _line_of(traceback: TracebackType | None) -> str:
+    """The innermost line of the program that an error came through."""
+    found = ""
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        found = f"{name}:{traceback.tb_lineno}" if is_program(name) else found
+        traceback = traceback.tb_next
+    return found
+
+
 def _frames() -> Iterator[tuple[str, int]]:
     """Files and lines that are running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
@@ -105,7 +124,17 @@ def is_program(filename: str) -> bool:
         return False
     if filename.startswith(_HERE):
         return filename.startswith(_MODELS)
-    return not filename.startswith(_PYTHON) or _PACKAGES in filename
+    return not is_python(filename)
+
+
+def is_python(filename: str) -> bool:
+    """True for a file of Python's own library."""
+    return filename.startswith(_PYTHON) and _PACKAGES not in filename
+
+
+def is_users(filename: str) -> bool:
+    """True for a file of the program that is of no installed package."""
+    return is_program(filename) and _PACKAGES not in filename
 
 
 def check_operator(

@@ -8,12 +8,14 @@ import io
 import itertools
 import math
 import operator
+import os
 import pickle
 import queue
 import random
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,7 @@ from tessera.ir import Step
 
 X = torch.arange(8.0) - 3
 Read = Callable[[Any], Any]
+TOLIST, TO_DLPACK = torch.Tensor.tolist, dlpack.to_dlpack  # type: ignore[attr-defined]
 HERE = r"test_reads\.py:\d+: "
 
 
@@ -89,6 +92,9 @@ NUMBERS: dict[str, Read] = {
     "pickle": lambda x: float(pickle.loads(pickle.dumps(x)).sum()),
     "save": saved,
     "swallowed": swallowed,
+    "a method kept from before": lambda x: 2.0 if TOLIST(x)[0] > 1e9 else 3.0,
+    "a method of torch's base class": lambda x: 2.0 if torch._C.TensorBase.numpy(x)[0] > 1e9 else 3.0,
+    "a function kept from before": lambda x: float(TO_DLPACK(x) is None),
     "number of nonzero": lambda x: x.nonzero().shape[0],
 }
 # Ways to a tensor that holds, or has a shape by, what was read.
@@ -166,6 +172,12 @@ def test_state_is_a_requests_own() -> None:
         tessera.capture(fn, X)
 
 
+def test_an_operator_over_functions_is_refused_with_its_line() -> None:
+    """torch.cond looks at its condition."""
+    with pytest.raises(CaptureError, match=rf"{HERE}cond is an operator over functions.*torch\.where"):
+        tessera.capture(lambda x: torch.cond(x.sum() > 0, torch.exp, torch.tanh, (x,)), X)
+
+
 def test_a_random_number_is_a_requests_own() -> None:
     """Torch's generator is state of the step."""
     with pytest.raises(CaptureError, match=rf"{HERE}float\(\) reads"):
@@ -224,7 +236,9 @@ class Keeps(torch.nn.Module):
         super().__init__()
         self.how, self.n, self.seen, self.numbers = how, 0, list[int](), itertools.count()
         self.array, self.generator, self.own = np.zeros(2), random.Random(0), np.random.default_rng(0)
-        self.table, self.ready = dict[int, int](), False
+        self.table, self.made_one_by_one = dict[int, int](), (i for i in range(1_000_000))
+        self.local = threading.local()
+        self.local.n = 0
         self.register_buffer("held", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -269,6 +283,24 @@ class Keeps(torch.nn.Module):
 
     def own_numpy_chance(self) -> float:
         return float(self.own.random())
+
+    def generator_function(self) -> float:
+        return next(self.made_one_by_one)
+
+    def of_thread(self) -> float:
+        self.local.n += 1
+        return float(self.local.n)
+
+    def environment(self) -> float:
+        os.environ["TESSERA_TEST_CALLS"] = str(int(os.environ.get("TESSERA_TEST_CALLS", "0")) + 1)
+        return int(os.environ["TESSERA_TEST_CALLS"])
+
+    def default(self, seen: Any = []) -> float:  # noqa: B006  # as programs do
+        seen.append(1)
+        return len(seen)
+
+    def system(self) -> float:
+        return 0.0 * uuid.uuid4().int
 
     def clock(self) -> float:
         return 0.0 * time.time()
