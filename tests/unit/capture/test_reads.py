@@ -29,7 +29,7 @@ from torch.utils import dlpack
 import tessera
 from tessera.capture import record_step
 from tessera.capture.function import workload
-from tessera.capture.reads import clocks_refused, reads_allowed
+from tessera.capture.reads import calls_refused, reads_allowed
 from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step
 
@@ -431,7 +431,7 @@ def test_a_profiler_is_left_in_its_place() -> None:
 def test_a_program_may_be_profiled_while_it_is_captured() -> None:
     """What watches for clocks gives way to the profiler that was there before."""
     with cProfile.Profile() as profiler:
-        with clocks_refused():
+        with calls_refused():
             pass
         math.sqrt(2.0)
 
