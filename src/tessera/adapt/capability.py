@@ -15,7 +15,7 @@ from typing import NamedTuple
 # With so many times more than at the last point of a curve, a policy is taken to work at its capacity.
 NEXT = 0.5
 # Parts of the way from one number of requests to another.
-FLUID_STEPS = 12
+FLUID_STEPS = 8
 # Standard errors and weights that stand for a normal distribution: moments up to the fifth are right.
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 
@@ -99,7 +99,9 @@ class Capability:
         step = (end - now) / FLUID_STEPS
         for _ in range(FLUID_STEPS):
             net = rate_per_s - self.served_per_s(now + step / 2)
-            if net * step <= 0.0:  # a flat part of the curve: it stays
+            if (
+                net * step <= 0.0 or left_s <= 0.0
+            ):  # it stays, or the window is over
                 break
             took_s = min(left_s, step / net)
             sum_s += took_s * (now + net * took_s / 2)
