@@ -56,9 +56,9 @@ def test_a_template_is_filled_in_as_hugging_face_does(template: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True, "bos_token": "<s>"}
-    (right,), _ = render_jinja_template([MESSAGES], **options)
+    rendered: Any = render_jinja_template([MESSAGES], **options)
 
-    assert right == ChatTemplate(template).render(VARIABLES)
+    assert rendered[0][0] == ChatTemplate(template).render(VARIABLES)
 
 
 HARMFUL = {
