@@ -10,7 +10,8 @@ from tessera.analyze import build_graph
 from tessera.analyze.accesses import tables_of, triton_accesses
 from tessera.analyze.interpret import interpret
 from tessera.capture import Workload, build, own
-from tessera.errors import MismatchError, TesseraError
+from tessera.capture.function import KIND
+from tessera.errors import MismatchError, TesseraError, UnknownName
 from tessera.execute import kernel_launch
 from tessera.ir import (
     BufferKind,
@@ -116,7 +117,15 @@ def make_batched_plan(
 
 def workload_of(trace: Trace) -> Workload:
     """The step of a trace, built again from its record, with the generators it draws from."""
-    return build(trace.step).drawing(trace)
+    try:
+        return build(trace.step).drawing(trace)
+    except UnknownName as error:
+        if trace.step.kind != KIND:
+            raise
+        raise MismatchError(
+            f"'{trace.step.model}' was captured in a program, so the model itself cannot be called from here",
+            "Capture it with `tessera capture module:callable`, or use torch.compile(backend='tessera').",
+        ) from error
 
 
 def workloads_of(unit: WorkUnit) -> list[Workload]:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tessera
 from tessera.capture import build, record, record_step
 from tessera.cli import _main
 from tessera.ir import Buffer, BufferKind, Step, Trace, save
@@ -141,6 +143,18 @@ def test_a_full_size_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 2 == code
     assert "17.2 GB of weights" in err
     assert "tiny" in err
+
+
+def test_a_call_that_was_captured_in_a_program_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing to build the model from, so it cannot be called."""
+    path = tmp_path / "call.trace"
+    save(tessera.capture(torch.nn.Linear(4, 4), torch.ones(2, 4)), path)
+    code, _, err = call(path, capsys=capsys)
+
+    assert 2 == code
+    assert "'Linear' was captured in a program, so the model itself cannot be called" in err
 
 
 def test_no_orders_prove_nothing(slices: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from tessera.capture.holders import Finder, Held, find, root
 from tessera.capture.naming import flatten, path, unique
 from tessera.capture.own import own_launches
 from tessera.capture.pointer_tables import standing_for
-from tessera.capture.pystate import Before, python_state
+from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError, MismatchError
@@ -150,6 +150,7 @@ class Function:
                 raise CaptureError(
                     f"the call puts another tensor in the place of '{name}'",
                     "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
+                    self._line_that_replaces(name, given),
                 )
         for number, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
             block = self._block_of[number]
@@ -158,6 +159,15 @@ class Function:
                 raise CaptureError(
                     f"the call changes the shape or memory of '{name}'", "Work on a view of it."
                 )
+
+    def _line_that_replaces(self, name: str, given: Any) -> str:
+        """Where the program puts another tensor in the place of one that it held from the start."""
+        held = next((h for h in self._held if h.name == name and h.holder is not None), None)
+        if held is None:
+            return ""
+        held.put_back()
+        args, kwargs = given
+        return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
         """Which block is what: input, state or weight; a module's tensors that no kernel touched are none."""

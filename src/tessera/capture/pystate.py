@@ -114,7 +114,7 @@ class Before:
 def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
     """Refuses a value that every call changes, with the line of the program that does it in one more call."""
     before = value.read()
-    place = _line_that_changes(value, call)
+    place = line_that_changes(value, call)
     after = value.read()
     how = f" from {before!r} to {after!r}" if isinstance(before, int | float | str) else ""
     fail(
@@ -125,7 +125,7 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
     )
 
 
-def _line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
+def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
     """Follows a call line by line; the line that ran last before the value was another."""
     before, last, found = seen(value.read()), [""], [""]
 
