@@ -247,7 +247,7 @@ def markdown(rows: Sequence[Row]) -> str:
             if said is None or said is True:
                 cells.append("yes" if said else "-")
             else:
-                reason = re.sub(rf"\b{re.escape(row['name'])}\b", "it", str(said))
+                reason = re.sub(rf"\b(an? )?{re.escape(row['name'])}\b", "it", str(said))
                 cells.append(f"no ({notes.setdefault(reason, len(notes) + 1)})")
         steps = ", ".join(row.get("steps", ())) or "-"
         lines.append(f"| {row['name']} | {row['class']} | {steps} | {' | '.join(cells)} |")

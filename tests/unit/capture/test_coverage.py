@@ -1,7 +1,10 @@
 """The benchmark of coverage in short: unlike architectures through the whole flow, on two workers."""
 
+import json
+from pathlib import Path
+
 import pytest
-from benchmarks.coverage import check, markdown
+from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
 
 from tessera.execute.hub import FORKSERVER
@@ -26,4 +29,12 @@ def test_a_reason_is_a_note_below_the_table() -> None:
     text = markdown([{"name": "gpt9", "class": "A", "captured": True, "planned": "a gpt9 is too large"}])
 
     assert "| gpt9 | A | - | yes | no (1) | - | - |" in text
-    assert "1. a it is too large" in text
+    assert "1. it is too large" in text
+
+
+def test_the_documents_show_the_results() -> None:
+    """docs/models.md has the table of the results that are kept."""
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    root = Path(__file__).parents[3]
+
+    assert markdown(rows) in (root / "docs" / "models.md").read_text(encoding="utf-8")
