@@ -134,7 +134,7 @@ def blank(workload: Workload) -> Workload:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     device = next(iter(workload.make_inputs(0).values())).device
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # shapes alone: what a state begins with may be real
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in workload.make_state(0).items()}
 
     def state(seed: int) -> dict[str, torch.Tensor]:
