@@ -108,8 +108,10 @@ def test_a_target_exists(document: str, line: str) -> None:
 
 @pytest.mark.parametrize(("document", "line"), commands("python"))
 def test_a_script_exists(document: str, line: str) -> None:
-    """A Python file that a document tells to run is there."""
-    assert (ROOT / shlex.split(line, comments=True)[1]).is_file(), document
+    """A Python file, or a module by its name, that a document tells to run is there."""
+    _, first, *more = shlex.split(line, comments=True)
+    file = f"{more[0].replace('.', '/')}.py" if first == "-m" else first
+    assert (ROOT / file).is_file(), document
 
 
 @pytest.mark.parametrize("name", ["capture", "analyze", "profile", "plan", "run", "simulate", "demo"])
