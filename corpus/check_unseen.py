@@ -32,8 +32,8 @@ from tessera.analyze.ptx.report import analyze_launch, analyze_module
 from tessera.analyze.ptx.syntax import Function, Module
 
 BUFFER_BYTES = 1 << 18
-ATTEMPTS = 8
-MAX_STEPS = 20_000
+ATTEMPTS = 6
+MAX_STEPS = 5_000
 # Kernels of one template that are launched.
 PER_TEMPLATE = 2
 WHOLE = {
@@ -75,7 +75,7 @@ def check_file(path: Path, counts: Counter[str]) -> None:
         pointers = frozenset(i for i, kind in enumerate(kinds) if "*" in kind)
         given = Given(pointers, frozenset(range(len(kinds))) - pointers)
         if not report.movable or any(a.param in given.numbers for a in report.accesses):
-            report = analyze_launch(text, path.name, reports, report.name, given)
+            report = analyze_launch(module, reports, report.name, given)
         counts["movable"] += report.movable
         counts["const written"] += sum(a.write and kinds[a.param].endswith("const*") for a in report.accesses)
         templates[re.sub(r"<.*", "", name)] += 1

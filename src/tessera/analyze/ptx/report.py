@@ -169,11 +169,8 @@ def analyze_module(module: Module) -> tuple[KernelReport, ...]:
     return tuple(_report(module, entry, f, written) for entry, f in facts)
 
 
-def analyze_launch(
-    text: str | bytes, file: str, known: tuple[KernelReport, ...], name: str, given: Given
-) -> KernelReport:
-    """One kernel of a text whose reports are known, again with what a launch says of its parameters."""
-    module = parse(text, file)
+def analyze_launch(module: Module, known: tuple[KernelReport, ...], name: str, given: Given) -> KernelReport:
+    """One kernel of a module whose reports are known, again with what a launch says of its parameters."""
     entry = next(e for e in module.entries if e.defined and e.name == name)
     written = {symbol.name for report in known for symbol in report.symbols if symbol.write}
     return _report(module, entry, collect(module, entry, given), written)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tessera.analyze.ptx.extent import Extent, Limit, Part
 from tessera.analyze.ptx.launches import Given
+from tessera.analyze.ptx.parser import parse
 from tessera.analyze.ptx.report import (
     AccessReport,
     IndirectReport,
@@ -25,6 +26,7 @@ from tessera.analyze.ptx.report import (
     analyze_launch,
     analyze_ptx,
 )
+from tessera.analyze.ptx.syntax import Module
 
 _MAX_KEPT = 512
 _kept: OrderedDict[str, tuple[KernelReport, ...]] = OrderedDict()
@@ -67,13 +69,19 @@ def reports_for(
 @lru_cache(maxsize=_MAX_KEPT)
 def report_for_launch(text: str | bytes, name: str, given: Given) -> KernelReport:
     """The report of one kernel of a text, with what a launch says of its parameters."""
-    return analyze_launch(text, name, reports_for(text, name), name, given)
+    return analyze_launch(_parsed(text), reports_for(text, name), name, given)
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str | bytes) -> Module:
+    return parse(text)
 
 
 def forget() -> None:
     """Empties the memory cache."""
     _kept.clear()
     report_for_launch.cache_clear()
+    _parsed.cache_clear()
 
 
 def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
