@@ -20,14 +20,29 @@ from tessera.ir import BufferKind, Graph, Hazard, Launch, Origin, Step, Trace, V
 ROWS, WORDS, WIDTH, PLACES = 2, 50, 32, 8
 
 
+class Block(torch.nn.Module):
+    """A gated layer on top of what it is given."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.norm = scale, torch.nn.RMSNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input and what the layer adds."""
+        made: torch.Tensor = x + self.down(torch.nn.functional.silu(self.up(self.norm(x) * self.scale)))
+        return made
+
+
 class Reader(torch.nn.Module):
-    """Looks up a token, remembers it at the row's own place and reads what the row remembers."""
+    """Looks up a token, remembers it at the row's own place, reads what the row remembers, thinks."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = torch.nn.Embedding(WORDS, WIDTH)
         self.norm = torch.nn.RMSNorm(WIDTH)
+        self.blocks = torch.nn.ModuleList([Block(), Block(), Block(), Block(0.5)])
         self.out = torch.nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -37,7 +52,10 @@ class Reader(torch.nn.Module):
         scores = (seen @ x[:, :, None])[:, :, 0] / WIDTH**0.5
         future = torch.arange(PLACES, device=tokens.device) > places[:, None]
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        made: torch.Tensor = self.out((weights[:, None] @ seen)[:, 0] + x)
+        x = (weights[:, None] @ seen)[:, 0] + x
+        for block in self.blocks:
+            x = block(x)
+        made: torch.Tensor = self.out(x)
         return made
 
 

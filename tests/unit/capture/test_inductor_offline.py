@@ -2,6 +2,8 @@
 
 import functools
 import random
+import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from inductor_factory import Cpu, random_order, trace, workload
+from inductor_factory import Block, Cpu, random_order, trace, workload
 from tessera.analyze import build_graph
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import build
 from tessera.capture.inductor import record_inductor, record_inductor_offline
+from tessera.capture.inductor.offline import fake_like, offline
+from tessera.capture.inductor.regions import alike, cut
+from tessera.capture.inductor.trace import trace_step
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Hazard, Origin, Step, Trace, load, save
 
@@ -131,6 +136,69 @@ def test_a_step_that_is_not_on_a_gpu_is_refused() -> None:
     """The recording on a GPU says what to do."""
     with pytest.raises(CaptureError, match="on_device"):
         record_inductor(workload())
+
+
+def test_blocks_that_are_alike_are_compiled_once() -> None:
+    """Of four blocks the second and third are alike; the fourth has another number in it."""
+    with offline() as mode:
+        given = tuple(fake_like(mode, t) for t in (workload().weights(), *workload().request(0)))
+        regions, _ = cut(trace_step(workload(), given, mode))
+    reading, first, second, third, fourth, last = [region.key for region in regions]
+
+    assert second == third
+    assert 5 == len({reading, first, second, fourth, last})
+
+
+def test_a_full_size_decode_needs_no_memory() -> None:
+    """32 GB of state at batch 256: the 32 layers are three kinds of region, and nothing is allocated."""
+    with torch.device("meta"):
+        full = build(Step("llama-3-8b", "decode", 256, 1024))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with offline() as mode:
+        given = tuple(fake_like(mode, t) for t in (full.weights(), full.make_inputs(0), full.make_state(0)))
+        regions, _ = cut(trace_step(full, given, mode))
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    assert (33, 3) == (len(regions), len({region.key for region in regions}))
+    assert 32 << 30 <= sum(t.nbytes for t in given[2].values())
+    assert grown_kb < 1 << 20
+
+
+def test_arguments_that_share_memory_are_unlike_those_that_do_not() -> None:
+    """Code compiled for two tensors is not used for two views of one."""
+    one, other = torch.ones(4), torch.ones(4)
+
+    assert alike([one, one]) != alike([one, other])
+    assert alike([one, other]) == alike([other, one])
+
+
+def test_memory_written_behind_a_block_is_made_in_the_same_region() -> None:
+    """A block that begins between a tensor's making and its last write is not cut off there."""
+
+    class Late(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.blocks
+            x = first(x)
+            kept = x * 2
+            made: torch.Tensor = second(x)
+            return made + kept.add_(1)
+
+    module = Late().eval()
+    late = replace(workload(), module=module, call=lambda inputs, state: {"y": module(inputs["x"])})
+    with offline() as mode:
+        given = tuple(fake_like(mode, t) for t in (late.weights(), {"x": torch.ones(2, 32)}, {}))
+        regions, _ = cut(trace_step(late, given, mode))
+    made = [
+        {n.target for n in r.module.graph.nodes}
+        for r in regions
+        if any(n.target is torch.ops.aten.mul.Tensor and n.args[1] == 2 for n in r.module.graph.nodes)
+    ]
+
+    assert [True] == [torch.ops.aten.add_.Tensor in targets for targets in made]
 
 
 def test_the_tiny_llama_is_proved_and_has_fewer_launches_than_eager() -> None:
