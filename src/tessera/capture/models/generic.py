@@ -372,6 +372,9 @@ def newest_only(model: Any, last: torch.Tensor | None) -> Iterator[None]:
 class _NoReads(TorchDispatchMode):
     """While entered, a tensor that is read on the host is an error."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

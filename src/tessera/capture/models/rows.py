@@ -30,7 +30,9 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, slots: int, is_ring: bool) -> None:
         super().__init__()
         self.slots, self.is_sliding = slots, is_ring
-        self.rows = self.positions = self.last = None
+        self.rows: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
 
     def begin(
         self, rows: torch.Tensor | None, positions: torch.Tensor | None, last: torch.Tensor | None
@@ -52,6 +54,8 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, slots = self.rows, self.positions
+        assert rows is not None
+        assert slots is not None
         if self.is_sliding and self.last is not None:
             ring = torch.arange(self.slots, device=slots.device)
             # The newest position at or before `last` that lies in each slot; unused slots keep any.
@@ -100,6 +104,8 @@ class RecurrentRowLayer(cache_utils.LinearAttentionLayer, RowLayer):  # type: ig
 
 class RowCache(StaticCache):  # type: ignore[misc]
     """The cache of one call."""
+
+    layers: list[Any]
 
     def __init__(self, config: Any, capacity: int) -> None:
         super().__init__(config=config, max_cache_len=capacity)
