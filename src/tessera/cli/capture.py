@@ -42,6 +42,13 @@ def capture(
     reserve: Annotated[int, typer.Option(help="Of a prefill: tokens a row that decodes may add.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     random_weights: RandomWeights = False,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a folder: a file of named inputs (safetensors, npz or json) in place of random ones.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
     ] = "cpu",
@@ -66,7 +73,7 @@ def capture(
         check_device(device)
         kind = step or default_step(model)
         advance(f"recording {model}")
-        what = Step(place_of(model), kind, batch, context, seed, reserve, random_weights)
+        what = Step(place_of(model), kind, batch, context, seed, reserve, random_weights, _full(inputs))
         with blamed_for_run(what.model):
             trace = _record_compiled(what, device) if compiled else record_step(what, device)
         advance("analyzing")
@@ -99,6 +106,11 @@ def _record_compiled(step: Step, device: str) -> Trace:
             workload = build(step)
         return record_inductor_offline(workload, triton_accesses)
     return record_inductor(on_device(build(step), device), triton_accesses).trace
+
+
+def _full(path: Path | None) -> str:
+    """A file by its full path, so that the step can be built again from elsewhere."""
+    return str(path.resolve()) if path else ""
 
 
 def default_step(model: str) -> str:

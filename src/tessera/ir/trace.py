@@ -121,7 +121,7 @@ class Step:
     """What one call of the model does, and enough to build that call again."""
 
     model: str
-    kind: str  # prefill, decode, encode, denoise; chunk or insert of a served model
+    kind: str  # prefill, decode, encode, denoise, call; chunk or insert of a served model
     batch: int
     # Tokens per row that the step's state can hold; of a prefill, the tokens it reads.
     context: int
@@ -130,6 +130,8 @@ class Step:
     reserve: int = 0
     # Of a checkpoint folder: random weights from the seed in place of the folder's own.
     random_weights: bool = False
+    # A file with tensors that are inputs, by name; empty for inputs made from the model's description.
+    inputs: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ PIXELS = "pixel_values"
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
 # Parts of a configuration that say what is seen or heard.
 PARTS = ("vision_config", "encoder", "backbone_config", "audio_config")
+# The side of a picture for a model that takes pictures of any size.
+ANY_SIZE = 224
 REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
 
 
@@ -55,6 +57,17 @@ def encoder_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]
     return {model.main_input_name: _make(model, model.main_input_name, step, random)}
 
 
+def pictures(model: Any, step: Step, seed: int) -> torch.Tensor:
+    """One picture a row."""
+    return _make(model, PIXELS, step, torch.Generator().manual_seed(seed))
+
+
+def picture_token(config: Any) -> int | None:
+    """The token that stands for a part of a picture, if the model has one."""
+    found = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", None) if found is None else found
+
+
 def _wanted(model: Any) -> list[str]:
     """The main input, what has no default, and what models of two kinds of input are shown."""
     parameters = inspect.signature(model.forward).parameters
@@ -86,10 +99,7 @@ def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
     channels = _setting(config, ("num_channels", "in_channels", "in_chans"), 3)
-    size = _setting(config, ("image_size", "input_size"), None)
-    if size is None:
-        raise CaptureError(f"the configuration of {step.model} names no image_size", REMEDY)
-    height, width = _sides(size)
+    height, width = _sides(_setting(config, ("image_size", "input_size"), ANY_SIZE))
     return torch.randn((step.batch, channels, height, width), generator=random)
 
 

@@ -20,6 +20,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.fake import run_fake
 from tessera.capture.models.causal import choose, newest
-from tessera.capture.models.examples import call_inputs, encoder_inputs, tokens
+from tessera.capture.models.examples import (
+    PIXELS,
+    call_inputs,
+    encoder_inputs,
+    picture_token,
+    pictures,
+    tokens,
+)
+from tessera.capture.models.given import given_inputs, read_inputs
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
 from tessera.capture.tracing import traced
@@ -66,12 +75,25 @@ def _plain(
 ) -> Workload:
     """A call of the model or a part of it, without state."""
     options = {"use_cache": False} if takes(part, "use_cache") else {}
+    if step.inputs:
+        _check_taken(part, step)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         with traced(), attributes_kept(model):
             return name(part(**inputs, **options))
 
-    return Workload(step, model, call, make_inputs, lambda seed: {}, lambda first, run, last: dict(first))
+    def made(seed: int) -> dict[str, torch.Tensor]:
+        return given_inputs(step.inputs, seed) if step.inputs else make_inputs(seed)
+
+    return Workload(step, model, call, made, lambda seed: {}, lambda first, run, last: dict(first))
+
+
+def _check_taken(part: Callable[..., Any], step: Step) -> None:
+    """Raises unless every tensor of the step's file is one that a module's forward takes."""
+    known = inspect.signature(getattr(part, "forward", part)).parameters
+    for name in read_inputs(step.inputs):
+        if name not in known:
+            raise CaptureError(f"the model takes no '{name}'", f"It takes: {', '.join(known)}.", step.inputs)
 
 
 def _encoded(made: Any) -> dict[str, torch.Tensor]:
@@ -101,16 +123,42 @@ def flatten(made: Any, name: str = "") -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back the tensors that a call leaves in attributes, so that no call sees those of another."""
-    before = [(vars(part), dict(vars(part))) for part in model.modules()]
+def attributes_kept(
+    model: torch.nn.Module, given: Tensors | None = None
+) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
+    """Puts back the tensors that a call leaves in attributes, so that no call sees those of another.
+
+    Entered with those that an earlier call left (`given`); yields a function that tells what is there now.
+    """
+    parts = dict(model.named_modules())
+    before = {path: dict(vars(part)) for path, part in parts.items()}
+    for name, tensor in (given or {}).items():
+        path, _, key = name.rpartition(".")
+        vars(parts[path])[key] = tensor
+
+    def left() -> dict[str, torch.Tensor]:
+        return {
+            f"{path}.{key}" if path else key: value
+            for path, part in parts.items()
+            for key, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and value is not before[path].get(key)
+        }
+
     try:
-        yield
+        yield left
     finally:
-        for attributes, kept in before:
-            for key, value in list(attributes.items()):
-                if isinstance(value, torch.Tensor) and value is not kept.get(key):
-                    attributes[key] = kept.get(key)
+        for path, part in parts.items():
+            for key, value in list(vars(part).items()):
+                if isinstance(value, torch.Tensor) and value is not before[path].get(key):
+                    vars(part)[key] = before[path].get(key)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What is remembered between calls: the cache, and tensors in attributes of the model's parts."""
+
+    cache: Any
+    attributes: dict[str, torch.Tensor]
 
 
 class CachedSteps:
@@ -128,6 +176,7 @@ class CachedSteps:
         self._mask = self._taken("decoder_attention_mask", "attention_mask")
         self._cache = self._taken(*CACHES)
         self._encoded = self._encode() if self._is_pair else None
+        self._num_seen = self._count_seen() if self._is_prefill else 0
         self._learn()
 
     def _taken(self, *names: str) -> str:
@@ -154,6 +203,24 @@ class CachedSteps:
         with self._apart():
             found: torch.Tensor = self._model.get_encoder()(**inputs)[0]
         return found
+
+    def _count_seen(self) -> int:
+        """Tokens a row that stand for a picture: as many as the model makes of one; 0 if it sees none."""
+        if not takes(self._model, PIXELS) or picture_token(self._model.config) is None:
+            return 0
+        with torch.device("cpu"):
+            pixels = pictures(self._model, self._step, 0).to(self._model.device)
+        with self._apart():
+            features = self._model.get_image_features(pixel_values=pixels)
+        found = flatten(getattr(features, "pooler_output", features)).values()
+        count = sum(tensor.numel() for tensor in found) // (self._config.hidden_size * self._step.batch)
+        if count + 2 > self._step.context:
+            raise CaptureError(
+                f"a picture is {count} tokens, which a context of {self._step.context} does not hold",
+                f"Use --context {count + 2} or more.",
+                self._step.model,
+            )
+        return count
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -199,17 +266,16 @@ class CachedSteps:
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
         with self._apart(), _NoReads():
-            left = self._after(self._forward(first, cache, first["last"]), cache)
+            _, left = self._step_on(_Memory(cache, {}), first, first["last"])
             again = _exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
-            after = self._after(self._forward(following, again, None), again)
+            _, after = self._step_on(again, following, None)
         self._is_carried = _describe(left) == _describe(after)
-        if cache is None and self._is_prefill:
-            self._template: Any = None
-        else:
-            self._template = left
-            if self._is_prefill:
-                left.reset()
-        self._held = tensors_of(left)
+        self._has_rows = self._has_rows and not left.attributes
+        self._held, self._template = tensors_of(left), left
+        if self._is_prefill:
+            if cache is not None:
+                cache.reset()
+            self._template = _Memory(cache, {})
         if not self._held:
             raise ValueError("it holds no tensors")
 
@@ -222,18 +288,25 @@ class CachedSteps:
             following = self._tokens_at(start + num, 1, random)
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
-    def _after(self, made: Any, cache: Any) -> Any:
-        """The cache as a call has left it."""
+    def _step_on(self, memory: _Memory, inputs: Tensors, last: torch.Tensor | None) -> tuple[Any, _Memory]:
+        """One call: what it returns, and what is remembered after it."""
+        cache = memory.cache
+        with traced(), attributes_kept(self._model, memory.attributes) as left:
+            made = self._forward(inputs, cache, last)
+            attributes = left()
         if hasattr(cache, "begin"):
             cache.begin(None, None)
-            return cache
-        return getattr(made, self._cache)
+        elif self._cache:
+            cache = getattr(made, self._cache)
+        return made, _Memory(cache, attributes)
 
     def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
         """The model's own forward on a cache; only each row's newest token goes through the head."""
         from tessera.capture.models.rows import row_masks
 
-        given: dict[str, Any] = {self._tokens: inputs["tokens"], self._cache: cache, "use_cache": True}
+        given: dict[str, Any] = {self._tokens: inputs["tokens"], "use_cache": True}
+        if self._cache:
+            given[self._cache] = cache
         if self._has_positions and hasattr(cache, "begin"):
             cache.begin(inputs["positions"], last)
         if self._positions:
@@ -244,6 +317,8 @@ class CachedSteps:
             from transformers.modeling_outputs import BaseModelOutput
 
             given["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs[ENCODED])
+        if PIXELS in inputs:
+            given[PIXELS] = inputs[PIXELS]
         if "mask" in inputs:
             given[self._mask] = inputs["mask"]
         elif self._has_mask and self._mask:
@@ -254,13 +329,12 @@ class CachedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
-        cache = _exchanged(self._template, given)
+        memory = _exchanged(self._template, given)
         last = inputs.get("last")
         if self._is_prefill and last is None and self._has_positions:
             last = torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)
-        with traced(), attributes_kept(self._model):
-            made = self._forward(inputs, cache, last)
-        after = dict(tensors_of(self._after(made, cache)))
+        made, memory = self._step_on(memory, inputs, last)
+        after = dict(tensors_of(memory))
         results = _results(made, self._cache)
         if self._is_pair and self._has_positions:  # the request's first inputs may be an encode's
             results[NEXT] = newest(inputs["positions"][:, :, None], last) + 1
@@ -282,6 +356,22 @@ class CachedSteps:
         return made
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        """What the model's description says, or the step's file in its place."""
+        made = self._own_inputs(seed)
+        if self._step.inputs:
+            for name, tensor in given_inputs(self._step.inputs, seed).items():
+                place = "tokens" if name == self._tokens else name
+                if place not in made or made[place].shape != tensor.shape:
+                    takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in made.items())
+                    raise CaptureError(
+                        f"'{name}' of shape {tuple(tensor.shape)} is no input of this step",
+                        f"It takes: {takes}.",
+                        self._step.inputs,
+                    )
+                made[place] = tensor.to(made[place].dtype)
+        return made
+
+    def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Rows of different lengths where the model allows it."""
         random = torch.Generator().manual_seed(seed)
         batch, context = self._step.batch, self._step.context
@@ -289,6 +379,10 @@ class CachedSteps:
         if not self._is_prefill:
             return self._decode_inputs(lengths, random)
         made = self._tokens_at(torch.zeros_like(lengths), context, random)
+        if self._num_seen:
+            made["tokens"][:, 1 : 1 + self._num_seen] = picture_token(self._model.config)
+            made[PIXELS] = pictures(self._model, self._step, seed)
+            lengths = lengths.clamp_min(self._num_seen + 2)
         if self._has_rows:
             return {**made, "last": lengths[:, 0] - 1}
         if self._only_recurs:
@@ -402,8 +496,9 @@ def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ())
 
 
 def _short(path: tuple[str, ...]) -> str:
-    """ "keys.3" for the keys of layer 3, with "cross." before an encoder's."""
-    words = ["cross" if w == "cross_attention_cache" else w for w in path if w != "self_attention_cache"]
+    """ "keys.3" for the keys of layer 3, with "cross." before an encoder's; attributes by their own names."""
+    unnamed = ("cache", "attributes", "self_attention_cache")
+    words = ["cross" if w == "cross_attention_cache" else w for w in path if w not in unnamed]
     if "layers" in words:
         place = words.index("layers")
         words = [*words[:place], *words[place + 2 :], words[place + 1]]

@@ -6,7 +6,8 @@ independent queries of it, so here they become rows of one attention call instea
 queries (n) turn into kv heads with group * n queries. Nothing is repeated and nothing is copied but queries.
 
 A model with attention sinks gives every head one more score that takes part in the softmax and has no
-value (`s_aux`); no kernel of torch has it, so the formula is written out.
+value (`s_aux`); another bounds its scores (`softcap`). No kernel of torch has either, so the formula is
+written out.
 """
 
 from typing import Any
@@ -35,15 +36,19 @@ def attend(
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Called by transformers: heads before positions in, positions before heads out."""
     batch, heads, num, _width = query.shape
     groups = heads // key.shape[1]
-    if s_aux is not None:
-        out = _with_sinks(query, key, value, attention_mask, scaling, s_aux)
+    causal = num > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if s_aux is not None or softcap is not None:
+        if attention_mask is None and causal:
+            attention_mask = torch.full((num, num), float("-inf"), dtype=query.dtype, device=query.device)
+            attention_mask = attention_mask.triu(1)
+        out = _written_out(query, key, value, attention_mask, scaling, s_aux, softcap)
     elif attention_mask is None:
-        causal = num > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         out = scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scaling, enable_gqa=groups > 1
         )
@@ -58,22 +63,27 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _with_sinks(
+def _written_out(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float | None,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     batch, heads, num, width = query.shape
     kv_heads, held = key.shape[1], key.shape[2]
     rows = query.reshape(batch, kv_heads, -1, width)
     scores = (rows @ key.transpose(2, 3)).view(batch, heads, num, held)
     scores = scores * (width**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
-    column = sinks.view(1, -1, 1, 1).expand(batch, -1, num, 1)
-    weights = softmax(torch.cat([scores, column], -1), -1)[..., :held]
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(batch, -1, num, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = softmax(scores, -1)[..., :held]
     out = weights.reshape(batch, kv_heads, -1, held) @ value
     return out.view(batch, heads, num, -1)
