@@ -18,10 +18,11 @@ from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, 
 from tessera.capture.fresh import fresh_tensor
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Finder, Held, find, root
-from tessera.capture.naming import flatten, path, unique
+from tessera.capture.naming import flatten, open_dataclasses, path, unique
 from tessera.capture.own import own_launches
 from tessera.capture.pointer_tables import standing_for
 from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
+from tessera.capture.tracing import traced
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError, MismatchError
@@ -105,7 +106,7 @@ class Function:
         fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
         watch = Watch(dict(zip(keys, range(len(keys)), strict=True)), fixed=fixed)
         try:
-            with self.mode(), rng.forked(), own_launches(watch.own_launch):
+            with self.mode(), rng.forked(), traced(), own_launches(watch.own_launch):
                 with watch:
                     result = self.fn(*args, **kwargs)
                 touched = {keys[block] for block in watch.touched}
@@ -207,6 +208,7 @@ class Function:
 
     def _shape_results(self, result: Any, keys: list[int]) -> None:
         known = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
+        open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
         self._results: list[Made | Alias | Fixed] = []
         storages: dict[int, int] = {}
@@ -283,7 +285,7 @@ class Function:
             is_same = self.trains and number in self._leaves
             leaves[place] = self._leaves[number] if is_same else numbered[number]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        with self.mode(), self._exchanged(numbered):
+        with self.mode(), traced(), self._exchanged(numbered):
             result = self.fn(*args, **kwargs)
         return self._outputs(pytree.tree_leaves(result), state)
 

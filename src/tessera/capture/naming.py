@@ -1,7 +1,8 @@
 """Names for the tensors of a call: the parameter and the path to the tensor in its nest."""
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,3 +50,31 @@ def unique(names: Sequence[str]) -> list[str]:
         taken.add(candidate)
         found.append(candidate)
     return found
+
+
+def open_dataclasses(value: Any) -> None:
+    """Has torch look into the dataclasses of a result as into dicts: their classes are registered with it."""
+    while True:
+        kinds = {type(leaf) for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf)}
+        kinds -= {type, *pytree.SUPPORTED_NODES}
+        if not kinds:
+            return
+        for kind in kinds:
+            _register(kind)
+
+
+def _register(kind: type[Any]) -> None:
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+
+    def rebuild(values: Iterable[Any], _: Any) -> Any:
+        return kind(**dict(zip(names, values, strict=True)))
+
+    pytree.register_pytree_node(
+        kind,
+        lambda value: ([getattr(value, name) for name in names], None),
+        rebuild,
+        flatten_with_keys_fn=lambda value: (
+            [(pytree.GetAttrKey(name), getattr(value, name)) for name in names],
+            None,
+        ),
+    )

@@ -11,7 +11,7 @@ What other releases of transformers call differently is left alone: the read is 
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,19 +29,20 @@ def traced() -> Iterator[None]:
     if module is None or answer is None:
         yield
         return
-    thread, written = threading.get_ident(), torch.Tensor.__format__
+    thread = threading.get_ident()
+    written: Callable[[torch.Tensor, str], str] = torch.Tensor.__format__
 
     def write(tensor: torch.Tensor, how: str) -> str:
         return "tensor" if threading.get_ident() == thread else written(tensor, how)
 
     setattr(module, ANSWER, lambda: True)
-    torch.Tensor.__format__ = write
+    torch.Tensor.__format__ = write  # type: ignore[method-assign]
     os.environ[NO_CHECKS] = "1"
     try:
         yield
     finally:
         setattr(module, ANSWER, answer)
-        torch.Tensor.__format__ = written
+        torch.Tensor.__format__ = written  # type: ignore[method-assign]
         if checks is None:
             del os.environ[NO_CHECKS]
         else:

@@ -27,9 +27,11 @@ REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
 
 
 def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
-    """Ordinary tokens: none that the configuration gives a meaning of its own."""
-    count = config.vocab_size
-    special = [v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index")) and _is_id(v)]
+    """Ordinary tokens of a model's text: none that its configuration gives a meaning of its own."""
+    text = config.get_text_config(decoder=True)
+    count = text.vocab_size
+    named = [*vars(config).items(), *vars(text).items()]
+    special = [v for k, v in named if k.endswith(("_token_id", "_token_index")) and _is_id(v)]
     first, stop = _widest(sorted(v for v in special if 0 <= v < count), count)
     return torch.randint(first, stop, size, generator=random)
 
@@ -91,10 +93,9 @@ def _make(model: Any, name: str, step: Step, random: torch.Generator) -> torch.T
 
 
 def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    text = config.get_text_config()
     length = step.context + step.reserve
-    most = getattr(text, "max_position_embeddings", None) or length
-    return tokens(text, (step.batch, min(length, most)), random)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or length
+    return tokens(config, (step.batch, min(length, most)), random)
 
 
 def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:

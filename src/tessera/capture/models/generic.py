@@ -134,7 +134,7 @@ def attributes_kept(
     before = {path: dict(vars(part)) for path, part in parts.items()}
     for name, tensor in (given or {}).items():
         path, _, key = name.rpartition(".")
-        vars(parts[path])[key] = tensor
+        parts[path].__dict__[key] = tensor
 
     def left() -> dict[str, torch.Tensor]:
         return {
@@ -150,7 +150,7 @@ def attributes_kept(
         for path, part in parts.items():
             for key, value in list(vars(part).items()):
                 if isinstance(value, torch.Tensor) and value is not before[path].get(key):
-                    vars(part)[key] = before[path].get(key)
+                    part.__dict__[key] = before[path].get(key)
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ class CachedSteps:
         self._mask = self._taken("decoder_attention_mask", "attention_mask")
         self._cache = self._taken(*CACHES)
         self._encoded = self._encode() if self._is_pair else None
+        self._picture: int | None = None
         self._num_seen = self._count_seen() if self._is_prefill else 0
         self._learn()
 
@@ -206,14 +207,16 @@ class CachedSteps:
 
     def _count_seen(self) -> int:
         """Tokens a row that stand for a picture: as many as the model makes of one; 0 if it sees none."""
-        if not takes(self._model, PIXELS) or picture_token(self._model.config) is None:
+        self._picture = picture_token(self._model.config) if takes(self._model, PIXELS) else None
+        if self._picture is None:
             return 0
         with torch.device("cpu"):
             pixels = pictures(self._model, self._step, 0).to(self._model.device)
         with self._apart():
             features = self._model.get_image_features(pixel_values=pixels)
         found = flatten(getattr(features, "pooler_output", features)).values()
-        count = sum(tensor.numel() for tensor in found) // (self._config.hidden_size * self._step.batch)
+        size = self._config.hidden_size * self._step.batch
+        count = int(sum(tensor.numel() for tensor in found) // size)
         if count + 2 > self._step.context:
             raise CaptureError(
                 f"a picture is {count} tokens, which a context of {self._step.context} does not hold",
@@ -347,7 +350,7 @@ class CachedSteps:
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
         size = (self._step.batch, width)
-        made = {"tokens": tokens(self._config, size, random)}
+        made = {"tokens": tokens(self._model.config, size, random)}
         if self._has_positions:
             made["positions"] = start + torch.arange(width)
         if self._encoded is not None:
@@ -379,8 +382,8 @@ class CachedSteps:
         if not self._is_prefill:
             return self._decode_inputs(lengths, random)
         made = self._tokens_at(torch.zeros_like(lengths), context, random)
-        if self._num_seen:
-            made["tokens"][:, 1 : 1 + self._num_seen] = picture_token(self._model.config)
+        if self._picture is not None:
+            made["tokens"][:, 1 : 1 + self._num_seen] = self._picture
             made[PIXELS] = pictures(self._model, self._step, seed)
             lengths = lengths.clamp_min(self._num_seen + 2)
         if self._has_rows:

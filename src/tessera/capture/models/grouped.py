@@ -80,7 +80,8 @@ def _written_out(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        scores = scores + mask
+        hides = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
     if sinks is not None:
         column = sinks.view(1, -1, 1, 1).expand(batch, -1, num, 1)
         scores = torch.cat([scores, column], -1)

@@ -1,0 +1,133 @@
+"""Folders of transformers: steps, caches and inputs from what a model says of itself."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.coverage_models import MODELS
+
+import tessera
+from tessera.capture import build, record
+from tessera.capture.models import steps_of_model
+from tessera.errors import CaptureError
+from tessera.execute.replay import Replay, same_bits
+from tessera.ir import Step
+
+BY_NAME = {model.name: model for model in MODELS}
+CONTEXT, TOKENS, BATCH = 12, 4, 2
+CACHED = ("gpt2", "opt", "falcon", "gemma2", "deepseek_v3", "jamba", "qwen3_next", "mamba", "recurrent_gemma",
+          "t5", "whisper")  # fmt: skip
+
+
+def folder_of(name: str, place: Path) -> str:
+    """The configuration of a small model, in a folder."""
+    BY_NAME[name].write(place)
+    return str(place)
+
+
+def step_of(folder: str, kind: str, inputs: str = "") -> Step:
+    """Prefill and decode share their state."""
+    prefill = kind == "prefill"
+    context = CONTEXT if prefill else CONTEXT + TOKENS
+    return Step(folder, kind, BATCH, context, 0, TOKENS if prefill else 0, True, inputs)
+
+
+def own_logits(module: Any, tokens: torch.Tensor, encoded: torch.Tensor | None) -> torch.Tensor:
+    """The last logits of the model's plain forward over all tokens."""
+    given: dict[str, Any] = {"input_ids": tokens}
+    if encoded is not None:
+        given = {"decoder_input_ids": tokens, "encoder_outputs": (encoded,)}
+    with torch.no_grad():
+        logits: torch.Tensor = module(**given, use_cache=False).logits[:, -1]
+    return logits
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_decoding_after_a_prefill_agrees_with_the_models_plain_forward(name: str, tmp_path: Path) -> None:
+    """Whatever a model remembers, a prefill and three decodes give the logits of one long forward."""
+    folder = folder_of(name, tmp_path)
+    prefill, decode = build(step_of(folder, "prefill")), build(step_of(folder, "decode"))
+    inputs, state = prefill.make_inputs(1), prefill.make_state(1)
+    if "last" in inputs:
+        inputs["last"] = torch.full_like(inputs["last"], CONTEXT - 1)
+    if "mask" in inputs:
+        inputs["mask"] = torch.ones_like(inputs["mask"])
+    tokens, outputs = inputs["tokens"], prefill.run(inputs, state)
+    for run in range(3):
+        following = decode.follow(inputs, run, outputs)
+        tokens = torch.cat([tokens, following["tokens"]], 1)
+        outputs = decode.run(following, state)
+    wanted = own_logits(prefill.module, tokens, inputs.get("encoder_hidden_states"))
+
+    torch.testing.assert_close(outputs["logits"], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("deepseek_v3", "decode"), ("rwkv", "decode"), ("m2m_100", "decode"), ("llava", "prefill"),
+     *[(name, "call") for name in ("bert", "vit", "clip", "siglip", "wav2vec2")]],
+)  # fmt: skip
+def test_a_recorded_step_gives_the_models_bits_for_other_inputs(name: str, kind: str, tmp_path: Path) -> None:
+    """The launches of a step, run again on the inputs of another request, give what the model gives."""
+    folder = folder_of(name, tmp_path)
+    workload = build(Step(folder, kind, BATCH, 24, random_weights=True))
+    trace = record(workload)
+    workload = workload.drawing(trace)
+    inputs, state = workload.make_inputs(7), workload.make_state(7)
+    replay = Replay(trace, workload.weights(), inputs, {n: t.clone() for n, t in state.items()})
+    found = replay.run_in_program_order().outputs
+    wanted = workload.run(inputs, state)
+
+    assert set(found) == set(wanted)
+    assert all(same_bits(found[name], wanted[name]) for name in wanted)
+    assert all(tensor.isfinite().all() for tensor in wanted.values())
+
+
+def test_a_model_without_a_cache_has_the_plain_call_alone(tmp_path: Path) -> None:
+    """A folder answers with the steps that its class has."""
+    assert ("call",) == steps_of_model(folder_of("bert", tmp_path / "a"))
+    assert ("encode", "prefill", "decode", "call") == steps_of_model(folder_of("t5", tmp_path / "b"))
+
+
+def test_inputs_of_a_file_are_those_of_the_first_request(tmp_path: Path) -> None:
+    """Named tensors, with a mask that hides something, take the place of random ones."""
+    folder = folder_of("bert", tmp_path)
+    file = tmp_path / "inputs.json"
+    file.write_text(json.dumps({"input_ids": [[5, 6, 7]], "attention_mask": [[1, 1, 0]]}), encoding="utf-8")
+    workload = build(step_of(folder, "call", str(file)))
+    outputs = workload.run(workload.make_inputs(0), {})
+
+    assert [[5, 6, 7]] == workload.make_inputs(0)["input_ids"].tolist()
+    assert (1, 3) == outputs["logits"].shape[:2]
+    assert record(workload).launches
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"pixels": [1]}', "takes no 'pixels'.*input_ids"), ("{", "cannot be read"), ("{}", "no tensors")],
+)
+def test_a_file_that_does_not_suit_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    """In one line, with what the model takes."""
+    file = tmp_path / "inputs.json"
+    file.write_text(text, encoding="utf-8")
+
+    with pytest.raises(CaptureError, match=words):
+        build(step_of(folder_of("bert", tmp_path), "call", str(file))).make_inputs(0)
+
+
+@dataclass
+class Pair:
+    """A result that torch does not know."""
+
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+def test_results_that_are_dataclasses_are_outputs_by_field() -> None:
+    """Nothing of a dataclass is taken for a constant."""
+    trace = tessera.capture(lambda x: Pair(x + 1, x * 2), torch.ones(3))
+
+    assert ["one", "other"] == [name for name, _ in trace.outputs]
