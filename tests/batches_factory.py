@@ -41,11 +41,11 @@ def random_variants(
 def unlike_memory(
     batches: Sequence[int] = (2, 8), slots: int = 4, large: int = 4096, rel_error: float = 0.0
 ) -> tuple[list[ir.Variant], ir.Cluster]:
-    """Two devices far apart; a row's state is 16 MB, and the second device holds `slots` x 2 rows of it.
+    """Two devices far apart; a row's state is 16 MB, and the second device holds six rows of it at most.
 
     A launch takes 100 us and 5 us a row on either, so that large batches pay.
     """
-    memory = (large * MB, (64 + 16 * 2 * slots + 8) * MB)
+    memory = (large * MB, (64 + 16 * 2 * min(slots, 3) + 8) * MB)
     cluster = make_cluster(2, gbps=0.1, latency_us=20_000.0, memory=memory)
     found = []
     for batch in batches:

@@ -133,11 +133,11 @@ def show_reasons(made: Plan) -> None:
         mark = " (bottleneck)" if use.name == found.bottleneck else ""
         busy.add_row(use.name + mark, duration(use.busy_us), f"{use.utilisation:.0%}")
     out.print(busy)
-    memory = Table("device", "memory", "weights", "state and temporaries a slot", f"{made.slots} slots")
+    memory = Table("device", "memory", "weights", "state", "temporaries", f"all, {made.slots} slots")
     memory.title = "Memory (modelled, at most)"
     for room in found.memory:
-        total = room.weight_bytes + made.slots * room.slot_bytes
-        cells = (room.capacity_bytes, room.weight_bytes, room.slot_bytes, total)
+        held = (room.weight_bytes, room.state_bytes, room.temporary_bytes)
+        cells = (room.capacity_bytes, *held, room.used_bytes)
         memory.add_row(room.device, *(size(x) for x in cells))
     out.print(memory)
     kernels = Table("kernel", "module", title="Every kernel, per request (modelled): time there, share there")

@@ -35,13 +35,15 @@ class Footprint:
 
     device: str
     weight_bytes: int
+    # Of the hungriest lane, and of all slots together, each on its lane.
     slot_bytes: int
     slots: int
+    held_bytes: int
 
     @property
     def peak_bytes(self) -> int:
         """All of it, with every slot in use."""
-        return self.weight_bytes + self.slots * self.slot_bytes
+        return self.weight_bytes + self.held_bytes
 
 
 def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
@@ -60,12 +62,16 @@ def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Foo
         weights = {
             w: s for p, lanes in zip(plans, programs, strict=True) for w, s in _weights(p, lanes, index)
         }
-        each = (
-            _lane_bytes(plan, lane, index)
+        each = [
+            [_lane_bytes(plan, lane, index) for lane in lanes]
             for plan, lanes in zip(plans, programs, strict=True)
-            for lane in lanes
-        )
-        found.append(Footprint(device.name, sum(weights.values()), max(each), slots))
+        ]
+        most = max(max(lanes) for lanes in each)
+        table = plans[0].lane_table
+        held = slots * most
+        if len(plans) == 1 and table:  # else any slot may come to follow the hungriest lane of all
+            held = sum(each[0][table[slot % len(table)]] for slot in range(slots))
+        found.append(Footprint(device.name, sum(weights.values()), most, slots, held))
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ from tessera.paper.library import Library
 from tessera.paper.records import Case, Outcome
 from tessera.plan import PlanConfig, solve
 from tessera.plan.judge import Judge
-from tessera.plan.milp import single_placement
+from tessera.plan.candidates import single_placement
 from tessera.plan.policies import COARSE, Task
 from tessera.plan.problem import build
 from tessera.simulate import SteadyRates

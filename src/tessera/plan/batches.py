@@ -24,7 +24,7 @@ from tessera.plan.joint import JointTask, optimum
 from tessera.plan.judge import Judge
 from tessera.plan.lanes import slot_counts
 from tessera.plan.problem import Column, Mix
-from tessera.plan.solve import PlanConfig, Simulate, Solution, work_out
+from tessera.plan.solve import PlanConfig, Simulate, Solution, objective_figure, work_out
 from tessera.plan.unlike import changed, filled, most_paired, pairs
 
 # Depths that the joint optimum is limited to, as multiples of the number of devices.
@@ -50,16 +50,10 @@ class Tried:
 
     def figure(self, goal: ir.Objective) -> float:
         """By the objective and per row of the batch; more is better, and no plan is worst."""
-        made, batch = self.made, self.variant.batch
-        if isinstance(made, PlanInfeasible):
+        if isinstance(self.made, PlanInfeasible):
             return -1.0
-        if goal is ir.Objective.LATENCY:
-            return 1.0 / made.latency_us
-        if goal is ir.Objective.COST and made.usd_per_1k_units:
-            return batch / made.usd_per_1k_units
-        if goal is ir.Objective.ENERGY and made.joules_per_unit:
-            return batch / made.joules_per_unit
-        return batch * made.simulated_per_s
+        figure = objective_figure(self.made, goal)
+        return figure if goal is ir.Objective.LATENCY else self.variant.batch * figure
 
 
 @dataclass(frozen=True)

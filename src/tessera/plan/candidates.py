@@ -14,7 +14,7 @@ the unit alone, so that the same work gives the same plan.
 
 from dataclasses import dataclass, field
 
-from tessera.plan import latency, throughput
+from tessera.plan import latency, milp, throughput
 from tessera.plan.joined import (
     one_step_split,
     period_us,
@@ -23,6 +23,7 @@ from tessera.plan.joined import (
     step_choices,
     without_rare_lanes,
 )
+from tessera.plan.lanes import slot_counts
 from tessera.plan.limits import NUM_FIRST, distance, limits_of
 from tessera.plan.policies import Task
 from tessera.plan.problem import Mix
@@ -83,8 +84,8 @@ def _by_limits(task: Task, search: "_Search") -> float:
         limits = left[0] if is_first else min(left, key=lambda x: distance(x, center))
         left.remove(limits)
         mix = without_rare_lanes(throughput.generate(task.pool, limits).mix)
-        joined = (Mix((c,), (1.0,)) for c in splices(task, mix))
-        figure = max(search.look(x) for x in (mix, *joined))
+        joined = (task.pool.held_by((c,)) for c in splices(task, mix))
+        figure = max(search.look(x) for x in (mix, *joined) if x is not None)
         if figure > best:
             best, center = figure, limits
     assert center.depth is not None, "all of the table have a depth"
@@ -97,8 +98,9 @@ def _by_joining(task: Task, search: "_Search") -> None:
     columns = list(step_by_step(task, choices))
     columns += sorted(task.pool.columns, key=period_us)[:NUM_SINGLE]
     columns += sorted(task.pool.columns, key=lambda c: c.path_us)[:NUM_SINGLE]
-    for mix in (*one_step_split(task, choices), *(Mix((c,), (1.0,)) for c in columns)):
-        search.look(mix)
+    for mix in (*one_step_split(task, choices), *(task.pool.held_by((c,)) for c in columns)):
+        if mix is not None:
+            search.look(mix)
 
 
 def _climb(task: Task, search: "_Search", depth: float) -> None:
@@ -127,6 +129,8 @@ class _Search:
             return 0.0
         if self.task.is_served and is_filled(self.task, mix):
             return 0.0
+        if not self.task.pool.fits(mix.columns, slot_counts(mix, self.task.slots)):
+            return 0.0
         self._seen.add(_key(mix))
         figure = mix.rate_per_s if self.task.glance is None else self.task.glance(mix)
         self.found.append((figure, mix))
@@ -142,6 +146,15 @@ class _Search:
         return tuple(self.sorted()[:num])
 
 
+def single_placement(task: Task, time_limit_s: float = milp.TIME_LIMIT_S) -> tuple[Mix, ...] | None:
+    """One placement for all requests: the best by the mixed-integer program or among those known."""
+    known = [m.columns[0] for mixes in task.coarse.values() for m in mixes or () if len(m.columns) == 1]
+    found = milp.best_placement(task.problem, time_limit_s, task.slots)
+    columns = (*known, *(() if found is None else (found[0],)))
+    mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
+    return (max(mixes, key=lambda m: m.rate_per_s),) if mixes else None
+
+
 def quick_mixes(task: Task) -> tuple[Mix, ...]:
     """What every coarse policy proposes, and the optimum with as many requests in flight as there are."""
     coarse = [mix for mixes in task.coarse.values() for mix in mixes or ()]
@@ -153,15 +166,18 @@ def quick_mixes(task: Task) -> tuple[Mix, ...]:
     throughput.seed(task.pool, coarse)
     limits = throughput.Limits(1.1 * task.problem.num_devices)
     mix = throughput.generate(task.pool, limits).mix
-    return (*coarse, without_rare_lanes(mix))
+    few = without_rare_lanes(mix)
+    return (*coarse, few if task.pool.fits(few.columns, slot_counts(few, task.slots)) else mix)
 
 
 def latency_mixes(task: Task) -> tuple[Mix, ...]:
     """The fastest placement for one request alone."""
     prob, pool = task.problem, task.pool
     throughput.seed(pool, [mix for mixes in task.coarse.values() for mix in mixes or ()])
-    found = latency.solve(prob, pool.columns, lambda x: not pool.is_tight or pool.fits((prob.column(x),)))
-    return (Mix((prob.column(found.labels),), (1.0,)),)
+    found = latency.solve(prob, pool.columns, lambda x: not pool.is_tight or pool.able(prob.column(x)))
+    mix = pool.held_by((prob.column(found.labels),))
+    assert mix is not None, "it was made to fit"
+    return (mix,)
 
 
 def _key(mix: Mix) -> MixKey:

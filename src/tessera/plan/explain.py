@@ -10,12 +10,13 @@ costs is the mean over the batches by their shares of the work, and reasons are 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tessera import ir
 from tessera.plan.joint import JointTask
+from tessera.plan.lanes import slot_counts
 from tessera.plan.latency import Clock, bound_us
 from tessera.plan.policies import Task
 from tessera.plan.problem import Column, Labels, Mix, Problem, build
@@ -70,6 +71,14 @@ class Room:
     # Weights of all lanes; state and temporaries of one request in flight, at most.
     weight_bytes: int
     slot_bytes: int
+    # Of all requests in flight, each on its lane.
+    state_bytes: int
+    temporary_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """All of it."""
+        return self.weight_bytes + self.state_bytes + self.temporary_bytes
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,11 @@ def _mix(task: JointTask, plan: ir.Plan) -> Mix:
         for x in plan.lanes
     )
     rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
-    return Mix(columns, tuple(rate / sum(rates) for rate in rates))
+    table = plan.lane_table
+    followed = [table[slot % len(table)] for slot in range(plan.slots)] if table else []
+    slots = tuple(followed.count(lane) for lane in range(len(columns))) if table else ()
+    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), slots)
+    return mix if slots else replace(mix, slots=slot_counts(mix, plan.slots))
 
 
 def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
@@ -165,10 +178,14 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
 
 
 def _memory(task: JointTask, mix: Mix) -> tuple[Room, ...]:
-    weights, per_slot = task.footprint(mix.columns)
+    weights, each = task.footprints(mix.columns)
+    num = task.problem.num_devices
+    states = np.array([task.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
+    counts = np.array(mix.slots)
+    columns = (weights, each.max(axis=0), counts @ states, counts @ (each - states))
     return tuple(
-        Room(device.name, device.memory_bytes, int(w), int(s))
-        for device, w, s in zip(task.problem.cluster.devices, weights, per_slot, strict=True)
+        Room(device.name, device.memory_bytes, *(int(x) for x in row))
+        for device, *row in zip(task.problem.cluster.devices, *columns, strict=True)
     )
 
 

@@ -31,11 +31,12 @@ Choices = list[list[tuple[int, ...]]]
 
 def without_rare_lanes(mix: Mix) -> Mix:
     """The mix of its main lanes alone, in the same proportions."""
-    kept = [(c, s) for c, s in zip(mix.columns, mix.shares, strict=True) if s >= RARE_SHARE]
+    kept = [i for i, share in enumerate(mix.shares) if share >= RARE_SHARE]
     if not kept or len(kept) == len(mix.columns):
         return mix
-    total = sum(share for _, share in kept)
-    return Mix(tuple(c for c, _ in kept), tuple(share / total for _, share in kept))
+    total = sum(mix.shares[i] for i in kept)
+    slots = tuple(mix.slots[i] for i in kept) if mix.slots else ()
+    return Mix(tuple(mix.columns[i] for i in kept), tuple(mix.shares[i] / total for i in kept), slots)
 
 
 def period_us(column: Column) -> float:
@@ -57,7 +58,7 @@ def splices(task: Task, mix: Mix) -> Iterator[Column]:
         for a, b in ((first, second), (second, first))
         for cut in _even_cuts(prob, rank, num, a, b)
     ]
-    fitting = [c for c in joined if task.pool.fits((c,))]
+    fitting = [c for c in joined if task.pool.able(c)]
     if fitting:
         yield min(fitting, key=lambda c: (period_us(c), c.path_us))
 
@@ -96,7 +97,7 @@ def step_by_step(task: Task, choices: Choices) -> Iterator[Column]:
     """Placements that are good in every step by itself, best first by the sum of the steps' periods."""
     prob = task.problem
     joined = [prob.column(prob.labels(ir.Placement(steps))) for steps in product(*choices) if steps]
-    fitting = [c for c in joined if task.pool.fits((c,))]
+    fitting = [c for c in joined if task.pool.able(c)]
     yield from sorted(fitting, key=lambda c: max(period_us(c), float(_step_periods(prob, c).sum())))[
         :NUM_COMBINED
     ]

@@ -11,8 +11,7 @@ is the same linear program as for one batch. For any prices y >= 0 of the rows, 
 by itself, divided by its weight, and the least of them counts. That is the bound; it leaves out memory.
 
 A device holds the weights that any lane reads there once, whatever the batches, and for every slot the state
-and temporaries of the lane that needs most there: any slot may follow any lane. A batch of which nothing fits
-takes no part, in the bound either.
+and temporaries of its lane. A batch of which nothing fits takes no part, in the bound either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan import throughput
 from tessera.plan.kinds import Kinds
+from tessera.plan.lanes import slot_counts
 from tessera.plan.policies import Task
 from tessera.plan.pricing import Prices
 from tessera.plan.problem import Bools, Column, Floats, Ints, Mix, Problem
@@ -85,34 +85,34 @@ class JointTask(Task):
         """Those of all batches that are known."""
         return [self.scaled(v, c) for v, part in enumerate(self.parts) for c in part.pool.columns]
 
-    def fits(self, columns: Sequence[Column]) -> bool:
-        """Are the wishes kept, and does memory hold all slots on any of these columns?"""
-        return self.fits_with(columns, self.slots)
+    def holds(self, mix: Mix) -> bool:
+        """Are the wishes kept, and does memory hold a mix as it would run?"""
+        return self.fits_with(mix.columns, slot_counts(mix, self.slots))
 
-    def fits_with(self, columns: Sequence[Column], slots: int) -> bool:
-        """The same with so many requests in flight."""
+    def fits_with(self, columns: Sequence[Column], slots: int | Sequence[int]) -> bool:
+        """With so many requests in flight on each column; of one number, all on the one that needs most."""
         if not all(self.problems[c.variant].is_allowed(c.labels) for c in columns):
             return False
-        fixed, per_slot = self.footprint(columns)
-        return bool((fixed + slots * per_slot <= self.problem.memory_bytes).all())
-
-    def slots_that_fit(self, columns: Iterable[Column]) -> int | None:
-        """The most requests in flight that memory allows on these columns; None: any number."""
-        fixed, per_slot = self.footprint(columns)
-        counts = (self.problem.memory_bytes - fixed)[per_slot > 0] // per_slot[per_slot > 0]
-        return max(0, int(counts.min())) if len(counts) else None
+        fixed, each = self.footprints(columns)
+        held = slots * each.max(axis=0) if isinstance(slots, int) else np.asarray(slots) @ each
+        return bool((fixed + held <= self.problem.memory_bytes).all())
 
     def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(bytes of weights on each device, bytes that one more request in flight may take there)."""
+        fixed, each = self.footprints(columns)
+        return fixed, np.asarray(each.max(axis=0))
+
+    def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
+        """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
         sizes, items = self._weights
         num = self.problem.num_devices
         held: Bools = np.zeros((len(sizes), num), dtype=np.bool_)
-        per_slot = np.zeros(num)
+        each: list[Floats] = []
         for column in columns:
             problem = self.problems[column.variant]
             held[items[column.variant]] |= problem.weights.present(column.labels, num)
-            per_slot = np.maximum(per_slot, problem.slot_bytes(column.labels))
-        return np.asarray(sizes @ held, dtype=np.float64), per_slot
+            each.append(problem.slot_bytes(column.labels))
+        return np.asarray(sizes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
 
     @cached_property
     def _weights(self) -> tuple[Floats, tuple[Ints, ...]]:
@@ -145,15 +145,17 @@ def optimum(task: JointTask, columns: Sequence[Column], limits: Limits) -> Mix |
 def trimmed(task: JointTask, columns: Sequence[Column], rates: Floats, limits: Limits) -> Mix:
     """The lanes that matter and fit together, with shares that balance them."""
     order = np.argsort(-rates, kind="stable")
-    kept: list[Column] = []
-    for index in order[rates[order] > throughput.MIN_SHARE * rates.sum()].tolist():
-        if task.fits((*kept, columns[index])):
-            kept.append(columns[index])
-    again = throughput.master(task.parts[0].pool, kept, limits).rates
-    least = throughput.MIN_SHARE * again.sum()
-    live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > least]
-    total = sum(x for _, x in live)
-    return Mix(tuple(c for c, _ in live), tuple(x / total for _, x in live))
+    kept = [columns[i] for i in order[rates[order] > throughput.MIN_SHARE * rates.sum()].tolist()]
+    while True:
+        again = throughput.master(task.parts[0].pool, kept, limits).rates
+        least = throughput.MIN_SHARE * again.sum()
+        live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > least]
+        total = sum(x for _, x in live)
+        mix = Mix(tuple(c for c, _ in live), tuple(x / total for _, x in live))
+        if len(live) == 1 or task.holds(mix):
+            return mix
+        rare = min(live, key=lambda x: x[1])[0]
+        kept = [c for c, _ in live if c is not rare]
 
 
 def _generate(task: JointTask) -> tuple[list[Column], Floats, float]:

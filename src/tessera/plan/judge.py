@@ -248,7 +248,7 @@ class Judge:
             bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
             latency_us=self.latency_us(mix),
             baselines=baselines,
-            max_slots=self.task.slots_that_fit(mix.columns),
+            max_slots=self.task.slots_that_fit(mix),
         )
 
     def _draft(self, mix: Mix) -> ir.Plan:

@@ -1,69 +1,104 @@
-"""One placement for all requests, of the shortest period: the mixed-integer program that others publish.
+"""One placement for all requests as mixed-integer programs: the fastest, and the one that fits best.
 
-    x[n, d] = 1 iff node n runs on device d                 binary
+    x[n, d] = 1 iff node n runs on device d                 binary; every node is placed once
     w[v, s, d] = 1 iff value v crosses from s to d          continuous, >= x[producer, s] + x[reader, d] - 1
-    T = time between two requests                           minimise T
-    every node is placed once; no device and no link is busy for longer than T a request
+    h[i, d] = 1 iff device d holds weight or state i        continuous, >= x[reader, d]
 
-For comparison: a mix of placements is never slower, and found much sooner. HiGHS has `TIME_LIMIT_S`; what it
-has by then, or a better placement that is known already, is returned. Memory is checked and not optimised.
+The fastest minimises T, which no device and no link is busy for longer than a request; no device holds more
+than it has, state of all requests in flight included. That is the program that others publish, for
+comparison: a mix of placements is never slower, and found much sooner; and for small problems with little
+memory, where a mix may do worse than the best single placement. The roomiest minimises what the fullest
+device lacks: above zero that is a proof that nothing fits. Temporaries are not in either; who asks checks
+them. HiGHS has a limit of time; what it has by then is returned.
 """
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
-from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Floats, Ints, Mix, Problem
+from tessera.plan.problem import Column, Floats, Holdings, Ints, Labels, Problem
 
 TIME_LIMIT_S = 60.0
+ROOM_LIMIT_S = 20.0
 
 
-def single_placement(task: Task, time_limit_s: float = TIME_LIMIT_S) -> tuple[Mix, ...] | None:
-    """The best single placement, by the program or among those known."""
-    known = [m.columns[0] for mixes in task.coarse.values() for m in mixes or () if len(m.columns) == 1]
-    found = best_placement(task.problem, time_limit_s)
-    columns = [c for c in (*known, *(() if found is None else (found[0],))) if task.pool.fits((c,))]
-    if not columns:
-        return None
-    return (Mix((min(columns, key=lambda c: float(c.busy_us.max())),), (1.0,)),)
+def best_placement(
+    problem: Problem, time_limit_s: float = TIME_LIMIT_S, slots: int = 1
+) -> tuple[Column, float] | None:
+    """(placement, proved lower bound of the period in microseconds); None if there was no time for one.
 
-
-def best_placement(problem: Problem, time_limit_s: float = TIME_LIMIT_S) -> tuple[Column, float] | None:
-    """(placement, proved lower bound of the period in microseconds); None if there was no time for one."""
+    No device holds more than it has with so many requests in flight.
+    """
     nodes, num = problem.num_nodes, problem.num_devices
     pairs = [(s, d) for s in range(num) for d in range(num) if s != d]
-    vals = problem.values
-    num_x, num_w = nodes * num, len(vals) * len(pairs)
-    size = num_x + num_w + 1
+    vals, held = problem.values, problem.resident(slots)
+    num_x, num_w, num_h = nodes * num, len(vals) * len(pairs), len(held.num_bytes) * num
+    size = num_x + num_w + num_h + 1
     scale = float(problem.load_us.sum(axis=0).min())
-    placed = _rows(
-        [(np.arange(nodes), np.arange(nodes) * num + d, np.ones(nodes)) for d in range(num)], nodes, size
-    )
-    rows = _crossings(problem, pairs, num_x)
-    crossing = _rows(rows, len(vals.pin_value) * len(pairs), size)
-    busy = _rows(_loads(problem, pairs, num_x, scale), num + num * num, size)
     upper = np.ones(size)
     upper[-1] = np.inf
     if problem.allowed is not None:
         upper[:num_x] = problem.allowed.ravel()
-    goal = np.zeros(size)
-    goal[-1] = 1.0
-    found = milp(
-        goal,
-        integrality=np.concatenate([np.ones(num_x), np.zeros(num_w + 1)]),
-        bounds=Bounds(0.0, upper),
-        constraints=[
-            LinearConstraint(placed, 1.0, 1.0),
+    crossing = _rows(_crossings(problem, pairs, num_x), len(vals.pin_value) * len(pairs), size)
+    busy = _rows(_loads(problem, pairs, num_x, scale, size - 1), num + num * num, size)
+    found = _solved(
+        _placed(nodes, num, size),
+        [
             LinearConstraint(crossing, -np.inf, 1.0),
             LinearConstraint(busy, -np.inf, 0.0),
+            *_within_memory(problem, held, held.pin_node, num_x + num_w, size),
         ],
-        options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+        Bounds(0.0, upper),
+        num_x,
+        time_limit_s,
     )
     if found.x is None:
         return None
     labels = found.x[:num_x].reshape(nodes, num).argmax(axis=1).astype(np.int64)
     return problem.column(labels), float(found.mip_dual_bound or 0.0) * scale
+
+
+def roomiest(problem: Problem) -> tuple[Column, float]:
+    """(the placement that lacks least for one request in flight, the least that any placement lacks).
+
+    In bytes of the fullest device, without temporaries; below zero there is room.
+    """
+    held = problem.resident(1.0)
+    load = problem.load_us if problem.allowed is None else np.where(problem.allowed, problem.load_us, np.inf)
+    labels: Labels = load.argmin(axis=1).astype(np.int64)  # of those that hold nothing
+    nodes, at = np.unique(held.pin_node, return_inverse=True)
+    if not len(nodes):
+        return problem.column(labels), -float(problem.memory_bytes.min())
+    num = problem.num_devices
+    num_x = len(nodes) * num
+    size = num_x + len(held.num_bytes) * num + 1
+    lower, upper = np.zeros(size), np.ones(size)
+    lower[-1], upper[-1] = -np.inf, np.inf
+    if problem.allowed is not None:
+        upper[:num_x] = problem.allowed[nodes].ravel()
+    rows = _within_memory(problem, held, at, num_x, size, slack=size - 1)
+    bounds = Bounds(lower, upper)
+    found = _solved(_placed(len(nodes), num, size), rows, bounds, num_x, ROOM_LIMIT_S)
+    if found.x is not None:
+        labels[nodes] = found.x[:num_x].reshape(-1, num).argmax(axis=1)
+    least = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
+    return problem.column(labels), least * float(problem.memory_bytes.max())
+
+
+def _solved(
+    placed: coo_array, rows: list[LinearConstraint], bounds: Bounds, num_x: int, time_limit_s: float
+) -> OptimizeResult:
+    """Minimises the last variable."""
+    size = placed.shape[1]
+    goal = np.zeros(size)
+    goal[-1] = 1.0
+    return milp(
+        goal,
+        integrality=np.concatenate([np.ones(num_x), np.zeros(size - num_x)]),
+        bounds=bounds,
+        constraints=[LinearConstraint(placed, 1.0, 1.0), *rows],
+        options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+    )
 
 
 Entries = tuple[Ints, Ints, Floats]
@@ -73,6 +108,37 @@ def _rows(entries: list[Entries], num_rows: int, size: int) -> coo_array:
     """A sparse matrix of (row, column, number)."""
     row, col, number = (np.concatenate([e[i] for e in entries]) for i in range(3))
     return coo_array((number, (row, col)), shape=(num_rows, size))
+
+
+def _placed(nodes: int, num: int, size: int) -> coo_array:
+    """Every node once."""
+    every = np.arange(nodes)
+    return _rows([(every, every * num + d, np.ones(nodes)) for d in range(num)], nodes, size)
+
+
+def _within_memory(
+    problem: Problem, held: Holdings, node_of: Ints, first: int, size: int, slack: int | None = None
+) -> list[LinearConstraint]:
+    """What is read is held, from variable `first` on; what is held is at most the memory, and the slack."""
+    num, items = problem.num_devices, len(held.num_bytes)
+    if not items:
+        return []
+    unit = float(problem.memory_bytes.max())
+    row = np.arange(len(node_of) * num)
+    pin, device = row // num, row % num
+    ones = np.ones(len(row))
+    reads = [
+        (row, node_of[pin] * num + device, ones),
+        (row, first + held.pin_item[pin] * num + device, -ones),
+    ]
+    every = np.arange(items)
+    full = [(np.full(items, d), first + every * num + d, held.num_bytes / unit) for d in range(num)]
+    if slack is not None:
+        full.append((np.arange(num), np.full(num, slack), -np.ones(num)))
+    return [
+        LinearConstraint(_rows(reads, len(row), size), -np.inf, 0.0),
+        LinearConstraint(_rows(full, num, size), -np.inf, problem.memory_bytes / unit),
+    ]
 
 
 def _crossings(problem: Problem, pairs: list[tuple[int, int]], num_x: int) -> list[Entries]:
@@ -89,11 +155,12 @@ def _crossings(problem: Problem, pairs: list[tuple[int, int]], num_x: int) -> li
     return entries
 
 
-def _loads(problem: Problem, pairs: list[tuple[int, int]], num_x: int, scale: float) -> list[Entries]:
+def _loads(
+    problem: Problem, pairs: list[tuple[int, int]], num_x: int, scale: float, last: int
+) -> list[Entries]:
     """Busy time of every device and link, less T."""
     vals, num = problem.values, problem.num_devices
     nodes, values = np.arange(problem.num_nodes), np.arange(len(vals))
-    last = num_x + len(vals) * len(pairs)
     rows = np.arange(num + num * num)
     entries: list[Entries] = [(rows, np.full(len(rows), last), np.full(len(rows), -1.0))]
     for d in range(num):

@@ -24,7 +24,7 @@ def two_stages(task: "Task", layer: Ints, num_layers: int) -> Iterator[Labels]:
     for first in (0, 1):
         for cut in np.argsort(split_periods(task.problem, layer, num_layers, first), kind="stable").tolist():
             labels = np.where(layer < cut + 1, first, 1 - first)
-            if task.pool.fits((task.problem.column(labels),)):
+            if task.pool.able(task.problem.column(labels)):
                 yield labels
                 break
 

@@ -28,9 +28,9 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan import scopes, throughput
-from tessera.plan.lanes import slot_counts
+from tessera.plan.lanes import slot_counts, slot_table
 from tessera.plan.pipeline import orders, pipeline, two_stages
-from tessera.plan.problem import Column, Ints, Labels, Mix, Problem
+from tessera.plan.problem import Column, Floats, Ints, Labels, Mix, Problem
 from tessera.plan.registry import Registry
 from tessera.plan.robust import Sampler
 
@@ -38,6 +38,8 @@ from tessera.plan.robust import Sampler
 KEEP = 2
 # Units of more launches than this are large: few candidates are looked at, those in full.
 MANY_LAUNCHES = 4_500
+# Requests in flight that are any number.
+MOST_SLOTS = 4096
 
 
 @dataclass(eq=False)
@@ -62,10 +64,6 @@ class Task:
     def pool(self) -> throughput.Pool:
         """Columns known so far."""
         return throughput.Pool(self.problem, self.slots)
-
-    def fits_with(self, columns: Sequence[Column], slots: int) -> bool:
-        """Do these placements fit together with so many requests in flight?"""
-        return self.pool.fits(columns) if slots == self.slots else self.problem.fits(columns, slots)
 
     @cached_property
     def coarse(self) -> dict[str, tuple[Mix, ...] | None]:
@@ -102,9 +100,20 @@ class Task:
         """Work units in one request of a column."""
         return 1.0
 
-    def slots_that_fit(self, columns: Iterable[Column]) -> int | None:
-        """The most requests in flight that memory allows on these columns; None: any number."""
-        return self.problem.slots_that_fit(columns)
+    def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
+        """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
+        return self.problem.footprints(columns)
+
+    def slots_that_fit(self, mix: Mix) -> int | None:
+        """The most requests in flight that memory allows on a mix's lanes in turn; None: any number."""
+        fixed, each = self.footprints(mix.columns)
+        table = slot_table(mix, self.slots)
+        left = self.problem.memory_bytes - fixed
+        for slots in range(MOST_SLOTS):
+            left = left - each[table[slots % len(table)]]
+            if (left < 0).any():
+                return slots
+        return None
 
     @cached_property
     def layer_of_node(self) -> tuple[Ints, int] | None:
@@ -134,7 +143,7 @@ def _throughput() -> Planner:
 
 @PLANNERS.register("single-placement")
 def _single_placement() -> Planner:
-    from tessera.plan.milp import single_placement
+    from tessera.plan.candidates import single_placement
 
     return single_placement
 
@@ -182,16 +191,17 @@ def single(task: Task) -> tuple[Mix, ...] | None:
 
 def data_parallel(task: Task) -> tuple[Mix, ...] | None:
     """A replica on every device that can hold one."""
-    found: list[Mix] = []
-    # Where memory is short, more devices take part if fewer requests are in flight; one each keeps them busy.
-    for slots in range(task.slots, 0, -1):
-        columns = [c for c in _alone(task.problem) if task.fits_with((c,), slots)]
-        is_fair = slots == task.slots or 1 < len(columns) <= slots
-        if is_fair and len(columns) > (len(found[-1].columns) if found else 0):
-            speeds = [1.0 / float(c.busy_us.max()) for c in columns]
-            mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
-            found.append(mix if slots == task.slots else replace(mix, slots=slot_counts(mix, slots)))
-    return tuple(found) or None
+    columns = [c for c in _alone(task.problem) if task.pool.able(c)]
+    if not columns:
+        return None
+    speeds = [1.0 / float(c.busy_us.max()) for c in columns]
+    mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
+    if task.pool.fits(columns, slot_counts(mix, task.slots)):
+        return (mix,)
+    # Where memory is short, a device has as many requests in flight as it can hold; one keeps it busy.
+    rooms = [task.problem.slots_that_fit(c) or 0 for c in columns]
+    counts = [min(n, room) for n, room in zip(slot_counts(mix, task.slots), rooms, strict=True)]
+    return (replace(mix, slots=tuple(counts)),)
 
 
 def prefill_decode(task: Task) -> tuple[Mix, ...] | None:
@@ -253,8 +263,9 @@ def _alone(problem: Problem) -> list[Column]:
 
 def _best(task: Task, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
     """The columns of the shortest period that fit, each alone."""
-    fitting = sorted((c for c in columns if task.pool.fits((c,))), key=lambda c: float(c.busy_us.max()))
-    return tuple(Mix((c,), (1.0,)) for c in fitting[:keep]) or None
+    fitting = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
+    fitting.sort(key=lambda m: -throughput.hope_per_s(m, task.slots) if m.slots else -m.rate_per_s)
+    return tuple(fitting[:keep]) or None
 
 
 def _vote(problem: Problem, marks: Sequence[Ints], num: int) -> Ints:

@@ -3,16 +3,17 @@
 A placement costs, per request,
   sum over nodes      (device price + path price) x load
   sum over transfers  link price x busy time  +  path price x (latency + wire time)
-  sum over weights    memory price x bytes, once per device that holds them
+  sum over residents  memory price x bytes, once per device that holds them: weights, and state as often as
+                      requests are in flight
 Two devices: an exact minimum cut. More: by eliminating nodes, exact where the trace is narrow and a proved
-bound elsewhere (see `elimination`); then, and where weights have a price, swap moves (for every two devices
+bound elsewhere (see `elimination`); then, and where memory has a price, swap moves (for every two devices
 an exact minimum cut decides which of the nodes on either should change over, until no pair helps). Swaps are
 used rather than expansions because "paid once per destination" stays exact inside a move. With a price on
-weights the bound is the one without: not tight, and not used.
+memory the bound is the one without, unless there are two devices: not tight, and not used.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from tessera.plan.cut import Network, network
 from tessera.plan.elimination import Elimination, elimination
 from tessera.plan.forest import Forest, forest
-from tessera.plan.problem import Floats, Ints, Labels, Problem
+from tessera.plan.problem import Floats, Holdings, Ints, Labels, Problem
 
 MAX_SWEEPS = 6
 # A placement this close to the bound is the cheapest, as far as floating point can tell.
@@ -35,8 +36,9 @@ class Prices:
     # [source, destination]
     link: Floats
     path: float = 0.0
-    # Per byte of weight resident on each device.
+    # Per byte resident on each device, with state of so many requests.
     memory: Floats | None = None
+    slots: float = 1.0
     # [node, device]: more, for the work of some nodes.
     own: Floats | None = None
 
@@ -49,14 +51,15 @@ class Bill:
     own: Floats
     # [value, source, destination]
     move: Floats
-    # [device], per byte of weight.
+    # [device], per byte resident there; and what that is.
     memory: Floats | None = None
+    resident: Holdings | None = None
 
     def cost(self, problem: Problem, labels: Labels) -> float:
         """Of a placement."""
         total = self.own[np.arange(len(labels)), labels].sum() + self.move[problem.crossings(labels)].sum()
-        if self.memory is not None:
-            total += self.memory @ problem.weights.bytes_on(labels, problem.num_devices)
+        if self.memory is not None and self.resident is not None:
+            total += self.memory @ self.resident.bytes_on(labels, problem.num_devices)
         return float(total)
 
 
@@ -83,9 +86,11 @@ class Pricer:
         if prob.num_devices == 1:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
+        resident = None if prices.memory is None else prob.resident(prices.slots)
+        bill = Bill(own, move, prices.memory, resident)
         if prob.allowed is not None:
-            own = own + _refusals(prob, own, move, prices.memory)
-        bill = Bill(own, move, prices.memory)
+            bill = replace(bill, own=own + _refusals(prob, bill))
+            own = bill.own
         if prob.num_devices == 2:
             return self._by_cut(bill)
         if prices.memory is None and self._forest is not None:
@@ -108,17 +113,17 @@ class Pricer:
     def _by_cut(self, bill: Bill) -> Priced:
         with_memory = bill.memory is not None
         if with_memory not in self._networks:
-            self._networks[with_memory] = self._network(with_memory)
+            self._networks[with_memory] = self._network(bill.resident)
         forward, backward = bill.move[:, 0, 1], bill.move[:, 1, 0]
-        if bill.memory is not None:
-            held = self.problem.weights.num_bytes
+        if bill.memory is not None and bill.resident is not None:
+            held = bill.resident.num_bytes
             forward = np.concatenate([forward, bill.memory[1] * held])
             backward = np.concatenate([backward, bill.memory[0] * held])
         return Priced(*self._networks[with_memory].solve(bill.own, forward, backward))
 
-    def _network(self, with_memory: bool) -> Network:
-        prob, vals, held = self.problem, self.problem.values, self.problem.weights
-        if not with_memory:
+    def _network(self, held: Holdings | None) -> Network:
+        prob, vals = self.problem, self.problem.values
+        if held is None:
             return network(prob.num_nodes, vals.producer, vals.pin_value, vals.pin_node)
         producer = np.concatenate([vals.producer, np.full(len(held.num_bytes), -1)])
         pin_value = np.concatenate([vals.pin_value, held.pin_item + len(vals)])
@@ -143,7 +148,7 @@ class Pricer:
         return Priced(best, bound)
 
 
-def _refusals(problem: Problem, own: Floats, move: Floats, memory: Floats | None) -> Floats:
+def _refusals(problem: Problem, bill: Bill) -> Floats:
     """[node, device]: what makes a device that the wishes refuse dearer than any other for the node.
 
     More than the node's own costs differ, and than all that its values and weights could cost; so a
@@ -151,13 +156,13 @@ def _refusals(problem: Problem, own: Floats, move: Floats, memory: Floats | None
     because cuts compute with integers.
     """
     assert problem.allowed is not None
-    vals, held = problem.values, problem.weights
-    dearest = move.max(axis=(1, 2)) * (problem.num_devices - 1)
+    vals, own = problem.values, bill.own
+    dearest = bill.move.max(axis=(1, 2)) * (problem.num_devices - 1)
     charge = 1e-9 + 2 * (own.max(axis=1) - own.min(axis=1))
     np.add.at(charge, vals.producer, 2 * dearest)
     np.add.at(charge, vals.pin_node, 2 * dearest[vals.pin_value])
-    if memory is not None:
-        np.add.at(charge, held.pin_node, 2 * held.num_bytes[held.pin_item] * memory.max())
+    if bill.memory is not None and (held := bill.resident) is not None:
+        np.add.at(charge, held.pin_node, 2 * held.num_bytes[held.pin_item] * bill.memory.max())
     return np.where(problem.allowed, 0.0, charge[:, None])
 
 
@@ -185,20 +190,19 @@ def swap(problem: Problem, labels: Labels, bill: Bill, pair: tuple[int, int]) ->
     backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
     kept = item[vals.pin_node] >= 0
     producer, pin_value, pin_item = at, vals.pin_value[kept], item[vals.pin_node[kept]]
-    if bill.memory is not None:
-        producer, pin_value, pin_item = _with_weights(problem, item, producer, pin_value, pin_item)
-        forward = np.concatenate([forward, bill.memory[b] * problem.weights.num_bytes])
-        backward = np.concatenate([backward, bill.memory[a] * problem.weights.num_bytes])
+    if bill.memory is not None and (held := bill.resident) is not None:
+        producer, pin_value, pin_item = _with_residents(held, item, producer, pin_value, pin_item)
+        forward = np.concatenate([forward, bill.memory[b] * held.num_bytes])
+        backward = np.concatenate([backward, bill.memory[a] * held.num_bytes])
     side_of, _ = network(len(free), producer, pin_value, pin_item).solve(costs, forward, backward)
     moved = labels.copy()
     moved[free] = np.array(pair)[side_of]
     return moved
 
 
-def _with_weights(
-    problem: Problem, item: Ints, producer: Ints, pin_value: Ints, pin_item: Ints
+def _with_residents(
+    held: Holdings, item: Ints, producer: Ints, pin_value: Ints, pin_item: Ints
 ) -> tuple[Ints, Ints, Ints]:
-    held = problem.weights
     kept = item[held.pin_node] >= 0
     return (
         np.concatenate([producer, np.full(len(held.num_bytes), -1)]),

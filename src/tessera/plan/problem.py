@@ -14,7 +14,7 @@ Free of charge: what a step starts with (weights are resident where read, inputs
 begins where it lives) and what it returns.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -191,24 +191,39 @@ class Problem:
             found[nodes] = devices
         return found
 
-    def excess_bytes(self, columns: Iterable[Column], slots: int) -> Floats:
+    def excess_bytes(self, columns: Iterable[Column], slots: int | Sequence[int]) -> Floats:
         """Bytes by which each device would overflow if it served all these columns (<= 0: it fits).
 
-        Weights are those of any of the columns; state and temporaries are those of `slots` requests in
-        flight, all of them on the column that needs the device most.
+        Weights are those of any of the columns, once. State and temporaries are those of the requests in
+        flight: so many on each column, or, of a single number, all on the column that needs most.
         """
-        fixed, per_slot = self.footprint(columns)
-        return np.asarray(fixed + slots * per_slot - self.memory_bytes)
+        fixed, each = self.footprints(columns)
+        held = slots * each.max(axis=0) if isinstance(slots, int) else np.asarray(slots) @ each
+        return np.asarray(fixed + held - self.memory_bytes)
 
     def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(bytes of weights on each device, bytes that one more request in flight may take there)."""
+        fixed, each = self.footprints(columns)
+        return fixed, np.asarray(each.max(axis=0))
+
+    def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
+        """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
         num = self.num_devices
+        listed = list(columns)
         held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
-        per_slot = np.zeros(num)
-        for column in columns:
+        for column in listed:
             held |= self.weights.present(column.labels, num)
-            per_slot = np.maximum(per_slot, self.slot_bytes(column.labels))
-        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), per_slot
+        each = np.array([self.slot_bytes(column.labels) for column in listed]).reshape(-1, num)
+        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), each
+
+    def resident(self, slots: float) -> Holdings:
+        """Weights once and the state of so many requests in flight: what pricing charges for by the byte."""
+        weights, states = self.weights, self.states
+        return Holdings(
+            np.concatenate([weights.num_bytes, slots * states.num_bytes]),
+            np.concatenate([weights.pin_item, states.pin_item + len(weights.num_bytes)]),
+            np.concatenate([weights.pin_node, states.pin_node]),
+        )
 
     def slot_bytes(self, labels: Labels) -> Floats:
         """State and temporaries of one request on each device, at most."""
@@ -223,9 +238,9 @@ class Problem:
         whole = np.zeros(self.num_nodes, dtype=np.int64)
         return max((float(step.peak_bytes(whole, 1)[0]) for step in self.temporaries), default=0.0)
 
-    def slots_that_fit(self, columns: Iterable[Column]) -> int | None:
-        """The most requests in flight that memory allows on these columns; None: any number."""
-        fixed, per_slot = self.footprint(columns)
+    def slots_that_fit(self, column: Column) -> int | None:
+        """The most requests in flight that memory allows on one column; None: any number."""
+        fixed, per_slot = self.footprint((column,))
         counts = (self.memory_bytes - fixed)[per_slot > 0] // per_slot[per_slot > 0]
         return max(0, int(counts.min())) if len(counts) else None
 
@@ -233,7 +248,7 @@ class Problem:
         """Does the placement keep the wishes?"""
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
-    def fits(self, columns: Iterable[Column], slots: int) -> bool:
+    def fits(self, columns: Iterable[Column], slots: int | Sequence[int]) -> bool:
         """Are the wishes kept, and do weights, state and temporaries fit everywhere?"""
         listed = list(columns)
         return all(self.is_allowed(c.labels) for c in listed) and bool(

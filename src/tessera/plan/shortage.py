@@ -1,8 +1,8 @@
 """Shortage: why nothing fits, by how much, and what to change.
 
-Proved, where all weights once and the state of all slots exceed the memory of all devices together, or where
-launches that must share a device need more than the largest one has. Else it is said of the best placement
-that was found.
+Proved, where weights once and the state of one request exceed the memory of all devices together, or where
+launches that must share a device need more than the largest one has, or by the mixed-integer program of
+`milp.roomiest`. It leaves temporaries out: where only they are too many, that is said of the placement found.
 """
 
 import numpy as np
@@ -13,27 +13,27 @@ from tessera.plan.problem import Column, Problem
 GB = 1e9
 
 
-def shortage(problem: Problem, found: Column, slots: int) -> PlanInfeasible:
-    """The refusal of a problem that no placement found fits; `found` is the one that lacks least."""
-    return _together(problem, slots) or _node(problem, slots) or _at_best(problem, found, slots)
+def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
+    """Why no placement fits with one request in flight; `found` lacks least, and `least_bytes` is proved."""
+    return _together(problem) or _node(problem) or _at_best(problem, found, least_bytes)
 
 
-def _together(problem: Problem, slots: int) -> PlanInfeasible | None:
+def _together(problem: Problem) -> PlanInfeasible | None:
     weights, state = float(problem.weights.num_bytes.sum()), float(problem.states.num_bytes.sum())
     memory = float(problem.memory_bytes.sum())
-    lacking = weights + slots * state - memory
+    lacking = weights + state - memory
     if lacking <= 0:
         return None
-    need = f"weights take {weights / GB:.3g} GB and the state of {slots} requests {slots * state / GB:.3g} GB"
+    need = f"weights take {weights / GB:.3g} GB and the state of one request {state / GB:.3g} GB"
     message = f"the model does not fit: {need}; {_devices(problem)} {memory / GB:.3g} GB, {_lacks(lacking)}"
-    return PlanInfeasible(message, _remedy(memory - weights, state, lacking))
+    return PlanInfeasible(message, _remedy(lacking))
 
 
-def _node(problem: Problem, slots: int) -> PlanInfeasible | None:
+def _node(problem: Problem) -> PlanInfeasible | None:
     """Launches that share a device, with all they must find there."""
     need = np.zeros(problem.num_nodes)
-    for held, copies in ((problem.weights, 1), (problem.states, slots)):
-        np.add.at(need, held.pin_node, copies * held.num_bytes[held.pin_item])
+    for held in (problem.weights, problem.states):
+        np.add.at(need, held.pin_node, held.num_bytes[held.pin_item])
     node, largest = int(need.argmax()), int(problem.memory_bytes.argmax())
     lacking = need[node] - problem.memory_bytes[largest]
     if lacking <= 0:
@@ -46,21 +46,21 @@ def _node(problem: Problem, slots: int) -> PlanInfeasible | None:
         f"the largest device, {problem.cluster.names[largest]}, has {problem.memory_bytes[largest] / GB:.3g}"
     )
     message = f"{what} and what must be with it need {need[node] / GB:.3g} GB; {room}, {_lacks(lacking)}"
-    return PlanInfeasible(message, "Add a larger device, or lower the batch, the context or the slots.")
+    return PlanInfeasible(message, "Add a larger device, or lower the batch or the context.")
 
 
-def _at_best(problem: Problem, found: Column, slots: int) -> PlanInfeasible:
+def _at_best(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
     weights, per_slot = problem.footprint((found,))
-    excess = problem.excess_bytes((found,), slots)
+    excess = problem.excess_bytes((found,), 1)
     worst = int(excess.argmax())
-    parts = f"weights {weights[worst] / GB:.3g} GB, state and temporaries of {slots} requests"
+    lacking = max(float(excess[worst]), least_bytes)
+    how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"
     message = (
-        f"no placement found fits: at best {problem.cluster.names[worst]} needs {parts} "
-        f"{slots * per_slot[worst] / GB:.3g} GB; it has {problem.memory_bytes[worst] / GB:.3g}, "
-        f"{_lacks(float(excess[worst]))}"
+        f"{how}: at best {problem.cluster.names[worst]} needs weights {weights[worst] / GB:.3g} GB, "
+        f"state and temporaries of 1 request {per_slot[worst] / GB:.3g} GB; it has "
+        f"{problem.memory_bytes[worst] / GB:.3g}, {_lacks(lacking)}"
     )
-    left = float(problem.memory_bytes[worst] - weights[worst])
-    return PlanInfeasible(message, _remedy(left, float(per_slot[worst]), float(excess[worst])))
+    return PlanInfeasible(message, _remedy(lacking))
 
 
 def _devices(problem: Problem) -> str:
@@ -72,9 +72,5 @@ def _lacks(num_bytes: float) -> str:
     return f"{num_bytes / GB:.3g} GB too little"
 
 
-def _remedy(left: float, per_slot: float, lacking: float) -> str:
-    """Fewer slots where that would do; else more memory."""
-    slots = int(left // per_slot) if per_slot > 0 else 0
-    if slots >= 1:
-        return f"Use at most {slots} slots, lower the batch or the context, or add {lacking / GB:.3g} GB."
+def _remedy(lacking: float) -> str:
     return f"Add a device with {lacking / GB:.3g} GB or more, or lower the batch or the context."

@@ -12,7 +12,7 @@ below a baseline. Under the latency objective candidates are compared by one req
 `latency_us` is one request alone on an idle system: the mean over lanes, weighted by their shares.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
@@ -23,13 +23,16 @@ from tessera.plan.wishes import Wish, check_wishes
 
 __all__ = ["PlanConfig", "Simulate", "solve"]
 
+# Requests in flight that are tried besides the number asked for, where memory is short.
+FEWER_SLOTS = (1, 2, 3, 4, 6, 8, 12, 16)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
     """What to plan for."""
 
     objective: ir.Objective
-    # Requests in flight.
+    # Requests in flight, at most.
     slots: int = 4
     # Name of a policy in PLANNERS; None: the objective's own.
     policy: str | None = None
@@ -75,9 +78,42 @@ def work_out(
     simulate: Simulate | None = None,
     glance: Simulate | None = None,
 ) -> Solution:
-    """As `solve`, with what was found on the way."""
+    """As `solve`, with what was found on the way.
+
+    Where memory is short, fewer requests in flight may leave room for a better placement: those are tried.
+    """
     if config.slots < 1:
         raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one slot.")
+    most = _work_out(unit, costs, cluster, config, simulate, glance)
+    if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
+        return most
+    fewer = [
+        _work_out(unit, costs, cluster, replace(config, slots=slots), simulate, glance)
+        for slots in FEWER_SLOTS
+        if slots < config.slots
+    ]
+    return max([most, *fewer], key=lambda s: objective_figure(s.plan, config.objective))
+
+
+def objective_figure(plan: ir.Plan, goal: ir.Objective) -> float:
+    """What an objective makes of a plan's own figures; more is better."""
+    if goal is ir.Objective.LATENCY:
+        return 1.0 / plan.latency_us
+    if goal is ir.Objective.COST and plan.usd_per_1k_units:
+        return 1.0 / plan.usd_per_1k_units
+    if goal is ir.Objective.ENERGY and plan.joules_per_unit:
+        return 1.0 / plan.joules_per_unit
+    return plan.simulated_per_s
+
+
+def _work_out(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    config: PlanConfig,
+    simulate: Simulate | None,
+    glance: Simulate | None,
+) -> Solution:
     name = config.policy or config.objective.value
     planner = PLANNERS.get(name)
     check_wishes(unit, config.wishes)

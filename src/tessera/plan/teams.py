@@ -62,10 +62,11 @@ def pairs(task: Task, depth: float, num: int) -> Iterator[Mix]:
         if num == 0 or not np.isfinite(least[one, other]):
             return
         pair = columns[one], columns[other]
-        if max(uses[one], uses[other]) < MAX_USES and task.pool.fits(pair):
+        share = float(share_of[one, other])
+        counts = slot_counts(Mix(pair, (share, 1 - share)), task.slots)
+        if max(uses[one], uses[other]) < MAX_USES and task.pool.fits(pair, counts):
             uses[one], uses[other], num = uses[one] + 1, uses[other] + 1, num - 1
-            share = float(share_of[one, other])
-            yield team(task, pair, slot_counts(Mix(pair, (share, 1 - share)), task.slots))
+            yield team(task, pair, counts)
 
 
 def filled(task: Task, num: int) -> Iterator[Mix]:
@@ -88,9 +89,10 @@ def filled(task: Task, num: int) -> Iterator[Mix]:
         if num == 0:
             return
         placements = (columns[index], *(alone[d] for d in staying))
-        if uses[index] < MAX_USES and task.pool.fits(placements):
+        counts = (task.slots - len(staying), *(1,) * len(staying))
+        if uses[index] < MAX_USES and task.pool.fits(placements, counts):
             uses[index], num = uses[index] + 1, num - 1
-            yield team(task, placements, (task.slots - len(staying), *(1,) * len(staying)))
+            yield team(task, placements, counts)
 
 
 def _stayings(task: Task) -> list[tuple[int, ...]]:
@@ -139,7 +141,7 @@ def neighbours(task: Task, mix: Mix, depth: float, num: int) -> Iterator[Mix]:
         if num == 0:
             return
         changed = _with_one(mix, counts, lane, columns[other])
-        if task.pool.fits(changed):
+        if task.pool.fits(changed, tuple(changed.values())):
             num -= 1
             yield team(task, tuple(changed), tuple(changed.values()))
 

@@ -4,6 +4,7 @@
     subject to  sum_p x_p busy[p, r] <= 1                    for every device and every link r
                 sum_p x_p path[p]    <= depth                requests in flight (Little's law)
                 sum_p x_p busy[p, s, d] <= share             for every device d and one step s
+                sum_p x_p (held[p, d] - memory[d]) <= 0      for every device d, where memory is short
                 x_p >= 0                                     for every placement p
 
 There are too many placements to list: `Pricer` finds the one that the dual prices y make cheapest. For
@@ -18,21 +19,26 @@ mixes are looked for in which that step is spread evenly too.
 Devices that are alike (see `kinds`) share their prices in some optimum, so a placement is looked for over
 kinds of device, and its requests are then spread over the cards of each kind.
 
-Memory enters by filtering: a placement that does not fit is not used; when pricing returns one, its
-weights are charged until the cheapest placement fits (a heuristic; the bound ignores memory and stays
-valid). Lanes are chosen greedily by rate so that all of them fit together.
+Memory is a row for every device: what a placement holds there, its weights and the state and temporaries of
+all requests in flight, counts by the share of the requests that follow it. So bytes have a price as time has,
+and placements are found that give up a little time for them. The row averages weights, which lanes share, and
+takes slots to follow shares; so a mix is checked once more as it would run, weights of all lanes once and
+every lane's own slots (`lanes`), and lanes are dropped, or fewer requests are in flight, until it fits. The
+bound ignores memory and stays valid.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from scipy.optimize import linprog
 
 from tessera.plan.kinds import Kinds, kinds_of
+from tessera.plan.lanes import slot_counts
+from tessera.plan.milp import best_placement, roomiest
 from tessera.plan.pricing import Pricer, Prices
-from tessera.plan.problem import Column, Floats, Labels, Mix, Problem, spread_us
+from tessera.plan.problem import Column, Floats, Mix, Problem, spread_us
 from tessera.plan.shortage import shortage
 
 # Stop when the bound is this close.
@@ -44,6 +50,10 @@ MAX_ROUNDS = 80
 # Lanes below this share of the requests are dropped.
 MIN_SHARE = 1e-3
 MAX_MEMORY_TRIES = 40
+# Where memory is short: rounds of pricing, and what a mix may pay, in rates, not to keep to memory at all.
+MAX_MEMORY_ROUNDS, MEMORY_PENALTY = 30, 10.0
+# There, up to so many choices, the best single placement is looked for too, for so long.
+FEW_CHOICES, FEW_LIMIT_S = 64, 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +84,15 @@ class Rates:
 
     # Of every column, per microsecond.
     rates: Floats
-    # Prices of devices and links, of path time, and of the step's time on every device.
+    # Prices of devices and links, of path time, of the step's time on every device, and of bytes there.
     duals: Floats
     path: float
     step: Floats
+    memory: Floats
 
 
 class Pool:
-    """Placements known so far, each once; all of them fit the devices' memory."""
+    """Placements known so far, each once; all of them fit the devices' memory with one request in flight."""
 
     def __init__(self, problem: Problem, slots: int) -> None:
         self.problem, self.slots = problem, slots
@@ -89,6 +100,7 @@ class Pool:
         self.pricer = Pricer(problem)
         self._keys: set[bytes] = set()
         self._step_us: dict[tuple[int, bytes], Floats] = {}
+        self._held: dict[bytes, Floats] = {}
         whole = np.zeros(problem.num_nodes, dtype=np.int64)
         everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
         self.is_tight = not problem.fits(everywhere, slots)
@@ -105,8 +117,8 @@ class Pool:
         return Pool(self.kinds.part, self.slots)
 
     def add(self, column: Column) -> bool:
-        """True if the column is new and fits."""
-        if column.key in self._keys or not self.fits((column,)):
+        """True if the column is new, and fits with one request in flight."""
+        if column.key in self._keys or not self.able(column):
             return False
         self._keys.add(column.key)
         self.columns.append(column)
@@ -127,49 +139,80 @@ class Pool:
         np.add.at(own, prob.node_of[step], prob.cost_us[step] * prob.unit.counts[step])
         return own / np.maximum(prob.load_us, 1e-300)
 
-    def fits(self, columns: Iterable[Column]) -> bool:
-        """Do these placements fit together? Checked only where a whole replica does not fit everywhere."""
-        return not self.is_tight or self.problem.fits(columns, self.slots)
+    def held(self, columns: Iterable[Column], slots: Floats) -> Floats:
+        """[column, device]: weights, and state and temporaries of so many requests on each device."""
+        found: list[Floats] = []
+        for column in columns:
+            known = self._held.get(column.key)
+            if known is None:
+                known = self._held[column.key] = np.array(self.problem.footprint((column,)))
+            found.append(known[0] + slots * known[1])
+        return np.array(found)
+
+    def fits(self, columns: Iterable[Column], slots: Sequence[int] | None = None) -> bool:
+        """Do these placements fit together, with so many slots on each (else all on any)?
+
+        Checked only where a whole replica does not fit everywhere.
+        """
+        return not self.is_tight or self.problem.fits(columns, self.slots if slots is None else slots)
+
+    def able(self, column: Column) -> bool:
+        """Does a placement fit with one request in flight?"""
+        return not self.is_tight or self.problem.fits((column,), 1)
+
+    def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
+        """A mix with as many requests in flight as memory holds; None if that is less than one a column."""
+        mix = Mix(tuple(columns), tuple(shares))
+        if not self.is_tight or self.problem.fits(mix.columns, slot_counts(mix, self.slots)):
+            return mix
+        for slots in range(self.slots - 1, len(mix.columns) - 1, -1):
+            counts = slot_counts(mix, slots)
+            if self.problem.fits(mix.columns, counts):
+                return replace(mix, slots=counts)
+        return None
 
     def price(self, prices: Prices) -> tuple[Column, float]:
-        """The cheapest placement found that fits, and the bound of all placements."""
+        """The cheapest placement found, and the bound of all placements."""
         cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
         starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
         priced = self.pricer.cheapest(prices, starts)
-        column = self.problem.column(priced.labels)
-        if not self.fits((column,)):
-            column = self._repair(prices, column, starts)
-        return column, priced.bound
+        return self.problem.column(priced.labels), priced.bound
 
-    def _repair(self, prices: Prices, column: Column, starts: list[Labels]) -> Column:
-        """Charges weights on overfull devices until the cheapest placement fits, or gives up."""
+    def fitting(self, slots: int) -> Column:
+        """A cheap placement, its bytes on overfull devices charged until it fits with so many requests."""
         prob = self.problem
-        memory = np.zeros(prob.num_devices)
-        total_bytes = max(1.0, float(prob.weights.num_bytes.sum()))
+        num = prob.num_devices
+        prices = Prices(np.ones(num), np.ones((num, num)) * 1e-3, slots=slots)
+        column, _ = self.price(prices)
+        memory = np.zeros(num)
+        total_bytes = max(1.0, float(prob.resident(slots).num_bytes.sum()))
         step = 1e-3 * float(_costs([column], prices)[0]) / total_bytes
         for _ in range(MAX_MEMORY_TRIES):
-            excess = prob.excess_bytes((column,), self.slots)
+            excess = prob.excess_bytes((column,), slots)
             if (excess <= 0).all():
                 break
             memory = np.where(excess > 0, np.maximum(memory * 1.6, step), memory)
-            charged = Prices(prices.device, prices.link, prices.path, memory)
-            column = prob.column(self.pricer.cheapest(charged, starts).labels)
+            column, _ = self.price(replace(prices, memory=memory))
         return column
 
 
 def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
     """Gives the pool its first columns; PlanInfeasible if nothing is found that fits."""
-    prob = pool.problem
     for mix in mixes:
         for column in mix.columns:
             pool.add(column)
-    if pool.columns:
+    if pool.columns and not pool.is_tight:
         return
-    num = prob.num_devices
-    start, _ = pool.price(Prices(np.ones(num), np.ones((num, num)) * 1e-3, 0.0))
-    if pool.add(start):
-        return
-    raise shortage(prob, start, pool.slots)
+    prob = pool.problem
+    for slots in range(pool.slots, 0, -1):
+        pool.add(pool.fitting(slots))
+        if prob.num_nodes * prob.num_devices <= FEW_CHOICES:
+            best = best_placement(prob, FEW_LIMIT_S, slots)
+            _ = best is not None and pool.add(best[0])
+    if not pool.columns:
+        found, least_bytes = roomiest(prob)
+        if not pool.add(found):
+            raise shortage(prob, found, least_bytes)
 
 
 def _costs(columns: list[Column], prices: Prices) -> Floats:
@@ -191,6 +234,7 @@ def generate(pool: Pool, limits: Limits = FREE) -> Solved:
         rates, bound = _generate(part, limits, kinds.limits)
         columns, rates = _spread_out(pool, part.columns, rates, kinds)
     mix = trimmed(pool, columns, rates, limits)
+    assert mix is not None, "every column fits with one request in flight"
     return Solved(mix, max(bound * 1e6, mix.rate_per_s if limits == FREE else 0.0))
 
 
@@ -223,6 +267,8 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
     center: Floats | None = None
     gap = LIMITED_GAP if limits != FREE else GAP if num == 2 else MANY_GAP
     rates = np.zeros(0)
+    if pool.is_tight and limits != FREE:
+        return _within_memory(pool, limits, capacity), bound
     for _ in range(MAX_ROUNDS):
         found = master(pool, pool.columns, limits, capacity)
         rates, total = found.rates, float(found.rates.sum())
@@ -241,7 +287,21 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
             break
     else:
         rates = master(pool, pool.columns, limits, capacity).rates
+    if pool.is_tight:
+        rates = _within_memory(pool, limits, capacity)
     return np.append(rates, np.zeros(len(pool.columns) - len(rates))), bound
+
+
+def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
+    """The rate of every column, with a price on the bytes of every device."""
+    slots = pool.slots / capacity[: pool.problem.num_devices]  # those of a kind share them
+    for _ in range(MAX_MEMORY_ROUNDS):
+        found = master(pool, pool.columns, limits, capacity, slots)
+        time = np.concatenate([found.duals, [found.path], found.step])
+        prices = replace(_prices(pool, limits, time), memory=found.memory, slots=float(slots.mean()))
+        if not pool.add(pool.price(prices)[0]):
+            break
+    return master(pool, pool.columns, limits, capacity, slots).rates
 
 
 def _prices(pool: Pool, limits: Limits, duals: Floats) -> Prices:
@@ -255,8 +315,14 @@ def _prices(pool: Pool, limits: Limits, duals: Floats) -> Prices:
     return Prices(duals[:num], on_links, float(duals[path_at]), own=own)
 
 
-def master(pool: Pool, columns: list[Column], limits: Limits = FREE, capacity: Floats | None = None) -> Rates:
-    """The linear program over known columns."""
+def master(
+    pool: Pool,
+    columns: list[Column],
+    limits: Limits = FREE,
+    capacity: Floats | None = None,
+    slots: Floats | None = None,
+) -> Rates:
+    """The linear program over known columns; with `slots` in flight on each device it has rows of memory."""
     num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T
     # Rates in units of the fastest column, so that the solver sees numbers near one.
@@ -268,31 +334,53 @@ def master(pool: Pool, columns: list[Column], limits: Limits = FREE, capacity: F
         steps = pool.step_us(columns, limits.step).T
     rows = np.vstack([busy, path, steps]) / unit
     right = np.concatenate([most, [limits.depth or 0.0], limits.share * most[:num]])
+    memory, goal = pool.problem.memory_bytes, -np.ones(len(columns))
+    if slots is not None:
+        # One more variable: the share of its memory by which a device is overfull, which nothing is worth.
+        over = pool.held(columns, slots).T / memory[:, None] - 1.0
+        rows = np.block([[rows, np.zeros((len(rows), 1))], [over, -np.ones((num, 1))]])
+        right, goal = np.append(right, np.zeros(num)), np.append(goal, MEMORY_PENALTY)
     used = rows.any(axis=1)
-    found = linprog(-np.ones(len(columns)), A_ub=rows[used], b_ub=right[used], method="highs")
+    found = linprog(goal, A_ub=rows[used], b_ub=right[used], method="highs")
     duals = np.zeros(len(rows))
     # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
     duals[used] = np.maximum(0.0, -found.ineqlin.marginals) / unit
-    at = len(busy)
-    return Rates(np.asarray(found.x) / unit, duals[:at], float(duals[at]), duals[at + 1 :])
+    at, steps_at = len(busy), len(busy) + 1 + num
+    bytes_ = duals[steps_at:] * unit / memory if slots is not None else np.zeros(num)
+    rates = np.asarray(found.x)[: len(columns)] / unit
+    return Rates(rates, duals[:at], float(duals[at]), duals[at + 1 : steps_at], bytes_)
 
 
-def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) -> Mix:
-    """The lanes that matter and fit together, with shares that balance them."""
+def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) -> Mix | None:
+    """The lanes that matter and fit together, with shares that balance them; None if nothing fits."""
     order = np.argsort(-rates, kind="stable")
-    kept: list[Column] = []
-    for index in order[rates[order] > MIN_SHARE * rates.sum()]:
-        if pool.fits((*kept, columns[index])):
-            kept.append(columns[index])
-    again = master(pool, kept, limits).rates
-    live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > MIN_SHARE * again.sum()]
-    total = sum(x for _, x in live)
-    return Mix(tuple(c for c, _ in live), tuple(x / total for _, x in live))
+    kept = [columns[i] for i in order[rates[order] > MIN_SHARE * rates.sum()].tolist()]
+    found: list[Mix] = []
+    while kept:
+        again = master(pool, kept, limits).rates
+        live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > MIN_SHARE * again.sum()]
+        total = sum(x for _, x in live)
+        mix = pool.held_by([c for c, _ in live], [x / total for _, x in live])
+        found += [mix] if mix is not None else []
+        if mix is not None and not mix.slots:
+            break
+        least = min(live, key=lambda x: x[1])[0]
+        kept = [c for c, _ in live if c is not least]
+    if pool.is_tight:
+        found += [mix for c in columns if (mix := pool.held_by((c,))) is not None]
+    return max(found, key=lambda m: hope_per_s(m, pool.slots), default=None)
+
+
+def hope_per_s(mix: Mix, slots: int) -> float:
+    """What a mix gives by busy time, if its requests in flight can keep that up, each step after the last."""
+    paths = [n / c.path_us for n, c in zip(slot_counts(mix, slots), mix.columns, strict=True)]
+    return min(mix.rate_per_s, 1e6 * sum(paths))
 
 
 def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
     """The best mix of just these columns; None if none fits."""
-    fitting = [c for c in columns if pool.fits((c,))]
-    if not fitting:
+    able = [c for c in columns if pool.able(c)]
+    if not able:
         return None
-    return trimmed(pool, fitting, master(pool, fitting).rates, FREE)
+    slots = np.full(pool.problem.num_devices, float(pool.slots)) if pool.is_tight else None
+    return trimmed(pool, able, master(pool, able, slots=slots).rates, FREE)

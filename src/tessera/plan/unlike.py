@@ -58,9 +58,10 @@ def pairs(task: JointTask, columns: Sequence[Column], depth: float, num: int) ->
         if num == 0 or not np.isfinite(least[one, other]):
             return
         pair, share = (columns[one], columns[other]), float(share_of[one, other])
-        if task.fits(pair):
+        counts = slot_counts(Mix(pair, (share, 1 - share)), task.slots)
+        if task.fits_with(pair, counts):
             num -= 1
-            yield team(task, pair, slot_counts(Mix(pair, (share, 1 - share)), task.slots))
+            yield team(task, pair, counts)
 
 
 def filled(task: JointTask, columns: Sequence[Column], alone: Sequence[Column], num: int) -> Iterator[Mix]:
@@ -81,9 +82,11 @@ def filled(task: JointTask, columns: Sequence[Column], alone: Sequence[Column], 
         placements = (columns[index], *staying)
         if num == 0:
             return
-        if any(c.variant != columns[index].variant for c in staying) and task.fits(placements):
+        counts = (task.slots - len(staying), *(1,) * len(staying))
+        is_mixed = any(c.variant != columns[index].variant for c in staying)
+        if is_mixed and task.fits_with(placements, counts):
             num -= 1
-            yield team(task, placements, (task.slots - len(staying), *(1,) * len(staying)))
+            yield team(task, placements, counts)
 
 
 def changed(task: JointTask, mix: Mix, columns: Sequence[Column], num: int) -> Iterator[Mix]:
@@ -100,7 +103,7 @@ def changed(task: JointTask, mix: Mix, columns: Sequence[Column], num: int) -> I
     for other in sorted(found, key=lambda m: -m.rate_per_s):
         if num == 0:
             return
-        if task.fits(other.columns):
+        if task.holds(other):
             num -= 1
             yield other
 

@@ -122,6 +122,6 @@ def test_more_slots_are_simulated_as_far_as_memory_goes() -> None:
         unit, costs, cluster, PlanConfig(ir.Objective.THROUGHPUT), lambda p: p.throughput_per_s * p.slots / 99
     )
 
-    assert [1, 2, 4] == [slots for slots, _ in plan.by_slots]
+    assert [1, 2, 4, 8] == [slots for slots, _ in plan.by_slots]
     assert [rate for _, rate in plan.by_slots] == sorted(rate for _, rate in plan.by_slots)
     assert plan.simulated_per_s == dict(plan.by_slots)[4]

@@ -20,7 +20,8 @@ def random_prices(seed: int, num: int) -> Prices:
 def bill_of(problem: Problem, prices: Prices) -> Bill:
     """The same prices, multiplied out."""
     own = (prices.device + prices.path) * problem.load_us
-    return Bill(own, prices.link * problem.wire_us + prices.path * problem.transfer_us, prices.memory)
+    move = prices.link * problem.wire_us + prices.path * problem.transfer_us
+    return Bill(own, move, prices.memory, problem.resident(prices.slots))
 
 
 def brute(problem: Problem, bill: Bill) -> float:

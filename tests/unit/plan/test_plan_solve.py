@@ -174,9 +174,7 @@ PER_LAYER = 4 * 16 * MiB + 8 * MiB
 @pytest.mark.parametrize("config", [THROUGHPUT, LATENCY])
 def test_model_too_large_for_each_device_is_split(config: PlanConfig) -> None:
     """Neither device holds all layers; the plan uses both and fits."""
-    slots_state = 3 * 8 * MiB
-    temporary = 4 * 24 * MiB
-    memory = [n * (PER_LAYER + slots_state) + temporary for n in (3, 2)]
+    memory = [n * PER_LAYER + 24 * MiB for n in (3, 2)]
     plan = solve(*layered_case(4, memory=memory), config)
     found = {b.name: b.throughput_per_s for b in plan.baselines}
 
@@ -189,7 +187,7 @@ def test_model_too_large_for_each_device_is_split(config: PlanConfig) -> None:
 
 
 def _resident(plan: ir.Plan) -> list[int]:
-    """Bytes per device: weights of all lanes, state of `slots` requests on the lane that needs most."""
+    """Bytes per device: weights of all lanes, state of all requests in flight on the lane that needs most."""
     weights: list[dict[str, int]] = [{} for _ in plan.cluster.devices]
     state = [0] * len(weights)
     for lane in plan.lanes:
@@ -244,7 +242,7 @@ def test_data_parallel_uses_fewer_slots_where_memory_is_short() -> None:
     config = replace(THROUGHPUT, policy="data-parallel")
     plan = solve(*case, config, rates, rates.glance)
 
-    assert 2 == plan.slots
+    assert 1 <= plan.lane_table[: plan.slots].count(1) <= 2
     assert (0, 1) == plan.used
     assert plan.simulated_per_s == pytest.approx(plan.throughput_per_s)
 
