@@ -264,7 +264,7 @@ def _alone(problem: Problem) -> list[Column]:
 def _best(task: Task, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
     """The columns of the shortest period that fit, each alone."""
     fitting = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
-    fitting.sort(key=lambda m: -throughput.hope_per_s(m, task.slots) if m.slots else -m.rate_per_s)
+    fitting.sort(key=lambda m: -throughput.hope_per_s(m, task.slots))
     return tuple(fitting[:keep]) or None
 
 

@@ -52,6 +52,8 @@ MIN_SHARE = 1e-3
 MAX_MEMORY_TRIES = 40
 # Where memory is short: rounds of pricing, and what a mix may pay, in rates, not to keep to memory at all.
 MAX_MEMORY_ROUNDS, MEMORY_PENALTY = 30, 10.0
+# Temporaries are not priced: where a placement is found that does not fit for them, bytes are made dearer.
+MEMORY_FACTORS = (1.0, 1.25, 1.6, 2.5)
 # There, up to so many choices, the best single placement is looked for too, for so long.
 FEW_CHOICES, FEW_LIMIT_S = 64, 2.0
 
@@ -299,7 +301,8 @@ def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
         found = master(pool, pool.columns, limits, capacity, slots)
         time = np.concatenate([found.duals, [found.path], found.step])
         prices = replace(_prices(pool, limits, time), memory=found.memory, slots=float(slots.mean()))
-        if not pool.add(pool.price(prices)[0]):
+        dearer = (replace(prices, memory=found.memory * factor) for factor in MEMORY_FACTORS)
+        if not any(pool.add(pool.price(tried)[0]) for tried in dearer):
             break
     return master(pool, pool.columns, limits, capacity, slots).rates
 
@@ -372,7 +375,9 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) ->
 
 
 def hope_per_s(mix: Mix, slots: int) -> float:
-    """What a mix gives by busy time, if its requests in flight can keep that up, each step after the last."""
+    """What a mix gives by busy time; with fewer requests in flight than asked for, if those can keep it up."""
+    if not mix.slots:
+        return mix.rate_per_s
     paths = [n / c.path_us for n, c in zip(slot_counts(mix, slots), mix.columns, strict=True)]
     return min(mix.rate_per_s, 1e6 * sum(paths))
 
