@@ -69,7 +69,7 @@ class Judge:
             return mix.rate_per_s
         known = self._rates.get(id(mix))  # the mix is kept beside its rate, so its id stays its own
         if known is None:
-            known = (mix, min(self._hope_per_s(mix), self.simulate(self._draft(mix))))
+            known = (mix, min(self.hope_per_s(mix), self.simulate(self._draft(mix))))
             self._rates[id(mix)] = known
         return known[1]
 
@@ -77,9 +77,9 @@ class Judge:
         """False where no simulation could."""
         if self.simulate is None:
             return True
-        return self.figure(mix, self._hope_per_s(mix)) >= figure
+        return self.figure(mix, self.hope_per_s(mix)) >= figure
 
-    def _hope_per_s(self, mix: Mix) -> float:
+    def hope_per_s(self, mix: Mix) -> float:
         """What no run exceeds: by busy time, and by Little's law, as no request is faster than one alone."""
         held = self._slots(mix)
         spans = [self.task.weight_of(c) / self._span_us(c) for c in mix.columns]
@@ -106,7 +106,7 @@ class Judge:
         glance = self.glance
         if self.simulate is None or glance is None:
             return None if self.simulate is None else self.rate_per_s
-        return lambda mix: min(self._hope_per_s(mix), glance(self._draft(mix)))
+        return lambda mix: min(self.hope_per_s(mix), glance(self._draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
         """One request alone."""

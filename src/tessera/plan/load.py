@@ -1,0 +1,407 @@
+"""Load: a model, a load and devices in; batch, microbatches and placement out.
+
+A work unit is a microbatch of requests: one prefill, and a decode for every token of the answers. Its batch
+and how many of them are in flight decide more than the placement: so every point (batch, microbatches) of a
+grid is looked at, by what it could give at best, and the best are planned in full. Baselines have the same
+freedom: each coarse policy at its own best point, data-parallel with a batch of its own for every device, all
+at the memory that there is and within the same limit of time per token.
+
+Time per output token is what a request waits for its next token: with n microbatches in flight on a lane that
+ends r of them a second, a microbatch takes n / r (Little's law), and what its prefill does not take of that
+its decodes share.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tessera import ir
+from tessera.errors import PlanInfeasible
+from tessera.plan import throughput
+from tessera.plan.joint import JointTask
+from tessera.plan.judge import Judge
+from tessera.plan.lanes import slot_counts
+from tessera.plan.policies import COARSE, Task
+from tessera.plan.problem import Column, Mix, build
+from tessera.plan.solve import PlanConfig, Simulate, work_out
+
+# Batches that are looked at first; then those near the best of every policy, as multiples of these.
+BATCHES = tuple(2**n for n in range(1, 11))
+NEAR = (0.75, 0.875, 1.125, 1.25, 1.5)
+# Microbatches in flight as multiples of the number of devices.
+DEPTHS = (0.5, 1.0, 1.5, 2.0)
+# Points that are planned in full, and those of a coarse policy that are simulated.
+MAX_PLANNED, MAX_SIMULATED = 4, 6
+# A point whose best hope is this much above the best plan is worth planning.
+WORTH = 1.005
+
+Point = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be served, and how fast at least."""
+
+    # Tokens of the answer of a request; a unit without decodes counts rows.
+    output_tokens: int
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one policy gives at one point, simulated."""
+
+    policy: str
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    # Rows of a microbatch on each device that has one, by the device's name.
+    batch: dict[str, int]
+    microbatches: int
+
+    def keeps(self, target: Target) -> bool:
+        """Is it within the limits?"""
+        in_time = target.tpot_ms is None or self.tpot_ms <= target.tpot_ms * (1 + 1e-9)
+        return in_time and (target.ttft_ms is None or self.ttft_ms <= target.ttft_ms * (1 + 1e-9))
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The plan for a load, what it gives, and what every coarser policy gives at its own best."""
+
+    plan: ir.Plan
+    chosen: Option
+    # Of every policy that applies.
+    baselines: tuple[Option, ...]
+    # Everything that was simulated.
+    options: tuple[Option, ...]
+
+    @property
+    def frontier(self) -> tuple[Option, ...]:
+        """Of each policy, the options that no other of it beats in both tokens per second and time a token."""
+        kept: list[Option] = []
+        for policy in dict.fromkeys(o.policy for o in self.options):
+            best = 0.0
+            for option in sorted(
+                (o for o in self.options if o.policy == policy), key=lambda o: (o.tpot_ms, -o.tokens_per_s)
+            ):
+                if option.tokens_per_s > best:
+                    kept.append(option)
+                    best = option.tokens_per_s
+        return tuple(kept)
+
+
+def plan_load(
+    variant_at: Callable[[int], ir.Variant],
+    cluster: ir.Cluster,
+    target: Target,
+    make_simulate: Callable[[], tuple[Simulate, Simulate]],
+    batches: Sequence[int] = BATCHES,
+    max_microbatches: int | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> LoadPlan:
+    """The plan that gives most tokens per second within memory and the limits."""
+    search = _Search(cluster, target, make_simulate, max_microbatches or 2 * len(cluster.devices))
+    for batch in batches:
+        advance(f"pricing batch {batch}")
+        if not search.look(variant_at(batch)):
+            break
+    if not search.points:
+        raise search.refusal()
+    if len(batches) > 1:
+        for batch in search.near():
+            advance(f"pricing batch {batch}")
+            search.look(variant_at(batch))
+    return search.found(advance)
+
+
+@dataclass(eq=False)
+class _Point:
+    """One batch with so many microbatches in flight at most."""
+
+    variant: ir.Variant
+    task: Task
+    judge: Judge
+
+
+@dataclass(eq=False)
+class _Search:
+    cluster: ir.Cluster
+    target: Target
+    make_simulate: Callable[[], tuple[Simulate, Simulate]]
+    max_microbatches: int
+    points: dict[Point, _Point] = field(default_factory=dict)
+    options: list[Option] = field(default_factory=list)
+    _refused: PlanInfeasible | None = None
+    _optima: dict[Point, Mix] = field(default_factory=dict)
+
+    def look(self, variant: ir.Variant) -> bool:
+        """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
+        problem = build(variant.unit, variant.costs, self.cluster)
+        simulate, glance = self.make_simulate()
+        num = len(self.cluster.devices)
+        for slots in sorted({max(1, round(depth * num)) for depth in DEPTHS}):
+            if slots > self.max_microbatches:
+                continue
+            task = Task(problem, slots, is_judged=True)
+            try:
+                throughput.seed(task.pool, [m for mixes in task.coarse.values() for m in mixes or ()])
+            except PlanInfeasible as error:
+                self._refused = self._refused or error
+                return False
+            judge = Judge(task, ir.Objective.THROUGHPUT, "plan", simulate, glance)
+            self.points[variant.batch, slots] = _Point(variant, task, judge)
+        return True
+
+    def near(self) -> list[int]:
+        """Batches between those looked at, around the most hopeful of every policy."""
+        hopes: dict[str, tuple[float, int]] = {}
+        for (batch, slots), point in self.points.items():
+            listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
+            listed.append(("plan", self._optimum(point)))
+            for device in range(len(self.cluster.devices)) if slots == 1 else ():
+                listed.append((f"{device}", Mix((_alone(point, device),), (1.0,))))
+            for name, mix in listed:
+                if point.task.problem.fits(mix.columns, slot_counts(mix, slots)) and self._may_keep(
+                    point, mix
+                ):
+                    hopes[name] = max(hopes.get(name, (0.0, 0)), (self._hope(point, mix), batch))
+        known = {batch for batch, _ in self.points}
+        around = {_even(batch * factor) for _, batch in hopes.values() for factor in NEAR}
+        return sorted(around - known)
+
+    def refusal(self) -> PlanInfeasible:
+        """Why not even the smallest batch fits."""
+        return self._refused or PlanInfeasible("no batch was given", "Give at least one.")
+
+    def found(self, advance: Callable[[str], None]) -> LoadPlan:
+        """Baselines first: the plan must beat them."""
+        advance("coarser policies")
+        single = self._replicas()
+        coarse = {name: self._coarse(name) for name in COARSE if name not in ("single", "data-parallel")}
+        best: dict[str, tuple[Option, Callable[[], ir.Plan]]] = {}
+        for name, listed in {**single, **coarse}.items():
+            keeping = [(o, make) for o, make in listed if o.keeps(self.target)]
+            if keeping:
+                best[name] = max(keeping, key=lambda x: x[0].tokens_per_s)
+        planned = self._planned(max((o.tokens_per_s for o, _ in best.values()), default=0.0), advance)
+        everything = [*planned, *best.values()]
+        if not everything:
+            raise self._too_slow()
+        chosen, make = max(everything, key=lambda x: x[0].tokens_per_s)
+        plan = make()
+        return LoadPlan(plan, chosen, tuple(o for o, _ in best.values()), tuple(self.options))
+
+    def _too_slow(self) -> PlanInfeasible:
+        fastest = min(self.options, key=lambda o: o.tpot_ms)
+        return PlanInfeasible(
+            f"no plan keeps to the limits: the fastest takes {fastest.tpot_ms:.3g} ms a token and "
+            f"{fastest.ttft_ms:.3g} ms to the first",
+            "Allow more time, or add a faster device.",
+        )
+
+    # Coarser policies.
+
+    def _replicas(self) -> dict[str, list[tuple[Option, Callable[[], ir.Plan]]]]:
+        """A model on every device, each at its own best batch; and on the best one alone."""
+        best: dict[int, tuple[Option, Point, Column]] = {}
+        for (batch, slots), point in self.points.items():
+            for device in range(len(self.cluster.devices)) if slots == 1 else ():
+                column = _alone(point, device)
+                if not point.task.problem.fits((column,), 1):
+                    continue
+                option = self._option("single", point, Mix((column,), (1.0,)), 1e6 / column.path_us)
+                if option.keeps(self.target) and (
+                    device not in best or option.tokens_per_s > best[device][0].tokens_per_s
+                ):
+                    best[device] = (option, (batch, slots), column)
+        if not best:
+            return {}
+        alone = max(best.values(), key=lambda x: x[0].tokens_per_s)
+        lone = self.points[alone[1]]
+
+        def all_of_them() -> ir.Plan:
+            return self._joined([(point, column) for _, point, column in best.values()])
+
+        listed = [option for option, _, _ in best.values()]
+        together = Option(
+            "data-parallel",
+            sum(o.tokens_per_s for o in listed),
+            max(o.tpot_ms for o in listed),
+            max(o.ttft_ms for o in listed),
+            {name: b for o in listed for name, b in o.batch.items()},
+            len(listed),
+        )
+        self.options.append(together)
+        return {
+            "single": [(alone[0], lambda: self._plan(lone, Mix((alone[2],), (1.0,)), "single"))],
+            "data-parallel": [(together, all_of_them)],
+        }
+
+    def _coarse(self, name: str) -> list[tuple[Option, Callable[[], ir.Plan]]]:
+        """A coarse policy at the points where it could be best, by simulation."""
+        hopes = [
+            (self._hope(point, mix), point, mix)
+            for point in self.points.values()
+            for mix in point.task.coarse[name] or ()
+        ]
+        hopes = [x for x in hopes if self._may_keep(x[1], x[2])]
+        found: list[tuple[Option, Callable[[], ir.Plan]]] = []
+        best = 0.0
+        for hope, point, mix in sorted(hopes, key=lambda x: -x[0]):
+            if len(found) == MAX_SIMULATED or hope <= best:
+                break
+            option = self._simulated(name, point, mix)
+            if option.keeps(self.target):
+                best = max(best, option.tokens_per_s)
+            found.append((option, _planner(self._plan, point, mix, name)))
+        return found
+
+    # The plan.
+
+    def _planned(
+        self, floor: float, advance: Callable[[str], None]
+    ) -> list[tuple[Option, Callable[[], ir.Plan]]]:
+        """Kernel-level plans at the points of the highest hopes, until none of those left could be better."""
+        hopes: list[tuple[float, _Point]] = []
+        for (batch, slots), point in self.points.items():
+            mix = self._optimum(point)
+            if slots == len(self.cluster.devices):  # for the curve of throughput over time per token
+                glance = point.judge.quick_rate
+                assert glance is not None
+                self._option("plan", point, mix, glance(mix))
+            if self._may_keep(point, mix):
+                hopes.append((self._hope(point, mix), point))
+        found: list[tuple[Option, Callable[[], ir.Plan]]] = []
+        best = floor
+        for hope, point in sorted(hopes, key=lambda x: -x[0]):
+            if len(found) == MAX_PLANNED or hope < best * WORTH:
+                break
+            advance(f"planning batch {point.variant.batch}, {point.task.slots} microbatches")
+            config = PlanConfig(ir.Objective.THROUGHPUT, point.task.slots, shown_slots=())
+            unit, costs = point.variant.unit, point.variant.costs
+            made = work_out(unit, costs, self.cluster, config, point.judge.simulate, point.judge.glance)
+            option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
+            found.append((option, _constant(made.plan)))
+            if option.keeps(self.target):
+                best = max(best, option.tokens_per_s)
+        return [x for x in found if x[0].keeps(self.target)]
+
+    # Figures.
+
+    def _hope(self, point: _Point, mix: Mix) -> float:
+        """Tokens per second that no run exceeds by busy time and by the requests in flight."""
+        return self._tokens(point) * point.judge.hope_per_s(mix)
+
+    def _optimum(self, point: _Point) -> Mix:
+        """The best mix of a point by busy time and depth."""
+        key = (point.variant.batch, point.task.slots)
+        if key not in self._optima:
+            limits = throughput.Limits(1.1 * point.task.slots)
+            self._optima[key] = throughput.generate(point.task.pool, limits).mix
+        return self._optima[key]
+
+    def _may_keep(self, point: _Point, mix: Mix) -> bool:
+        """False where even at its rate by busy time a token takes too long."""
+        if self.target.tpot_ms is None:
+            return True
+        taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) / mix.rate_per_s
+        return self._per_token_ms(point, mix, taken_ms) <= self.target.tpot_ms
+
+    def _tokens(self, point: _Point) -> float:
+        """Tokens of a work unit."""
+        return point.variant.batch * max(1, self.target.output_tokens)
+
+    def _simulated(self, policy: str, point: _Point, mix: Mix) -> Option:
+        return self._option(policy, point, mix, point.judge.rate_per_s(mix))
+
+    def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
+        num = sum(slot_counts(mix, point.task.slots))
+        taken_ms = 1e3 * num / rate_per_s
+        names = self.cluster.names
+        used = np.unique(np.concatenate([c.labels for c in mix.columns])).tolist()
+        option = Option(
+            policy,
+            self._tokens(point) * rate_per_s,
+            self._per_token_ms(point, mix, taken_ms),
+            self._first_ms(point, mix, taken_ms),
+            {names[d]: point.variant.batch for d in used},
+            num,
+        )
+        self.options.append(option)
+        return option
+
+    def _per_token_ms(self, point: _Point, mix: Mix, taken_ms: float) -> float:
+        runs = max(1, self.target.output_tokens)
+        return (
+            (taken_ms - self._first_ms(point, mix, taken_ms)) / runs
+            if self._has_prefill(point)
+            else taken_ms / runs
+        )
+
+    def _first_ms(self, point: _Point, mix: Mix, taken_ms: float) -> float:
+        """The share of its time that a microbatch spends until its first token: by its steps' own times."""
+        if not self._has_prefill(point):
+            return taken_ms
+        problem = point.task.problem
+        steps = [
+            sum(
+                float(problem.step_us(c.labels, s).sum()) * share
+                for c, share in zip(mix.columns, mix.shares, strict=True)
+            )
+            for s in range(len(problem.unit.graphs))
+        ]
+        before = sum(
+            us for us, g in zip(steps, problem.unit.graphs, strict=True) if g.trace.step.kind != "decode"
+        )
+        return taken_ms * before / sum(steps)
+
+    @staticmethod
+    def _has_prefill(point: _Point) -> bool:
+        kinds = [g.trace.step.kind for g in point.variant.unit.graphs]
+        return "decode" in kinds and len(kinds) > 1
+
+    # Records.
+
+    def _plan(self, point: _Point, mix: Mix, policy: str) -> ir.Plan:
+        plan = replace(point.judge.finished(mix, (), [mix], ()), policy=policy)
+        ir.verify(plan)
+        return plan
+
+    def _joined(self, chosen: Iterable[tuple[Point, Column]]) -> ir.Plan:
+        """One lane for each device, at batches of their own."""
+        listed = list(chosen)
+        batches = list(dict.fromkeys(point for point, _ in listed))
+        parts = tuple(self.points[point].task for point in batches)
+        task = JointTask(parts[0].problem, len(listed), True, parts=parts)
+        columns = [task.scaled(batches.index(point), column) for point, column in listed]
+        speeds = [1.0 / float(c.busy_us.max()) for c in columns]
+        mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), (1,) * len(columns))
+        simulate, glance = self.make_simulate()
+        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate, glance)
+        plan = judge.finished(mix, (), [mix], ())
+        ir.verify(plan)
+        return plan
+
+
+def _alone(point: _Point, device: int) -> Column:
+    """All of it on one device."""
+    problem = point.task.problem
+    return problem.column(np.full(problem.num_nodes, device, dtype=np.int64))
+
+
+def _even(batch: float) -> int:
+    """A whole number of eights, where there are that many."""
+    return max(1, round(batch / 8) * 8 if batch >= 16 else round(batch))
+
+
+def _constant(plan: ir.Plan) -> Callable[[], ir.Plan]:
+    return lambda: plan
+
+
+def _planner(
+    make: Callable[[_Point, Mix, str], ir.Plan], point: _Point, mix: Mix, name: str
+) -> Callable[[], ir.Plan]:
+    return lambda: make(point, mix, name)
