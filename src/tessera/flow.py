@@ -1,7 +1,7 @@
 """The stages put together: what several commands share."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from tessera.analyze import build_graph
 from tessera.analyze.accesses import tables_of, triton_accesses
 from tessera.analyze.interpret import interpret
-from tessera.capture import Workload, build, own
+from tessera.capture import Workload, build, own, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName
 from tessera.execute import kernel_launch
@@ -22,13 +22,26 @@ from tessera.ir import (
     Graph,
     Objective,
     Plan,
+    Step,
     Trace,
     Variant,
     WorkUnit,
     verify,
 )
 from tessera.ir.joining import check_counts, check_steps
-from tessera.plan import Batched, PlanConfig, Simulate, Wish, solve, solve_batches
+from tessera.ir.rebatch import Rebatched
+from tessera.plan import (
+    BATCHES,
+    Batched,
+    LoadPlan,
+    PlanConfig,
+    Simulate,
+    Target,
+    Wish,
+    plan_load,
+    solve,
+    solve_batches,
+)
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
 
@@ -36,6 +49,9 @@ if TYPE_CHECKING:
     from tessera.execute.link_times import TransferTimes
 
 Tensors = Mapping[str, torch.Tensor]
+
+# A step is recorded at these batches, and written down at others.
+ANCHORS = (16, 48)
 
 # Kernels with PTX: capture has them proved, and they run in the interpreter where there is no GPU.
 own.hand_in(triton_accesses, kernel_launch.run_kernel, tables_of)
@@ -113,6 +129,49 @@ def make_batched_plan(
         return made, made.glance
 
     return solve_batches(variants, cluster, config, rates, advance)
+
+
+def make_load_plan(
+    steps: Sequence[Step],
+    cluster: Cluster,
+    target: Target,
+    batches: Sequence[int] = BATCHES,
+    max_microbatches: int | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> LoadPlan:
+    """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch.
+
+    They are recorded at two batches and written down for the others; the plan's own batches are recorded too,
+    and must be what was planned with.
+    """
+
+    def recorded(batch: int) -> list[Trace]:
+        advance(f"recording batch {batch}")
+        return [record_step(replace(step, batch=batch), "fake") for step in steps]
+
+    anchors = ANCHORS if len(batches) > 1 else tuple(batches)
+    traces = {batch: recorded(batch) for batch in anchors}
+    families = [Rebatched(*pair) for pair in zip(*traces.values(), strict=True)] if len(anchors) > 1 else []
+
+    def variant_at(batch: int) -> Variant:
+        at_batch = traces.get(batch) or [family.at(batch) for family in families]
+        counts = [target.output_tokens if t.step.kind == "decode" and len(steps) > 1 else 1 for t in at_batch]
+        unit = make_unit(at_batch, counts)
+        return Variant(unit, price(unit, cluster))
+
+    def rates() -> tuple[Simulate, Simulate]:
+        made = SteadyRates()
+        return made, made.glance
+
+    found = plan_load(variant_at, cluster, target, rates, batches, max_microbatches, advance)
+    for variant in found.plan.every_variant:
+        for graph, trace in zip(variant.unit.graphs, recorded(variant.batch), strict=True):
+            if graph.trace.digest != trace.digest:
+                raise MismatchError(
+                    f"{trace.step.kind} at batch {variant.batch} is not recorded as {anchors} foretell",
+                    f"Plan with --batch {variant.batch}, or from traces of the batches that are wanted.",
+                )
+    return found
 
 
 def workload_of(trace: Trace) -> Workload:

@@ -9,6 +9,7 @@ import typer
 
 from tessera.cli import batches
 from tessera.cli.batches import by_batch
+from tessera.cli.capture import RandomWeights
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan_text import document, reasons, show, show_reasons
 from tessera.errors import MismatchError, TesseraError, UnknownName
@@ -28,7 +29,12 @@ BATCH_HELP = "The traces are of several batches of the same steps: choose the ba
 
 
 def plan(
-    traces: Annotated[list[Path], typer.Argument(help="The steps of one request, in order.")],
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."
+        ),
+    ],
     costs: Annotated[list[Path] | None, typer.Option(help="Costs, one per trace in any order.")] = None,
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
@@ -36,7 +42,27 @@ def plan(
         list[str] | None, typer.Option(help="Devices whose links share one wire: emu:l40s,emu:l40s#1.")
     ] = None,
     objective: Annotated[str, typer.Option(help="throughput, latency, cost or energy.")] = "throughput",
-    slots: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Microbatches in flight, at most.", show_default="4; of a model: chosen"),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Of a model: the batch, instead of the best.", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Of a model: tokens of a prompt.")] = 1024,
+    output_tokens: Annotated[
+        int,
+        typer.Option(help="Of a model: tokens of an answer; 0: decodes alone, at a context of the prompt."),
+    ] = 256,
+    tpot_ms: Annotated[
+        float | None,
+        typer.Option(help="Of a model: milliseconds per output token, at most.", show_default=False),
+    ] = None,
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option(help="Of a model: milliseconds to the first token, at most.", show_default=False),
+    ] = None,
+    random_weights: RandomWeights = False,
     counts: Annotated[str | None, typer.Option(help="Runs of each step in a request, as 1,32.")] = None,
     policy: Annotated[str | None, typer.Option(help="Force a coarser policy, such as data-parallel.")] = None,
     pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
@@ -54,12 +80,42 @@ def plan(
 ) -> None:
     """Decide which device runs which launch, and what that gives.
 
-    Give the traces of one request in order. A decode belongs to a prefill when both have the same batch and
-    the decode's context is the prefill's context plus its reserve.
+    Of a model, batch and microbatches are chosen too: what gives most tokens per second on these devices
+    within their memory and the limits. No weights are needed, and none of the devices.
+
+    Or give the traces of one request in order. A decode belongs to a prefill when both have the same batch
+    and the decode's context is the prefill's context plus its reserve.
     """
     started = time.perf_counter()
     goal = _objective(objective)
-    loaded = [load(Trace, path) for path in traces]
+    if _is_model(traces):
+        from tessera.cli.plan_load import plan_for_load
+
+        _refuse(
+            {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid}
+            | {
+                "--batch-choices": batch_choices,
+                "--explain": explain,
+                "--objective": objective != "throughput",
+            }
+        )
+        plan_for_load(
+            traces[0],
+            _cluster(devices, link or [], bus or []),
+            prompt_tokens,
+            output_tokens,
+            (tpot_ms, ttft_ms),
+            batch,
+            slots,
+            random_weights,
+            output,
+            as_json,
+        )
+        return
+    _refuse({"--batch": batch, "--tpot-ms": tpot_ms, "--ttft-ms": ttft_ms}, "a model's name, not traces")
+    slots = 4 if slots is None else slots
+    paths = [Path(trace) for trace in traces]
+    loaded = [load(Trace, path) for path in paths]
     units = by_batch(loaded) if batch_choices else [loaded]
     wishes = _wishes(pin or [], forbid or [])
 
@@ -71,7 +127,7 @@ def plan(
         tried = [_variant(chosen, _counts(counts), prices, advance) for chosen in units]
         cluster = tried[0][0]
         made, alone = _planned(cluster, [v for _, v in tried], goal, slots, policy, wishes, advance)
-    path = output or traces[-1].with_suffix(".plan")
+    path = output or paths[-1].with_suffix(".plan")
     save(made, path)
     if as_json:
         seconds = round(time.perf_counter() - started, 3)
@@ -85,6 +141,26 @@ def plan(
         if explain:
             show_reasons(made)
         console().print(f"{path}: written", markup=False)
+
+
+def _is_model(words: Sequence[str]) -> bool:
+    """One word that is no file of a trace."""
+    return len(words) == 1 and not Path(words[0]).is_file() and not words[0].endswith(".trace")
+
+
+def _refuse(given: dict[str, object], needs: str = "traces, not a model's name") -> None:
+    """Options of the other form."""
+    for name, value in given.items():
+        if value:
+            raise TesseraError(f"{name} needs {needs}", "Leave it out, or see `tessera plan --help`.", name)
+
+
+def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster:
+    from tessera.profile import parse_devices, wire
+
+    if devices is None:
+        raise TesseraError("no devices were named", "Name them: --devices emu:a100,emu:l40s.", "--devices")
+    return wire(parse_devices(devices), links, buses)
 
 
 def _variant(
@@ -154,7 +230,7 @@ def _prices(
 ) -> tuple[Cluster, tuple[Costs, ...]]:
     """Costs from the files given, or made from the best source present; known: digests of all traces."""
     from tessera.flow import price
-    from tessera.profile import parse_devices, wire
+    from tessera.profile import wire
 
     if files and devices:
         raise TesseraError(
@@ -163,7 +239,7 @@ def _prices(
     if not files:
         if devices is None:
             raise TesseraError("neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s.")
-        cluster = wire(parse_devices(devices), links, buses)
+        cluster = _cluster(devices, links, buses)
         return cluster, price(unit, cluster)
     loaded = {path: load(Costs, path) for path in files}
     by_trace = {c.trace_digest: c for c in loaded.values()}

@@ -1,10 +1,10 @@
 """Traces of one step at any batch, from its recordings at two.
 
-A model's launches at two batches differ in numbers only: sizes, strides, offsets, extents. Each of those grows
-evenly with the batch, so a trace between two recordings, or beyond them, can be written down without recording
-it. Where the recordings differ in more than such numbers (another kernel, another number of launches, a
-constant made for one batch) there is no such trace, and the place is said. Nothing proves that a program has
-no other rule at a third batch: a trace that is to be run is recorded, and compared.
+A model's launches at two batches differ in numbers only: sizes, strides, offsets, extents. Each of those
+grows evenly with the batch, so a trace between two recordings, or beyond them, can be written down without
+recording it. Where the recordings differ in more than such numbers (another kernel, another number of
+launches, a constant made for one batch) there is no such trace, and the place is said. Nothing proves that a
+program has no other rule at a third batch: a trace that is to be run is recorded, and compared.
 """
 
 from collections.abc import Iterator

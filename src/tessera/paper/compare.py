@@ -16,8 +16,8 @@ from tessera.ir import Cluster, Costs, Objective, Plan, WorkUnit
 from tessera.paper.library import Library
 from tessera.paper.records import Case, Outcome
 from tessera.plan import PlanConfig, solve
-from tessera.plan.judge import Judge
 from tessera.plan.candidates import single_placement
+from tessera.plan.judge import Judge
 from tessera.plan.policies import COARSE, Task
 from tessera.plan.problem import build
 from tessera.simulate import SteadyRates

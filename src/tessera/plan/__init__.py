@@ -5,12 +5,14 @@ policies that every plan is compared with.
 """
 
 from tessera.plan.batches import Batched, Tried, solve_batches
-from tessera.plan.explain import Explanation, explain, latency_bound_us
+from tessera.plan.explain import Explanation, Room, explain, latency_bound_us
+from tessera.plan.load import BATCHES, LoadPlan, Option, Target, plan_load
 from tessera.plan.policies import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
 from tessera.plan.wishes import Wish, parse_wish, wishes_of
 
 __all__ = [
-    "PLANNERS", "Batched", "Explanation", "PlanConfig", "Simulate", "Tried", "Wish", "explain",
-    "latency_bound_us", "parse_wish", "solve", "solve_batches", "wishes_of",
+    "BATCHES", "PLANNERS", "Batched", "Explanation", "LoadPlan", "Option", "PlanConfig", "Room", "Simulate",
+    "Target", "Tried", "Wish", "explain", "latency_bound_us", "parse_wish", "plan_load", "solve",
+    "solve_batches", "wishes_of",
 ]  # fmt: skip

@@ -80,7 +80,7 @@ class LoadPlan:
 
     @property
     def frontier(self) -> tuple[Option, ...]:
-        """Of each policy, the options that no other of it beats in both tokens per second and time a token."""
+        """Of each policy, the options that no other of it beats in both throughput and time per token."""
         kept: list[Option] = []
         for policy in dict.fromkeys(o.policy for o in self.options):
             best = 0.0
@@ -266,7 +266,7 @@ class _Search:
     ) -> list[tuple[Option, Callable[[], ir.Plan]]]:
         """Kernel-level plans at the points of the highest hopes, until none of those left could be better."""
         hopes: list[tuple[float, _Point]] = []
-        for (batch, slots), point in self.points.items():
+        for (_, slots), point in self.points.items():
             mix = self._optimum(point)
             if slots == len(self.cluster.devices):  # for the curve of throughput over time per token
                 glance = point.judge.quick_rate

@@ -375,7 +375,7 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) ->
 
 
 def hope_per_s(mix: Mix, slots: int) -> float:
-    """What a mix gives by busy time; with fewer requests in flight than asked for, if those can keep it up."""
+    """What a mix gives by busy time; with fewer requests in flight than asked for, if those keep it up."""
     if not mix.slots:
         return mix.rate_per_s
     paths = [n / c.path_us for n, c in zip(slot_counts(mix, slots), mix.columns, strict=True)]
