@@ -1,0 +1,101 @@
+"""Plans for a load: batch and microbatches are chosen, for the plan and for what it is compared with."""
+
+import pytest
+
+from batches_factory import MB, at_batch
+from plan_factories import Draft, make_cluster, make_costs, make_unit
+from tessera import ir
+from tessera.errors import PlanInfeasible
+from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load
+from tessera.simulate import SteadyRates
+
+BATCHES = (2, 4, 8, 16, 32, 64)
+# Bytes of state of one row.
+ROW = 8 * MB
+
+
+def variant_at(batch: int, cluster: ir.Cluster) -> ir.Variant:
+    """Four launches: two read state and suit the first device, two read weights and suit the second."""
+    flows = [(i, (i + 1,), batch * 1000) for i in range(3)]
+    weights = {f"w{i}": ((i,), 64 * MB) for i in (1, 3)}
+    unit = at_batch(make_unit(Draft(4, flows, {"kv": ((0, 2), ROW * batch)}, weights)), batch)
+    cost = {"state": [5.0 * batch, 15.0 * batch], "weights": [200.0 + 4.0 * batch, 200.0 + batch]}
+    us = [[cost["state"], cost["weights"], cost["state"], cost["weights"]]]
+    return ir.Variant(unit, make_costs(unit, cluster, us))
+
+
+def rates() -> tuple[Simulate, Simulate]:
+    """A simulation, and a quicker one."""
+    made = SteadyRates()
+    return made, made.glance
+
+
+def planned(
+    memory: tuple[int, int] = (1200, 500), tpot_ms: float | None = None, most: int | None = None
+) -> LoadPlan:
+    """For two devices with so many megabytes."""
+    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
+    target = Target(1, tpot_ms)
+    return plan_load(lambda b: variant_at(b, cluster), cluster, target, rates, BATCHES, most)
+
+
+def test_the_plan_is_below_no_policy_at_its_own_best() -> None:
+    """Each has a batch and a number of microbatches of its own."""
+    found = planned()
+
+    assert {"single", "data-parallel"} <= {o.policy for o in found.baselines}
+    assert all(found.chosen.tokens_per_s >= o.tokens_per_s for o in found.baselines)
+    assert found.chosen.tokens_per_s == pytest.approx(found.plan.rows_per_s)
+
+
+def test_data_parallel_has_a_batch_of_its_own_on_every_device() -> None:
+    """The device with less memory takes a smaller one."""
+    parallel = next(o for o in planned().baselines if o.policy == "data-parallel")
+
+    assert parallel.batch["d0"] > parallel.batch["d1"] > 1
+
+
+def test_everything_fits_the_memory_there_is() -> None:
+    """Weights once, and the state of every microbatch where its lane has it."""
+    for memory in ((1200, 500), (400, 300), (2000, 200)):
+        found = planned(memory)
+        for room in explain(found.plan).memory:
+            assert room.used_bytes <= room.capacity_bytes
+
+
+def test_less_time_per_token_means_smaller_batches() -> None:
+    """The limit is kept by the plan and by every baseline."""
+    free, bound = planned(), planned(tpot_ms=1.0)
+
+    assert bound.chosen.tpot_ms <= 1.0 < free.chosen.tpot_ms
+    assert all(o.tpot_ms <= 1.0 for o in bound.baselines)
+    assert bound.chosen.tokens_per_s < free.chosen.tokens_per_s
+
+
+def test_a_limit_that_nothing_keeps_says_what_is_fastest() -> None:
+    """In milliseconds."""
+    with pytest.raises(PlanInfeasible, match=r"no plan keeps to the limits: the fastest takes 0\.\d+ ms"):
+        planned(tpot_ms=0.01)
+
+
+def test_microbatches_are_at_most_what_was_asked_for() -> None:
+    """One at a time leaves a device waiting, and gives less."""
+    one, more = planned(most=1), planned()
+
+    assert 1 == one.plan.slots or "data-parallel" == one.plan.policy
+    assert one.chosen.tokens_per_s <= more.chosen.tokens_per_s
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    """With what is lacking."""
+    with pytest.raises(PlanInfeasible, match="GB too little"):
+        planned((60, 60))
+
+
+def test_the_frontier_of_a_policy_rises() -> None:
+    """More time per token gives more tokens per second, or the point is not on it."""
+    found = planned()
+    for policy in {o.policy for o in found.frontier}:
+        points = [(o.tpot_ms, o.tokens_per_s) for o in found.frontier if o.policy == policy]
+        assert points == sorted(points)
+        assert [y for _, y in points] == sorted({y for _, y in points})
