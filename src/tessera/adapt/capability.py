@@ -99,9 +99,7 @@ class Capability:
         step = (end - now) / FLUID_STEPS
         for _ in range(FLUID_STEPS):
             net = rate_per_s - self.served_per_s(now + step / 2)
-            if (
-                net * step <= 0.0 or left_s <= 0.0
-            ):  # it stays, or the window is over
+            if net * step <= 0.0 or left_s <= 0.0:  # it stays, or the window is over
                 break
             took_s = min(left_s, step / net)
             sum_s += took_s * (now + net * took_s / 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from tessera.errors import MismatchError
-from tessera.ir.trace import Trace
+from tessera.ir.graph import Graph
 
 
 class _Uneven(Exception):
@@ -21,28 +21,26 @@ class _Uneven(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Rebatched:
-    """One step at every batch."""
+    """One step with its dependencies at every batch."""
 
-    low: Trace
-    high: Trace
+    low: Graph
+    high: Graph
 
     def __post_init__(self) -> None:
-        if self.low.step.batch >= self.high.step.batch:
+        if self.low.trace.step.batch >= self.high.trace.step.batch:
             raise ValueError("two batches are needed, the smaller first")
 
-    def at(self, batch: int) -> Trace:
-        """The trace at one batch; MismatchError where the two recordings are not of one shape."""
-        if batch == self.low.step.batch:
-            return self.low
-        if batch == self.high.step.batch:
-            return self.high
-        first, second = self.low.step.batch, self.high.step.batch
+    def at(self, batch: int) -> Graph:
+        """The step at one batch; MismatchError where the two recordings are not of one shape."""
+        first, second = self.low.trace.step.batch, self.high.trace.step.batch
+        if batch in (first, second):
+            return self.low if batch == first else self.high
         try:
             return _between(self.low, self.high, batch - first, second - first)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
             raise MismatchError(
-                f"{self.low.step.kind} is recorded differently at batch {first} and {second}: {where}",
+                f"{self.low.trace.step.kind} is recorded differently at batch {first} and {second}: {where}",
                 "Record it at the batch that is wanted.",
             ) from None
 

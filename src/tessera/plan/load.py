@@ -24,7 +24,7 @@ from tessera.plan.judge import Judge
 from tessera.plan.lanes import slot_counts
 from tessera.plan.policies import COARSE, Task
 from tessera.plan.problem import Column, Mix, build
-from tessera.plan.solve import PlanConfig, Simulate, work_out
+from tessera.plan.solve import PlanConfig, Simulate, work_out_at
 
 # Batches that are looked at first; then those near the best of every policy, as multiples of these.
 BATCHES = tuple(2**n for n in range(1, 11))
@@ -32,7 +32,7 @@ NEAR = (0.75, 0.875, 1.125, 1.25, 1.5)
 # Microbatches in flight as multiples of the number of devices.
 DEPTHS = (0.5, 1.0, 1.5, 2.0)
 # Points that are planned in full, and those of a coarse policy that are simulated.
-MAX_PLANNED, MAX_SIMULATED = 4, 6
+MAX_PLANNED, MAX_SIMULATED = 3, 6
 # A point whose best hope is this much above the best plan is worth planning.
 WORTH = 1.005
 
@@ -282,7 +282,7 @@ class _Search:
             advance(f"planning batch {point.variant.batch}, {point.task.slots} microbatches")
             config = PlanConfig(ir.Objective.THROUGHPUT, point.task.slots, shown_slots=())
             unit, costs = point.variant.unit, point.variant.costs
-            made = work_out(unit, costs, self.cluster, config, point.judge.simulate, point.judge.glance)
+            made = work_out_at(unit, costs, self.cluster, config, point.judge.simulate, point.judge.glance)
             option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
             found.append((option, _constant(made.plan)))
             if option.keeps(self.target):

@@ -15,7 +15,14 @@ GB = 1e9
 
 def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
     """Why no placement fits with one request in flight; `found` lacks least, and `least_bytes` is proved."""
-    return _together(problem) or _node(problem) or _at_best(problem, found, least_bytes)
+    return _at_best(problem, found, least_bytes)
+
+
+def check_total(problem: Problem) -> None:
+    """Raises PlanInfeasible where sums show that nothing fits."""
+    error = _together(problem) or _node(problem)
+    if error is not None:
+        raise error
 
 
 def _together(problem: Problem) -> PlanInfeasible | None:

@@ -84,11 +84,11 @@ def work_out(
     """
     if config.slots < 1:
         raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one slot.")
-    most = _work_out(unit, costs, cluster, config, simulate, glance)
+    most = work_out_at(unit, costs, cluster, config, simulate, glance)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
     fewer = [
-        _work_out(unit, costs, cluster, replace(config, slots=slots), simulate, glance)
+        work_out_at(unit, costs, cluster, replace(config, slots=slots), simulate, glance)
         for slots in FEWER_SLOTS
         if slots < config.slots
     ]
@@ -106,7 +106,7 @@ def objective_figure(plan: ir.Plan, goal: ir.Objective) -> float:
     return plan.simulated_per_s
 
 
-def _work_out(
+def work_out_at(
     unit: ir.WorkUnit,
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
@@ -114,6 +114,7 @@ def _work_out(
     simulate: Simulate | None,
     glance: Simulate | None,
 ) -> Solution:
+    """With as many requests in flight as are asked for, where memory holds them."""
     name = config.policy or config.objective.value
     planner = PLANNERS.get(name)
     check_wishes(unit, config.wishes)

@@ -39,7 +39,7 @@ from tessera.plan.lanes import slot_counts
 from tessera.plan.milp import best_placement, roomiest
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Floats, Mix, Problem, spread_us
-from tessera.plan.shortage import shortage
+from tessera.plan.shortage import check_total, shortage
 
 # Stop when the bound is this close.
 GAP = 1e-4
@@ -212,6 +212,7 @@ def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
             best = best_placement(prob, FEW_LIMIT_S, slots)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
+        check_total(prob)
         found, least_bytes = roomiest(prob)
         if not pool.add(found):
             raise shortage(prob, found, least_bytes)
