@@ -36,13 +36,14 @@ class Rebatched:
         if batch in (first, second):
             return self.low if batch == first else self.high
         try:
-            return _between(self.low, self.high, batch - first, second - first)
+            graph: Graph = _between(self.low, self.high, batch - first, second - first)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
             raise MismatchError(
                 f"{self.low.trace.step.kind} is recorded differently at batch {first} and {second}: {where}",
                 "Record it at the batch that is wanted.",
             ) from None
+        return graph
 
 
 def _between(one: Any, other: Any, part: int, whole: int) -> Any:

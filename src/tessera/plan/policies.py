@@ -38,8 +38,6 @@ from tessera.plan.robust import Sampler
 KEEP = 2
 # Units of more launches than this are large: few candidates are looked at, those in full.
 MANY_LAUNCHES = 4_500
-# Requests in flight that are any number.
-MOST_SLOTS = 4096
 
 
 @dataclass(eq=False)
@@ -109,11 +107,16 @@ class Task:
         fixed, each = self.footprints(mix.columns)
         table = slot_table(mix, self.slots)
         left = self.problem.memory_bytes - fixed
-        for slots in range(MOST_SLOTS):
-            left = left - each[table[slots % len(table)]]
+        turn = each[list(table)].sum(axis=0)
+        if not turn.any():
+            return None
+        turns = max(0, int((left[turn > 0] // turn[turn > 0]).min()))
+        left = left - turns * turn
+        for rest, lane in enumerate(table):
+            left = left - each[lane]
             if (left < 0).any():
-                return slots
-        return None
+                return turns * len(table) + rest
+        return (turns + 1) * len(table)
 
     @cached_property
     def layer_of_node(self) -> tuple[Ints, int] | None:

