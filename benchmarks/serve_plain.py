@@ -35,7 +35,7 @@ def make_model(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-class Tokens(BaseStreamer):
+class Tokens(BaseStreamer):  # type: ignore[misc]
     """Hands every new token to an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

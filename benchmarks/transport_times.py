@@ -20,7 +20,7 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute.hub import LOOPBACK
 from tessera.execute.setups import Setup
-from tessera.execute.transport import HOST, SHM, Arrived, RunTransfer, Transport, open_transport
+from tessera.execute.transport import HOST, SHM, RunTransfer, TransferArrived, Transport, open_transport
 from tessera.ir import Cluster, Program, Transfer
 
 # Transport -> how bytes travel, in words.
@@ -115,9 +115,18 @@ class _End:
         ]
         lanes = tuple((program,) for program in self._programs)
         setup = Setup(
-            number, Cluster((), ()), (), lanes, 1, transport=transport, epochs=(0, 0), weights={}, key=KEY
+            number,
+            Cluster((), ()),
+            (),
+            lanes,
+            1,
+            transport=transport,
+            epochs=(0, 0),
+            weights={},
+            key=KEY,
+            folder=folder,
+            host=LOOPBACK if transport == HOST else "",
         )
-        setup.folder, setup.host = folder, LOOPBACK if transport == HOST else ""
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._transport: Transport = open_transport(setup, _Files(folder))
         self._transport.start(self._news.put)
@@ -133,7 +142,7 @@ class _End:
         if not is_receiver:
             return None
         news = self._news.get(timeout=TIMEOUT_S)
-        if not isinstance(news, Arrived):
+        if not isinstance(news, TransferArrived):
             raise WorkerError(f"the link was lost: {news.message}")
         transfer = RunTransfer(lane, program, 0, run, 1 - self._number)
         self._transport.fetch(transfer, self._theirs[:size])
