@@ -1,6 +1,8 @@
 """tessera advise, on a machine without GPUs."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,14 @@ from tessera.cli import main
 from tessera.ir import Plan, load
 
 SMALL = ("--prompt", "16", "--output", "4", "--batches", "1,2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _recorded_once() -> Iterator[None]:
+    """The same steps are asked for again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "record_step", cache(search.record_step))
+        yield
 
 
 def run(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -51,6 +51,8 @@ Advance = Callable[[str], None]
 def advise(load: Load, market: Market, advance: Advance = lambda what: None) -> Advice:
     """The cheapest baskets that carry the load; PlanInfeasible says how far the best falls short."""
     check(load, market)
+    for name in market.gpus or ():
+        gpu(name)  # a name that nobody knows is told before anything is recorded
     traces = {}
     for batch in market.batches:
         advance(f"recording {load.model} at batch {batch}")

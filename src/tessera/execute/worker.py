@@ -52,6 +52,9 @@ from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv,
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
+# A process that exits, as Linux says it; how long its lock is waited for, in tries.
+PF_EXITING = 0x4
+LEAVING_TRIES, LEAVING_S = 200, 0.05
 # Bytes of an order beside its tensors: programs, mostly.
 ORDER_BYTES = 1 << 30
 
@@ -283,12 +286,26 @@ def main(pipe: Connection, folder: str) -> None:
 
 def _clean_up(folder: str) -> None:
     """Removes the session's folder if the engine was killed; one that lives holds the lock, and does it."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, LOCK), "rb") as lock:
+        for _ in range(LEAVING_TRIES):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if not _is_leaving(int(os.path.basename(folder).split("-")[1])):
+                    return
+                time.sleep(LEAVING_S)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+
+
+def _is_leaving(pid: int) -> bool:
+    """A process that is killed closes its pipes before it lets go of its locks; by then it says so."""
     try:
-        with open(os.path.join(folder, LOCK), "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(f"/proc/{pid}/stat") as stat:
+            return bool(int(stat.read().rpartition(")")[2].split()[6]) & PF_EXITING)
     except OSError:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+        return True
 
 
 def serve(setup: Setup, pipe: Connection) -> None:

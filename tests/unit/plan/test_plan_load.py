@@ -1,5 +1,7 @@
 """Plans for a load: batch and microbatches are chosen, for the plan and for what it is compared with."""
 
+from functools import cache
+
 import pytest
 
 from batches_factory import MB, at_batch
@@ -30,6 +32,7 @@ def rates() -> tuple[Simulate, Simulate]:
     return made, made.glance
 
 
+@cache
 def planned(
     memory: tuple[int, int] = (1200, 500), tpot_ms: float | None = None, most: int | None = None
 ) -> LoadPlan:
