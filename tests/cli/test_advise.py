@@ -10,6 +10,7 @@ import pytest
 
 from tessera.advise import search
 from tessera.advise.records import in_ms
+from tessera.capture import record_step
 from tessera.cli import main
 from tessera.ir import Plan, load
 
@@ -20,7 +21,7 @@ SMALL = ("--prompt", "16", "--output", "4", "--batches", "1,2")
 def _recorded_once() -> Iterator[None]:
     """The same steps are asked for again and again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "record_step", cache(search.record_step))
+        patch.setattr("tessera.advise.search.record_step", cache(record_step))
         yield
 
 
