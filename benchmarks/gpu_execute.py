@@ -262,8 +262,9 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
         if found and "error" not in found:
             log.put(f"{text} compared", compared(found))
         if args.halves:
+            single = make_plans(built, costs, cluster, ("single",), SLOTS)["single"]
             plan = plans["throughput"]
-            log.attempt(f"{text} halves", half_rates, built, plan, factor, args.seconds, expected)
+            log.attempt(f"{text} halves", half_rates, built, plan, single, factor, args.seconds)
         if args.hidden:
             log.attempt(f"{text} hidden", hidden, built, plans["throughput"], factor)
         if args.host:

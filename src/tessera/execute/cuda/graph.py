@@ -125,7 +125,7 @@ class _Issue:
         self._chain = Chain(turnstile.turnstile, clock.queue, share.room.number) if pace.launches else None
         self._wires = {
             dst: Chain(turnstile.turnstile, clock.wires.get(dst))
-            for dst in (self._links if pace.transfers else ())
+            for dst in (self._links if pace.transfers or pace.launches else ())
         }
 
     def run(self) -> dict[str, torch.Tensor]:
@@ -185,7 +185,7 @@ class _Issue:
         else:
             transport = self._transport()
             with torch.cuda.stream(self._compute):
-                if self._chain is not None:
+                if self._chain is not None and not self._chain.keeps_time:
                     self._chain.settle()
                 marks = (MemOp(self._room.mark, position + 1), MemOp(self._room.mark, position + 2))
                 transport.wait(self._spot(number), _handle(self._compute), marks)
@@ -203,16 +203,19 @@ class _Issue:
     def _send(self, number: int) -> None:
         transfer = self._program.transfers[number]
         source, link = self._memory.get(transfer.buffer), self._links[transfer.dst]
-        self._settle()
+        due = self._due()
         link.wait_event(_mark(self._compute))
         with torch.cuda.stream(link):
-            hold = self._pace.transfers.get(number)
+            hold, wire = self._pace.transfers.get(number), self._wires.get(transfer.dst)
             record = (
                 self._share.records[len(self._share.trace.launches) + number] if hold is not None else None
             )
-            if hold is not None and record is not None:
-                self._wires[transfer.dst].enter(record, hold)
-                self._wires[transfer.dst].settle()
+            if wire is not None:
+                if due is not None:
+                    wire.arrive(due, 0)
+                if hold is not None and record is not None:
+                    wire.enter(record, hold)
+                wire.settle()
             parcel = Parcel(
                 source.data_ptr() + transfer.start,
                 transfer.start,
@@ -234,6 +237,16 @@ class _Issue:
             if any(a.buffer == moved.buffer and a.region.overlaps(region) for a in written):
                 found.append(number)
         return found
+
+    def _due(self) -> torch.Tensor | None:
+        """The record of the last launch, before whose end a send must not begin; None: it has ended.
+
+        The compute stream goes on meanwhile: a launch behind a send keeps its turn.
+        """
+        if self._chain is not None and self._chain.keeps_time:
+            return self._chain.open
+        self._settle()
+        return None
 
     def _settle(self) -> None:
         """Nothing issued after this on the compute stream starts before its last launch is due."""

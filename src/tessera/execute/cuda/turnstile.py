@@ -189,8 +189,9 @@ class Turnstile:
 class Chain:
     """The records of one stream of one graph, in the order of its launches.
 
-    Leaving is put off until the next launch enters, so that one kernel does both; whoever must see the end
-    before that calls `settle`.
+    Leaving is put off until the next launch enters, so that one kernel does both and the next launch is in
+    the queue before the last has ended; whoever must see the end before that calls `settle`, or waits for
+    `open` on another stream.
     """
 
     def __init__(self, turnstile: Any, queue: torch.Tensor | None, place: int = 0) -> None:
@@ -198,25 +199,31 @@ class Chain:
         self._turnstile, self._queue, self._place = turnstile, queue, place
         # A queue of one word has no places to wait at.
         self._places = queue.numel() - 1 if queue is not None else 0
-        self._open: torch.Tensor | None = None
+        # The record that was not left yet.
+        self.open: torch.Tensor | None = None
         self._extra_ns = 0
+
+    @property
+    def keeps_time(self) -> bool:
+        """False if its records are stamps: then each is left at once, for the time that it took."""
+        return self._queue is not None
 
     def enter(self, record: torch.Tensor, hold: Hold) -> None:
         """Before a launch or copy."""
         turn = (self._places, self._place, key_of(hold)) if self._places else NO_TURN
-        self._turnstile(self._open, self._extra_ns, self._queue, record, hold.hold_ns, turn)
-        self._open, self._extra_ns = record, 0
+        self._turnstile(self.open, self._extra_ns, self._queue, record, hold.hold_ns, turn)
+        self.open, self._extra_ns = record, 0
 
     def arrive(self, record: torch.Tensor, extra_ns: int) -> None:
         """The next launch starts no earlier than `extra_ns` after the end of a copy's record."""
         self.settle()
-        self._open, self._extra_ns = record, extra_ns
+        self.open, self._extra_ns = record, extra_ns
 
     def settle(self) -> None:
         """Nothing issued after this on the stream starts before the last launch is due."""
-        if self._open is not None:
-            self._turnstile(self._open, self._extra_ns, None, None, 0, NO_TURN)
-            self._open = None
+        if self.open is not None:
+            self._turnstile(self.open, self._extra_ns, None, None, 0, NO_TURN)
+            self.open = None
 
 
 def key_of(hold: Hold) -> int:
