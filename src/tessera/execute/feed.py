@@ -25,8 +25,8 @@ INDEXED = (
 )  # fmt: skip
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm")
 # Integers among their arguments are lengths, offsets or page tables.
-LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag", "_paged",
-           "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip
+LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag",
+           "paged_attention", "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip
 SMALL = 8
 
 

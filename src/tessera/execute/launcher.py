@@ -5,6 +5,7 @@ was recorded, since later launches read it by offset and stride; anything else i
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -140,6 +141,8 @@ class Launcher:
 def find_operator(name: str) -> Any:
     """The operator overload of that name in this torch."""
     namespace, operator, overload = name.split(".")
+    if namespace == "tessera":
+        import_module("tessera.kernels.paged")  # registers it
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     except AttributeError as error:

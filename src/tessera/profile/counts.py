@@ -4,11 +4,11 @@ The kernel's name gives its class. Bytes are the unique bytes the launch reads p
 its accesses (or from its argument views where it has none). Floating-point operations come from the
 shapes of GEMM, attention and convolution arguments; every other class is bound by memory and counts none.
 
-Three classes touch less than their accesses must claim, since which rows they touch is data: gathers,
-scatters and grouped GEMMs. Their bytes are counted from the rows that move. A kernel of Inductor's visits
-each element of its iteration space once, so no tensor counts for more elements than that. GEMMs and attention
-keep their shape as well, since waves of tiles and tables of measurements depend on it. Not handled: caches (a
-launch is taken to find its inputs in memory), sparsity, early exits.
+Some touch less than their accesses must claim, since which rows they touch is data: gathers, scatters,
+grouped GEMMs, attention over pages. Their bytes are counted from the rows that move. A kernel of Inductor's
+visits each element of its iteration space once, so no tensor counts for more elements than that. GEMMs and
+attention keep their shape as well, since waves of tiles and tables of measurements depend on it. Not handled:
+caches (a launch is taken to find its inputs in memory), sparsity, early exits.
 """
 
 import math
@@ -223,6 +223,8 @@ def _conv_flops(launch: Launch, views: tuple[View, ...]) -> float:
 
 def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
     base = _base(kernel.name)
+    if base == "paged_attention":
+        return _paged(launch, views)
     num_bytes = _touched(launch) if launch.accesses else _seen(launch, views)
     if len(views) < 3 or len(views[0].shape) != 4 or len(views[1].shape) != 4:
         # Packed sequences: lengths are data, so operations cannot be counted here.
@@ -240,6 +242,28 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
     shape = (query.shape[0], num_q, num_k, query.shape[heads], key.shape[heads], query.shape[3], int(causal))
     walk = attention_walk(base, num_q, num_k, MAX_DECODE_QUERIES)
     return Work(op, query.dtype, flops, num_bytes, shape, walk)
+
+
+def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
+    """Tokens shared evenly among the sequences, each of which is as long as the launch says to expect."""
+    query, keys, values, _, starts = views[:5]
+    num, heads, width = query.shape
+    kv_heads, value_width = values.shape[2:]
+    _, window, _, _, length, _ = launch.args[7:13]
+    assert isinstance(window, int)
+    assert isinstance(length, int)
+    sequences = max(1, min(num, starts.shape[0]))
+    queries = -(-num // sequences)
+    held = max(length, queries)
+    seen = held - (queries - 1) / 2  # by one query, on average
+    read = held
+    if window:
+        seen, read = min(seen, window), min(held, window + queries - 1)
+    flops = 2.0 * num * heads * seen * (width + value_width)
+    pages = sequences * read * kv_heads * (width + value_width) * item_bytes(keys.dtype)
+    num_bytes = pages + _size(query) + sum(_size(v) for v in _outputs(launch))
+    op = OpClass.DECODE if queries <= MAX_DECODE_QUERIES else OpClass.PREFILL
+    return Work(op, query.dtype, flops, num_bytes, (sequences, queries, read, heads, kv_heads, width, 1))
 
 
 def _is_causal(base: str, launch: Launch) -> bool:

@@ -12,7 +12,7 @@ _BY_CLASS: dict[str, str] = {
         _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
-        _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward""",
+        _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward paged_attention""",
     "norm": """native_layer_norm layer_norm _fused_rms_norm rms_norm native_group_norm group_norm
         native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
         cudnn_batch_norm batch_norm instance_norm native_layer_norm_backward native_group_norm_backward

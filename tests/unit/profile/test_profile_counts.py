@@ -103,6 +103,42 @@ def test_every_attention_overload_is_known(name: str) -> None:
     assert expected == replace(only(make.done()), walk=())
 
 
+def paged_work(tokens: int, sequences: int, window: int = 0) -> Work:
+    """Attention over a pool of 4,096 positions, of sequences that are expected to have 256 tokens."""
+    make = TraceMaker()
+    query, out = make.tensor((tokens, 8, 64)), make.tensor((tokens, 8, 32))
+    pool = make.tensor((256, 16, 2, 64)), make.tensor((256, 16, 2, 32))
+    tables = [make.tensor((n,), "int32") for n in (512, sequences, sequences, sequences + 1)]
+    rest = (0.125, window, 0.0, None, 256, tokens == sequences)
+    make.launch("tessera.paged_attention.default", (query, *pool, *tables, *rest), out)
+    return only(make.done())
+
+
+def test_attention_over_pages_reads_as_much_as_sequences_are_expected_to_have() -> None:
+    """The pool's size is not counted: each sequence's keys and values once, queries and results."""
+    work = paged_work(8, 8)
+
+    assert 2 * (8 * 256 * 2 * (64 + 32) + 8 * 8 * (64 + 32)) == work.num_bytes
+    assert 2.0 * 8 * 8 * 256 * (64 + 32) == work.flops
+    assert (OpClass.DECODE, (8, 1, 256, 8, 2, 64, 1)) == (work.op, work.shape)
+
+
+def test_tokens_over_pages_are_shared_evenly_among_sequences() -> None:
+    """Many tokens a sequence make a prompt's attention; each sees those before it."""
+    work = paged_work(256, 4)
+
+    assert OpClass.PREFILL is work.op
+    assert 2.0 * 256 * 8 * (256 - 63 / 2) * (64 + 32) == work.flops
+
+
+def test_a_window_bounds_what_attention_over_pages_reads() -> None:
+    """No more than the window a query."""
+    work = paged_work(8, 8, window=32)
+
+    assert 2.0 * 8 * 8 * 32 * (64 + 32) == work.flops
+    assert 2 * (8 * 32 * 2 * (64 + 32) + 8 * 8 * (64 + 32)) == work.num_bytes
+
+
 def test_embedding_reads_the_rows_it_takes() -> None:
     """The table's access is the whole table, but only the chosen rows move."""
     make = TraceMaker()

@@ -1,0 +1,171 @@
+"""tessera::paged_attention: causal attention of tokens of several sequences over keys and values in pages.
+
+    query         [T, Hq, D]          new tokens, sequence after sequence; their keys are in pages already
+    keys, values  [P, 16, Hkv, D|Dv]  pages of 16 positions each; Dv may differ from D
+    pages         [W]                 page numbers: those of sequence s begin at pages[page_starts[s]]
+    page_starts   [S]
+    lengths       [S]                 tokens that a sequence has in pages, the new ones included; 0: unused
+    query_starts  [S + 1]             new tokens of sequence s: query_starts[s] : query_starts[s + 1]
+    -> [T, Hq, Dv]                    zeros for the tokens behind the last sequence's
+
+A token sees its own sequence up to itself; with a `window`, itself and the window - 1 before. Scores are
+multiplied by `scale`, bounded by `soft_cap` where that is not 0, and joined by a head's `sinks` score, which
+has no value. Query heads share key heads in groups. Pages that no token of the step can see any more are not
+looked at. `expected_length` is the length that a sequence will have on average, for whoever prices a launch;
+`one_each` says that no sequence has more than one token: it changes which kernel runs, not what it computes.
+
+On CPUs the operator is torch code that takes sequences alike together; on GPUs it is the kernel of
+`paged_triton`. Lengths are read inside the operator, so a program that calls it reads nothing on the host.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+PAGE = 16  # positions of one page
+# Queries of one product on a CPU: bounds the memory that their scores take.
+MAX_QUERIES = 256
+
+torch.library.define(
+    "tessera::paged_attention",
+    "(Tensor query, Tensor keys, Tensor values, Tensor pages, Tensor page_starts, Tensor lengths, "
+    "Tensor query_starts, float scale, int window, float soft_cap, Tensor? sinks, int expected_length, "
+    "bool one_each) -> Tensor",
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some new tokens of one sequence: the rows first : first + count of the query."""
+
+    first: int
+    count: int
+    position: int  # of the first token
+    # Place in `pages` of the first page that is looked at, the position of its first key, and their number.
+    page: int
+    begin: int
+    num_pages: int
+
+
+@torch.library.impl("tessera::paged_attention", "cpu")
+def _on_cpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    page_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    expected_length: int,
+    one_each: bool,
+) -> torch.Tensor:
+    """Parts of as many tokens, over about as many pages, are computed together."""
+    out = query.new_zeros((*query.shape[:2], values.shape[3]))
+    alike: dict[tuple[int, int], list[_Part]] = defaultdict(list)
+    for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
+        alike[part.count, part.num_pages.bit_length()].append(part)
+    for (count, _), group in alike.items():
+        rows = torch.tensor([part.first for part in group])[:, None] + torch.arange(count)
+        table, places = _look_up(group, pages)
+        now = torch.tensor([part.position for part in group])[:, None] + torch.arange(count)
+        ago = now[:, :, None] - places[:, None, :]
+        hidden = ago < 0
+        if window:
+            hidden |= ago >= window
+        held_keys, held_values = (held[table].flatten(1, 2) for held in (keys, values))
+        # What was left behind in a page is nobody's, and need not be finite.
+        held_values.masked_fill_((places > now[:, -1:])[..., None, None], 0.0)
+        out[rows] = _attend(query[rows], held_keys, held_values, hidden, scale, soft_cap, sinks)
+    return out
+
+
+def _parts(starts: list[int], lengths: list[int], firsts: list[int], window: int) -> Iterator[_Part]:
+    for start, length, first, after in zip(starts, lengths, firsts[:-1], firsts[1:], strict=True):
+        for row in range(first, after if length else first, MAX_QUERIES):
+            count = min(after - row, MAX_QUERIES)
+            position = length - (after - row)
+            page = max(0, position - window + 1) // PAGE if window else 0
+            num_pages = (position + count - 1) // PAGE + 1 - page
+            yield _Part(row, count, position, start + page, page * PAGE, num_pages)
+
+
+def _look_up(group: list[_Part], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages of each part and their positions, as many for all: a short part repeats its last page."""
+    most = max(part.num_pages for part in group)
+    counts = torch.tensor([[part.num_pages] for part in group])
+    number = torch.minimum(torch.arange(most), counts - 1)
+    table = pages[torch.tensor([[part.page] for part in group]) + number]
+    begin = torch.tensor([[part.begin] for part in group])
+    return table.long(), begin + torch.arange(most * PAGE)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [parts, queries, heads, width] over [parts, keys, heads, width], in 32 bits at least."""
+    parts, count, heads, width = query.shape
+    held, kv_heads = keys.shape[1:3]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.view(parts, count, kv_heads, heads // kv_heads, width).permute(0, 2, 3, 1, 4)
+    rows = grouped.to(dtype).reshape(parts, kv_heads, -1, width)
+    scores = (rows @ keys.to(dtype).permute(0, 2, 3, 1)).view(parts, heads, count, held) * scale
+    if soft_cap:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores.masked_fill_(hidden[:, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.to(dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., :held].reshape(parts, kv_heads, -1, held)
+    out = (weights @ values.to(dtype).transpose(1, 2)).view(parts, heads, count, -1)
+    return out.transpose(1, 2).to(query.dtype)
+
+
+@torch.library.impl("tessera::paged_attention", "cuda")
+def _on_cuda(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    page_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    expected_length: int,
+    one_each: bool,
+) -> torch.Tensor:
+    from tessera.kernels.paged_triton import attend
+
+    return attend(
+        query,
+        keys,
+        values,
+        pages,
+        page_starts,
+        lengths,
+        query_starts,
+        scale,
+        window,
+        soft_cap,
+        sinks,
+        one_each,
+    )
+
+
+@torch.library.register_fake("tessera::paged_attention")  # type: ignore[untyped-decorator]
+def _shaped(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty((*query.shape[:2], values.shape[3]))
