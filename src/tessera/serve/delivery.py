@@ -59,8 +59,13 @@ class Delivery:
         self._meters.output_tokens += len(due)
         return left
 
+    def _ends(self, request: ActiveRequest, number: int) -> bool:
+        """True if the token says that the answer is over; it has no text then."""
+        ask = request.ask
+        return number in ask.stop_tokens or (number in self._end and not ask.ignores_end)
+
     def _reason(self, request: ActiveRequest, number: int) -> Reason | None:
-        if number in self._end and not request.ask.ignores_end:
+        if self._ends(request, number):
             return "stop"
         return "length" if request.num_out >= request.ask.max_tokens else None
 
@@ -71,7 +76,8 @@ class Delivery:
             if request.is_over:
                 continue
             token = Token(chosen) if isinstance(chosen, int) else chosen
-            request.buffer.put(request.text_of(token.number), token)
+            is_end = self._ends(request, token.number)
+            request.buffer.put("" if is_end else request.text_of(token.number), token)
             if request.watch.is_stopped:
                 self.finish(request, "stop")
             elif reason is not None:

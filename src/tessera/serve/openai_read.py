@@ -31,6 +31,8 @@ MAX_TOP_LOGPROBS = 20
 # More stop strings than OpenAI's four; every one is looked for after every token.
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+# Tokens of one request with a bias, or that end its answer, each.
+MAX_MARKED = 1024
 MAX_INT = 2**63 - 1
 # A limit that no model's positions reach; longer answers are refused with the model's own limit.
 MAX_TOKENS = 2**31 - 1
@@ -49,12 +51,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ("allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex", ()),
         ("prompt_embeds prompt_logprobs reasoning_effort structured_outputs truncate_prompt_tokens", ()),
         ("verbosity web_search_options", ()),
-        ("bad_words documents functions logits_processors stop_token_ids tools", ([],)),
-        ("chat_template_kwargs logit_bias", ({},)),
+        ("bad_words documents functions logits_processors tools", ([],)),
+        ("chat_template_kwargs", ({},)),
         ("continue_final_message include_stop_str_in_output use_beam_search", (False,)),
         ("add_generation_prompt skip_special_tokens", (True,)),
-        ("frequency_penalty min_p presence_penalty", (0,)),
-        ("length_penalty repetition_penalty", (1,)),
+        ("length_penalty", (1,)),
         ("function_call tool_choice", ("none", "auto")),
         ("modalities", ([], ["text"])),
         ("response_format", ({"type": "text"},)),
@@ -70,7 +71,11 @@ UNIONS = {
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+# JSON knows texts as keys only.
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Body(BaseModel):
@@ -114,8 +119,16 @@ class _GenerationRequest(_Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INT, description="Of vLLM; -1 and 0: all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Of vLLM.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Of vLLM.")
+    logit_bias: dict[TokenKey, Bias] | None = Field(None, max_length=MAX_MARKED)
     seed: int | None = Field(None, ge=-MAX_INT - 1, le=MAX_INT)
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_MARKED, fail_fast=True, description="Of vLLM."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(None, description="Of vLLM: go on past the model's own end.")
@@ -316,7 +329,9 @@ def _batch(
 ) -> AskBatch:
     n, options = request.n or 1, request.stream_options
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    stop_tokens = tuple(request.stop_token_ids or ())
     least, ignores_end = request.min_tokens or 0, bool(request.ignore_eos)
+    biases = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
 
     def sampling(choice: int) -> Sampling:
         """Choices of one seed differ from one another, and each is the same every time."""
@@ -326,11 +341,23 @@ def _batch(
             top_k=max(0, request.top_k or 0),
             seed=None if request.seed is None else (request.seed + choice) & MAX_INT,
             logprobs=logprobs,
+            min_p=request.min_p or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            logit_bias=biases,
         )
 
     samplings = [sampling(choice) for choice in range(n)]
     asks = tuple(
-        make(prompt=prompt, sampling=x, stop=stop, ignores_end=ignores_end, min_tokens=least)
+        make(
+            prompt=prompt,
+            sampling=x,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            ignores_end=ignores_end,
+            min_tokens=least,
+        )
         for prompt in prompts
         for x in samplings
     )

@@ -47,6 +47,15 @@ class Sampling:
     seed: int | None = None
     # Alternatives to report for each token; 0: the chosen token's own; None: nothing.
     logprobs: int | None = None
+    # Tokens less likely than this share of the likeliest are not drawn.
+    min_p: float = 0.0
+    # Taken off the logit of a token that the answer has: once, and for every time that it has it.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # Divides the logits (of negative ones: multiplies) of tokens that the prompt or the answer has.
+    repetition_penalty: float = 1.0
+    # (token, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +75,11 @@ class Ask:
     sampling: Sampling = Sampling()
     # Text that ends the answer and is not part of it.
     stop: tuple[str, ...] = ()
+    # Tokens that end the answer besides the model's own end; their text is not part of it.
+    stop_tokens: tuple[int, ...] = ()
     # True to go on past the model's own end.
     ignores_end: bool = False
-    # Neither the model's own end nor a stop string ends the answer before it has so many tokens.
+    # Neither an end nor a stop string ends the answer before it has so many tokens.
     min_tokens: int = 0
     # Whose it is: asks of different clients take turns in the queue.
     client: str = ""

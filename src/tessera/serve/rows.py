@@ -20,7 +20,6 @@ answers beside it. Only while most rows are empty and requests wait for them, up
 before a decode: a decode costs the same for few rows as for all, so it pays to fill them first.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +43,6 @@ class ActiveRequest:
     """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
 
     __slots__ = (
-        "_free_pick",
-        "_pick",
         "arrived_s",
         "ask",
         "buffer",
@@ -54,6 +51,7 @@ class ActiveRequest:
         "is_over",
         "last_s",
         "num_out",
+        "pick",
         "read",
         "reader",
         "rows",
@@ -69,10 +67,8 @@ class ActiveRequest:
         self.read = self.num_out = 0
         self.watch = StopWatch(ask.stop)
         self.buffer = AnswerBuffer()
-        generator = random.Random(ask.sampling.seed)
-        self._free_pick = Pick(ask.sampling, generator)
-        bans = bool(ask.min_tokens) and not ask.ignores_end
-        self._pick = Pick(ask.sampling, generator, tuple(end)) if bans else self._free_pick
+        # How the next token is chosen.
+        self.pick = Pick.of(ask, end)
         self.rows: RowBatch | None = None
         self.is_cancelled = self.is_over = False
         self.arrived_s = time.monotonic()
@@ -80,15 +76,11 @@ class ActiveRequest:
         self.first_s: float | None = None
         self.last_s = 0.0
 
-    @property
-    def pick(self) -> Pick:
-        """How the next token is chosen."""
-        return self._pick if self.num_out < self.ask.min_tokens else self._free_pick
-
     def add(self, number: int) -> None:
         """The next token."""
         self.sequence.append(number)
         self.num_out += 1
+        self.pick.add(number)
 
     def text_of(self, number: int) -> str:
         """What a token adds to the answer for certain."""

@@ -1,24 +1,28 @@
-"""Choosing the next tokens: greedy, or drawn with temperature, top-k and top-p; with logprobs if asked.
+"""Choosing the next tokens: greedy, or drawn; with biases, penalties, limits and logprobs if asked.
 
     choose(logits, greedy, rows, picks) -> one token a pick
 
-Rows are computed together; each draws from a generator of its own, once a token, so an answer with a seed
-depends on its own logits and on nothing else in the batch. A draw is the inverse of the cumulative
+In this order, which is vLLM's: biases, tokens that must not be chosen, penalties, temperature, min-p, top-k,
+top-p. Rows are computed together; each draws from a generator of its own, once a token, so an answer with a
+seed depends on its own logits and on nothing else in the batch. A draw is the inverse of the cumulative
 distribution over the vocabulary. The tokens in question are a set: those not below the k-th largest logit,
 and of these not below the last one that top-p needs, so equal logits stay or go together. Logprobs are those
-of the model's own distribution, before temperature, top-k and top-p; only banned tokens are taken out.
+of the model's own distribution, before all of this.
 
 Where the logits live, there the rows are computed; what comes back is numbers.
 """
 
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from tessera.errors import AskError
-from tessera.serve.records import Sampling, Token
+from tessera.serve.records import Ask, Sampling, Token
 
 # Alternatives that may be reported for a token, as OpenAI's.
 MAX_LOGPROBS = 20
@@ -28,35 +32,96 @@ DRAW_BITS = 48
 TOP_P_GLANCE = 512
 
 
-@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The different tokens of a request, and how often each is in its answer."""
+
+    __slots__ = ("_places", "numbers", "times")
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self.numbers = array("q", dict.fromkeys(prompt))
+        self.times = array("q", bytes(8 * len(self.numbers)))
+        self._places = {number: place for place, number in enumerate(self.numbers)}
+
+    def add(self, number: int) -> None:
+        """One more of the answer."""
+        place = self._places.setdefault(number, len(self.numbers))
+        if place == len(self.numbers):
+            self.numbers.append(number)
+            self.times.append(0)
+        self.times[place] += 1
+
+
+@dataclass(slots=True)
 class Pick:
-    """How one row's next token is chosen, here and now."""
+    """How one request's next token is chosen; it is told of those that were."""
 
     sampling: Sampling
     generator: random.Random
-    # Tokens that must not be chosen now.
-    banned: tuple[int, ...] = ()
+    # Tokens that must not be chosen before the answer has so many.
+    ends: tuple[int, ...] = ()
+    min_tokens: int = 0
+    # For penalties; None: there are none.
+    counts: TokenCounts | None = None
+    num_out: int = 0
 
-    # True if the model's own greedy choice is the answer.
-    is_plain: bool = field(init=False)
+    @classmethod
+    def of(cls, ask: Ask, end: Sequence[int]) -> "Pick":
+        """Of a request that begins; `end` are the model's own ends."""
+        sampling = ask.sampling
+        counts = None
+        if sampling.repetition_penalty != 1.0:
+            counts = TokenCounts(ask.prompt)
+        elif sampling.presence_penalty or sampling.frequency_penalty:
+            counts = TokenCounts()
+        ends = (*(() if ask.ignores_end else end), *ask.stop_tokens)
+        return cls(sampling, random.Random(sampling.seed), ends, ask.min_tokens, counts)
 
-    def __post_init__(self) -> None:
-        is_greedy = not self.sampling.temperature and self.sampling.logprobs is None
-        object.__setattr__(self, "is_plain", is_greedy and not self.banned)
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that must not be chosen now."""
+        return self.ends if self.num_out < self.min_tokens else ()
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the model's own greedy choice is the answer."""
+        x = self.sampling
+        if x.temperature or x.logprobs is not None or x.logit_bias or self.counts is not None:
+            return False
+        return not self.banned
+
+    def add(self, number: int) -> None:
+        """A token was chosen."""
+        self.num_out += 1
+        if self.counts is not None:
+            self.counts.add(number)
 
 
-def check_sampling(sampling: Sampling) -> None:
+# Field -> the least and the most that make sense; what lies outside is refused.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Refuses numbers that make no distribution."""
-    if not 0.0 <= sampling.temperature <= 100.0:
-        raise AskError(
-            f"a temperature of {sampling.temperature} makes no sense", "Use 0 to 2.", "temperature"
-        )
+    for name, (least, most) in BOUNDS.items():
+        value = getattr(sampling, name)
+        if not least <= value <= most:
+            raise AskError(f"{value} makes no sense", f"Use {least:g} to {most:g}.", name)
     if not 0.0 < sampling.top_p <= 1.0:
         raise AskError(f"a share of {sampling.top_p} is none", "Use more than 0 and at most 1.", "top_p")
     if sampling.top_k < 0:
         raise AskError(f"{sampling.top_k} tokens are none", "Use 0 for all.", "top_k")
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
         raise AskError(f"{sampling.logprobs} alternatives", f"Use 0 to {MAX_LOGPROBS}.", "logprobs")
+    for number, bias in sampling.logit_bias:
+        if not (0 <= number < vocab_size and math.isfinite(bias)):
+            message = f"{bias} for token {number}, which is no bias or no token"
+            raise AskError(message, f"Use finite numbers for tokens 0 to {vocab_size - 1}.", "logit_bias")
 
 
 def choose(
@@ -79,9 +144,13 @@ def choose(
 
 
 def _choose_rows(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Token | None]:
+    wanted = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None]
+    logs = logits[wanted].log_softmax(-1) if wanted else None
+    _bias(logits, [pick.sampling.logit_bias for pick in picks])
     for row, pick in enumerate(picks):
         if pick.banned:
             logits[row, list(pick.banned)] = -torch.inf
+    _penalise(logits, picks)
     # Of a row with a NaN this is NaN; of one that may choose nothing, minus infinity.
     most = logits.amax(-1, keepdim=True)
     hot = [row for row, pick in enumerate(picks) if pick.sampling.temperature]
@@ -92,10 +161,51 @@ def _choose_rows(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Token | No
         drawn = _draw(logits[hot] - most[hot], [picks[row] for row in hot]) if hot else []
         for row, number in zip(hot, drawn, strict=True):
             chosen[row] = number
+    tokens = [Token(number) for number in chosen]
+    if logs is not None:
+        counts = [picks[row].sampling.logprobs or 0 for row in wanted]
+        noted = with_logprobs(logs, [chosen[row] for row in wanted], counts)
+        for row, token in zip(wanted, noted, strict=True):
+            tokens[row] = token
     is_good = most[:, 0].isfinite().tolist()
-    wanted = [row for row, pick in enumerate(picks) if pick.sampling.logprobs is not None and is_good[row]]
-    notes = dict(zip(wanted, _logprobs(logits, wanted, chosen, picks), strict=True)) if wanted else {}
-    return [(notes.get(row) or Token(chosen[row])) if is_good[row] else None for row in range(len(picks))]
+    return [token if good else None for token, good in zip(tokens, is_good, strict=True)]
+
+
+def _bias(logits: torch.Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:
+    """Adds to single logits what was asked for."""
+    rows = [row for row, own in enumerate(biases) for _ in own]
+    if not rows:
+        return
+    numbers, values = zip(*chain.from_iterable(biases), strict=True)
+    place = (_on(logits, rows), _on(logits, numbers))
+    logits[place] += torch.tensor(values, device=logits.device)
+
+
+def _penalise(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
+    """Changes the logits of tokens that requests have already."""
+    known = [(row, pick.counts) for row, pick in enumerate(picks) if pick.counts and pick.counts.numbers]
+    if not known:
+        return
+    # Each row's settings, once for every token it has; then the tokens.
+    samplings = [picks[row].sampling for row, _ in known]
+    settings = [(x.repetition_penalty, x.frequency_penalty, x.presence_penalty) for x in samplings]
+    sizes = torch.tensor([len(counts.numbers) for _, counts in known])
+    rows = torch.tensor([row for row, _ in known]).repeat_interleave(sizes).to(logits.device)
+    repeats, often, once = torch.tensor(settings).repeat_interleave(sizes, 0).to(logits.device).unbind(1)
+    numbers = torch.cat([_as_tensor(counts.numbers) for _, counts in known]).to(logits.device)
+    times = torch.cat([_as_tensor(counts.times) for _, counts in known]).to(logits.device)
+    values = logits[rows, numbers]
+    values = torch.where(values > 0, values / repeats, values * repeats)
+    logits[rows, numbers] = values - often * times - once * (times > 0)
+
+
+def _on(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(numbers, device=logits.device)
+
+
+def _as_tensor(numbers: "array[int]") -> torch.Tensor:
+    """The same memory; the array cannot grow while the tensor is there."""
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 def _draw(below: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
@@ -107,6 +217,7 @@ def _draw(below: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
     temperatures = [p.sampling.temperature for p in picks]
     if any(temperature != 1.0 for temperature in temperatures):
         below /= torch.tensor(temperatures, device=device)[:, None]
+    _keep_min_p(below, [p.sampling.min_p for p in picks])
     _keep_top_k(below, [p.sampling.top_k for p in picks])
     _keep_top_p(below, [p.sampling.top_p for p in picks])
     sums = below.exp_().cumsum(-1, dtype=torch.float64)
@@ -115,6 +226,14 @@ def _draw(below: torch.Tensor, picks: Sequence[Pick]) -> list[int]:
     found: list[list[int]] = torch.searchsorted(sums, targets, right=True).tolist()
     # A row that holds no numbers is reported by the caller; its index only has to be one.
     return [min(index, below.shape[-1] - 1) for (index,) in found]
+
+
+def _keep_min_p(scaled: torch.Tensor, shares: Sequence[float]) -> None:
+    """Takes out what is less likely than a share of the likeliest."""
+    rows = [row for row, share in enumerate(shares) if share > 0.0]
+    if rows:
+        least = torch.tensor([math.log(shares[row]) for row in rows], device=scaled.device)
+        _keep_from(scaled, rows, least[:, None])
 
 
 def _keep_top_k(scaled: torch.Tensor, counts: Sequence[int]) -> None:
@@ -155,18 +274,12 @@ def _keep_from(scaled: torch.Tensor, rows: Sequence[int], least: torch.Tensor) -
     scaled[index] = scaled[index].masked_fill(scaled[index] < least, -torch.inf)
 
 
-def _logprobs(
-    logits: torch.Tensor, rows: Sequence[int], chosen: Sequence[int], picks: Sequence[Pick]
-) -> list[Token]:
-    logs = logits[list(rows)].log_softmax(-1)
-    numbers = torch.tensor([chosen[row] for row in rows], device=logits.device)
-    own = logs.gather(-1, numbers[:, None])[:, 0].tolist()
-    counts = [picks[row].sampling.logprobs or 0 for row in rows]
+def with_logprobs(logs: torch.Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Token]:
+    """Tokens with their logarithms of probability, one a row, and so many of the likeliest ones."""
+    own = logs.gather(-1, _on(logs, numbers)[:, None])[:, 0].tolist()
     values, tokens = logs.topk(min(max(counts), logs.shape[-1]), -1)
-    table = list(zip(tokens.tolist(), values.tolist(), strict=True))
+    rows = zip(numbers, own, tokens.tolist(), values.tolist(), counts, strict=True)
     return [
-        Token(
-            chosen[row], own[i], tuple(zip(table[i][0][: counts[i]], table[i][1][: counts[i]], strict=True))
-        )
-        for i, row in enumerate(rows)
+        Token(number, logprob, tuple(zip(top[:count], logprobs[:count], strict=True)))
+        for number, logprob, top, logprobs, count in rows
     ]

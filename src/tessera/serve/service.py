@@ -226,12 +226,15 @@ class Service:
             raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < shape.capacity else "prompt")
         if not 0 <= min(ask.prompt) <= max(ask.prompt) < shape.vocab_size:
             raise AskError("a token is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", "prompt")
+        if ask.stop_tokens and not 0 <= min(ask.stop_tokens) <= max(ask.stop_tokens) < shape.vocab_size:
+            remedy = f"Use 0 to {shape.vocab_size - 1}."
+            raise AskError("a token is not in the vocabulary", remedy, "stop_token_ids")
         if "" in ask.stop:
             raise AskError("an empty stop string would end every answer", "Leave it out.", "stop")
         if not 0 <= ask.min_tokens <= ask.max_tokens:
             message = f"at least {ask.min_tokens} and at most {ask.max_tokens} tokens"
             raise AskError(message, "Use 0 up to max_tokens.", "min_tokens")
-        check_sampling(ask.sampling)
+        check_sampling(ask.sampling, shape.vocab_size)
 
     def snapshot(self) -> Snapshot:
         """What the service is doing now; from any thread."""

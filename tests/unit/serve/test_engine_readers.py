@@ -6,7 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serving_factory import GREEDY, Told, ToyStepper, expected, read, read_all, service_of, until, wait_for
+from serving_factory import (
+    GREEDY,
+    Loss,
+    Told,
+    ToyStepper,
+    expected,
+    read,
+    read_all,
+    service_of,
+    until,
+    wait_for,
+)
 from tessera.serve.answer import AnswerBuffer, WakeUps
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling
 from tessera.serve.text import END, ByteText
@@ -150,6 +161,34 @@ def test_stop_strings_count_only_behind_the_least_tokens() -> None:
     assert word not in soon.text
     assert word in late.text
     assert late.finish.output_tokens >= 44
+
+
+def test_a_stop_token_ends_the_answer_and_has_no_text() -> None:
+    """Wherever it comes first; before the least tokens it is not chosen."""
+    numbers = expected(LONG)[0]
+    with service_of(ToyStepper()) as service:
+        asks = [
+            Ask(LONG.prompt, 45, GREEDY, stop_tokens=(numbers[5],), ignores_end=True),
+            Ask(LONG.prompt, 45, GREEDY, stop_tokens=(numbers[5],), ignores_end=True, min_tokens=44),
+        ]
+        soon, late = wait_for(read_all(service, asks))
+
+    assert "stop" == soon.finish.reason
+    assert numbers[: numbers.index(numbers[5]) + 1] == soon.numbers
+    assert ByteText().decode(soon.numbers[:-1]) == soon.text
+    assert numbers[5] not in late.numbers[:44]
+
+
+def test_penalties_follow_the_answer_through_a_lost_device() -> None:
+    """What was chosen before a restart counts after it."""
+    sampling = Sampling(0.8, seed=5, frequency_penalty=1.0, presence_penalty=0.5, repetition_penalty=1.2)
+    asks = [Ask((n, 3), 30, sampling, ignores_end=True) for n in range(4)]
+    with service_of(ToyStepper(losses={20: Loss()})) as service:
+        found = wait_for(read_all(service, asks))
+        retried = service.snapshot().retried
+
+    assert retried
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
 
 
 def test_going_on_past_the_end_shows_no_end() -> None:

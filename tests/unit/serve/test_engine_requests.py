@@ -214,6 +214,7 @@ def test_too_many_are_refused() -> None:
         (Ask((258,), 5), "prompt"),
         (Ask((-1,), 5), "prompt"),
         (Ask((1,), 5, stop=("a", "")), "stop"),
+        (Ask((1,), 5, stop_tokens=(258,)), "stop_token_ids"),
         (Ask((1,), 5, min_tokens=6), "min_tokens"),
         (Ask((1,), 5, Sampling(temperature=-1.0)), "temperature"),
         (Ask((1,), 5, Sampling(temperature=float("nan"))), "temperature"),

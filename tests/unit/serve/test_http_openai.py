@@ -176,6 +176,19 @@ def test_options_reach_the_ask(client: Any, service: Scripted) -> None:
     assert (ask.sampling.seed, ask.stop, ask.min_tokens, ask.ignores_end) == (7, ("x",), 2, True)
 
 
+def test_options_that_change_logits_reach_the_ask(client: Any, service: Scripted) -> None:
+    """Penalties, biases by token, min_p and tokens that stop."""
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.25}
+    options = {"logit_bias": {"7": -100, "8": 2.5}, "min_p": 0.1, "stop_token_ids": [3, 4]}
+    answer = client.post("/v1/chat/completions", json=CHAT | penalties | options)
+
+    assert answer.status_code == 200
+    sampling = service.asks[-1].sampling
+    assert penalties == {name: getattr(sampling, name) for name in penalties}
+    assert (sampling.logit_bias, sampling.min_p) == (((7, -100.0), (8, 2.5)), 0.1)
+    assert service.asks[-1].stop_tokens == (3, 4)
+
+
 def test_choices_of_one_seed_differ(client: Any, service: Scripted) -> None:
     """With n and a seed, every choice has a seed of its own, the same every time."""
     client.post("/v1/chat/completions", json=CHAT | {"n": 3, "seed": 2**63 - 1})
@@ -219,6 +232,11 @@ def test_chat_may_use_what_is_left(client: Any, service: Scripted) -> None:
         ({"prompt": "a", "best_of": 2}, 400, "best_of", "unsupported_value"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "invalid_value"),
         ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", "invalid_value"),
+        ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less_than_equal"),
+        ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater_than_equal"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "string_pattern_mismatch"),
+        ({"prompt": "a", "logit_bias": {"7": 101}}, 400, "logit_bias", "less_than_equal"),
+        ({"prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids", "greater_than_equal"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "model", "model_not_found"),
     ],
 )

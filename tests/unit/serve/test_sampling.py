@@ -1,4 +1,4 @@
-"""The next token: distributions, limits, seeds and logprobs."""
+"""The next token: distributions, limits, biases, penalties, seeds and logprobs."""
 
 import math
 import random
@@ -8,15 +8,33 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.serve.records import Sampling, Token
-from tessera.serve.sampling import TOP_P_GLANCE, Pick, _keep_top_k, _keep_top_p, choose
+from tessera.errors import AskError
+from tessera.serve.records import Ask, Sampling, Token
+from tessera.serve.sampling import (
+    TOP_P_GLANCE,
+    Pick,
+    _keep_min_p,
+    _keep_top_k,
+    _keep_top_p,
+    _penalise,
+    check_sampling,
+    choose,
+)
 
 LOGITS = torch.tensor([0.0, math.log(4.0), math.log(3.0), math.log(2.0)])
 
 
 def pick(seed: int = 0, banned: tuple[int, ...] = (), **options: Any) -> Pick:
     """A pick with a generator of its own."""
-    return Pick(Sampling(**options), random.Random(seed), banned)
+    return Pick(Sampling(**options), random.Random(seed), banned, min_tokens=len(banned))
+
+
+def following(prompt: tuple[int, ...], answer: tuple[int, ...], **options: Any) -> Pick:
+    """The pick of a request that has a prompt and a part of its answer."""
+    found = Pick.of(Ask(prompt, 9, Sampling(**options)), ())
+    for number in answer:
+        found.add(number)
+    return found
 
 
 def numbers(logits: torch.Tensor, one: Pick, times: int) -> Counter[int]:
@@ -119,6 +137,97 @@ def test_logprobs_are_the_models_own() -> None:
     assert () == two.top
     assert two.logprob == one.logprob
     assert [1, 2, 3, 0] == [number for number, _ in three.top]
+
+
+def test_logprobs_do_not_depend_on_what_was_changed() -> None:
+    """Bans, biases and penalties choose another token; its logprob is the model's own."""
+    one = following((), (1,), temperature=0.0, logprobs=1, frequency_penalty=2.0, logit_bias=((3, 1.0),))
+    (token,) = choose(LOGITS[None].clone(), [1], [0], [one])
+
+    assert token is not None
+    assert 3 == token.number
+    assert 0.2 == pytest.approx(math.exp(token.logprob or 0.0))
+    assert [1] == [number for number, _ in token.top]
+
+
+def test_a_bias_is_added_to_its_logit() -> None:
+    """So much more likely becomes a token, and -100 keeps it out."""
+    assert {0: 1} == numbers(LOGITS, pick(temperature=0.0, logit_bias=((0, 2.0),)), 1)
+    assert {0, 3} == set(numbers(LOGITS, pick(logit_bias=((1, -100.0), (2, -100.0))), 200))
+
+
+def test_tokens_of_the_answer_are_penalised_and_those_of_the_prompt_are_not() -> None:
+    """Presence counts once, frequency every time; a penalty below 0 favours."""
+    rows = torch.zeros(4, 4)
+    _penalise(
+        rows,
+        [
+            following((3,), (0, 0, 1), presence_penalty=0.5),
+            following((3,), (0, 0, 1), frequency_penalty=0.5),
+            following((3,), (2,), presence_penalty=-1.0, frequency_penalty=-0.5),
+            following((3,), (), presence_penalty=1.0),
+        ],
+    )
+
+    expected = [[-0.5, -0.5, 0, 0], [-1.0, -0.5, 0, 0], [0, 0, 1.5, 0], [0, 0, 0, 0]]
+    assert expected == rows.tolist()
+
+
+def test_repetition_penalty_is_hugging_faces() -> None:
+    """For tokens of the prompt and the answer, each once, whatever the sign of its logit."""
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
+    tokens = [[1, 2, 2, 3, 40, 41], [5, 5, 6, 7, 8, 9]]
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(tokens), logits.clone())
+    picks = [following(tuple(x[:3]), tuple(x[3:]), repetition_penalty=1.7) for x in tokens]
+    _penalise(logits, picks)
+
+    torch.testing.assert_close(theirs, logits)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
+def test_min_p_is_hugging_faces(share: float) -> None:
+    """What is left is what its warper leaves."""
+    transformers = pytest.importorskip("transformers")
+    logits = 3.0 * torch.randn(20, 400, generator=torch.Generator().manual_seed(4))
+    theirs = transformers.MinPLogitsWarper(share)(None, logits.clone())
+    ours = logits - logits.amax(-1, keepdim=True)
+    _keep_min_p(ours, [share] * len(ours))
+
+    assert torch.equal(theirs.isfinite(), ours.isfinite())
+
+
+def test_a_row_is_penalised_alike_in_any_crowd() -> None:
+    """Whoever is beside it, and whatever they ask for."""
+    logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(5))
+    options: dict[str, Any] = {"presence_penalty": 0.7, "repetition_penalty": 1.3, "min_p": 0.02, "seed": 3}
+    (alone,) = choose(logits.clone(), [0] * 3, [1], [following((1, 2), (3, 3), **options)])
+    others = [following((), (5,), frequency_penalty=1.0), following((), (), logit_bias=((3, 9.0),))]
+    crowd = choose(
+        logits.clone(), [0] * 3, [0, 1, 2], [others[0], following((1, 2), (3, 3), **options), others[1]]
+    )
+
+    assert alone == crowd[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temperature": float("nan")}, "temperature"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logit_bias": ((4, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((0, float("inf")),)}, "logit_bias"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], field: str) -> None:
+    """With the field's name."""
+    with pytest.raises(AskError) as told:
+        check_sampling(Sampling(**options), vocab_size=4)
+
+    assert field == told.value.place
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
