@@ -286,7 +286,7 @@ def soak(log: Log, args: argparse.Namespace) -> None:
     small = Family("llama-3-8b", 2, (("prefill", 2, 64, 4), ("decode", 2, 68, 0)))
     built = build(small)
     text, link = PAIRS[0]
-    log.attempt("soak", run_soak, built, text, link, SLOTS, args.soak, args.kills)
+    log.attempt("soak", run_soak, built, text, link, SLOTS, args.soak, args.kills, log.put)
 
 
 # All --------------------------------------------------------------------------------------------------------

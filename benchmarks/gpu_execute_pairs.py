@@ -7,7 +7,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,9 @@ def gaps_us(timeline: Timeline, scale: float) -> list[float]:
     return [round(statistics.median(gaps) / scale, 1), round(max(gaps) / scale, 1)] if gaps else []
 
 
-def run_soak(built: Any, text: str, link: str, slots: int, num: int, kills: int) -> dict[str, Any]:
+def run_soak(
+    built: Any, text: str, link: str, slots: int, num: int, kills: int, tell: Callable[[str, Any], None]
+) -> dict[str, Any]:
     """Requests in a row, each by a policy drawn at random, while workers are killed at random.
 
     Kills are SIGKILL at random moments: while runs are under way, while workers start, while they capture.
@@ -328,6 +330,7 @@ def run_soak(built: Any, text: str, link: str, slots: int, num: int, kills: int)
             wrong += sum(bool(differing(expected[i % seeds], r)) for i, r in enumerate(results, first))
             first += 50
             used.append(torch.cuda.mem_get_info(0)[1] - torch.cuda.mem_get_info(0)[0])
+            tell("so far", {"requests": first, "kills": len(killed), "different": wrong, "lost": lost})
         over.set()
         devices = {name: [s.state, s.restarts] for name, s in stepper.use().devices.items()}
     return found | {
