@@ -268,7 +268,8 @@ def expected(ask: Ask) -> tuple[list[int], str, str]:
         assert token is not None
         request.add(token.number)
         said += request.text_of(token.number)
-        if request.watch.is_stopped or (token.number == END and not ask.ignores_end):
+        is_end = token.number == END and not ask.ignores_end
+        if is_end or request.watch.is_stopped or request.pick.is_over:
             reason = "stop"
         elif request.num_out == ask.max_tokens:
             reason = "length"

@@ -39,7 +39,7 @@ class Delivery:
         now, left = time.monotonic(), []
         for (_, request), chosen in zip(due, _chosen(done, due), strict=True):
             if chosen is None:
-                self.finish(request, "error", NO_NUMBERS)
+                self.finish(request, "error", request.pick.failure or NO_NUMBERS)
                 left.append(request)
                 continue
             number = chosen if isinstance(chosen, int) else chosen.number
@@ -65,7 +65,7 @@ class Delivery:
         return number in ask.stop_tokens or (number in self._end and not ask.ignores_end)
 
     def _reason(self, request: ActiveRequest, number: int) -> Reason | None:
-        if self._ends(request, number):
+        if self._ends(request, number) or request.pick.is_over:
             return "stop"
         return "length" if request.num_out >= request.ask.max_tokens else None
 
@@ -85,6 +85,9 @@ class Delivery:
             else:
                 self._wake_ups.add(request.buffer)
         self._wake_ups.flush()
+        for request, _, _ in due:
+            if not request.is_over:
+                request.pick.prepare()
         if self._gaps:
             self._observer.next_tokens(self._gaps)
             self._gaps = []

@@ -15,6 +15,7 @@ from tessera.serve.text import Text
 if TYPE_CHECKING:
     import torch
 
+    from tessera.serve.grammar import Grammar, GrammarCompiler
     from tessera.serve.pictures import Eyes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -85,6 +86,8 @@ class Ask:
     client: str = ""
     # For a model that sees.
     picture: PromptPicture | None = None
+    # The form that the answer has; None: any.
+    grammar: "Grammar | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +200,5 @@ class Endpoint:
     plans: Callable[[], Sequence[Plan]] = tuple
     # Of a model that sees; None: it reads text only.
     eyes: "Eyes | None" = None
+    # For answers of a form; None: the extra 'grammar' is not installed.
+    grammars: "GrammarCompiler | None" = None

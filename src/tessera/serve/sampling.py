@@ -2,12 +2,12 @@
 
     choose(logits, greedy, rows, picks) -> one token a pick
 
-In this order, which is vLLM's: biases, tokens that must not be chosen, penalties, temperature, min-p, top-k,
-top-p. Rows are computed together; each draws from a generator of its own, once a token, so an answer with a
-seed depends on its own logits and on nothing else in the batch. A draw is the inverse of the cumulative
-distribution over the vocabulary. The tokens in question are a set: those not below the k-th largest logit,
-and of these not below the last one that top-p needs, so equal logits stay or go together. Logprobs are those
-of the model's own distribution, before all of this.
+In this order, which is vLLM's: biases, tokens that must not be chosen (by the least number of tokens, or by a
+grammar), penalties, temperature, min-p, top-k, top-p. Rows are computed together; each draws from a generator
+of its own, once a token, so an answer with a seed depends on its own logits and on nothing else in the batch.
+A draw is the inverse of the cumulative distribution over the vocabulary. The tokens in question are a set:
+those not below the k-th largest logit, and of these not below the last one that top-p needs, so equal logits
+stay or go together. Logprobs are those of the model's own distribution, before all of this.
 
 Where the logits live, there the rows are computed; what comes back is numbers.
 """
@@ -15,13 +15,14 @@ Where the logits live, there the rows are computed; what comes back is numbers.
 import math
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from tessera.errors import AskError
+from tessera.serve.grammar import Guide
 from tessera.serve.records import Ask, Sampling, Token
 
 # Alternatives that may be reported for a token, as OpenAI's.
@@ -62,6 +63,8 @@ class Pick:
     min_tokens: int = 0
     # For penalties; None: there are none.
     counts: TokenCounts | None = None
+    # Says which tokens may come; None: all.
+    guide: Guide | None = None
     num_out: int = 0
 
     @classmethod
@@ -74,7 +77,8 @@ class Pick:
         elif sampling.presence_penalty or sampling.frequency_penalty:
             counts = TokenCounts()
         ends = (*(() if ask.ignores_end else end), *ask.stop_tokens)
-        return cls(sampling, random.Random(sampling.seed), ends, ask.min_tokens, counts)
+        guide = None if ask.grammar is None else ask.grammar.start()
+        return cls(sampling, random.Random(sampling.seed), ends, ask.min_tokens, counts, guide)
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -87,13 +91,30 @@ class Pick:
         x = self.sampling
         if x.temperature or x.logprobs is not None or x.logit_bias or self.counts is not None:
             return False
-        return not self.banned
+        return self.guide is None and not self.banned
+
+    @property
+    def is_over(self) -> bool:
+        """True if no token may come any more: the answer has the form that was asked for."""
+        return self.guide is not None and self.guide.is_over
+
+    @property
+    def failure(self) -> str:
+        """Why no token can be chosen any more; empty: one can."""
+        return "" if self.guide is None else self.guide.failure
+
+    def prepare(self) -> None:
+        """Works out what it can before the next logits are there."""
+        if self.guide is not None:
+            self.guide.mask()
 
     def add(self, number: int) -> None:
         """A token was chosen."""
         self.num_out += 1
         if self.counts is not None:
             self.counts.add(number)
+        if self.guide is not None:
+            self.guide.add(number)
 
 
 # Field -> the least and the most that make sense; what lies outside is refused.
@@ -150,6 +171,7 @@ def _choose_rows(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Token | No
     for row, pick in enumerate(picks):
         if pick.banned:
             logits[row, list(pick.banned)] = -torch.inf
+    _mask(logits, {row: pick.guide.mask() for row, pick in enumerate(picks) if pick.guide is not None})
     _penalise(logits, picks)
     # Of a row with a NaN this is NaN; of one that may choose nothing, minus infinity.
     most = logits.amax(-1, keepdim=True)
@@ -179,6 +201,18 @@ def _bias(logits: torch.Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -
     numbers, values = zip(*chain.from_iterable(biases), strict=True)
     place = (_on(logits, rows), _on(logits, numbers))
     logits[place] += torch.tensor(values, device=logits.device)
+
+
+def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
+    """Takes out the tokens whose bit is not set in the mask of their row."""
+    if not masks:
+        return
+    width = logits.shape[-1]
+    raw = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(logits.device)
+    bits = raw.reshape(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    allowed = bits.reshape(len(masks), -1)[:, :width] == 1
+    rows = list(masks)
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
 def _penalise(logits: torch.Tensor, picks: Sequence[Pick]) -> None:

@@ -66,6 +66,7 @@ def started(
     `hub` makes the way to workers that are not processes of this machine.
     """
     from tessera.serve.app import create_app
+    from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
     from tessera.serve.pictures import eyes_of
     from tessera.serve.replan import PreparedPlanner
@@ -94,8 +95,17 @@ def started(
             sight=sight_of(made),
             planner=PreparedPlanner(prepared),
         )
-        sizes = (shape.capacity, shape.vocab_size)
-        endpoint = Endpoint(name, service, text, *sizes, created, lambda: local.stepper.plans, eyes)
+        endpoint = Endpoint(
+            name,
+            service,
+            text,
+            shape.capacity,
+            shape.vocab_size,
+            created,
+            lambda: local.stepper.plans,
+            eyes,
+            open_grammars(text, shape.vocab_size),
+        )
         with service:
             app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
             yield RunningService(name, service, app)

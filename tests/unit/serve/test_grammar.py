@@ -1,0 +1,147 @@
+"""Answers of a form: masks of grammars, whatever the tokens are, and through losses of devices."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+llguidance = pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
+
+from serving_factory import GREEDY, SHAPE, Loss, ToyStepper, expected, read_all, service_of, wait_for  # noqa: E402
+from tessera.errors import AskError  # noqa: E402
+from tessera.serve.grammar import MAX_CHARS, Grammar, GrammarCompiler  # noqa: E402
+from tessera.serve.records import Ask, Sampling  # noqa: E402
+from tessera.serve.sampling import Pick, choose  # noqa: E402
+from tessera.serve.text import END, ByteText  # noqa: E402
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+class Words(ByteText):
+    """Tokens of several bytes, one that is half a character, and no end."""
+
+    end: tuple[int, ...] = ()
+    words = (*(bytes([n]) for n in range(128)), b'{"', b'":', b'name"', b'"age":1', b"\xc3", b"\xa9", b"")
+
+    def token_bytes(self, token: int) -> bytes:
+        """By the table."""
+        return self.words[token] if token < len(self.words) else b""
+
+
+def made(schema: dict[str, Any], text: ByteText | None = None, vocab_size: int = SHAPE.vocab_size) -> Grammar:
+    """The grammar of a schema."""
+    compiler = GrammarCompiler(text or ByteText(), vocab_size)
+    return compiler.compile(f"start: %json {json.dumps(schema)}", "response_format")
+
+
+@pytest.mark.parametrize(("text", "vocab_size"), [(ByteText(), 258), (ByteText(), 300), (Words(), 140)])
+def test_whatever_is_drawn_validates(text: ByteText, vocab_size: int) -> None:
+    """From random logits, with tokens of bytes, of numbers and of words, with an end and without."""
+    grammar = made(SCHEMA, text, vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(5):
+        pick = Pick(Sampling(1.0, seed=seed), random.Random(seed), guide=grammar.start())
+        numbers: list[int] = []
+        while not pick.is_over:
+            logits = torch.randn(1, vocab_size, generator=generator)
+            (token,) = choose(logits, [0], [0], [pick])
+            assert token is not None
+            numbers.append(token.number)
+            pick.add(token.number)
+        raw = b"".join(map(text.token_bytes, numbers))
+        jsonschema.validate(json.loads(raw), SCHEMA)
+
+
+def test_a_masked_row_changes_no_other() -> None:
+    """Rows beside it are drawn as they are alone."""
+    grammar = made(SCHEMA)
+    logits = torch.randn(3, SHAPE.vocab_size, generator=torch.Generator().manual_seed(1))
+
+    def plain(seed: int) -> Pick:
+        return Pick(Sampling(1.0, seed=seed), random.Random(seed))
+
+    guided = Pick(Sampling(0.0), random.Random(0), guide=grammar.start())
+    crowd = choose(logits.clone(), [0] * 3, [0, 1, 2], [plain(1), guided, plain(2)])
+
+    assert choose(logits.clone(), [0] * 3, [0], [plain(1)]) == [crowd[0]]
+    assert choose(logits.clone(), [0] * 3, [2], [plain(2)]) == [crowd[2]]
+    assert crowd[1] is not None
+    assert ord("{") == crowd[1].number
+
+
+def test_an_answer_is_over_where_its_grammar_is() -> None:
+    """Without an end token, with finish_reason stop, also where the model's own end is not to be seen."""
+    shape_of_answer = made({"enum": ["yes", "no"]})
+    asks = [Ask((n,), 20, GREEDY, grammar=shape_of_answer, ignores_end=n % 2 == 0) for n in range(4)]
+    with service_of(ToyStepper()) as service:
+        found = wait_for(read_all(service, asks))
+
+    assert all(told.text in ('"yes"', '"no"') for told in found)
+    assert {"stop"} == {told.finish.reason for told in found}
+    assert END not in found[0].numbers
+
+
+def test_an_answer_that_is_too_long_is_cut() -> None:
+    """Its text is the beginning of a form, and the reason says so."""
+    ask = Ask((1,), 4, GREEDY, grammar=made(SCHEMA))
+    with service_of(ToyStepper()) as service:
+        (told,) = wait_for(read_all(service, [ask]))
+
+    assert ("length", '{"na') == (told.finish.reason, told.text)
+
+
+def test_a_form_survives_lost_devices() -> None:
+    """After a restart it goes on where it was; beside answers of other forms and of none."""
+    forms = [made(SCHEMA), made({"type": "array", "items": {"type": "boolean"}, "minItems": 3}), None]
+    asks = [Ask((n, 9), 40, Sampling(1.0, seed=n), grammar=forms[n % 3]) for n in range(6)]
+    with service_of(ToyStepper(losses={9: Loss(), 40: Loss()})) as service:
+        found = wait_for(read_all(service, asks))
+        retried = service.snapshot().retried
+
+    assert retried
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ('start: %json {"type": "dog"}', "Invalid type: dog"),
+        ('start: %json {"contains": 1}', "Unimplemented keys"),
+        ('start: %json {"$ref": "http://example.org"}', "does not fetch"),
+        ("x" * (MAX_CHARS + 1), "characters"),
+        ("nothing", "makes no grammar"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_its_field(source: str, said: str) -> None:
+    """In one line; nothing is fetched."""
+    with pytest.raises(AskError) as told:
+        GrammarCompiler(ByteText(), 258).compile(source, "response_format")
+
+    assert "response_format" == told.value.place
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_grammar_that_becomes_too_large_ends_its_answer_alone() -> None:
+    """With the library's own words; answers beside it go on."""
+    wide = made({"type": "object", "properties": {f"k{n}": {"type": "string"} for n in range(1500)}})
+    asks = [Ask((1,), 20, GREEDY, grammar=wide), Ask((2,), 20, GREEDY, ignores_end=True)]
+    with service_of(ToyStepper()) as service:
+        failed, told = wait_for(read_all(service, asks))
+
+    assert "error" == failed.finish.reason
+    assert "items" in failed.finish.message
+    assert expected(asks[1]) == told.what
