@@ -292,7 +292,8 @@ def run_soak(
 ) -> dict[str, Any]:
     """Requests in a row, each by a policy drawn at random, while workers are killed at random.
 
-    Kills are SIGKILL at random moments: while runs are under way, while workers start, while they capture.
+    Kills are SIGKILL at random moments: while runs are under way, and every second time the worker that takes
+    the place of a killed one too, while it starts and captures.
     Every result is compared; memory in use on the card is looked at after every fifty requests.
     """
     own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
@@ -307,13 +308,25 @@ def run_soak(
         over = threading.Event()
         killed: list[str] = []
 
+        def strike(wanted: str) -> None:
+            """Kills a worker in this state, once there is one; a device that is lost has none."""
+            while not over.wait(0.01):
+                found = [s.pid for s in stepper.use().devices.values() if s.pid and s.state == wanted]
+                if found:
+                    if wanted == "starting":
+                        over.wait(rng.uniform(0.0, 4.0))
+                    os.kill(rng.choice(found), signal.SIGKILL)
+                    killed.append(wanted)
+                    return
+
         def killer() -> None:
-            while len(killed) < kills and not over.wait(rng.uniform(0.2, 4.0)):
-                pids = [(s.pid, s.state) for s in stepper.use().devices.values() if s.pid]
-                if pids:
-                    pid, state = rng.choice(pids)
-                    killed.append(state)
-                    os.kill(pid, signal.SIGKILL)
+            while len(killed) < kills:
+                if over.wait(rng.uniform(0.2, 1.0)):
+                    return
+                if all(s.state == "ready" for s in stepper.use().devices.values()):
+                    strike("ready")
+                    if len(killed) < kills and rng.random() < 0.5:  # and the one in its place
+                        strike("starting")
 
         thread = threading.Thread(target=killer, daemon=True)
         began, last, first = time.monotonic(), 0, 0

@@ -261,12 +261,12 @@ class Hub:
             member.failures = 0
         member.failures += counts
         how = self._end(member, LEAVE_S)
+        self._store.forget(device, member.epoch)
         member.epoch += 1
         member.state, member.ready_s, member.pid = "lost", None, None
         is_given_up = self.max_failures is not None and member.failures >= self.max_failures
         retry_s = None if is_given_up else pause_s(member.failures)
         member.due_s = None if retry_s is None else now + retry_s
-        self._store.forget(device)
         self._start_due()
         return LostWorker(how, member.failures, retry_s)
 

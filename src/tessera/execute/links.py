@@ -25,6 +25,7 @@ from typing import Protocol
 
 from tessera.errors import TesseraError
 from tessera.execute.link_sockets import LinkLost, admit, call, end, prove, read_into, tune, words
+from tessera.execute.orders import key_of
 
 __all__ = ["KeyStore", "LinkFrame", "LinkLost", "Links", "Receiver"]
 
@@ -32,6 +33,8 @@ __all__ = ["KeyStore", "LinkFrame", "LinkLost", "Links", "Receiver"]
 _HEADER = struct.Struct("<qqqd")
 # A run that there is not: the sender opens another link.
 BYE = -1
+# What a worker sets its address under; see `orders.key_of`.
+LINK = "link"
 # Calls in their handshake at one time.
 MAX_HANDSHAKES = 64
 # How long a link is tried to be opened: the other worker may be starting.
@@ -134,7 +137,7 @@ class Links:
             self._server.listen(128)
             address = f"unix {path}"
         self._spawn(self._listen, self._server)
-        self._store.set(_key_of(self._device, self._epochs[self._device]), address.encode())
+        self._store.set(key_of(LINK, self._device, self._epochs[self._device]), address.encode())
 
     def send(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         """Writes a frame, and opens the link where there is none; for a thread a peer. Raises LinkLost.
@@ -274,7 +277,7 @@ class Links:
         epoch = self._epochs[peer]
         while not self._is_closed and epoch == self._epochs[peer] and time.monotonic() < deadline:
             try:
-                address = self._store.get(_key_of(peer, epoch), deadline - time.monotonic()).decode()
+                address = self._store.get(key_of(LINK, peer, epoch), deadline - time.monotonic()).decode()
                 link = call(address)
             except (OSError, TesseraError) as error:
                 said = words(error)
@@ -365,10 +368,6 @@ class Links:
                 self._receiver.arrived(peer, frame)
         except (OSError, EOFError) as error:
             return words(error)
-
-
-def _key_of(device: int, epoch: int) -> str:
-    return f"link/{device}/{epoch}"
 
 
 def _write_some(link: socket.socket, frame: LinkFrame, contents: memoryview) -> int:

@@ -15,6 +15,15 @@ from tessera.execute.inbox import NOBODY, Hangup, Inbox
 from tessera.execute.messages import Message, Progress, StoreGet, StoreSet, StoreValue, Where
 
 
+class OwnerGone(WorkerError):
+    """What was asked for will not be set: the worker that would have is gone."""
+
+
+def key_of(kind: str, device: int, epoch: int) -> str:
+    """Under which a device's worker sets something, so that nobody waits for it when that worker is gone."""
+    return f"{kind}/{device}/{epoch}"
+
+
 class Answers:
     """The way to the engine, for any thread of a worker."""
 
@@ -42,7 +51,10 @@ class WorkerStore:
         self._answers.tell(StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """What was set under this key, or will be within the time; raises WorkerError after it."""
+        """What was set under this key, or will be within the time; raises WorkerError after it.
+
+        Raises OwnerGone as soon as it is known that it will not be.
+        """
         with self._known:
             is_known = key in self._values
         if not is_known:
@@ -51,6 +63,8 @@ class WorkerStore:
             self._known.wait_for(lambda: key in self._values or self._is_over, timeout_s)
             if key not in self._values:
                 raise WorkerError(f"nobody has set {key} within {timeout_s:.0f} s")
+            if not self._values[key]:
+                raise OwnerGone(f"nobody will set {key}")
             return self._values[key]
 
     def put(self, key: str, value: bytes) -> None:
@@ -105,12 +119,17 @@ class Orders:
 
 
 class Board:
-    """The engine's side: what workers tell one another, addresses mostly. Used by its reading threads."""
+    """The engine's side: what workers tell one another, addresses mostly. Used by its reading threads.
+
+    An empty value says that there will be none.
+    """
 
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
+        # Ends of keys, of workers that are gone.
+        self._gone: set[str] = set()
         self._asking: list[tuple[tuple[int, int], str]] = []
 
     def set(self, key: str, value: bytes) -> None:
@@ -125,13 +144,20 @@ class Board:
     def get(self, source: tuple[int, int], key: str) -> None:
         """Answered now, or when it is set."""
         with self._lock:
-            value = self._values.get(key)
+            value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)
             if value is None:
                 self._asking.append((source, key))
         if value is not None:
             self._send(source, StoreValue(key, value))
 
-    def forget(self, device: int) -> None:
-        """A worker that is gone waits for nothing."""
+    def forget(self, device: int, epoch: int) -> None:
+        """A worker is gone: it waits for nothing, and nobody waits for what it has not told."""
+        end = key_of("", device, epoch)
         with self._lock:
-            self._asking = [(source, key) for source, key in self._asking if source[0] != device]
+            self._gone.add(end)
+            self._values = {key: value for key, value in self._values.items() if not key.endswith(end)}
+            asking = [ask for ask in self._asking if ask[0][0] != device]
+            self._asking = [ask for ask in asking if not ask[1].endswith(end)]
+        for source, key in asking:
+            if key.endswith(end):
+                self._send(source, StoreValue(key, b""))

@@ -14,6 +14,7 @@ from tessera.execute.cuda.inbox import WORD, InboxSpot
 from tessera.execute.cuda.transport import GpuTransport, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.links import KeyStore
+from tessera.execute.orders import OwnerGone, key_of
 
 # A peer that has not told its handle after so long has failed.
 MEET_S = 120.0
@@ -115,7 +116,10 @@ class Ipc(GpuTransport):
         """Of a peer's inbox."""
         key = (device, self._inboxes.layout(program, device).number)
         if key not in self._opened:
-            handle = self._store.get(self._key(*key), MEET_S)
+            try:
+                handle = self._store.get(self._key(*key), MEET_S)
+            except OwnerGone as error:
+                raise PeerAway(error.message, device) from error
             if len(handle) != driver.IPC_HANDLE_BYTES:
                 raise WorkerError(f"device {device} told no handle of its memory", "Update both sides.")
             try:
@@ -125,4 +129,4 @@ class Ipc(GpuTransport):
         return self._opened[key]
 
     def _key(self, device: int, number: int) -> str:
-        return f"ipc/{number}/{device}/{self._epochs[device]}"
+        return key_of(f"ipc/{number}", device, self._epochs[device])
