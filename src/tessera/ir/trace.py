@@ -121,17 +121,22 @@ class Step:
     """What one call of the model does, and enough to build that call again."""
 
     model: str
-    kind: str  # prefill, decode, encode, denoise, call; chunk or insert of a served model
+    kind: str  # prefill, decode, encode, denoise, call; tokens, chunk or insert of a served model
+    # Rows; of tokens, the sequences they may be of.
     batch: int
-    # Tokens per row that the step's state can hold; of a prefill, the tokens it reads.
+    # Tokens per row that the step's state can hold; of a prefill or of tokens, those it reads.
     context: int
     seed: int = 0
-    # Rows of state beyond `context` that a joined decode may fill.
+    # Rows of state beyond `context` that a joined decode may fill; of tokens, positions in all pages.
     reserve: int = 0
     # Of a checkpoint folder: random weights from the seed in place of the folder's own.
     random_weights: bool = False
     # A file with tensors that are inputs, by name; empty for inputs made from the model's description.
     inputs: str = ""
+    # Of tokens: sequences that the state has room for, where other steps over it have more than `batch`.
+    rows: int = 0
+    # Of tokens: how many a sequence is expected to have; 0 for an even share of the pages.
+    length: int = 0
 
 
 @dataclass(frozen=True)

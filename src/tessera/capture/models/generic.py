@@ -154,7 +154,7 @@ def attributes_kept(
 
 
 @dataclass(frozen=True)
-class _Memory:
+class Memory:
     """What is remembered between calls: the cache, and tensors in attributes of the model's parts."""
 
     cache: Any
@@ -268,17 +268,17 @@ class CachedSteps:
         self._has_positions = bool(self._positions) or (cache is not None and cache.has_positions)
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
-        with self._apart(), _NoReads():
-            _, left = self._step_on(_Memory(cache, {}), first, first["last"])
-            again = _exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
+        with self._apart(), NoReads():
+            _, left = self._step_on(Memory(cache, {}), first, first["last"])
+            again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
             _, after = self._step_on(again, following, None)
-        self._is_carried = _describe(left) == _describe(after)
+        self._is_carried = describe(left) == describe(after)
         self._has_rows = self._has_rows and not left.attributes
         self._held, self._template = tensors_of(left), left
         if self._is_prefill:
             if cache is not None:
                 cache.reset()
-            self._template = _Memory(cache, {})
+            self._template = Memory(cache, {})
         if not self._held:
             raise ValueError("it holds no tensors")
 
@@ -291,7 +291,7 @@ class CachedSteps:
             following = self._tokens_at(start + num, 1, random)
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
-    def _step_on(self, memory: _Memory, inputs: Tensors, last: torch.Tensor | None) -> tuple[Any, _Memory]:
+    def _step_on(self, memory: Memory, inputs: Tensors, last: torch.Tensor | None) -> tuple[Any, Memory]:
         """One call: what it returns, and what is remembered after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
@@ -301,7 +301,7 @@ class CachedSteps:
             cache.begin(None, None)
         elif self._cache:
             cache = getattr(made, self._cache)
-        return made, _Memory(cache, attributes)
+        return made, Memory(cache, attributes)
 
     def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
         """The model's own forward on a cache; only each row's newest token goes through the head."""
@@ -332,7 +332,7 @@ class CachedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
-        memory = _exchanged(self._template, given)
+        memory = exchanged(self._template, given)
         last = inputs.get("last")
         if self._is_prefill and last is None and self._has_positions:
             last = torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)
@@ -449,24 +449,32 @@ def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
 @contextmanager
 def newest_only(model: Any, last: torch.Tensor | None) -> Iterator[None]:
     """While entered, the model's head reads only each row's newest token."""
-    head = model.get_output_embeddings()
 
-    def pick(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0]
+    def pick(hidden: torch.Tensor) -> torch.Tensor:
         if last is None:
-            return (hidden[:, -1:], *args[1:])
+            return hidden[:, -1:]
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return (hidden[rows, last][:, None], *args[1:])
+        return hidden[rows, last][:, None]
 
-    handle = head.register_forward_pre_hook(pick) if isinstance(head, torch.nn.Module) else None
-    try:
+    with head_reads(model, pick):
         yield
+
+
+@contextmanager
+def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
+    """While entered, the model's head reads what is picked; False if the model has none to be seen."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Module):
+        yield False
+        return
+    handle = head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:]))
+    try:
+        yield True
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
 
 
-class _NoReads(TorchDispatchMode):
+class NoReads(TorchDispatchMode):
     """While entered, a tensor that is read on the host is an error."""
 
     def __init__(self) -> None:
@@ -513,12 +521,12 @@ def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, leaf) for name, leaf in _leaves(cache) if isinstance(leaf, torch.Tensor)]
 
 
-def _exchanged(cache: Any, tensors: Tensors) -> Any:
+def exchanged(cache: Any, tensors: Tensors) -> Any:
     """The same cache with other tensors."""
     return copy.deepcopy(cache, {id(held): tensors[name] for name, held in tensors_of(cache)})
 
 
-def _describe(cache: Any) -> dict[str, Any]:
+def describe(cache: Any) -> dict[str, Any]:
     """Shapes of tensors, and plain values."""
     return {
         name: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

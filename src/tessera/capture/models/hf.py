@@ -21,8 +21,8 @@ from tessera.ir import Step
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
 # What a model has besides when it is served; see `serving`.
-SERVED_STEPS = {"mamba2": ("insert",)}
-CAUSAL_SERVED = ("chunk", "insert")
+SERVED_STEPS = {"mamba2": ("tokens", "insert")}
+CAUSAL_SERVED = ("tokens", "chunk", "insert")
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
@@ -148,10 +148,13 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
     from tessera.capture.models.generic import generic_workload
+    from tessera.capture.models.paged import paged_workload
     from tessera.capture.models.seeing import seeing_chunk, seeing_insert
     from tessera.capture.models.serving import causal_insert, chunk_workload, mamba_insert
     from tessera.capture.models.vision import vision_workload
 
+    if step.kind == "tokens":
+        return paged_workload
     if step.kind == "chunk":
         return seeing_chunk if config.model_type in STEPS else chunk_workload
     if step.kind == "insert":

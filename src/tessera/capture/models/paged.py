@@ -1,0 +1,446 @@
+"""The step of a served language model: some tokens of some sequences, whose keys and values lie in pages.
+
+`batch` sequences at most, `context` tokens, `reserve` positions in all pages together. Which tokens belong to
+which sequence, and where their keys and values go, are inputs (`kernels.paged` has their meaning); sequences
+share pages as whoever makes the inputs likes, and page 0 takes what padding writes. So a prompt in parts, a
+single token of an answer, and any mix of both are one kind of step. How a model is called is found by calling
+it, first of these that works:
+
+    flat   all tokens side by side, as one row: every layer keeps keys by position, and its attention is one
+           of transformers' registered functions, in whose place the operator is put
+    rows   one token of each sequence, row i always the same sequence: some layer recurs. State that is not
+           in pages has a row for each sequence, and counts as zeros where `fresh` says so
+    dense  as rows, for a model with attention of its own: keys and values are gathered from pages, a fixed
+           number a row, of which the newest is the last, and masked; see `num_dense`
+
+A model that fits none is refused. Layers with sliding windows keep all positions. A model's outputs are the
+logits of each sequence's newest token; those of unused sequences are any finite numbers.
+
+`rotary`, `image` and `is_image` are further inputs of a model that sees: positions in time, height and width,
+and embeddings that stand in the places of some tokens (`vision` makes them).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tessera.capture.models.causal import choose
+from tessera.capture.models.examples import tokens as make_tokens
+from tessera.capture.models.generic import (
+    CACHES,
+    Memory,
+    NoReads,
+    attributes_kept,
+    describe,
+    exchanged,
+    head_reads,
+    takes,
+    tensors_of,
+)
+from tessera.capture.models.pages import NUM_FIRST_PAGES, PagedCache, Tables, exchanged_attention, places_ago
+from tessera.capture.rng import forked
+from tessera.capture.tracing import traced
+from tessera.capture.workload import Tensors, Workload
+from tessera.errors import CaptureError
+from tessera.ir import Step
+from tessera.kernels.paged import PAGE
+
+FLAT, ROWS, DENSE = "flat", "rows", "dense"
+# What a model raises that is called in a way it does not know.
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# Sequences and positions with which a layout is tried.
+NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
+# Of the examples: sequences with one new token, where others have more; tokens in whose place a picture is.
+SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
+# Logits of the same tokens, read together and one by one, differ by less, relative to the largest.
+MAX_ERROR = 0.05
+# Different pages in a state that looks used; the others are like them.
+NUM_USED_PAGES = 64
+# Where configurations say how many positions there are.
+LIMITS = ("max_position_embeddings", "max_seq_len")
+
+
+# Layouts ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is called, and what it remembers."""
+
+    kind: str
+    # What was remembered after a first call; its tensors are exchanged in every later one.
+    memory: Memory
+    # name -> shape of one page, of one row; and dtype.
+    pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+_LAYOUTS: "WeakKeyDictionary[torch.nn.Module, Layout]" = WeakKeyDictionary()
+
+
+def layout_of(model: Any) -> Layout:
+    """How a model is called; found once."""
+    if model not in _LAYOUTS:
+        _LAYOUTS[model] = _find_layout(model)
+    return _LAYOUTS[model]
+
+
+def _find_layout(model: Any) -> Layout:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
+        raise CaptureError(
+            f"a {config.model_type} is not served by steps: it is no decoder with a cache",
+            "Serve a causal language model.",
+        )
+    errors = []
+    for kind in (FLAT, ROWS, DENSE):
+        try:
+            return _try(model, kind)
+        except UNFIT as error:
+            errors.append(error)
+    said = str(errors[-1]).partition("\n")[0]
+    raise CaptureError(
+        f"a {config.model_type} cannot be served: {said}",
+        "Serve another model, or run this one's prefill and decode by tessera run.",
+    ) from errors[-1]
+
+
+def _cache_name(model: Any) -> str:
+    """Under which name the model takes a cache of transformers."""
+    return next((name for name in CACHES[:2] if takes(model, name)), "")
+
+
+def _try(model: Any, kind: str) -> Layout:
+    """Calls the model twice on a few tokens; raises where it does not fit the layout."""
+    cache = PagedCache(model.config)
+    has_positions = takes(model, "position_ids")
+    if kind == FLAT and not (cache.is_flat and has_positions):
+        raise ValueError("a layer of it recurs, or it takes no positions")
+    if kind == ROWS and cache.paged and not has_positions:
+        raise ValueError("it takes no positions")
+    num = 2 * NUM_TRIED if kind == FLAT else NUM_TRIED
+    step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
+    with torch.device("cpu"):
+        parts = [[(1, 1)] * NUM_TRIED, [(2, 1)] * NUM_TRIED]
+        made = [_make_inputs(model, step, kind, lengths, 0) for lengths in parts]
+    first, following = ({n: t.to(model.device) for n, t in inputs.items()} for inputs in made)
+    with torch.no_grad(), forked(), attributes_kept(model), NoReads():
+        _, left = _run(model, kind, step, Memory(cache, {}), first)
+        again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
+        logits, after = _run(model, kind, step, again, following)
+    if describe(left) != describe(after):
+        raise ValueError("what it remembers changes its shape with every token")
+    if logits.dim() != 2 or len(logits) != NUM_TRIED:
+        raise ValueError("it gives no logits for each sequence")
+    layout = _describe_layout(kind, left)
+    if kind == DENSE and model.device.type != "meta" and not isinstance(logits, FakeTensor):
+        _check_dense(model, layout, step)
+    return layout
+
+
+def _check_dense(model: Any, layout: Layout, step: Step) -> None:
+    """Raises unless a few tokens get the logits of the model's plain forward.
+
+    What attention of a model's own makes of masks and lengths is nowhere said.
+    """
+    workload = PagedSteps(model, step, layout).workload()
+    with torch.device("cpu"):
+        words = make_tokens(model.config, (step.batch, 3), torch.Generator().manual_seed(0)).to(model.device)
+        state = {name: torch.zeros_like(t).to(model.device) for name, t in workload.make_state(0).items()}
+        free = range(1, step.reserve // PAGE)
+    for run in range(words.shape[1]):
+        with torch.device("cpu"):
+            tables = lay_out(step, [(run + 1, 1)] * step.batch, free)
+            tables["fresh"] = torch.full((step.batch,), run == 0)
+        inputs = {"tokens": words[:, run], **{name: t.to(model.device) for name, t in tables.items()}}
+        found = workload.run(inputs, state)["logits"].float()
+    with torch.no_grad(), forked(), traced(), attributes_kept(model):
+        plain = model(input_ids=words, use_cache=False).logits[:, -1].float()
+    if float((found - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):
+        raise ValueError("its attention cannot be told which keys are there")
+
+
+def _describe_layout(kind: str, memory: Memory) -> Layout:
+    in_pages = {id(t) for layer in memory.cache.paged for t in (layer.keys, layer.values)}
+    pages: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, tensor in tensors_of(memory):
+        if id(tensor) not in in_pages and (not tensor.dim() or len(tensor) != NUM_TRIED):
+            raise ValueError(f"its {name} has no row for each sequence")
+        (pages if id(tensor) in in_pages else rows)[name] = (tuple(tensor.shape[1:]), tensor.dtype)
+    if not pages and not rows:
+        raise ValueError("it remembers nothing")
+    return Layout(kind, memory, pages, rows)
+
+
+# Calls -----------------------------------------------------------------------------------------------------
+
+
+def _run(model: Any, kind: str, step: Step, memory: Memory, inputs: Tensors) -> tuple[torch.Tensor, Memory]:
+    """One call: logits, and what is remembered after it."""
+    cache = memory.cache
+    with (
+        traced(),
+        attributes_kept(model, memory.attributes) as left,
+        exchanged_attention(cache, kind == DENSE),
+    ):
+        cache.begin(_tables(model, kind, step, inputs))
+        logits = _logits(model, kind, inputs, cache)
+        attributes = left()
+    if kind != DENSE and any(layer.is_unread for layer in cache.paged):
+        raise ValueError("its attention is none of transformers' registered functions")
+    cache.begin(None)
+    return logits, Memory(cache, attributes)
+
+
+def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> Tables:
+    pages, starts, positions = inputs["pages"], inputs["page_starts"], inputs["positions"]
+    by_row = None
+    if kind == DENSE:
+        seen = (positions[:, None] - places_ago(num_dense(model, step), pages.device)).clamp_min(0)
+        by_row = pages[starts[:, None] + seen // PAGE] * PAGE + seen % PAGE
+    return Tables(
+        positions,
+        inputs["slots"],
+        pages,
+        starts,
+        inputs["lengths"],
+        inputs["query_starts"],
+        step.context == step.batch,
+        expected_length(step),
+        by_row,
+    )
+
+
+def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
+    """Of each sequence's newest token, which alone goes through the head."""
+    tokens, positions = inputs["tokens"], inputs["positions"]
+    if kind != FLAT:
+        by_row: torch.Tensor = _forward(model, tokens[:, None], positions[:, None], cache).logits
+        return by_row[:, -1]
+    newest = (inputs["query_starts"][1:] - 1).clamp_min(0)
+
+    def pick(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[:, newest]
+
+    with head_reads(model, pick) as is_picked:
+        if "rotary" in inputs:
+            return _see(model, inputs, cache, pick)
+        logits: torch.Tensor = _forward(model, tokens[None], positions[None], cache).logits
+    return (logits if is_picked else pick(logits))[0]
+
+
+def _forward(model: Any, tokens: torch.Tensor, positions: torch.Tensor, cache: PagedCache) -> Any:
+    given: dict[str, Any] = {"input_ids": tokens, _cache_name(model): cache, "use_cache": True}
+    if takes(model, "position_ids"):
+        given["position_ids"] = positions
+    if takes(model, "cache_position"):
+        given["cache_position"] = positions[0]
+    return model(**given)
+
+
+def _see(
+    model: Any, inputs: Tensors, cache: PagedCache, pick: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The language part of a model that sees, with a picture's embeddings in their places."""
+    language = model.model.language_model
+    words = language.embed_tokens(inputs["tokens"])
+    embedded = torch.where(inputs["is_image"][:, None], inputs["image"], words)
+    hidden = language(
+        inputs_embeds=embedded[None],
+        position_ids=inputs["rotary"][:, None],
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state
+    logits: torch.Tensor = model.get_output_embeddings()(hidden)[0]
+    return logits
+
+
+# The workload ----------------------------------------------------------------------------------------------
+
+
+def num_rows(step: Step) -> int:
+    """Sequences that the state has room for."""
+    return max(step.rows, step.batch)
+
+
+def expected_length(step: Step) -> int:
+    """Tokens that a sequence is expected to have."""
+    return step.length or max(1, step.reserve // num_rows(step))
+
+
+def num_entries(step: Step) -> int:
+    """Entries of the list of pages: twice as many as there are pages, since sequences may share them."""
+    return 2 * (step.reserve // PAGE)
+
+
+def num_dense(model: Any, step: Step) -> int:
+    """Positions that a row can have with gathered keys and values: its share of all pages, twice over."""
+    share = num_entries(step) // num_rows(step) * PAGE
+    return min(share, max_positions(model) or share)
+
+
+def max_positions(model: Any) -> int:
+    """Positions that a model's configuration names, 0 if it does not."""
+    config = model.config.get_text_config(decoder=True)
+    return next((n for name in LIMITS if (n := getattr(config, name, None))), 0)
+
+
+def paged_workload(model: Any, step: Step) -> Workload:
+    """Some tokens of some sequences."""
+    _check_sizes(step)
+    layout = layout_of(model)
+    if layout.kind != FLAT and step.context != step.batch:
+        raise CaptureError(
+            f"{step.model} reads one token of each sequence a step: {step.context} tokens of "
+            f"{step.batch} sequences are no step of it",
+            "Use as many tokens as sequences.",
+        )
+    if layout.kind == DENSE and not num_dense(model, step):
+        raise CaptureError(
+            f"{step.reserve} positions are too few for {num_rows(step)} sequences",
+            f"Use at least {num_rows(step) * PAGE}.",
+        )
+    return PagedSteps(model, step, layout).workload()
+
+
+def _check_sizes(step: Step) -> None:
+    if step.context < step.batch:
+        raise CaptureError(
+            f"{step.context} tokens cannot be of {step.batch} sequences", "Use at most one sequence a token."
+        )
+    if step.reserve % PAGE or step.reserve < 2 * PAGE:
+        raise CaptureError(
+            f"{step.reserve} positions do not fill pages of {PAGE}",
+            f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes.",
+        )
+
+
+class PagedSteps:
+    """The step of one model at one size."""
+
+    def __init__(self, model: Any, step: Step, layout: Layout) -> None:
+        self._model, self._step, self._layout = model, step, layout
+
+    def workload(self) -> Workload:
+        """The step."""
+        return Workload(self._step, self._model, self._call, self._inputs, self._state, self._follow)
+
+    def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        held = {name: state[name] for name in self._layout.pages}
+        for name in self._layout.rows:
+            held[name] = state[name][: self._step.batch]
+            is_fresh = inputs["fresh"].view(-1, *[1] * (held[name].dim() - 1))
+            held[name].masked_fill_(is_fresh, 0)
+        memory = exchanged(self._layout.memory, held)
+        logits, after = _run(self._model, self._layout.kind, self._step, memory, inputs)
+        for name, tensor in tensors_of(after):
+            if tensor is not held[name]:
+                held[name].copy_(tensor)
+        return choose(logits)
+
+    def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        """Sequences of different lengths, half of them or more; in a larger step, parts of prompts too."""
+        parts = _example_parts(self._model, self._step, Random(seed))
+        return _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
+
+    def _state(self, seed: int) -> dict[str, torch.Tensor]:
+        """State that looks used."""
+        random = torch.Generator().manual_seed(seed)
+        sizes = [(self._layout.pages, self._step.reserve // PAGE), (self._layout.rows, num_rows(self._step))]
+        return {
+            name: _used((count, *shape), dtype, random)
+            for kinds, count in sizes
+            for name, (shape, dtype) in kinds.items()
+        }
+
+    def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+        """Other tokens of other sequences; answers go on with what was chosen, pictures as encoded."""
+        seed = int(first["tokens"].sum()) if "tokens" in first else 0
+        made = self._inputs(seed + run)
+        chosen = last.get("next_tokens")
+        if chosen is not None and len(chosen) <= len(made["tokens"]):
+            made["tokens"][: len(chosen)] = chosen
+        if "image" in last and "image" in made:
+            image = last["image"].flatten(0, 1)
+            num = min(len(image), len(made["image"]))
+            made["image"][:num] = image[:num]
+        return made
+
+
+def _used(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    some = torch.randn((min(size[0], NUM_USED_PAGES), *size[1:]), generator=random).to(dtype)
+    times = -(-size[0] // len(some))
+    return some.repeat(times, *[1] * (len(size) - 1))[: size[0]].contiguous()
+
+
+def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, int]]:
+    """(length, new tokens) of each sequence, within the tokens, pages and positions that there are."""
+    num_pages = step.reserve // PAGE - 1
+    num = min(chance.randint(-(-step.batch // 2), step.batch), num_pages)
+    room = min(num_pages // num * PAGE, max_positions(model) or step.reserve)
+    average = min(room, expected_length(step))
+    is_mixed = step.context > step.batch
+    left = chance.randint(-(-step.context // 2), step.context) if is_mixed else num
+    parts = []
+    for later in reversed(range(num)):
+        most = min(room, left - later)
+        is_answer = not is_mixed or (later > 0 and chance.random() < SHARE_OF_ANSWERS)
+        new = 1 if is_answer else chance.randint(1, min(most, 2 * most // (later + 1) + 1))
+        parts.append((chance.randint(max(new, average // 2), max(new, min(room, 3 * average // 2))), new))
+        left -= new
+    return parts
+
+
+def _make_inputs(
+    model: Any, step: Step, kind: str, parts: Sequence[tuple[int, int]], seed: int
+) -> dict[str, torch.Tensor]:
+    """The inputs of a step with new tokens of these sequences, in pages in any order."""
+    random, free = torch.Generator().manual_seed(seed), list(range(1, step.reserve // PAGE))
+    Random(seed).shuffle(free)
+    used = sum(new for _, new in parts)
+    words = make_tokens(model.config, (step.context,), random)
+    words[used:] = 0
+    made = {"tokens": words, **lay_out(step, parts, free)}
+    if kind != FLAT:
+        made["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
+    if model.config.model_type == "qwen2_5_vl":
+        size = (step.context, model.config.text_config.hidden_size)
+        made["rotary"] = made["positions"].repeat(3, 1)
+        made["image"] = torch.randn(size, generator=random).to(model.dtype)
+        made["is_image"] = torch.rand(step.context, generator=random) < SHARE_OF_PICTURES
+    return made
+
+
+def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]:
+    """With sequences that are not used behind them."""
+    return [*parts, *[(0, 0)] * (num - len(parts))]
+
+
+def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Positions, slots and tables for (length, new tokens) of each sequence, in the first free pages."""
+    positions: list[int] = []
+    slots: list[int] = []
+    starts, firsts = [0], [0]
+    for length, new in _padded(parts, step.batch):
+        own = free[starts[-1] : starts[-1] + -(-length // PAGE)]
+        here = range(length - new, length)
+        positions += here
+        slots += [own[p // PAGE] * PAGE + p % PAGE for p in here]
+        starts.append(starts[-1] + len(own))
+        firsts.append(len(positions))
+    padding = [0] * (step.context - len(positions))
+    pages = [*free[: starts[-1]], *[0] * (num_entries(step) - starts[-1])]
+    return {
+        "positions": torch.tensor(positions + padding),
+        "slots": torch.tensor(slots + padding),
+        "pages": torch.tensor(pages, dtype=torch.int32),
+        "page_starts": torch.tensor(starts[:-1], dtype=torch.int32),
+        "lengths": torch.tensor([length for length, _ in _padded(parts, step.batch)], dtype=torch.int32),
+        "query_starts": torch.tensor(firsts, dtype=torch.int32),
+    }

@@ -1,0 +1,286 @@
+"""A cache of transformers whose keys and values lie in pages, and attention that reads them there.
+
+A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
+hold keys and values; layers of other kinds (convolutions, recurrences) stay transformers' own. A layer with a
+sliding window keeps all positions.
+
+While a call runs, every registered attention function is the operator over pages. Masks are not made: what
+stands for one, up to the layers it is for, is the model's own rule of who sees whom (`PageMask`), and a rule
+that is no window is refused. For a model whose attention is no registered function, each row's keys and
+values are gathered, its newest last, and masks are made of the same rules.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
+
+from tessera.capture.models.cache import additive
+from tessera.kernels.paged import PAGE
+
+# Pages of a layer before it is given others.
+NUM_FIRST_PAGES = 8
+# Tensors among the arguments of attention that change nothing about it.
+HARMLESS = ("position_ids", "cache_position", "s_aux")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Where the tokens of one call are."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    page_starts: torch.Tensor
+    lengths: torch.Tensor
+    query_starts: torch.Tensor
+    one_each: bool
+    expected_length: int
+    # Dense: which slots each row looks at, [sequences, positions].
+    by_row: torch.Tensor | None = None
+
+
+class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """The keys and values of one layer: [pages, positions of a page, heads, width]."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        # Of the call that runs: its tables, what `update` returned, and whether nobody attended to it yet.
+        self.tables: Tables | None = None
+        self.shown: torch.Tensor | None = None
+        self.is_unread = False
+
+    def begin(self, tables: Tables | None) -> None:
+        """A call; None when it has ended."""
+        self.tables, self.shown, self.is_unread = tables, None, False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """A few pages of zeros."""
+        self.keys, self.values = (
+            new.new_zeros((NUM_FIRST_PAGES, PAGE, new.shape[1], new.shape[3]))
+            for new in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new keys and values; returns all pages side by side as one row, or dense rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tables = self.tables
+        assert tables is not None
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.flatten(0, 1)[tables.slots] = new.transpose(1, 2).flatten(0, 1)
+        self.is_unread = True
+        if tables.by_row is None:
+            keys, values = (held.flatten(0, 1).transpose(0, 1)[None] for held in (self.keys, self.values))
+            self.shown = keys
+        else:
+            keys, values = (
+                held.flatten(0, 1)[tables.by_row].transpose(1, 2) for held in (self.keys, self.values)
+            )
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys there are to look at, and where they begin."""
+        return self._num_dense or query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens before this one: dense rows are taken to be full."""
+        return max(0, self._num_dense - 1)
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+    @property
+    def _num_dense(self) -> int:
+        by_row = None if self.tables is None else self.tables.by_row
+        return 0 if by_row is None else by_row.shape[1]
+
+
+class RecurrentPagedLayer(cache_utils.LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
+    """A layer that holds keys and values and a recurrent state."""
+
+    def __init__(self, is_sliding: bool, number_of_states: int) -> None:
+        PagedLayer.__init__(self, is_sliding)
+        cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values by place, of the recurrent state by name."""
+        kind = PagedLayer if args else cache_utils.LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+
+class PagedCache(StaticCache):  # type: ignore[misc]
+    """The cache of one call."""
+
+    layers: list[Any]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config, max_cache_len=PAGE)
+        self.layers = [_paged_layer(layer) for layer in self.layers]
+
+    @property
+    def paged(self) -> list[PagedLayer]:
+        """Its layers that keep keys and values in pages."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def is_flat(self) -> bool:
+        """True if all do, and nothing else."""
+        return all(type(layer) is PagedLayer for layer in self.layers)
+
+    def begin(self, tables: Tables | None) -> None:
+        """A call; None when it has ended."""
+        for layer in self.paged:
+            layer.begin(tables)
+
+    def pages_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[Tables, torch.Tensor, torch.Tensor]:
+        """The pages that attention over some keys and values reads, with their tables."""
+        tables = self.paged[0].tables
+        assert tables is not None
+        for layer in self.paged:
+            layer.is_unread = False
+        for layer in self.paged:
+            if layer.shown is key:
+                return tables, layer.keys, layer.values
+        num_pages = next((len(layer.keys) for layer in self.paged if layer.is_initialized), 0)
+        if key.dim() != 4 or (key.shape[0], key.shape[2]) != (1, num_pages * PAGE):
+            raise ValueError("its attention reads keys that are not in its cache")
+        keys, values = (t[0].transpose(0, 1).unflatten(0, (num_pages, PAGE)) for t in (key, value))
+        return tables, keys, values
+
+
+def _paged_layer(layer: Any) -> Any:
+    """Ours in the place of transformers' static layers; others are as they are."""
+    is_sliding = bool(getattr(layer, "is_sliding", False))
+    if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
+        return PagedLayer(is_sliding)
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin) and isinstance(
+        layer, cache_utils.StaticLayer
+    ):
+        return RecurrentPagedLayer(is_sliding, layer.number_of_states)
+    return layer
+
+
+class PageMask:
+    """In the place of a mask that transformers asks for, up to the layers that it is for: a rule."""
+
+    def __init__(self, **given: Any) -> None:
+        self._rule, self._window = given["mask_function"], given.get("local_size") or 0
+
+    @cached_property
+    def window(self) -> int:
+        """Positions that a token sees, 0 for all before it; a rule that hides anything else is refused.
+
+        The rule is a function of two positions; it is asked for some that tell rules apart.
+        """
+        window, reach = self._window, self._window or 64
+        now = [0, 1, reach - 1, reach, reach + 1, 2 * reach + reach // 2, 7 * reach + 3]
+        ago = [-1, 0, 1, reach // 2, reach - 1, reach, reach + 1, 5 * reach]
+        pairs = [(q, q - d) for q in now for d in ago if q - d >= 0]
+        with _disable_current_modes():
+            q, k = torch.tensor(pairs, device="cpu").t()
+            zero = torch.zeros((), dtype=torch.long, device="cpu")
+            visible = self._rule(zero, zero, q, k).tolist()
+        if visible != [0 <= q - k and (not window or q - k < window) for q, k in pairs]:
+            raise ValueError("its masks hide more than later tokens and those before a window")
+        return window
+
+
+def attend_pages(
+    cache: PagedCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: PageMask | torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, over the pages of a layer: positions before heads out.
+
+    Keys and values that the model has changed after they were in its cache (expanded, as latent ones are)
+    are changed for all pages.
+    """
+    strange = [n for n, v in others.items() if isinstance(v, torch.Tensor) and n not in HARMLESS]
+    if isinstance(attention_mask, torch.Tensor) or strange:
+        raise ValueError(f"its attention takes a {strange[0] if strange else 'mask'} of its own")
+    tables, keys, values = cache.pages_of(key, value)
+    batch, heads, num, width = query.shape
+    out = torch.ops.tessera.paged_attention(
+        query.transpose(1, 2).flatten(0, 1),
+        keys,
+        values,
+        tables.pages,
+        tables.page_starts,
+        tables.lengths,
+        tables.query_starts,
+        width**-0.5 if scaling is None else scaling,
+        (sliding_window or 0) if attention_mask is None else attention_mask.window,
+        softcap or 0.0,
+        s_aux,
+        tables.expected_length,
+        tables.one_each,
+    )
+    return out.view(batch, num, heads, -1), None
+
+
+@contextmanager
+def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
+    """While entered, registered attention reads pages and masks are rules; over dense rows, they are made."""
+    attention, masks = (
+        modeling_utils.ALL_ATTENTION_FUNCTIONS,
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
+    )
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any
+    ) -> tuple[torch.Tensor, None]:
+        given.pop("dropout", None)
+        return attend_pages(cache, query, key, value, attention_mask, **given)
+
+    def dense_mask(mask_function: Any, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
+        tables = cache.paged[0].tables
+        assert tables is not None
+        return _dense_mask(tables, mask_function, dtype)
+
+    before = dict(attention._local_mapping), dict(masks._local_mapping)
+    for name in list(masks):
+        masks[name] = dense_mask if is_dense else PageMask
+    for name in () if is_dense else list(attention):
+        attention[name] = attend
+    try:
+        yield
+    finally:
+        for mapping, held in zip((attention, masks), before, strict=True):
+            mapping._local_mapping.clear()
+            mapping._local_mapping.update(held)
+
+
+def _dense_mask(tables: Tables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a row's token may look among its dense keys, the newest of which is its own; else -inf."""
+    assert tables.by_row is not None
+    now = tables.positions[:, None, None, None]
+    there = now - places_ago(tables.by_row.shape[1], now.device)
+    rows = torch.arange(len(now), device=now.device)[:, None, None, None]
+    seen = rule(rows, torch.zeros_like(rows[:1]), now, there)
+    return additive(~(seen & (there >= 0)), dtype)
+
+
+def places_ago(num: int, device: torch.device) -> torch.Tensor:
+    """How many positions before the newest each of the dense keys is."""
+    return torch.arange(num - 1, -1, -1, device=device)

@@ -1,0 +1,236 @@
+"""Steps of tokens: any mix of sequences over shared pages gives what transformers generates."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.coverage_models import MODELS, Model
+
+from paged_mixer import Mixer, generated
+from tessera.capture import Workload, build, record, record_step
+from tessera.capture.models import another
+from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of
+from tessera.capture.models.pages import PageMask
+from tessera.errors import CaptureError
+from tessera.execute.replay import Replay, same_bits
+from tessera.ir import BufferKind, Step
+from tessera.kernels.paged import PAGE
+
+BY_NAME = {model.name: model for model in MODELS}
+SEQUENCES, TOKENS, POSITIONS = 4, 12, 512
+NUM_NEW = 12
+LAYOUTS = {
+    "gpt2": FLAT,
+    "opt": FLAT,
+    "gpt_neox": FLAT,
+    "gemma2": FLAT,
+    "gemma3_text": FLAT,
+    "qwen3_moe": FLAT,
+    "gpt_oss": FLAT,
+    "deepseek_v3": FLAT,
+    "falcon": DENSE,
+    "bloom": DENSE,
+    "mpt": DENSE,
+    "mamba": ROWS,
+    "mamba2": ROWS,
+    "jamba": ROWS,
+    "qwen3_next": ROWS,
+    "recurrent_gemma": ROWS,
+}
+
+
+def step_of(place: str, layout: str = FLAT, sequences: int = SEQUENCES, **more: Any) -> Step:
+    """A step of a built-in model or a folder."""
+    tokens = TOKENS if layout == FLAT else sequences
+    random_weights = Path(place).is_dir()
+    return Step(place, "tokens", sequences, tokens, reserve=POSITIONS, random_weights=random_weights, **more)
+
+
+def folder_step(model: Model, place: Path, layout: str) -> Workload:
+    """The step of a small model of an architecture."""
+    model.write(place)
+    return build(step_of(str(place), layout))
+
+
+def prompts_of(num: int, seed: int = 0) -> list[list[int]]:
+    """Of different lengths, within and across pages."""
+    random = Random(seed)
+    return [[random.randrange(3, 90) for _ in range(random.choice([1, 3, 7, 17, 30]))] for _ in range(num)]
+
+
+def check_answers(workload: Workload, num: int = 7) -> None:
+    """Prompts in random parts, mixed with answers of others, are answered as by generate."""
+    prompts = prompts_of(num)
+
+    assert generated(workload, prompts, NUM_NEW) == Mixer(workload).answers(prompts, NUM_NEW)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    """Whatever layers a model has, and however it is called."""
+    workload = folder_step(BY_NAME[name], tmp_path, LAYOUTS[name])
+
+    assert LAYOUTS[name] == layout_of(workload.module).kind
+    check_answers(workload)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("tiny-llama", FLAT), ("tiny-gpt-oss", FLAT), ("tiny-mamba", ROWS)]
+)
+def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str) -> None:
+    """The names of the catalogue."""
+    check_answers(build(step_of(name, layout)), num=5)
+
+
+def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:
+    """Local layers of GPT-Neo count back from the last of their keys, which is the row's newest."""
+    sizes = {**BY_NAME["gpt_neo"].sizes, "window_size": 6}
+    workload = folder_step(Model("gpt_neo", "GPTNeoForCausalLM", sizes), tmp_path, DENSE)
+
+    check_answers(workload)
+
+
+def test_a_smaller_step_goes_on_with_the_same_state() -> None:
+    """Steps of several sizes over one model and one state: the small one uses the first rows."""
+    large = build(step_of("tiny-mamba", ROWS))
+    small = another(large, step_of("tiny-mamba", ROWS, sequences=2, rows=SEQUENCES))
+    shapes = [{n: t.shape for n, t in w.make_state(0).items()} for w in (large, small)]
+    prompts = prompts_of(2)
+    mixer = Mixer(small)
+
+    assert shapes[0] == shapes[1]
+    assert generated(small, prompts, NUM_NEW) == mixer.answers(prompts, NUM_NEW)
+    assert all(not t[2:].any() for t in mixer.state.values())
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mamba"])
+def test_what_is_not_used_disturbs_nothing(name: str) -> None:
+    """Padding, unused sequences and the first page may hold anything: the others' logits keep their bits."""
+    layout = FLAT if name == "tiny-llama" else ROWS
+    workload = build(step_of(name, layout, sequences=8))
+    inputs, state = workload.make_inputs(3), workload.make_state(3)
+    used = int(inputs["query_starts"][-1])
+    num = int((inputs["lengths"] > 0).sum())
+    assert used < len(inputs["tokens"])
+    assert num < len(inputs["lengths"])
+    other = {n: t.clone() for n, t in inputs.items()}
+    other["tokens"][used:] = 7
+    other["positions"][used:] = 3
+    changed = {n: t.clone() for n, t in state.items()}
+    for held in changed.values():
+        held[0 if layout == FLAT else slice(num, None)] = 5.0
+    logits = [workload.run(i, s)["logits"][:num] for i, s in ((inputs, state), (other, changed))]
+
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("sequences", "tokens"), [(8, 8), (4, 64), (1, 5)])
+def test_examples_are_legal(sequences: int, tokens: int, seed: int) -> None:
+    """Pages of different sequences are disjoint, new tokens are a sequence's newest, page 0 is nobody's."""
+    workload = build(Step("tiny-llama", "tokens", sequences, tokens, reserve=256))
+    for inputs in (workload.make_inputs(seed), workload.follow(workload.make_inputs(seed), 1, {})):
+        given = {name: tensor.tolist() for name, tensor in inputs.items()}
+        owned: list[int] = []
+        for s, length in enumerate(given["lengths"]):
+            first, after = given["query_starts"][s : s + 2]
+            assert 0 <= after - first <= length
+            assert length == 0 or after > first
+            start = given["page_starts"][s]
+            pages = given["pages"][start : start + -(-length // PAGE)]
+            owned += pages
+            for place, position in zip(
+                range(first, after), range(length - after + first, length), strict=True
+            ):
+                assert position == given["positions"][place]
+                assert pages[position // PAGE] * PAGE + position % PAGE == given["slots"][place]
+        assert len(set(owned)) == len(owned) >= 1
+        assert 0 not in owned
+        assert max(owned) < 256 // PAGE
+        assert not any(given["slots"][given["query_starts"][-1] :])
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt-oss", "tiny-mamba", "tiny-qwen2.5-vl"])
+def test_a_trace_replays_to_the_same_bits(name: str) -> None:
+    """Attention is one launch a layer, and the state is what the step keeps."""
+    layout = ROWS if name == "tiny-mamba" else FLAT
+    workload = build(step_of(name, layout))
+    trace = record(workload)
+    inputs, state = workload.make_inputs(2), workload.make_state(2)
+    again = {n: t.clone() for n, t in state.items()}
+    outputs = workload.run(inputs, again)
+    replayed = Replay(trace, workload.weights(), inputs, state).run_in_program_order()
+    attention = [
+        trace.kernel_of(i).name == "tessera.paged_attention.default" for i in range(len(trace.launches))
+    ]
+
+    assert (0 if layout == ROWS else 4) == sum(attention)
+    assert set(state) == {trace.buffers[b].name for b in trace.buffers_of(BufferKind.STATE)}
+    assert all(same_bits(t, replayed.outputs[n]) for n, t in outputs.items())
+    assert all(same_bits(t, replayed.state[n]) for n, t in again.items())
+
+
+def test_a_step_can_be_recorded_without_a_gpu_and_weights() -> None:
+    """The same launches on fake tensors as on real ones."""
+    step = step_of("tiny-llama")
+    fake, real = record_step(step, "fake"), record_step(step)
+    names = [[t.kernel_of(i).name for i in range(len(t.launches))] for t in (fake, real)]
+
+    assert (
+        names[0].count("tessera.paged_attention.default")
+        == 4
+        == names[1].count("tessera.paged_attention.default")
+    )
+
+
+def test_a_picture_stands_in_the_place_of_its_tokens() -> None:
+    """Where `is_image` says so, the embedding is the picture's and the token does not matter."""
+    workload = build(step_of("tiny-qwen2.5-vl"))
+    inputs = workload.make_inputs(0)
+    inputs["is_image"][0] = True
+    other = {n: t.clone() for n, t in inputs.items()}
+    other["tokens"][0] += 1
+    plain = {n: t.clone() for n, t in inputs.items()}
+    plain["image"] = plain["image"] + 1.0
+    first, same, changed = (workload.run(i, workload.make_state(0))["logits"] for i in (inputs, other, plain))
+
+    assert torch.equal(first, same)
+    assert not torch.equal(first, changed)
+
+
+def test_text_is_answered_as_by_generate_by_a_model_that_sees() -> None:
+    """Without pictures, positions in time, height and width are those of the text."""
+    check_answers(build(step_of("tiny-qwen2.5-vl")), num=3)
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "positions"), [(4, 3, 256), (4, 8, 250), (4, 8, PAGE)])
+def test_sizes_that_make_no_step_are_refused(sequences: int, tokens: int, positions: int) -> None:
+    """Fewer tokens than sequences, pages that are not full, or no page beside the first."""
+    with pytest.raises(CaptureError, match="Use"):
+        build(Step("tiny-llama", "tokens", sequences, tokens, reserve=positions))
+
+
+def test_a_recurrent_model_reads_one_token_of_each_sequence() -> None:
+    """More tokens than sequences are refused in one line."""
+    with pytest.raises(CaptureError, match="reads one token of each sequence a step"):
+        build(Step("tiny-mamba", "tokens", 4, 8, reserve=256))
+
+
+@pytest.mark.parametrize("name", ["rwkv", "t5", "bert"])
+def test_a_model_that_cannot_be_served_is_refused(name: str, tmp_path: Path) -> None:
+    """A memory of its own, an encoder-decoder, an encoder."""
+    BY_NAME[name].write(tmp_path)
+    with pytest.raises(CaptureError, match="not served by steps"):
+        build(step_of(str(tmp_path)))
+
+
+def test_a_rule_that_is_no_window_is_refused() -> None:
+    """Chunks hide tokens that a window would show."""
+
+    def chunked(_: Any, __: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q // 8 == k // 8)
+
+    with pytest.raises(ValueError, match="hide more"):
+        _ = PageMask(mask_function=chunked, local_size=8).window
