@@ -1,0 +1,159 @@
+"""A model behind HTTP on one GPU against what the card allows.
+
+    python benchmarks/gpu_http.py --out benchmarks/results --name http_h200_202611
+
+First the card: bytes a second of a copy (read and written), operations a second of a matrix product. The
+limit of a load is computed from them: every prompt token's products at that peak, then, a step at a time, the
+weights and the keys and values really there at that bandwidth. `tessera serve` is a process of its own, as
+are its workers; the load comes from this one. Random weights: tokens mean nothing, their number does.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.serve_process import Server
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many requests, so many at once."""
+
+    prompt: int
+    output: int
+    at_once: int
+    num: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a dense decoder: what a token costs."""
+
+    # Of the products of one token, and of all weights that a step reads.
+    parameters: float
+    weight_bytes: float
+    # Keys and values of one token.
+    token_bytes: float
+
+
+LOADS = (Load(512, 128, 64, 256), Load(128, 512, 64, 128), Load(4096, 64, 64, 64), Load(512, 128, 32, 96))
+
+
+def card() -> dict[str, float]:
+    """What the card's own copies and products do."""
+    import torch
+
+    def best_s(what: Any, rounds: int) -> float:
+        times: list[float] = []
+        for _ in range(rounds):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(5):
+                what()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e-3 / 5)
+        return min(times)
+
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied_s = best_s(lambda: target.copy_(source), 5)
+    one, two = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product_s = best_s(lambda: torch.mm(one, two), 5)
+    return {"bytes per s": 2 * (2 << 30) / copied_s, "operations per s": 2 * 8192**3 / product_s}
+
+
+def sizes_of(model: str) -> Sizes:
+    """By the model's own configuration."""
+    import torch
+
+    from tessera.capture import build
+    from tessera.ir import Step
+
+    with torch.device("meta"):
+        module: Any = build(Step(model, "decode", 1, 1)).module
+    config: Any = module.config.get_text_config()
+    looked_up = module.get_input_embeddings().weight.numel()  # one row of it is read
+    is_tied = bool(getattr(config, "tie_word_embeddings", False))
+    num = sum(p.numel() for p in module.parameters()) - (0 if is_tied else looked_up)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * head
+    return Sizes(num, 2.0 * num, 2.0 * kept)
+
+
+def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
+    """Tokens a second if nothing but the card's peaks counted, `at_once` requests beside one another."""
+    prompts_s = load.at_once * load.prompt * 2 * sizes.parameters / found["operations per s"]
+    there = load.at_once * (load.prompt + load.output / 2) * sizes.token_bytes
+    steps_s = load.output * (sizes.weight_bytes + there) / found["bytes per s"]
+    return load.at_once * load.output / (prompts_s + steps_s)
+
+
+def ask(url: str, load: Load, seed: int) -> dict[str, Any]:
+    """One load over HTTP."""
+    from tessera.serve.load import LoadOptions, figures, measure
+    from tessera.serve.load_client import parse_address
+
+    options = LoadOptions(
+        num_requests=load.num,
+        concurrency=load.at_once,
+        prompt_tokens=load.prompt,
+        output_tokens=load.output,
+        api="completions",
+        seed=seed,
+        timeout_s=120.0,
+    )
+    run = asyncio.run(measure(parse_address(url), options, lambda what: None))
+    return dict(figures(run))
+
+
+def main() -> None:
+    """The card, then every load."""
+    parser = argparse.ArgumentParser(description="A model behind HTTP on one GPU.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", default="http")
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--devices", default="cuda:0")
+    parser.add_argument("--max-len", type=int, default=8192)
+    parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
+    parser.add_argument("more", nargs="*", help="further options of tessera serve, behind --")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    words = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]
+    found: dict[str, Any] = {"command": "python benchmarks/gpu_http.py " + " ".join(words), "card": card()}
+    sizes = sizes_of(args.model)
+
+    def put(name: str, value: Any) -> None:
+        found[name] = value
+        print(f"{name}: {json.dumps(value)}", flush=True)
+        (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    import torch
+
+    torch.cuda.empty_cache()  # of the server's GPU
+    put("card", found["card"])
+    serve = ["-m", "tessera", "serve", args.model, "--devices", args.devices, "--max-len", str(args.max_len)]
+    for start in range(args.starts):
+        with Server([*serve, *args.more]) as server:
+            put(f"ready after s, start {start + 1}", round(server.start_s, 1))
+            if start + 1 < args.starts:
+                continue
+            ask(server.url, Load(64, 8, 64, 64), 99)  # connections, first steps of every size
+            for number, load in enumerate(LOADS):
+                began = time.monotonic()
+                got = ask(server.url, load, number)
+                per_s, limit = float(got["output_throughput"]), limit_per_s(load, sizes, found["card"])
+                name = f"{load.prompt} in, {load.output} out, {load.at_once} at once"
+                row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
+                put(name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
+
+
+if __name__ == "__main__":
+    main()
