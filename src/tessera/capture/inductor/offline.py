@@ -126,7 +126,7 @@ def _driver(target: Any) -> Any:
             return target
 
         def get_current_device(self) -> int:
-            return 0
+            return -int(target.arch)  # Triton keeps what it compiled by device: every target has its own
 
         def get_current_stream(self, device: int = 0) -> int:
             return 0

@@ -1,0 +1,393 @@
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Attention over paged keys and values on a GPU: the CUDA implementation of `tessera::paged_attention`.
+
+    attend(query, keys, values, pages, page_starts, lengths, query_starts, ...) -> out
+
+Two kinds of sequences share a step, and each has its kernel:
+
+  one new token      `paged_decode`: one program a (key head, sequence, split of its keys); the query heads
+                     of the key head are the rows of its products. With several splits, `paged_join` adds
+                     them up. It also writes the zeros of padding tokens.
+  several new ones   `paged_prefill`: one program a (key head, tile of one sequence's tokens). Which sequence
+                     a tile belongs to is looked up in `query_starts`, so the grid is a bound: tokens //
+                     tokens of a tile + sequences. Keys after a tile's last token and before its window
+                     are not read.
+
+Lengths, query starts and page tables are read on the GPU alone: work follows true lengths, and a step can be
+part of a CUDA graph. Grids, blocks and splits depend on shapes and types (`tiles_for`); the depth of the
+software pipeline, which no bit of the result depends on, also on the shared memory of the card.
+
+Softmax is online, in float32 and powers of two. Products of 16-bit numbers are summed in float32; those of
+float32 are not rounded to TF32.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.paged import PAGE
+
+_PAGE = tl.constexpr(PAGE)
+_LOG2E = tl.constexpr(1.4426950408889634)
+# Stands for minus infinity, without its NaNs.
+_NEVER = tl.constexpr(-1.0e30)
+
+# Decode programs that keep a large card's memory busy; fewer than half of it are split.
+_BUSY = 512
+# A split has at least this many keys of the longest sequence that the table can hold.
+_SPLIT_KEYS = 256
+_MAX_SPLITS = 64
+# Shared memory that a block of threads may have on every card since Ampere; what sums and page numbers take.
+_SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one program of a kernel works."""
+
+    # Rows of its products: query heads, or tokens times query heads of one key head.
+    rows: int
+    # Keys that are looked at together.
+    keys: int
+    warps: int
+    stages: int
+    # Registers of a thread at most; None: as many as it takes.
+    registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a step is divided into programs."""
+
+    decode: Tile
+    prefill: Tile
+    # Programs that share the keys of one sequence and key head in `paged_decode`.
+    splits: int
+
+
+def tiles_for(
+    tokens: int,
+    sequences: int,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    item_bytes: int,
+    table: int,
+    shared_bytes: int = _SHARED_BYTES,
+) -> Tiles:
+    """The division of a step.
+
+    `heads` are query heads and key heads, `sizes` the numbers a head has in keys and in values, `table` the
+    length of the list of pages. Only the depth of the pipelines depends on `shared_bytes`.
+    """
+    group = heads[0] // heads[1]
+    width = triton.next_power_of_2(max(sizes))
+    is_wide, is_double = width > 128, item_bytes > 2
+    rows = max(16, triton.next_power_of_2(group))
+    keys = 64 >> (is_wide + is_double)
+    is_long = tokens * group >= 4096 and not is_wide
+    long_rows = 32 if is_double else 128 if is_long else 64
+    decode = Tile(rows, keys, 4, 3)
+    prefill = Tile(max(long_rows, rows), keys, 8 if long_rows == 128 else 4, 3)
+    return Tiles(
+        _fitting(decode, width * item_bytes, shared_bytes),
+        _fitting(prefill, width * item_bytes, shared_bytes),
+        _splits(sequences * heads[1], table),
+    )
+
+
+def _splits(programs: int, table: int) -> int:
+    """A power of two; one where there are sequences and heads enough."""
+    if 2 * programs >= _BUSY:
+        return 1
+    wanted, worthwhile = -(-_BUSY // programs), max(table * PAGE // _SPLIT_KEYS, 1)
+    return min(1 << (wanted - 1).bit_length(), 1 << (worthwhile.bit_length() - 1), _MAX_SPLITS)
+
+
+def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
+    """The tile with as deep a pipeline as shared memory has room for."""
+    room = (shared_bytes - tile.rows * row_bytes - _OTHER_BYTES) // (2 * tile.keys * row_bytes)
+    return tile if room >= 2 else replace(tile, stages=1)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: torch.Tensor,
+    page_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    one_each: bool,
+) -> torch.Tensor:
+    """What every token of the step sees of its sequence, [tokens, query heads, value size]."""
+    (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
+    shared = _SHARED_BYTES
+    if query.is_cuda:
+        card = torch.cuda.get_device_properties(query.device)
+        shared = getattr(card, "shared_memory_per_block_optin", _SHARED_BYTES)
+    tiles = tiles_for(
+        tokens,
+        lengths.numel(),
+        (query_heads, heads),
+        (size, value_size),
+        query.element_size(),
+        pages.numel(),
+        shared,
+    )
+    step = (query, keys, values, pages, page_starts, lengths, query_starts)
+    return attend_by(tiles, step, scale, window, soft_cap, sinks, one_each)
+
+
+def attend_by(
+    tiles: Tiles,
+    step: tuple[torch.Tensor, ...],
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    one_each: bool,
+) -> torch.Tensor:
+    """The same with a division of the caller's choice; `step` is the first seven arguments."""
+    query, keys, values, pages, page_starts, lengths, query_starts = step
+    query, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values))
+    (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
+    sequences, group = lengths.numel(), query_heads // heads
+    out = query.new_empty(tokens, query_heads, value_size)
+    if not out.numel() or not sequences:
+        return out.zero_()
+    tables = (pages, page_starts, lengths, query_starts, sinks)
+    numbers = (float(scale), float(soft_cap))
+    meta: dict[str, Any] = {
+        **dict(zip(("QUERY_ROW", "QUERY_HEAD"), query.stride(), strict=False)),
+        **dict(zip(("KEY_PAGE", "KEY_ROW", "KEY_HEAD"), keys.stride(), strict=False)),
+        **dict(zip(("VALUE_PAGE", "VALUE_ROW", "VALUE_HEAD"), values.stride(), strict=False)),
+        "GROUP": group,
+        "SIZE": size,
+        "SIZE_PAD": max(16, triton.next_power_of_2(size)),
+        "VALUE_SIZE": value_size,
+        "VALUE_PAD": max(16, triton.next_power_of_2(value_size)),
+        "WINDOW": int(window),
+        "CAPPED": soft_cap != 0,
+    }
+    tile, splits = tiles.decode, tiles.splits
+    parts = tops = None
+    if splits > 1:
+        parts = query.new_empty(sequences, query_heads, splits, value_size, dtype=torch.float32)
+        tops = query.new_empty(sequences, query_heads, splits, dtype=torch.float32)
+    paged_decode[heads, sequences, splits](
+        query, keys, values, *tables, out, parts, tops, *numbers, tokens, **meta,
+        ROWS=tile.rows, BLOCK=tile.keys, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers,
+    )  # fmt: skip
+    if splits > 1:
+        paged_join[query_heads, sequences](
+            parts, tops, query_starts, out, VALUE_SIZE=value_size, VALUE_PAD=meta["VALUE_PAD"], SPLITS=splits,
+            num_warps=4,
+        )  # fmt: skip
+    if not one_each:
+        tile = tiles.prefill
+        bound = tokens // (tile.rows // group) + sequences
+        paged_prefill[heads, bound](
+            query, keys, values, *tables, out, *numbers, sequences, **meta,
+            SEQUENCES_PAD=max(128, triton.next_power_of_2(sequences)), ROWS=tile.rows, BLOCK=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def paged_decode(
+    query, keys, values, pages, page_starts, lengths, query_starts, sinks, out, parts, tops,
+    scale, cap, tokens, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
+    KEY_ROW: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
+    VALUE_HEAD: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Sequences with one new token: one split of the keys of one key head. Also the zeros of padding."""
+    head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    query_heads = tl.num_programs(0) * GROUP
+    member, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
+    heads = head * GROUP + member
+    inside = (member < GROUP)[:, None] & (dv < VALUE_SIZE)[None, :]
+    if split == 0:
+        used = tl.load(query_starts + tl.num_programs(1))
+        for padding in range(used + sequence, tokens, tl.num_programs(1)):
+            zeros = tl.zeros([ROWS, VALUE_PAD], out.dtype.element_ty)
+            tl.store(
+                out + (padding * query_heads + heads)[:, None] * VALUE_SIZE + dv[None, :], zeros, mask=inside
+            )
+    token = tl.load(query_starts + sequence)
+    if tl.load(query_starts + sequence + 1) != token + 1:
+        return
+    length = tl.load(lengths + sequence)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(length - first, BLOCK), SPLITS) * BLOCK
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+
+    table = pages + tl.load(page_starts + sequence)
+    keys += head * KEY_HEAD
+    values += head * VALUE_HEAD
+    q = tl.load(
+        query + token.to(tl.int64) * QUERY_ROW + heads[:, None] * QUERY_HEAD + d[None, :],
+        mask=(member < GROUP)[:, None] & (d < SIZE)[None, :],
+        other=0.0,
+    )
+    seen, top, total = _nothing_seen(sinks, heads, (member < GROUP) & (split == 0), ROWS, VALUE_PAD)
+    newest = tl.full([ROWS], 0, tl.int32) + (end - 1)
+    for start in range(begin, end, BLOCK):
+        seen, top, total = _see(
+            seen, top, total, q, keys, values, table, start, end, newest, scale, cap,
+            d, dv, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, SIZE, VALUE_SIZE, 0, CAPPED, BLOCK, True,
+        )  # fmt: skip
+    result = seen / tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS == 1:
+        at = (token * query_heads + heads)[:, None] * VALUE_SIZE + dv[None, :]
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        part = (sequence * query_heads + heads) * SPLITS + split
+        tl.store(parts + part[:, None] * VALUE_SIZE + dv[None, :], result, mask=inside)
+        weight = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), _NEVER)
+        tl.store(tops + part, weight, mask=member < GROUP)
+
+
+@triton.jit
+def paged_join(
+    parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
+):
+    """One query head of one sequence with one new token: its splits, by their weights."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    query_heads = tl.num_programs(0)
+    token = tl.load(query_starts + sequence)
+    if tl.load(query_starts + sequence + 1) != token + 1:
+        return
+    dv = tl.arange(0, VALUE_PAD)
+    part = (sequence * query_heads + head) * SPLITS + tl.arange(0, SPLITS)
+    weight = tl.load(tops + part)
+    weight = tl.exp2(weight - tl.max(weight, 0))
+    inside = dv < VALUE_SIZE
+    seen = tl.load(parts + part[:, None] * VALUE_SIZE + dv[None, :], mask=inside[None, :], other=0.0)
+    result = tl.sum(seen * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(
+        out + (token * query_heads + head) * VALUE_SIZE + dv, result.to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def paged_prefill(
+    query, keys, values, pages, page_starts, lengths, query_starts, sinks, out,
+    scale, cap, sequences, QUERY_ROW: tl.constexpr, QUERY_HEAD: tl.constexpr, KEY_PAGE: tl.constexpr,
+    KEY_ROW: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
+    VALUE_HEAD: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sequences with several new tokens: a tile of tokens, all query heads of one key head."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: theirs begin first
+    # Sequence s has the tiles from query_starts[s] // TOKENS + s on, as many as it may need.
+    number = tl.arange(0, SEQUENCES_PAD)
+    starts = tl.load(query_starts + number, mask=number < sequences, other=0)
+    begun = (number < sequences) & (starts // TOKENS + number <= tile)
+    sequence = tl.sum(begun.to(tl.int32), 0) - 1
+    token = tl.load(query_starts + sequence)
+    count = tl.load(query_starts + sequence + 1) - token
+    local = (tile - token // TOKENS - sequence) * TOKENS
+    if (count <= 1) | (local >= count):
+        return
+
+    row, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
+    new = local + row // GROUP
+    heads = head * GROUP + row % GROUP
+    is_row = (row < TOKENS * GROUP) & (new < count)
+    # Keys up to `oldest` are seen by every row but for the window; those from `end` on by none.
+    past = tl.load(lengths + sequence) - count
+    oldest, end = past + local, past + tl.minimum(local + TOKENS, count)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest - WINDOW + 1, 0)
+    split = begin + (oldest + 1 - begin) // BLOCK * BLOCK
+
+    table = pages + tl.load(page_starts + sequence)
+    keys += head * KEY_HEAD
+    values += head * VALUE_HEAD
+    q = tl.load(
+        query + (token + new).to(tl.int64)[:, None] * QUERY_ROW + heads[:, None] * QUERY_HEAD + d[None, :],
+        mask=is_row[:, None] & (d < SIZE)[None, :],
+        other=0.0,
+    )
+    seen, top, total = _nothing_seen(sinks, heads, is_row, ROWS, VALUE_PAD)
+    for start in range(begin, split, BLOCK):
+        seen, top, total = _see(
+            seen, top, total, q, keys, values, table, start, end, past + new, scale, cap,
+            d, dv, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, False,
+        )  # fmt: skip
+    for start in range(split, end, BLOCK):
+        seen, top, total = _see(
+            seen, top, total, q, keys, values, table, start, end, past + new, scale, cap,
+            d, dv, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, True,
+        )  # fmt: skip
+    result = seen / tl.where(total > 0, total, 1.0)[:, None]
+    at = ((token + new) * (tl.num_programs(0) * GROUP) + heads)[:, None] * VALUE_SIZE + dv[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < VALUE_SIZE)[None, :])
+
+
+@triton.jit
+def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.constexpr):
+    """The state of rows before the first key: weighted values, highest logit, sum of weights."""
+    top, total = tl.full([ROWS], _NEVER, tl.float32), tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=has_sink, other=0.0).to(tl.float32)
+        top, total = tl.where(has_sink, sink * _LOG2E, top), tl.where(has_sink, 1.0, total)
+    return tl.zeros([ROWS, VALUE_PAD], tl.float32), top, total
+
+
+@triton.jit
+def _see(
+    seen, top, total, q, keys, values, table, start, end, position, scale, cap,
+    d, dv, KEY_PAGE: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_PAGE: tl.constexpr, VALUE_ROW: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """The state of rows after a block of keys; `BOUNDED`: some of them are hidden from some rows."""
+    place = start + tl.arange(0, BLOCK)
+    is_key = place < end if BOUNDED else tl.full([BLOCK], True, tl.int1)
+    page = tl.load(table + place // _PAGE, mask=is_key, other=0).to(tl.int64)
+    k = tl.load(
+        keys + (page * KEY_PAGE + place % _PAGE * KEY_ROW)[None, :] + d[:, None],
+        mask=is_key[None, :] & (d < SIZE)[:, None],
+        other=0.0,
+    )
+    v = tl.load(
+        values + (page * VALUE_PAGE + place % _PAGE * VALUE_ROW)[:, None] + dv[None, :],
+        mask=is_key[:, None] & (dv < VALUE_SIZE)[None, :],
+        other=0.0,
+    )
+    logits = tl.dot(q, k, input_precision="ieee")
+    if CAPPED:  # cap * tanh(x / cap)
+        logits = cap - 2.0 * cap / (tl.exp2(logits * (scale / cap * 2.0 * _LOG2E)) + 1.0)
+        unit = _LOG2E
+    else:
+        unit = scale * _LOG2E
+    if BOUNDED:
+        logits = tl.where(place[None, :] <= position[:, None], logits, _NEVER)
+    if WINDOW > 0:
+        logits = tl.where(place[None, :] > position[:, None] - WINDOW, logits, _NEVER)
+    highest = tl.maximum(top, tl.max(logits, 1) * unit)
+    weights = tl.exp2(logits * unit - highest[:, None])
+    faded = tl.exp2(top - highest)
+    seen = tl.dot(weights.to(v.dtype), v, seen * faded[:, None], input_precision="ieee")
+    return seen, highest, total * faded + tl.sum(weights, 1)

@@ -1,0 +1,215 @@
+"""The Triton kernels of paged attention without a GPU: run in the PTX interpreter, proved by the analyzer."""
+
+import unittest.mock
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton", reason="needs triton")
+
+from triton.runtime.jit import JITFunction
+
+from paged_factory import PagedCall, make_call
+from tessera import flow  # hands the interpreter to capture
+from tessera.analyze.ptx import analyze_ptx
+from tessera.capture import own_triton
+from tessera.capture.inductor.offline import compiling_for
+from tessera.capture.own import own_launches
+from tessera.kernels.paged_triton import Tile, Tiles, attend, attend_by, tiles_for
+
+assert flow
+# One split, and tiles of few tokens and keys, so that short sequences have several.
+SMALL = Tiles(Tile(16, 16, 4, 3), Tile(16, 16, 4, 3), 1)
+# (length, new tokens)
+ONE_EACH = [(37, 1), (5, 1), (0, 0), (100, 1), (16, 1)]
+MIXED = [(37, 1), (9, 9), (1, 1), (0, 0), (40, 20)]
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def anywhere() -> Iterator[None]:
+    """Kernels run on tensors of the CPU."""
+    with own_launches():
+        yield
+
+
+def run(call: PagedCall, tiles: Tiles | None = None) -> torch.Tensor:
+    """What the kernels give."""
+    step = (call.query, call.keys, call.values, call.pages, call.page_starts, call.lengths, call.query_starts)
+    rest = (call.scale, call.window, call.soft_cap, call.sinks, call.one_each)
+    return attend(*step, *rest) if tiles is None else attend_by(tiles, step, *rest)
+
+
+def check(call: PagedCall, tiles: Tiles | None = None) -> None:
+    """The kernels give what the operator gives on a CPU."""
+    out = run(call, tiles)
+
+    assert call.query.dtype == out.dtype
+    assert_close(out, call.run(), rtol=0, atol=ATOL[out.dtype])
+
+
+@pytest.mark.parametrize("dtype", ATOL, ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_one_new_token_each(dtype: torch.dtype, splits: int) -> None:
+    """Whole or in splits, some of which have no keys; padding's rows are zeros."""
+    check(make_call(ONE_EACH, widths=(32, 32), padding=2, dtype=dtype), replace(SMALL, splits=splits))
+
+
+@pytest.mark.parametrize("dtype", ATOL, ids=str)
+def test_prompts_and_single_tokens_together(dtype: torch.dtype) -> None:
+    """Tiles of one sequence each, single tokens beside them, padding behind them."""
+    check(make_call(MIXED, widths=(32, 32), padding=9, dtype=dtype), SMALL)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 33])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_window_is_a_token_and_those_just_before_it(window: int, splits: int) -> None:
+    """In prompts and in single tokens."""
+    check(replace(make_call(MIXED), window=window), replace(SMALL, splits=splits))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_soft_cap_and_sinks(splits: int) -> None:
+    """A sink counts once, however many splits there are."""
+    call = replace(make_call(MIXED, has_sinks=True), scale=2.0, soft_cap=3.0, window=20)
+    check(call, replace(SMALL, splits=splits))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1), (20, 1)])
+def test_groups_need_not_be_a_power_of_two(heads: tuple[int, int]) -> None:
+    """A tile's rows are tokens times the query heads of a key head; what is left of it is not used."""
+    tile = Tile(32, 16, 4, 3)
+    check(make_call(MIXED, heads), Tiles(tile, tile, 1))
+
+
+@pytest.mark.parametrize("widths", [(24, 24), (48, 32), (20, 40)])
+def test_widths_need_not_be_a_power_of_two(widths: tuple[int, int]) -> None:
+    """Nor need values be as wide as keys."""
+    check(make_call(MIXED, widths=widths, dtype=torch.bfloat16), SMALL)
+
+
+@pytest.mark.parametrize("parts", [ONE_EACH, MIXED], ids=["one each", "mixed"])
+def test_the_division_it_would_have_on_a_gpu(parts: list[tuple[int, int]]) -> None:
+    """Nothing but what shapes say."""
+    check(make_call(parts, heads=(8, 2), widths=(64, 64), padding=3, dtype=torch.bfloat16))
+
+
+def test_hoppers_own_products_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of 64 rows are other instructions on sm_90."""
+    monkeypatch.setattr(own_triton, "TARGET", 90)
+    with own_launches():
+        check(
+            make_call(MIXED, widths=(64, 64), dtype=torch.bfloat16),
+            Tiles(SMALL.decode, Tile(64, 32, 4, 3), 1),
+        )
+
+
+def test_what_nobody_wrote_is_not_looked_at() -> None:
+    """Unused pages, the rest of a page and padding may hold anything."""
+    call = make_call(MIXED, padding=3)
+
+    assert torch.equal(run(call.filled(0.0), SMALL), run(call.filled(float("nan")), SMALL))
+
+
+def test_a_query_may_be_a_view() -> None:
+    """As a model has it: heads before tokens, or a slice of a joined product."""
+    call = make_call(MIXED)
+    wide = torch.randn(call.query.shape[0], 3 * call.query.shape[1], call.query.shape[2])
+    wide[:, 4:8] = call.query
+    turned = call.query.transpose(0, 1).contiguous().transpose(0, 1)
+
+    assert torch.equal(run(call, SMALL), run(replace(call, query=wide[:, 4:8]), SMALL))
+    assert torch.equal(run(call, SMALL), run(replace(call, query=turned), SMALL))
+
+
+# How a step is divided -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sequences", "splits"), [(1, 64), (4, 16), (8, 8), (16, 4), (31, 4), (32, 1), (128, 1)]
+)
+def test_few_sequences_are_split(sequences: int, splits: int) -> None:
+    """From 32 sequences of 8 key heads up there are programs enough."""
+    assert splits == tiles_for(sequences, sequences, (32, 8), (128, 128), 2, 8192).splits
+
+
+@pytest.mark.parametrize(("table", "splits"), [(1, 1), (16, 1), (32, 2), (100, 4), (8192, 64)])
+def test_a_short_table_has_few_splits(table: int, splits: int) -> None:
+    """Nobody shares the keys of sequences that cannot be long."""
+    assert splits == tiles_for(1, 1, (32, 8), (128, 128), 2, table).splits
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 16, 71])
+def test_a_tile_holds_a_whole_group(group: int) -> None:
+    """All query heads of a key head, of at least one token."""
+    tiles = tiles_for(2048, 8, (2 * group, 2), (64, 64), 2, 128)
+
+    assert group <= min(tiles.decode.rows, tiles.prefill.rows)
+
+
+def test_more_shared_memory_changes_only_the_pipeline() -> None:
+    """Results have the same bits on cards that differ in nothing else."""
+    small, large = (tiles_for(64, 8, (8, 2), (256, 256), 4, 128, kib << 10) for kib in (64, 227))
+
+    assert small != large
+    assert replace(large.decode, stages=1) == replace(small.decode, stages=1)
+    assert replace(large.prefill, stages=1) == replace(small.prefill, stages=1)
+    assert large.splits == small.splits
+
+
+# What kernels touch ----------------------------------------------------------------------------------------
+
+READ = {"query", "keys", "values", "pages", "page_starts", "lengths", "query_starts", "sinks"}
+ACCESSES = {
+    "paged_decode": (READ, {"out", "parts", "tops"}),
+    "paged_join": ({"parts", "tops", "query_starts"}, {"out"}),
+    "paged_prefill": (READ, {"out"}),
+}
+
+
+def compiled_for(arch: int, call: PagedCall, shared_bytes: int) -> list[Any]:
+    """The kernels of a call, compiled for a target."""
+    kernels: list[Any] = []
+    run_kernel = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
+
+    tiles = tiles_for(
+        call.query.shape[0],
+        call.lengths.numel(),
+        (call.query.shape[1], call.keys.shape[2]),
+        (call.query.shape[2], call.values.shape[3]),
+        call.query.element_size(),
+        8192,
+        shared_bytes,
+    )
+    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+        run(call, tiles)
+    return kernels
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    "widths", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
+def test_every_access_is_proved(arch: int, widths: tuple[int, int]) -> None:
+    """Through page tables too: what is read, what is written, nothing unknown, and room for it on a card."""
+    call = replace(make_call(MIXED, (8, 2), widths, has_sinks=True, dtype=torch.bfloat16), window=30)
+    shared_bytes = {80: 99, 90: 227}[arch] << 10
+    for kernel in compiled_for(arch, call, shared_bytes):
+        (report,) = analyze_ptx(kernel.asm["ptx"])
+        names = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
+        touched = [(names[a.param], a.read, a.write) for a in report.accesses]
+
+        assert (True, ()) == (report.movable, report.why)
+        assert ACCESSES[report.name] == (
+            {name for name, read, _ in touched if read},
+            {name for name, _, write in touched if write},
+        )
+        assert not any(a.atomic for a in report.accesses)
+        assert kernel.metadata.shared <= shared_bytes
