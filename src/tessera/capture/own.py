@@ -5,7 +5,8 @@
 
 A launch runs where its tensors are: on a GPU by the driver or by Triton, on the CPU in the PTX interpreter,
 and on fake tensors not at all. What a kernel reads and writes is proved from its PTX. The prover, the
-interpreter and the driver belong to other stages: `tessera.flow` hands them in once (`hand_in`).
+interpreter and the driver belong to other stages: `tessera.flow` hands them in once (`hand_in`). Kernels that
+an operator launches are part of the operator (`inside_operator`).
 
 Refused with the line of the program: kernels made by `torch.cuda._compile_kernel`, whose code torch does not
 keep. Operators of C++ extensions come through the dispatcher, and their schemas say what they write. Not
@@ -179,6 +180,17 @@ def own_launches(see: See | None = None) -> Iterator[None]:
             yield
         finally:
             _seeing.pop()
+
+
+@contextlib.contextmanager
+def inside_operator() -> Iterator[None]:
+    """While entered, an operator's own code runs: it is one launch, whatever it launches and reads."""
+    _seeing.append(None)
+    try:
+        with reads_allowed():
+            yield
+    finally:
+        _seeing.pop()
 
 
 @contextlib.contextmanager

@@ -31,8 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.inner import has_wrappers
-from tessera.capture.own import OwnLaunch, prove, tensors_in, unchanged
-from tessera.capture.reads import reads_allowed
+from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.capture.schema import (
@@ -186,7 +185,7 @@ class Recorder(TorchDispatchMode):
         if generator:
             self._draws.before(generator)
         try:
-            with reads_allowed():  # an operator's own code may look at values: it is one launch
+            with inside_operator():
                 result = self._run(func, args, kwargs)
         except UNRECORDABLE as error:
             explain(func, error)

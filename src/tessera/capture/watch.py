@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
 from tessera.capture.inner import has_wrappers
-from tessera.capture.own import OwnLaunch, touched
+from tessera.capture.own import OwnLaunch, inside_operator, touched
 from tessera.capture.reads import reads_refused
 from tessera.capture.recorder import UNRECORDABLE, keep_apart
 from tessera.capture.refuse import check_operator, explain, insisting
@@ -61,7 +61,8 @@ class Watch(TorchDispatchMode):
                     varies |= self.varies(tensor)
                     changed += [tensor] if writes else []
         try:
-            made = func(*args, **kwargs)
+            with inside_operator():
+                made = func(*args, **kwargs)
         except UNRECORDABLE as error:
             explain(func, error)
         if varies:

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import tessera
 from factories import make_cluster, make_plan
-from own_kernels_model import AXPY, Mixed, double
+from own_kernels_model import AXPY, Mixed, double, gate
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record_step
 from tessera.cli import _main
@@ -136,6 +136,22 @@ def test_capturing_a_call_leaves_its_arguments_as_they_were() -> None:
 
     assert torch.equal(torch.zeros(8), y)
     assert ["y"] == [b.name for b in found.buffers if b.kind == "state"]
+
+
+@torch.library.custom_op("tessera_test::gated", mutates_args=())
+def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """An operator that reads a value and launches a Triton kernel."""
+    out = torch.empty_like(x)
+    if x.sum().item() != 0.0:
+        gate[(4,)](x, y, out, x.numel(), BLOCK=32)
+    return out
+
+
+def test_kernels_of_an_operator_are_the_operators() -> None:
+    """What it launches and reads is part of its one launch."""
+    found = tessera.capture(lambda x, y: gated(x, y) + 1, torch.ones(100), torch.ones(100))
+
+    assert ["tessera_test.gated.default", "aten.add.Tensor"] == [k.name for k in found.kernels]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the autotuner decides")
