@@ -33,6 +33,8 @@ class Scripted:
     token_s: float = 0.0
     # Each letter is said so often.
     times: int = 1
+    # Said instead of letters; then the answer stops by itself.
+    script: str = ""
     # Raised instead of an answer.
     refusal: Exception | None = None
     # After so many tokens the answer ends with an error.
@@ -77,7 +79,7 @@ async def _said(service: Scripted, ask: Ask) -> AsyncGenerator[Event, None]:
     service.running += 1
     num, prompt, is_whole = 0, len(ask.prompt), False
     try:
-        for number in letters(ask):
+        for number in service.script.encode() or letters(ask):
             await asyncio.sleep(service.token_s)
             if service.is_stopped:
                 yield Finish("cancelled", prompt, num, "the service was stopped")
@@ -88,7 +90,7 @@ async def _said(service: Scripted, ask: Ask) -> AsyncGenerator[Event, None]:
             yield AnswerPiece(chr(number) * service.times, (_token(number, ask.sampling.logprobs),))
             num += 1
         is_whole = True
-        yield Finish("length", prompt, num)
+        yield Finish("stop" if service.script else "length", prompt, num)
     finally:
         service.running -= 1
         service.closed_early += not is_whole

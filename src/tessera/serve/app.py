@@ -1,6 +1,7 @@
 """The HTTP application: OpenAI's routes, and what there is to see of the service.
 
     /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's
+    /tokenize, /detokenize                               as vLLM's
     /v1/plan       the plans, which one is in force, and why
     /v1/state      what the service is doing now
     /              the live page, which reads these two
@@ -9,8 +10,8 @@
     /version, /openapi.json
 
 The application only translates: the endpoint is handed in; `start` makes it and ends it, `server` listens.
-Bodies are read and parsed here, not by FastAPI: within limits, strictly, and only as application/json, which
-a page of another site cannot send to a server on this machine unasked.
+Bodies are taken here, not by FastAPI, and read by `reading`: within limits, strictly, and only as
+application/json, which a page of another site cannot send to a server on this machine unasked.
 
 /v1/images/generations is not offered, and says so: a picture from words needs encoders of text, a denoiser
 and a decoder of latents; the built-in denoisers are the one in the middle, which `tessera run` runs.
@@ -18,6 +19,7 @@ and a decoder of latents; the built-in denoisers are the one in the middle, whic
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,13 +32,22 @@ from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
 from tessera.ir import Plan
+from tessera.serve.asking import make_asks
 from tessera.serve.auth import CLIENT, Keys
-from tessera.serve.limits import ClientGone, HttpLimits, RequestLimiter, read_body, while_there
+from tessera.serve.limits import ClientGone, HeldBody, HttpLimits, RequestLimiter, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai_errors import ApiError, JsonResponse, add_handlers
-from tessera.serve.openai_read import ChatRequest, CompletionRequest, no_such_model, parse, read_asks
-from tessera.serve.openai_write import Writer, answer_whole, stream
+from tessera.serve.openai_read import (
+    Card,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    no_such_model,
+)
+from tessera.serve.openai_write import Writer, answer_whole, send_document, stream
 from tessera.serve.page import live_page, plan_document, state_document
+from tessera.serve.reading import Reading
 from tessera.serve.records import Endpoint
 
 
@@ -90,69 +101,95 @@ def create_app(
 ) -> FastAPI:
     """The application of one served model, for this machine only if it is local.
 
-    `app.state.limiter` counts the requests inside.
+    `app.state.limiter` counts the requests inside, `app.state.reading` reads their bodies: it may be started
+    beforehand, and is closed in the end.
     """
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
     limits = limits or HttpLimits()
     limiter = app.state.limiter = RequestLimiter(limits)
+    mark = endpoint.eyes.mark if endpoint.eyes is not None else ""
+    card = Card(endpoint.model, endpoint.text, endpoint.capacity, endpoint.vocab_size, mark)
+    reading = app.state.reading = Reading(card)
     add_handlers(app)
-    _add_openai(app, endpoint, limits, limiter)
+    _add_openai(app, endpoint, Intake(limits, limiter, reading))
     _add_views(app, endpoint, metrics, limiter)
     app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
 
-class GenerationResponse(Response):
-    """An answer that is worked out while it is sent."""
+@dataclass(frozen=True)
+class Intake:
+    """What bodies go through."""
 
-    def __init__(
-        self,
-        kind: type[ChatRequest] | type[CompletionRequest],
-        endpoint: Endpoint,
-        limits: HttpLimits,
-        limiter: RequestLimiter,
-    ) -> None:
+    limits: HttpLimits
+    limiter: RequestLimiter
+    reading: Reading
+
+
+class BodyResponse(Response):
+    """An answer to a body, worked out while it is sent. `kind` says how the body is read."""
+
+    def __init__(self, kind: str, endpoint: Endpoint, intake: Intake) -> None:
         super().__init__()
-        self._kind, self._endpoint, self._limits, self._limiter = kind, endpoint, limits, limiter
+        self._kind, self._endpoint, self._intake = kind, endpoint, intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body, asks, and sends; a client that has gone is sent nothing."""
+        """Takes the body, asks, and sends; a client that has gone is sent nothing."""
+        limits, limiter = self._intake.limits, self._intake.limiter
         try:
-            self._limiter.check_open()
-            raw = await read_body(dict(scope["headers"]), receive, self._limits, self._limiter)
-            # Entered with a whole body only: who sends slowly takes no place.
-            with self._limiter.entered():
-                await while_there(receive, self._respond(raw, scope, receive, send))
+            limiter.check_open()
+            with HeldBody(limits, limiter) as body:
+                await body.receive(dict(scope["headers"]), receive)
+                # Entered with a whole body only: who sends slowly takes no place.
+                with limiter.entered():
+                    await while_there(receive, self._respond(body, scope, send))
         except ClientGone:
             return
 
-    async def _respond(self, raw: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, body: HeldBody, scope: Scope, send: Send) -> None:
+        draft = await self._intake.reading.read(self._kind, body.raw)
+        body.drop()
+        if isinstance(draft, bytes):
+            await send_document(draft, send)
+            return
         service = self._endpoint.service
-        batch = await read_asks(parse(self._kind, raw), self._endpoint, str(scope.get(CLIENT, "")))
+        batch = await make_asks(draft, self._endpoint, str(scope.get(CLIENT, "")))
         writer = Writer(self._endpoint, batch)
-        if batch.is_stream:
+        if draft.is_stream:
             await stream(service, batch, writer, send)
         else:
-            await JsonResponse(await answer_whole(service, batch, writer))(scope, receive, send)
+            await send_document(await answer_whole(service, batch, writer), send)
 
 
-def _add_openai(app: FastAPI, endpoint: Endpoint, limits: HttpLimits, limiter: RequestLimiter) -> None:
-    def shown_as(kind: type[BaseModel]) -> dict[str, Any]:
+def _add_openai(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
+    def shown_as(kind: type[BaseModel], *tags: str) -> dict[str, Any]:
         """For the OpenAPI page: the body, which FastAPI cannot see, and the answers."""
         ref = {"$ref": f"#/components/schemas/{kind.__name__}"}
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        return {"tags": ["OpenAI"], "responses": STREAMS | ERRORS, "openapi_extra": {"requestBody": body}}
+        answers = (STREAMS if kind in (ChatRequest, CompletionRequest) else {}) | ERRORS
+        shown = {"tags": list(tags) or ["OpenAI"], "responses": answers}
+        return {**shown, "openapi_extra": {"requestBody": body}}
 
     @app.post("/v1/chat/completions", **shown_as(ChatRequest))
     async def chat_completions() -> Response:
         """Answers a conversation, whole or as a stream of server-sent events."""
-        return GenerationResponse(ChatRequest, endpoint, limits, limiter)
+        return BodyResponse("chat", endpoint, intake)
 
     @app.post("/v1/completions", **shown_as(CompletionRequest))
     async def completions() -> Response:
         """Goes on with one or more prompts, whole or as a stream of server-sent events."""
-        return GenerationResponse(CompletionRequest, endpoint, limits, limiter)
+        return BodyResponse("completion", endpoint, intake)
+
+    @app.post("/tokenize", **shown_as(TokenizeRequest, "tokens"))
+    async def tokenize() -> Response:
+        """The tokens of a prompt or a conversation."""
+        return BodyResponse("tokenize", endpoint, intake)
+
+    @app.post("/detokenize", **shown_as(DetokenizeRequest, "tokens"))
+    async def detokenize() -> Response:
+        """The text of tokens."""
+        return BodyResponse("detokenize", endpoint, intake)
 
     card = {
         "id": endpoint.model,
@@ -171,7 +208,7 @@ def _add_openai(app: FastAPI, endpoint: Endpoint, limits: HttpLimits, limiter: R
     async def model(name: str) -> Response:
         """Says what is known of a model."""
         if name != endpoint.model:
-            raise no_such_model(name, endpoint)
+            raise no_such_model(name, endpoint.model)
         return JsonResponse(card)
 
     @app.post("/v1/images/generations", include_in_schema=False)
@@ -225,9 +262,10 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's page with the bodies that `GenerationResponse` reads itself."""
+    """FastAPI's page with the bodies that it does not see."""
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    bodies = [(kind, "validation") for kind in kinds]
     _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     page["components"]["schemas"] |= found["$defs"]
     for path in page["paths"].values():  # FastAPI's own errors, which are never sent

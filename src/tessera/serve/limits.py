@@ -1,7 +1,8 @@
 """Limits: how much one client, and all of them, may take of the server.
 
-    a body       at most so many bytes, which must come within a time; large ones share a budget;
-                 at most so many lists, objects, texts and values, which are counted before they are made
+    a body       at most so many bytes, which must come within a time; large ones share a budget until
+                 they are read; at most so many lists, objects, texts and values, which are counted
+                 before they are made
     requests     at most so many at once; while the server closes, none
     a client     that goes has its generation cancelled
 
@@ -19,8 +20,8 @@ from tessera.serve.openai_errors import ApiError
 # So much of every body is not counted: large bodies never keep out small ones.
 FREE_BYTES = 64 * 2**10
 
-# Lists, objects and texts of one body; values of any kind. The event loop waits while they are made.
-MAX_PARTS, MAX_VALUES = 2**14, 2**18
+# Lists, objects and texts of one body; values of any kind.
+MAX_PARTS, MAX_VALUES = 2**14, 2**20
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Result = TypeVar("Result")
@@ -84,7 +85,7 @@ class RequestLimiter:
 
     def hold(self, num_bytes: int) -> None:
         """Counts bytes of a large body; refuses by 429 if all of them are too many."""
-        if num_bytes and self.held_bytes + num_bytes > self._limits.bodies_bytes:
+        if num_bytes > 0 and self.held_bytes + num_bytes > self._limits.bodies_bytes:
             message = "too many large requests at once. Try again later."
             raise ApiError(429, message, code="rate_limit_exceeded")
         self.held_bytes += num_bytes
@@ -99,39 +100,55 @@ class RequestLimiter:
         return True
 
 
-async def read_body(
-    headers: dict[bytes, bytes], receive: Receive, limits: HttpLimits, limiter: RequestLimiter
-) -> bytes:
-    """A whole body of JSON, or 415, 413, 408 or 429; one that says that it is too large is not read."""
-    if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
-        message = "the body must be application/json: send the header 'Content-Type: application/json'"
-        raise ApiError(415, message, code="unsupported_media_type")
-    too_large = ApiError(413, f"a body of more than {limits.body_bytes:,} bytes", code="request_too_large")
-    said = headers.get(b"content-length", b"")
-    if said.isdigit() and int(said) > limits.body_bytes:
-        raise too_large
-    held = size = 0
-    parts = []
-    try:
-        async with asyncio.timeout(limits.body_s):
-            while True:
-                event = await receive()
-                if event["type"] == "http.disconnect":
-                    raise ClientGone
-                part = event.get("body", b"")
-                size += len(part)
-                if size > limits.body_bytes:
-                    raise too_large
-                more = max(0, size - FREE_BYTES) - held
-                limiter.hold(more)
-                held += more
-                parts.append(part)
-                if not event.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
-    finally:
-        limiter.held_bytes -= held
+class HeldBody:
+    """The body of one request, which counts as long as it is there."""
+
+    def __init__(self, limits: HttpLimits, limiter: RequestLimiter) -> None:
+        self._limits, self._limiter = limits, limiter
+        self._held = 0
+        self.raw = b""
+
+    def __enter__(self) -> "HeldBody":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """It has been read, and is needed no more."""
+        self.raw = b""
+        self._limiter.hold(-self._held)
+        self._held = 0
+
+    async def receive(self, headers: dict[bytes, bytes], receive: Receive) -> None:
+        """Waits for a whole body of JSON, or 415, 413, 408, 429; one that is announced as too large never."""
+        if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            message = "the body must be application/json: send the header 'Content-Type: application/json'"
+            raise ApiError(415, message, code="unsupported_media_type")
+        limits = self._limits
+        message = f"a body of more than {limits.body_bytes:,} bytes"
+        too_large = ApiError(413, message, code="request_too_large")
+        said = headers.get(b"content-length", b"")
+        if said.isdigit() and int(said) > limits.body_bytes:
+            raise too_large
+        size, parts, is_whole = 0, [], False
+        try:
+            async with asyncio.timeout(limits.body_s):
+                while not is_whole:
+                    event = await receive()
+                    if event["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(event.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limits.body_bytes:
+                        raise too_large
+                    more = max(0, size - FREE_BYTES) - self._held
+                    self._limiter.hold(more)
+                    self._held += more
+                    is_whole = not event.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
+        self.raw = b"".join(parts)
 
 
 def check_parts(body: bytes) -> None:

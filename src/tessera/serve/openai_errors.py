@@ -8,14 +8,16 @@ same shape, without a word of what is inside, and its traceback goes to the log.
 import json
 import logging
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, TesseraError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 log = logging.getLogger("tessera.serve")
 
@@ -96,7 +98,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return ApiError(500, "an error inside the server; its log says more").response
 
 
-def add_handlers(app: FastAPI) -> None:
+def add_handlers(app: "FastAPI") -> None:
     """Makes every error of the app one of ours."""
     for kind in (ApiError, TesseraError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)

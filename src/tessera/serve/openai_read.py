@@ -1,29 +1,30 @@
-"""From a body to asks: the bodies of OpenAI's routes, checked strictly and put into tokens.
+"""From a body to a draft: the bodies of OpenAI's routes, checked strictly and put into tokens.
 
-Types are strict: "5" is no number. A field that is not declared here is ignored, as vLLM does, unless
-ignoring it would change the answer: those are named in `REFUSED`, with the values that ask for nothing. What
-is wrong is told with the field's name. Prompts and choices multiply: two prompts with n = 3 are six asks, in
-OpenAI's order.
+    read_chat, read_completion, tokenize, detokenize    (raw body, card) -> a draft, or the answer itself
+
+These run beside the event loop, in a thread or in a process of their own (`reading`); `asking` makes asks of
+a draft. Types are strict: "5" is no number. A field that is not declared here is ignored, as vLLM does,
+unless ignoring it would change the answer: those are named in `REFUSED`, with the values that ask for
+nothing. What is wrong is told with the field's name. Prompts and choices multiply: two prompts with n = 3 are
+six asks, in OpenAI's order.
 
 A message's parts are joined as they come; a mark stands for a picture until the prompt is in tokens. A
 request shows at most one picture.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from tessera.serve.limits import check_parts
 from tessera.serve.openai_errors import ApiError
-from tessera.serve.records import Ask, Endpoint, Sampling
-
-if TYPE_CHECKING:
-    from tessera.serve.pictures import Eyes
+from tessera.serve.records import Sampling
+from tessera.serve.text import Text
+from tessera.serve.tools import MAX_CALLS, answer_form, calls_form
 
 # Of OpenAI: choices of one request, and alternatives of a token.
 MAX_CHOICES = 128
@@ -38,10 +39,8 @@ MAX_INT = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 # Answers of one request: each takes a place in the queue.
 MAX_ASKS = 128
-# OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.
-COMPLETION_TOKENS = 16
-# Longer texts are tokenized beside the event loop, which others wait for.
-LONG_CHARS = 4096
+# Of OpenAI: tools of one request.
+MAX_TOOLS = 128
 UNKNOWN = "\ufffd"
 
 # Field -> values that ask for nothing. Any other value is answered with 400.
@@ -51,14 +50,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ("allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex", ()),
         ("prompt_embeds prompt_logprobs reasoning_effort structured_outputs truncate_prompt_tokens", ()),
         ("verbosity web_search_options", ()),
-        ("bad_words documents functions logits_processors tools", ([],)),
+        ("bad_words documents functions logits_processors", ([],)),
         ("chat_template_kwargs", ({},)),
         ("continue_final_message include_stop_str_in_output use_beam_search", (False,)),
         ("add_generation_prompt skip_special_tokens", (True,)),
         ("length_penalty", (1,)),
-        ("function_call tool_choice", ("none", "auto")),
+        ("function_call", ("none", "auto")),
         ("modalities", ([], ["text"])),
-        ("response_format", ({"type": "text"},)),
         ("suffix", ("",)),
     )
     for name in names.split()
@@ -66,15 +64,19 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # Of a union pydantic tells what the first kind lacks, which is not what the client meant.
 UNIONS = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
     "stop": f"a text, or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters",
 }
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+# Of a tool without parameters.
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 # JSON knows texts as keys only.
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -89,19 +91,93 @@ class MessagePart(_Body):
     text: str | None = None
 
 
+class CalledFunction(_Body):
+    """A function with the arguments of one call, in JSON."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(_Body):
+    """A call of a tool that an assistant has made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[MessagePart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _has_no_tools(self) -> "Message":
-        extra = self.model_extra or {}
-        if self.role not in ROLES or extra.get("tool_calls") or extra.get("function_call"):
-            raise PydanticCustomError("unsupported_value", "tools are not supported")
-        if self.content is None:
+    def _can_be_read(self) -> "Message":
+        if self.role not in ROLES or (self.model_extra or {}).get("function_call"):
+            raise PydanticCustomError("unsupported_value", "functions are not supported; use tools")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("invalid_value", "only an assistant calls tools")
+        if self.content is None and not self.tool_calls:
             raise PydanticCustomError("missing", "content is missing")
+        return self
+
+
+class Function(_Body):
+    """What a tool does, and the schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(_Body):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Body):
+    """A schema that the answer follows."""
+
+    name: str | None = None
+    document: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """None: any text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.document
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("missing", "json_schema belongs to its type, and only to that")
         return self
 
 
@@ -133,6 +209,7 @@ class _GenerationRequest(_Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(None, description="Of vLLM: go on past the model's own end.")
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Of vLLM.")
+    response_format: ResponseFormat | None = None
     user: str | None = None
 
     @model_validator(mode="after")
@@ -153,12 +230,37 @@ class ChatRequest(_GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise _invalid("top_logprobs", "only of use with logprobs: true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(names) > len(set(names)):
+            raise _invalid("tools", "two of them have one name")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise _invalid("tool_choice", f"'{choice.function.name[:64]}' is none of the tools")
+        if choice == "required" and not names:
+            raise _invalid("tool_choice", "there are no tools")
         return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        choice = self.tool_choice
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        return [tool for tool in self.tools or () if name in (None, tool.function.name)]
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the answer is calls and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
 class CompletionRequest(_GenerationRequest):
@@ -194,26 +296,75 @@ class CompletionRequest(_GenerationRequest):
         return [numbers] if numbers else [x for x in self.prompt if not isinstance(x, int)]
 
 
-Body = TypeVar("Body", bound=_GenerationRequest)
-Result = TypeVar("Result")
+class TokenizeRequest(_Body):
+    """The body of /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096, fail_fast=True)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    add_special_tokens: bool | None = Field(None, description="Of a prompt: what stands before every prompt.")
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise _invalid("prompt", "send a prompt or messages, one of them")
+        if (self.model_extra or {}).get("add_generation_prompt") is False:
+            raise _unsupported("add_generation_prompt")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId] = Field(fail_fast=True)
+
+
+Body = TypeVar("Body", bound=_Body)
 
 
 @dataclass(frozen=True, slots=True)
-class AskBatch:
-    """One request: its asks, `n` a prompt, and how the answers are to be told."""
+class Card:
+    """What reading has to know of the model behind the address."""
 
-    asks: tuple[Ask, ...]
+    model: str
+    text: Text
+    # Tokens of a prompt and its answer together, at most; tokens have numbers below this.
+    capacity: int
+    vocab_size: int
+    # Stands for a picture in a conversation; empty: the model reads text only.
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One request in tokens. Of a prompt that is far too long only the beginning is there."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    # Answers a prompt.
     n: int
+    # None: nobody said.
+    max_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    ignores_end: bool
+    min_tokens: int
     is_chat: bool
     is_stream: bool
     includes_usage: bool
     # Of each ask: the prompt's text to give back before the answer; empty without `echo`.
     echoes: tuple[str, ...] = ()
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each once."""
-        return sum(len(ask.prompt) for ask in self.asks[:: self.n])
+    # Addresses of the pictures that marks stand for.
+    urls: tuple[str, ...] = ()
+    # The form of the answer, as a grammar, and the field that asked for it; empty: any form.
+    grammar: str = ""
+    place: str = ""
+    # Tools that the answer may call, and whether it must.
+    tools: tuple[str, ...] = ()
+    is_forced: bool = False
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
@@ -229,79 +380,160 @@ def parse(kind: type[Body], raw: bytes) -> Body:
         raise ApiError(400, f"{place}: {text}" if field else text, field or None, first["type"]) from None
 
 
-async def read_asks(request: ChatRequest | CompletionRequest, endpoint: Endpoint, client: str) -> AskBatch:
-    """The asks of a request; ApiError or AskError if this model cannot answer them."""
-    if request.model is not None and request.model != endpoint.model:
-        raise no_such_model(request.model, endpoint)
-    if isinstance(request, ChatRequest):
-        return await _read_chat(request, endpoint, client)
-    return await _read_completion(request, endpoint, client)
-
-
-def no_such_model(name: str, endpoint: Endpoint) -> ApiError:
+def no_such_model(name: str, served: str) -> ApiError:
     """Another model is asked for."""
-    message = f"The model '{name}' is not served here; this is '{endpoint.model}'."
+    message = f"The model '{name}' is not served here; this is '{served}'."
     return ApiError(404, message, "model", "model_not_found")
 
 
-async def _read_chat(request: ChatRequest, endpoint: Endpoint, client: str) -> AskBatch:
-    turns, urls = _turns(request.messages, endpoint.eyes)
-    prompt: Sequence[int] = await asyncio.to_thread(endpoint.text.chat, turns)  # a template may take long
-    picture = None
-    if endpoint.eyes is not None and urls:
-        patches = await asyncio.to_thread(endpoint.eyes.look, urls[0])
-        prompt, picture = endpoint.eyes.placed(prompt, patches)
-    most = request.max_completion_tokens or request.max_tokens or _room(endpoint, prompt)
+def _check_model(name: str | None, card: Card) -> None:
+    if name is not None and name != card.model:
+        raise no_such_model(name, card.model)
+
+
+def read_chat(raw: bytes, card: Card) -> Draft:
+    """The body of /v1/chat/completions."""
+    request = parse(ChatRequest, raw)
+    _check_model(request.model, card)
+    turns, urls = _turns(request.messages, card.mark)
+    tools = request.callable_tools
+    shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
+    prompt = tuple(card.text.chat(turns, shown, card.capacity))
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    make = partial(Ask, max_tokens=most, client=client, picture=picture)
-    return _batch(request, endpoint, [tuple(prompt)], make, logprobs)
+    most = request.max_completion_tokens or request.max_tokens
+    grammar, place = _form(request, tools)
+    names = tuple(tool.function.name for tool in tools)
+    return _draft(
+        request,
+        (prompt,),
+        most,
+        logprobs,
+        urls=tuple(urls),
+        grammar=grammar,
+        place=place,
+        tools=names,
+        is_forced=request.is_forced,
+    )
 
 
-async def _read_completion(request: CompletionRequest, endpoint: Endpoint, client: str) -> AskBatch:
+def read_completion(raw: bytes, card: Card) -> Draft:
+    """The body of /v1/completions."""
+    request = parse(CompletionRequest, raw)
+    _check_model(request.model, card)
     n = request.n or 1
     _check_number(len(request.prompts) * n)
     prompts, echoes = [], []
     for given in request.prompts:
         if isinstance(given, str):
-            tokens = tuple(await _beside(len(given), partial(endpoint.text.encode, given)))
+            tokens = tuple(card.text.encode(given, card.capacity))
             if not tokens:
                 raise _invalid("prompt", "a prompt without a token")
-        elif (wrong := max(given)) >= endpoint.vocab_size:
-            raise _invalid("prompt", f"token {wrong} is none of the model's {endpoint.vocab_size}")
+        elif (wrong := max(given)) >= card.vocab_size:
+            raise _invalid("prompt", f"token {wrong} is none of the model's {card.vocab_size}")
         else:
-            tokens = tuple(given)
+            tokens = tuple(given[: card.capacity + 1])
         prompts.append(tokens)
-        if request.echo:
-            decode = partial(endpoint.text.decode, tokens)
-            echoes += [given if isinstance(given, str) else await _beside(len(tokens), decode)] * n
-    most = request.max_tokens
-    if most is None:
-        most = min([COMPLETION_TOKENS, *(_room(endpoint, prompt) for prompt in prompts)])
-    make = partial(Ask, max_tokens=most, client=client)
-    return _batch(request, endpoint, prompts, make, request.logprobs, tuple(echoes))
+        if request.echo and len(tokens) <= card.capacity:
+            echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
+    grammar, place = _form(request, ())
+    return _draft(
+        request,
+        tuple(prompts),
+        request.max_tokens,
+        request.logprobs,
+        echoes=tuple(echoes),
+        grammar=grammar,
+        place=place,
+    )
 
 
-def _turns(messages: Sequence[Message], eyes: "Eyes | None") -> tuple[list[dict[str, str]], list[str]]:
-    """The conversation in plain turns, with a mark for its picture, and the picture's address."""
-    turns: list[dict[str, str]] = []
+def tokenize(raw: bytes, card: Card) -> bytes:
+    """The answer of /tokenize to its body."""
+    request = parse(TokenizeRequest, raw)
+    _check_model(request.model, card)
+    if request.messages is not None:
+        turns, _ = _turns(request.messages, card.mark)
+        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()])
+    else:
+        tokens = card.text.encode(request.prompt or "", adds=request.add_special_tokens is not False)
+    strings = None
+    if request.return_token_strs:
+        strings = [card.text.token_bytes(token).decode(errors="replace") for token in tokens]
+    found = {"count": len(tokens), "max_model_len": card.capacity, "tokens": tokens, "token_strs": strings}
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def detokenize(raw: bytes, card: Card) -> bytes:
+    """The answer of /detokenize to its body."""
+    request = parse(DetokenizeRequest, raw)
+    _check_model(request.model, card)
+    if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
+        raise _invalid("tokens", f"token {wrong} is none of the model's {card.vocab_size}")
+    return json.dumps({"prompt": card.text.decode(request.tokens)}).encode()
+
+
+def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
+    """The grammar of the answer and the field that asked for it; nothing if any text will do."""
+    form = request.response_format
+    schema = None if form is None else form.schema_of_answer
+    answer = "" if schema is None else answer_form(schema)
+    if not isinstance(request, ChatRequest) or not (request.is_forced or (tools and answer)):
+        return (f"start: {answer}", "response_format") if answer else ("", "")
+    is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
+    schemas = {x.function.name: x.function.parameters or NO_PARAMETERS for x in tools}
+    calls = calls_form(schemas, 1 if is_single else MAX_CALLS)
+    if request.is_forced:
+        return f"start: calls\n{calls}", "tools"
+    return f"start: answer | calls\nanswer: {answer}\n{calls}", "response_format"
+
+
+def _shown_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates know it."""
+    function = tool.function
+    described = {} if function.description is None else {"description": function.description}
+    parameters = function.parameters or NO_PARAMETERS
+    return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The conversation as templates know it, with a mark for its picture, and the picture's address."""
+    turns: list[dict[str, Any]] = []
     urls: list[str] = []
     for number, message in enumerate(messages):
         content = message.content or ""
         parts = [MessagePart(type="text", text=content)] if isinstance(content, str) else content
         try:
-            text = "".join(_part(part, eyes, urls) for part in parts)
+            turn: dict[str, Any] = {"role": ROLES[message.role]}
+            turn["content"] = "".join(_part(part, mark, urls) for part in parts)
+            if message.tool_calls:
+                turn["tool_calls"] = [_call(call) for call in message.tool_calls]
         except PydanticCustomError as error:
             raise ApiError(400, f"messages.{number}: {error.message()}", "messages", error.type) from None
-        turns.append({"role": ROLES[message.role], "content": text})
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                turn[name] = value
+        turns.append(turn)
     return turns, urls
 
 
-def _part(part: MessagePart, eyes: "Eyes | None", urls: list[str]) -> str:
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call as templates know it: with its arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("invalid_value", "the arguments of a call are no JSON") from None
+    if not isinstance(arguments, dict):
+        raise PydanticCustomError("invalid_value", "the arguments of a call are no JSON object")
+    known = {} if call.id is None else {"id": call.id}
+    return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _part(part: MessagePart, mark: str, urls: list[str]) -> str:
     """Text, in which nobody else has written the mark; or the mark of a picture, which `urls` gets."""
     if part.type == "text" and part.text is not None:
-        return part.text if eyes is None else part.text.replace(eyes.mark, UNKNOWN)
-    if part.type != "image_url" or eyes is None:
-        reads = "text" if eyes is None else "text and image_url"
+        return part.text.replace(mark, UNKNOWN) if mark else part.text
+    if part.type != "image_url" or not mark:
+        reads = "text and image_url" if mark else "text"
         text = f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}"
         raise PydanticCustomError("unsupported_value", "{text}", {"text": text})
     found = (part.model_extra or {}).get("image_url")
@@ -312,79 +544,46 @@ def _part(part: MessagePart, eyes: "Eyes | None", urls: list[str]) -> str:
     if urls:
         raise PydanticCustomError("unsupported_value", "a request shows one picture at most")
     urls.append(url)
-    return eyes.mark
+    return mark
 
 
-async def _beside(length: int, convert: Callable[[], Result]) -> Result:
-    return convert() if length < LONG_CHARS else await asyncio.to_thread(convert)
-
-
-def _batch(
+def _draft(
     request: ChatRequest | CompletionRequest,
-    endpoint: Endpoint,
-    prompts: Sequence[tuple[int, ...]],
-    make: Callable[..., Ask],
+    prompts: tuple[tuple[int, ...], ...],
+    max_tokens: int | None,
     logprobs: int | None,
-    echoes: tuple[str, ...] = (),
-) -> AskBatch:
-    n, options = request.n or 1, request.stream_options
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    stop_tokens = tuple(request.stop_token_ids or ())
-    least, ignores_end = request.min_tokens or 0, bool(request.ignore_eos)
-    biases = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
-
-    def sampling(choice: int) -> Sampling:
-        """Choices of one seed differ from one another, and each is the same every time."""
-        return Sampling(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(0, request.top_k or 0),
-            seed=None if request.seed is None else (request.seed + choice) & MAX_INT,
-            logprobs=logprobs,
-            min_p=request.min_p or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=request.repetition_penalty or 1.0,
-            logit_bias=biases,
-        )
-
-    samplings = [sampling(choice) for choice in range(n)]
-    asks = tuple(
-        make(
-            prompt=prompt,
-            sampling=x,
-            stop=stop,
-            stop_tokens=stop_tokens,
-            ignores_end=ignores_end,
-            min_tokens=least,
-        )
-        for prompt in prompts
-        for x in samplings
-    )
-    most = asks[0].max_tokens
-    if least > most:
-        raise _invalid("min_tokens", f"{least} are more than the {most} allowed")
-    longest = max(len(prompt) for prompt in prompts)
-    if longest + most > endpoint.capacity:
-        message = (
-            f"This model's maximum context length is {endpoint.capacity} tokens. The prompt has {longest} "
-            f"and {most} are asked for. Shorten the prompt or ask for fewer."
-        )
-        field = "max_tokens" if longest < endpoint.capacity else None
-        raise ApiError(400, message, field, "context_length_exceeded")
-    return AskBatch(
-        asks,
-        n,
+    **more: Any,
+) -> Draft:
+    options = request.stream_options
+    return Draft(
+        prompts,
+        request.n or 1,
+        max_tokens,
+        _sampling(request, logprobs),
+        (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        tuple(request.stop_token_ids or ()),
+        bool(request.ignore_eos),
+        request.min_tokens or 0,
         isinstance(request, ChatRequest),
         bool(request.stream),
         bool(options and options.include_usage),
-        echoes,
+        **more,
     )
 
 
-def _room(endpoint: Endpoint, prompt: Sequence[int]) -> int:
-    """Tokens that an answer may have after a prompt; at least one, which is then refused by name."""
-    return max(1, endpoint.capacity - len(prompt))
+def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
+    return Sampling(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        seed=request.seed,
+        logprobs=logprobs,
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
+    )
 
 
 def _check_number(num: int) -> None:

@@ -3,7 +3,8 @@
 The head of a stream is sent with its first event, so that what is refused has its own status. An error
 after that is an event of its own, as OpenAI's clients expect. When the client goes, the answers are closed,
 which cancels them. What is the same in all chunks of a stream is encoded once. JSON is ASCII: text is
-escaped, never cut inside a character.
+escaped, never cut inside a character. Documents are put together of parts that are encoded one by one, and
+large ones in a thread: nobody else waits for an answer with many logprobs.
 """
 
 import asyncio
@@ -11,15 +12,17 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from tessera import __version__
 from tessera.errors import TesseraError
+from tessera.serve.asking import AskBatch
 from tessera.serve.openai_errors import ApiError, api_error
-from tessera.serve.openai_read import AskBatch
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Endpoint, Event, Events, Finish, Token
+from tessera.serve.tools import ForcedCalls, FoundCalls, Told
 
 FINGERPRINT = f"tessera-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -28,29 +31,39 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Larger documents are sent in such parts, others between them.
+PART_BYTES = 2**18
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+# Tokens and alternatives that are put into a document on the event loop.
+FEW_LOGPROBS = 512
 
 
 class Writer:
     """The documents of one request."""
 
     def __init__(self, endpoint: Endpoint, batch: AskBatch) -> None:
-        self._text, self._batch = endpoint.text, batch
+        self._text, self._batch, self._draft = endpoint.text, batch, batch.draft
         self._has_logprobs = batch.asks[0].sampling.logprobs is not None
-        prefix, kind = ("chatcmpl", "chat.completion") if batch.is_chat else ("cmpl", "text_completion")
-        self._head = {
+        is_chat = self._draft.is_chat
+        prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
+        head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if batch.is_chat and batch.is_stream else kind,
+            "object": f"{kind}.chunk" if is_chat and self._draft.is_stream else kind,
             "created": int(time.time()),
             "model": endpoint.model,
             "system_fingerprint": FINGERPRINT,
         }
-        self._open = "data: " + _encode(self._head)[:-1] + ',"choices":['
-        self._shut = "]" + (',"usage":null' if batch.includes_usage else "") + "}\n\n"
+        self._open = _encode(head)[:-1] + ',"choices":['
+        self._shut = "]" + (',"usage":null' if self._draft.includes_usage else "") + "}\n\n"
         # Of each choice of a completion: characters of the tokens told so far.
         self._offsets: Counter[int] = Counter()
+        # Of each choice of a chat with tools: who looks for calls in it.
+        reader = ForcedCalls if self._draft.is_forced else FoundCalls
+        self._readers = [reader(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
 
-    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
         """All choices at once, each with the events of its answer."""
         choices, output_tokens = [], 0
         for index, events in enumerate(answers):
@@ -59,78 +72,111 @@ class Writer:
             finish = events[-1]
             assert isinstance(finish, Finish)
             output_tokens += finish.output_tokens
-            echo = self._batch.echoes[index] if self._batch.echoes else ""
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            shown = message if self._batch.is_chat else {"text": echo + text}
-            choices.append(self._choice(index, shown, tokens, finish.reason))
-        return self._head | {"choices": choices, "usage": self._usage(output_tokens)}
+            if self._draft.is_chat:
+                shown: dict[str, Any] = {"message": self._message(index, text)}
+            else:
+                shown = {"text": (self._draft.echoes[index] if self._draft.echoes else "") + text}
+            choices.append(self._choice(index, shown, tokens, self._reason(index, finish.reason)))
+        return f'{self._open}{",".join(choices)}],"usage":{_encode(self._usage(output_tokens))}}}'.encode()
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        """What the assistant said; with its calls, if there are any."""
+        told = [Told(text)]
+        if self._readers:
+            told = self._readers[index].feed(text) + self._readers[index].finish()
+        content = "".join(x.text for x in told if x.call is None)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        calls = [
+            _call(x.name, "".join(y.text for y in told if y.call == x.call and not y.name))
+            for x in told
+            if x.name
+        ]
+        return message | {"content": content or None, "tool_calls": calls} if calls else message
+
+    def _reason(self, index: int, reason: str) -> str:
+        has_calls = bool(self._readers) and self._readers[index].num_calls > 0
+        return "tool_calls" if has_calls and reason == "stop" else reason
 
     def begin(self, index: int) -> bytes:
         """The chunk that says who speaks, or the prompt where it is to be given back."""
-        if self._batch.is_chat:
-            return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
-        return (
-            self._chunk(self._choice(index, {"text": self._batch.echoes[index]}))
-            if self._batch.echoes
-            else b""
-        )
+        if self._draft.is_chat:
+            return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        return self._chunk(index, {"text": self._draft.echoes[index]}) if self._draft.echoes else b""
 
     def piece(self, index: int, piece: AnswerPiece) -> bytes:
-        """A chunk of text; nothing if there is nothing to tell."""
-        if not piece.text and not self._has_logprobs:
-            return b""
-        shown = {"delta": {"content": piece.text}} if self._batch.is_chat else {"text": piece.text}
-        return self._chunk(self._choice(index, shown, piece.tokens))
+        """Chunks of text and of calls; nothing if there is nothing to tell."""
+        told = self._readers[index].feed(piece.text) if self._readers else [Told(piece.text)]
+        return self._told(index, told, piece.tokens)
+
+    def _told(self, index: int, told: Sequence[Told], tokens: Sequence[Token]) -> bytes:
+        shown = [self._delta(x) for x in told if x.text or x.name]
+        if not shown and self._has_logprobs and tokens:
+            shown = [self._delta(Told())]
+        # The tokens are told of once, with the first.
+        return b"".join(self._chunk(index, x, () if i else tokens) for i, x in enumerate(shown))
+
+    def _delta(self, told: Told) -> dict[str, Any]:
+        if not self._draft.is_chat:
+            return {"text": told.text}
+        if told.call is None:
+            return {"delta": {"content": told.text}}
+        call = _call(told.name, "") if told.name else {"function": {"arguments": told.text}}
+        return {"delta": {"tool_calls": [{"index": told.call, **call}]}}
 
     def end(self, index: int, reason: str) -> bytes:
-        """The chunk that says why it ended."""
-        shown: dict[str, Any] = {"delta": {}} if self._batch.is_chat else {"text": ""}
-        return self._chunk(self._choice(index, shown, None, reason))
+        """What was held back, and the chunk that says why it ended."""
+        rest = self._told(index, self._readers[index].finish(), ()) if self._readers else b""
+        shown: dict[str, Any] = {"delta": {}} if self._draft.is_chat else {"text": ""}
+        return rest + self._chunk(index, shown, None, self._reason(index, reason))
 
     def usage_chunk(self, output_tokens: int) -> bytes:
         """The last chunk of a stream with its usage: no choices."""
-        return f'{self._open}],"usage":{_encode(self._usage(output_tokens))}}}\n\n'.encode()
+        return f'data: {self._open}],"usage":{_encode(self._usage(output_tokens))}}}\n\n'.encode()
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return (self._open + _encode(choice) + self._shut).encode()
-
-    def _choice(
+    def _chunk(
         self,
         index: int,
         shown: dict[str, Any],
         tokens: Sequence[Token] | None = None,
         reason: str | None = None,
-    ) -> dict[str, Any]:
-        logprobs = self._logprobs(index, tokens) if self._has_logprobs and tokens is not None else None
-        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
+    ) -> bytes:
+        return f"data: {self._open}{self._choice(index, shown, tokens, reason)}{self._shut}".encode()
+
+    def _choice(
+        self, index: int, shown: dict[str, Any], tokens: Sequence[Token] | None, reason: str | None
+    ) -> str:
+        logprobs = "null"
+        if self._has_logprobs and tokens is not None:
+            logprobs = self._chat_logprobs(tokens) if self._draft.is_chat else self._logprobs(index, tokens)
+        head = _encode({"index": index, **shown})[:-1]
+        return f'{head},"logprobs":{logprobs},"finish_reason":{_encode(reason)}}}'
 
     def _usage(self, output_tokens: int) -> dict[str, int]:
         prompt = self._batch.prompt_tokens
         total = prompt + output_tokens
         return {"prompt_tokens": prompt, "completion_tokens": output_tokens, "total_tokens": total}
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        if self._batch.is_chat:
-            content = [
-                self._shown(token.number, token.logprob)
-                | {"top_logprobs": [self._shown(number, logprob) for number, logprob in token.top]}
-                for token in tokens
-            ]
-            return {"content": content, "refusal": None}
-        texts, offsets = [], []
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> str:
+        shown = (
+            self._shown(token.number, token.logprob)
+            | {"top_logprobs": [self._shown(number, logprob) for number, logprob in token.top]}
+            for token in tokens
+        )
+        return f'{{"content":[{",".join(map(_encode, shown))}],"refusal":null}}'
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> str:
+        texts, tops, offsets = [], [], []
         for token in tokens:
             texts.append(self._shown(token.number, None)["token"])
+            listed = (*token.top, (token.number, token.logprob))
+            tops.append(_encode({self._shown(n, None)["token"]: _finite(p) for n, p in listed}))
             offsets.append(self._offsets[index])
             self._offsets[index] += len(texts[-1])
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self._shown(n, None)["token"]: _finite(p) for n, p in (*x.top, (x.number, x.logprob))}
-                for x in tokens
-            ],
-            "text_offset": offsets,
-        }
+        own = [_finite(token.logprob) for token in tokens]
+        return (
+            f'{{"tokens":{_encode(texts)},"token_logprobs":{_encode(own)},'
+            f'"top_logprobs":[{",".join(tops)}],"text_offset":{_encode(offsets)}}}'
+        )
 
     def _shown(self, number: int, logprob: float | None) -> dict[str, Any]:
         raw = self._text.token_bytes(number)
@@ -142,13 +188,37 @@ def _finite(logprob: float | None) -> float | None:
     return logprob if logprob is None else max(logprob, -9999.0)
 
 
-async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) -> dict[str, Any]:
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) -> bytes:
     """The document of all choices."""
     answers: list[list[Event]] = [[] for _ in batch.asks]
     async with aclosing(_events(service, batch.asks)) as events:
         async for index, event in events:
             answers[index].append(event)
-    return writer.whole(answers)
+    num = sum(event.output_tokens for events in answers for event in events if isinstance(event, Finish))
+    return await _beside(num, batch, lambda: writer.whole(answers))
+
+
+async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) -> bytes:
+    """Writes, in a thread if there are many logprobs to write."""
+    logprobs = batch.asks[0].sampling.logprobs
+    is_few = logprobs is None or num_tokens * (1 + logprobs) < FEW_LOGPROBS
+    return write() if is_few else await asyncio.to_thread(write)
+
+
+async def send_document(document: bytes, send: Any) -> None:
+    """Sends a whole answer."""
+    size = str(len(document)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", size)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for start in range(0, len(document), PART_BYTES):
+        part, is_more = document[start : start + PART_BYTES], start + PART_BYTES < len(document)
+        await send({"type": "http.response.body", "body": part, "more_body": is_more})
+        await asyncio.sleep(0)
 
 
 async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: Any) -> None:
@@ -169,7 +239,9 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
                 if isinstance(event, Finish):  # goes with what comes next, which mostly is the end
                     out += writer.end(index, event.reason)
                     output_tokens += event.output_tokens
-                elif out := out + writer.piece(index, event):
+                elif out := out + await _beside(
+                    len(event.tokens), batch, partial(writer.piece, index, event)
+                ):
                     await body(out)
                     out = b""
                 first = await anext(events, None)
@@ -177,7 +249,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
             told = error if isinstance(error, ApiError) else api_error(error)
             out += b"data: " + _encode(told.shape).encode() + b"\n\n"
         else:
-            out += writer.usage_chunk(output_tokens) if batch.includes_usage else b""
+            out += writer.usage_chunk(output_tokens) if batch.draft.includes_usage else b""
     await body(out + DONE, is_last=True)
 
 
@@ -198,7 +270,9 @@ async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator
     answers: list[Events] = []
     waiting: dict[asyncio.Future[Event], int] = {}
     try:
-        answers += (service.answer(ask) for ask in asks)
+        for ask in asks:
+            answers.append(service.answer(ask))
+            await asyncio.sleep(0)  # many long prompts: others go on between them
         waiting = {asyncio.ensure_future(anext(x)): index for index, x in enumerate(answers)}
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -8,7 +8,7 @@ Puts together what the other modules make: plans (`planning`, `gpu`), workers (`
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,4 +108,6 @@ def started(
         )
         with service:
             app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
-            yield RunningService(name, service, app)
+            with closing(app.state.reading) as reading:
+                reading.start()
+                yield RunningService(name, service, app)

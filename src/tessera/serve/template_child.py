@@ -42,29 +42,41 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (most, most))
-    template: jinja2.Template | None = None
+    template = None
     while True:
         variables = read(source)
         if variables is None:
             return
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
-        try:
-            if template is None:
-                template = environment().from_string(setup["template"])
-            text = template.render(variables)
-            if len(text) > setup["max_chars"]:
-                raise jinja2.TemplateError(f"it makes a text of {len(text):,} characters")
-            answer = json.dumps({"text": text})
-        except MemoryError:
-            answer = json.dumps({"error": "it takes too much memory"})
-        except jinja2.TemplateError as error:
-            answer = json.dumps({"error": str(error.message)[:500]})
-        except Exception as error:  # noqa: BLE001 - the edge of a process: a stranger's program runs in it
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
+        template = template or Filling(setup["template"], setup["max_chars"])
+        raw = json.dumps(template.answer(variables)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        raw = answer.encode()
         sink.write(struct.pack("<I", len(raw)) + raw)
         sink.flush()
+
+
+class Filling:
+    """A template that is filled in here, whatever it does; limits of time and memory are the process's."""
+
+    def __init__(self, template: str, max_chars: int) -> None:
+        self._source, self._max_chars = template, max_chars
+        self._template: jinja2.Template | None = None
+
+    def answer(self, variables: dict[str, Any]) -> dict[str, str]:
+        """{"text": ...} or {"error": ...}"""
+        try:
+            if self._template is None:
+                self._template = environment().from_string(self._source)
+            text = self._template.render(variables)
+            if len(text) > self._max_chars:
+                raise jinja2.TemplateError(f"it makes a text of {len(text):,} characters")
+        except MemoryError:
+            return {"error": "it takes too much memory"}
+        except jinja2.TemplateError as error:
+            return {"error": str(error.message)[:500]}
+        except Exception as error:  # noqa: BLE001 - the edge of a process: a stranger's program runs in it
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
+        return {"text": text}
 
 
 def read(source: BinaryIO) -> Any:

@@ -3,12 +3,14 @@
 A template is a program of whoever made the checkpoint: it may loop for ever or fill the memory. So it runs in
 a process of its own (`template_child`) with limits of CPU time and memory, which is kept for the next
 conversation and started again after it has died of a limit. It inherits no environment and no open files.
+In a process that has limits already (`reading`), it is filled in there.
 
-Not handled: templates that need Hugging Face's tools or documents; they see none of these.
+Not handled: templates that need documents; they see none.
 """
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tessera.errors import AskError
 
@@ -30,6 +32,29 @@ MAX_CHARS = 8 * 2**20
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
+class Template(Protocol):
+    """Fills in one chat template."""
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text of a conversation, or AskError."""
+
+
+class TemplateHere:
+    """Fills it in here: for a process that lives for one conversation, and ends if that takes too long."""
+
+    def __init__(self, template: str) -> None:
+        from tessera.serve.template_child import Filling
+
+        self._filling = Filling(template, MAX_CHARS)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text of a conversation, or AskError."""
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        answer = self._filling.answer(dict(variables))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return _text_of(answer)
+
+
 class ChatTemplate:
     """May be used by several threads; conversations take turns."""
 
@@ -40,11 +65,7 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text of a conversation, or AskError."""
         with self._lock:
-            answer = self._ask(json.dumps(variables).encode())
-        if "error" in answer:
-            message = f"the model's chat template refuses this: {answer['error']}"
-            raise AskError(message, "", "messages")
-        return str(answer["text"])
+            return _text_of(self._ask(json.dumps(variables).encode()))
 
     def _ask(self, raw: bytes) -> dict[str, Any]:
         if self._child.poll() is not None:
@@ -73,6 +94,13 @@ class ChatTemplate:
         with suppress(OSError):  # whoever asks is told
             _write(child, json.dumps({**limits, "template": self._template}).encode())
         return child
+
+
+def _text_of(answer: Mapping[str, Any]) -> str:
+    if "error" in answer:
+        message = f"the model's chat template refuses this: {answer['error']}"
+        raise AskError(message, "", "messages")
+    return str(answer["text"])
 
 
 def _write(child: subprocess.Popen[bytes], raw: bytes) -> None:

@@ -1,7 +1,7 @@
 """Text: between the words of a client and the tokens of a model.
 
     open_text(model, vocab_size)  the tokenizer of a checkpoint folder, or bytes for a built-in model
-    text.encode, text.chat        a prompt, a conversation -> tokens
+    text.encode, text.chat        a prompt, a conversation -> tokens; of one that is too long only a part
     text.reader()                 tokens one by one -> text that can no longer change
 
 Built-in models have random weights and no tokenizer: their tokens are the 256 bytes, a begin (256) and an end
@@ -10,15 +10,22 @@ shown as its number. Folders are read by `tokenizer`.
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tessera.errors import AskError
 
 BEGIN, END = 256, 257
-# A conversation's turns: {"role": ..., "content": ...}
-Messages = Sequence[Mapping[str, str]]
+# A conversation's turns as chat templates know them: {"role": ..., "content": ...}; of an assistant that
+# calls tools also "tool_calls", and of a tool's answer "tool_call_id".
+Messages = Sequence[Mapping[str, Any]]
+# Tools that a model may call, in OpenAI's shape.
+Tools = Sequence[Mapping[str, Any]]
+# Longer texts are looked at piece by piece first: one that is far too long is not read to its end.
+PIECE_CHARS = 2**14
+NO_LIMIT = 2**62
 
 
 class Reader(Protocol):
@@ -37,11 +44,14 @@ class Text(Protocol):
     # Tokens that end an answer.
     end: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]:
-        """A prompt as it stands, with what the model expects at a beginning."""
+    def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
+        """A prompt as it stands, with what the model expects at a beginning, unless `adds` is False.
 
-    def chat(self, messages: Messages) -> list[int]:
-        """A conversation, and the beginning of the answer to it."""
+        Of one with more tokens than `most` the rest may be left out; more than `most` are given.
+        """
+
+    def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
+        """A conversation, and the beginning of the answer to it; `most` as above."""
 
     def reader(self) -> Reader:
         """For one answer."""
@@ -58,7 +68,7 @@ def open_text(model: str, vocab_size: int) -> Text:
     if Path(model).is_dir():
         from tessera.serve.tokenizer import FolderText
 
-        return FolderText(Path(model))
+        return FolderText.open(Path(model))
     return ByteText()
 
 
@@ -67,15 +77,21 @@ class ByteText:
 
     end: tuple[int, ...] = (END,)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
         """Begin, then the bytes."""
-        return [BEGIN, *_bytes(text)]
+        return [*([BEGIN] if adds else ()), *_bytes(text[: most + 1])]
 
-    def chat(self, messages: Messages) -> list[int]:
+    def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
         """Every turn on lines of its own, closed by an end; no text can look like a begin or an end."""
+        turns = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
         tokens = [BEGIN]
-        for message in messages:
-            tokens += [*_bytes(f"{message['role']}:\n{message['content']}\n"), END]
+        for message in (*turns, *messages):
+            calls = message.get("tool_calls")
+            said = message.get("content") or ""
+            said += json.dumps([call["function"] for call in calls]) if calls else ""
+            tokens += [*_bytes(f"{message['role']}:\n{said[:most]}\n"), END]
+            if len(tokens) > most:
+                break
         return tokens + list(b"assistant:\n")
 
     def reader(self) -> Reader:
@@ -121,6 +137,20 @@ def _bytes(text: str) -> bytes:
         raise AskError("half a surrogate pair is no text", "Send valid Unicode.", "prompt") from error
 
 
+def within(encode: Callable[[str], list[int]], text: str, most: int) -> list[int]:
+    """The tokens of a text; of one that has certainly more than `most`, only those of its beginning.
+
+    Pieces have about as many tokens as the text that they are of: where it is cut, some more.
+    """
+    if len(text) > max(PIECE_CHARS, most):
+        tokens: list[int] = []
+        for start in range(0, len(text), PIECE_CHARS):
+            tokens += encode(text[start : start + PIECE_CHARS])
+            if len(tokens) > most + most // 4 + PIECE_CHARS:
+                return tokens
+    return encode(text)
+
+
 class StopWatch:
     """Finds stop strings in the text of one answer, in whatever pieces it comes.
 
@@ -144,7 +174,7 @@ class StopWatch:
         if found:
             self.is_stopped, self._held = True, ""
             return seen[: min(found)[1]]
-        hold = max(_overlap(seen, stop) for stop in self._stops)
+        hold = max(overlap(seen, stop) for stop in self._stops)
         cut = len(seen) - hold
         self._held = seen[cut:]
         return seen[:cut]
@@ -159,7 +189,7 @@ class StopWatch:
         return self.skip("")
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that is a beginning of the stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

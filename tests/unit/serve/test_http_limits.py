@@ -283,11 +283,11 @@ def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Runn
     assert 1 == said.count(b"HTTP/1.1")
 
 
-@pytest.mark.parametrize("item", ["[1],", "{},", '"a",', "1.5,", "[[[]]],", "null,"])
+@pytest.mark.parametrize("item", ["[1],", "{},", '"a",', "1,", "[[[]]],"])
 @pytest.mark.parametrize("field", ["prompt", "stop", "unknown"])
 def test_a_body_of_a_million_parts_is_refused_before_they_are_made(item: str, field: str) -> None:
     """Counting them takes hardly any memory, and no time to speak of."""
-    body = f'{{"x": "\\\\\\"", "{field}": [{item * (2_000_000 // len(item))}1]}}'.encode()
+    body = f'{{"x": "\\\\\\"", "{field}": [{item * (2_400_000 // len(item))}1]}}'.encode()
     tracemalloc.start()
     try:
         with pytest.raises(ApiError, match="lists, objects and texts"):

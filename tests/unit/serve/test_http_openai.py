@@ -264,15 +264,18 @@ def test_what_would_change_the_answer_is_refused(client: Any, name: str) -> None
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "tool", "content": "x"},
+        {"role": "function", "content": "x"},
         {"role": "user"},
         {"role": "robot", "content": "x"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
     ],
 )
 def test_messages_that_cannot_be_read_are_refused(client: Any, message: Document) -> None:
-    """Tools, pictures and unknown roles are refused as part of `messages`."""
+    """Functions, pictures, unknown roles and broken calls are refused as part of `messages`."""
     answer = client.post("/v1/chat/completions", json={"messages": [message]})
 
     assert answer.status_code == 400
@@ -388,8 +391,8 @@ def test_official_client_raises_its_own_errors(official: Any, service: Scripted)
     ask = official.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="not served"):
         ask(model="other", messages=CHAT["messages"])
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        ask(model=MODEL, messages=CHAT["messages"], tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+        ask(model=MODEL, messages=CHAT["messages"], extra_body={"prompt_logprobs": 1})
     service.refusal = ServiceBusy("too many")
     with pytest.raises(openai.RateLimitError, match="too many"):
         ask(model=MODEL, messages=CHAT["messages"])

@@ -9,39 +9,14 @@ from hypothesis import strategies as st
 
 from tessera.errors import ArtifactError, AskError
 from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text
-
-WORDS = "Sphinx of black quartz, judge my vow: 漢字 and naïve façade; 🙂🙃 <|user|> <|end|>\n"
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "<|user|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
-)
+from text_factory import make_text_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint's tokenizer: byte-level pairs over a few words, with special tokens and a template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    special = ["<|begin|>", "<|end|>", "<|user|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
-    made.train_from_iterator([WORDS] * 4, trainer)
     path = tmp_path_factory.mktemp("checkpoint")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token="<|begin|>",
-        eos_token="<|end|>",
-        additional_special_tokens=["<|user|>"],
-        chat_template=TEMPLATE,
-    )
-    fast.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    make_text_folder(path)
     return path
 
 

@@ -1,0 +1,97 @@
+"""From a draft to asks: what is left to do where the engine is.
+
+Pictures are looked at and grammars compiled in threads, which do not hold the interpreter meanwhile.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tessera.errors import MissingExtra
+from tessera.serve.grammar import Grammar
+from tessera.serve.openai_errors import ApiError
+from tessera.serve.openai_read import MAX_INT, Draft
+from tessera.serve.records import Ask, Endpoint, PromptPicture
+
+# OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.
+COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AskBatch:
+    """One request: its asks, `n` a prompt, and what it says of how they are to be told."""
+
+    asks: tuple[Ask, ...]
+    draft: Draft
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each once."""
+        return sum(len(ask.prompt) for ask in self.asks[:: self.draft.n])
+
+
+async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
+    """The asks of a request; ApiError or AskError if this model cannot answer them."""
+    prompts, picture = draft.prompts, None
+    if draft.urls:
+        prompt, picture = await _seen(draft, endpoint)
+        prompts = (prompt,)
+    most = _max_tokens(draft, endpoint, prompts)
+    grammar = await _grammar(draft, endpoint) if draft.grammar else None
+    # Choices of one seed differ from one another, and each is the same every time.
+    seed = draft.sampling.seed
+    seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
+    samplings = [replace(draft.sampling, seed=own) for own in seeds]
+    asks = tuple(
+        Ask(
+            prompt,
+            most,
+            sampling,
+            draft.stop,
+            draft.stop_tokens,
+            draft.ignores_end,
+            draft.min_tokens,
+            client,
+            picture,
+            grammar,
+        )
+        for prompt in prompts
+        for sampling in samplings
+    )
+    return AskBatch(asks, draft)
+
+
+async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], PromptPicture]:
+    """The prompt with the tokens of its picture."""
+    assert endpoint.eyes is not None, "only a model that sees is sent pictures"
+    patches = await asyncio.to_thread(endpoint.eyes.look, draft.urls[0])
+    prompt, picture = endpoint.eyes.placed(draft.prompts[0], patches)
+    return tuple(prompt), picture
+
+
+async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
+    if endpoint.grammars is None:
+        missing = MissingExtra("llguidance", "grammar")
+        raise ApiError(400, f"{draft.place}: {missing}", draft.place, "missing_extra")
+    return await asyncio.to_thread(endpoint.grammars.compile, draft.grammar, draft.place)
+
+
+def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of an answer, at most; refuses what does not fit."""
+    longest = max(map(len, prompts))
+    most = draft.max_tokens
+    if most is None:
+        room = max(1, endpoint.capacity - longest)  # at least one, which is then refused by name
+        most = room if draft.is_chat else min(COMPLETION_TOKENS, room)
+    if draft.min_tokens > most:
+        message = f"min_tokens: {draft.min_tokens} are more than the {most} allowed"
+        raise ApiError(400, message, "min_tokens", "invalid_value")
+    if longest + most <= endpoint.capacity:
+        return most
+    has = f"more than {endpoint.capacity}" if longest > endpoint.capacity else str(longest)
+    message = (
+        f"This model's maximum context length is {endpoint.capacity} tokens. The prompt has {has} "
+        f"and {most} are asked for. Shorten the prompt or ask for fewer."
+    )
+    field = "max_tokens" if longest < endpoint.capacity else None
+    raise ApiError(400, message, field, "context_length_exceeded")
