@@ -1,0 +1,126 @@
+"""Plans of services between starts: what a second start of the same model on the same devices finds ready.
+
+Plans lie under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything that they depend
+on: this package's own code, the versions of torch, transformers and Triton, the model's files, the sizes, the
+devices. So nothing in it can be out of date; what cannot be read is made again, and a folder that cannot be
+written is done without. The newest `MAX_KEPT` are kept.
+
+Weights are not: they are read from the model's own files at every start.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import tessera
+from tessera.errors import TesseraError
+from tessera.ir import Plan, load, save
+
+MAX_KEPT = 32
+# What captured steps and their costs come from, besides this package.
+PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
+_MORE = "more.json"
+
+
+@dataclass(frozen=True)
+class KeptPlans:
+    """The plans of a service, and what was found out with them."""
+
+    plans: tuple[Plan, ...]
+    scale: float = 1.0
+    # Policy -> tokens a second.
+    rehearsed: Mapping[str, float] = field(default_factory=dict)
+
+
+def default_folder() -> Path:
+    """Where plans are kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "plans"
+
+
+def key_of(place: str, *given: object) -> str:
+    """Names the plans of a model (a built-in name or a folder) for what is given, by its `repr`."""
+    digest = hashlib.sha256(repr((_code(), _versions(), place, given)).encode())
+    folder = Path(place)
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                stamp = path.stat()
+                digest.update(repr((path.name, stamp.st_size, stamp.st_mtime_ns)).encode())
+    return digest.hexdigest()[:32]
+
+
+def find(key: str, folder: Path | None = None) -> KeptPlans | None:
+    """What was kept under this name."""
+    own = (folder or default_folder()) / key
+    try:
+        more = json.loads((own / _MORE).read_text())
+        plans = tuple(load(Plan, own / f"{n}.plan") for n in range(int(more["plans"])))
+        found = KeptPlans(plans, float(more["scale"]), dict(more["rehearsed"]))
+        os.utime(own)
+    except (OSError, ValueError, LookupError, TypeError, TesseraError):
+        return None
+    return found if plans else None
+
+
+def keep(
+    key: str,
+    found: KeptPlans,
+    folder: Path | None = None,
+    warn: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Keeps plans under this name, whole or not at all; `warn` hears why not."""
+    home = folder or default_folder()
+    more = {"plans": len(found.plans), "scale": found.scale, "rehearsed": dict(found.rehearsed)}
+    part = None
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=home))
+        for number, plan in enumerate(found.plans):
+            save(plan, part / f"{number}.plan")
+        (part / _MORE).write_text(json.dumps(more))
+        shutil.rmtree(home / key, ignore_errors=True)
+        part.rename(home / key)
+    except (OSError, TesseraError) as error:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+        what = error.message if isinstance(error, TesseraError) else error.strerror
+        warn(f"{home}: {what}")
+        return
+    _drop_old(home)
+
+
+def _drop_old(home: Path) -> None:
+    with contextlib.suppress(OSError):
+        own = [path for path in home.iterdir() if not path.name.startswith(".")]
+        for path in sorted(own, key=lambda p: p.stat().st_mtime, reverse=True)[MAX_KEPT:]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@cache
+def _code() -> str:
+    """Of this package's own source."""
+    root = Path(tessera.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> Sequence[str]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(name)
+    return found

@@ -1,0 +1,48 @@
+"""Plans between two starts of a service."""
+
+import os
+from pathlib import Path
+
+from serving_factory import toy_plans
+from tessera.serve.kept_plans import MAX_KEPT, KeptPlans, find, keep, key_of
+
+FOUND = KeptPlans(toy_plans(["throughput", "latency"], 2), 2.5, {"throughput": 12.0})
+
+
+def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
+    keep("name", FOUND, tmp_path)
+    assert find("name", tmp_path) == FOUND
+    assert find("other", tmp_path) is None
+
+
+def test_a_plan_that_was_cut_short_is_not_found(tmp_path: Path) -> None:
+    keep("name", FOUND, tmp_path)
+    plan = tmp_path / "name" / "1.plan"
+    plan.write_bytes(plan.read_bytes()[:-10])
+    assert find("name", tmp_path) is None
+
+
+def test_a_folder_that_cannot_be_written_is_done_without_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "file").write_text("")
+    keep("name", FOUND, tmp_path / "file", said.append)
+    assert len(said) == 1
+    assert find("name", tmp_path / "file") is None
+
+
+def test_no_more_than_the_newest_are_kept(tmp_path: Path) -> None:
+    for number in range(MAX_KEPT + 2):
+        keep(str(number), FOUND, tmp_path)
+        os.utime(tmp_path / str(number), (number, number))
+    assert len(list(tmp_path.iterdir())) == MAX_KEPT
+    assert find("0", tmp_path) is None
+    assert find(str(MAX_KEPT + 1), tmp_path) == FOUND
+
+
+def test_plans_have_another_name_when_a_file_of_the_model_changes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = key_of(str(tmp_path), "sizes")
+    assert before == key_of(str(tmp_path), "sizes")
+    assert before != key_of(str(tmp_path), "other sizes")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert before != key_of(str(tmp_path), "sizes")
