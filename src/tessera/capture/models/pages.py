@@ -80,7 +80,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         tables = self.tables
         assert tables is not None
         for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held.flatten(0, 1)[tables.slots] = new.transpose(1, 2).flatten(0, 1)
+            # By page and place, not by slot: a write through a view would be compiled into a copy of all pages.
+            held[tables.slots // PAGE, tables.slots % PAGE] = new.transpose(1, 2).flatten(0, 1)
         self.is_unread = True
         if tables.by_row is None:
             keys, values = (held.flatten(0, 1).transpose(0, 1)[None] for held in (self.keys, self.values))
