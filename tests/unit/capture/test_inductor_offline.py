@@ -211,3 +211,18 @@ def test_the_tiny_llama_is_proved_and_has_fewer_launches_than_eager() -> None:
     assert 4 == len(attention)
     assert len(made.launches) <= 4 * 18
     assert [] == [x.immovable for x in made.launches if x.immovable]
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("tiny-llama", 16), ("tiny-mamba", 4)])
+def test_steps_of_tokens_are_proved_and_write_their_state_in_place(model: str, tokens: int) -> None:
+    """One attention launch a layer; pages and rows are written by kernels with known accesses."""
+    with torch.device("meta"):
+        step = build(Step(model, "tokens", 4, tokens, reserve=256))
+    found = record_inductor_offline(step, triton_accesses)
+    names = [found.kernel_of(i).name for i in range(len(found.launches))]
+    state = set(found.buffers_of(BufferKind.STATE))
+    written = {a.buffer for launch in found.launches for a in launch.accesses if a.write}
+
+    assert (4 if model == "tiny-llama" else 0) == names.count("tessera.paged_attention.default")
+    assert state <= written
+    assert not [launch.immovable for launch in found.launches if launch.immovable]

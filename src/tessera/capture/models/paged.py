@@ -42,7 +42,14 @@ from tessera.capture.models.generic import (
     takes,
     tensors_of,
 )
-from tessera.capture.models.pages import NUM_FIRST_PAGES, PagedCache, Tables, exchanged_attention, places_ago
+from tessera.capture.models.pages import (
+    NUM_FIRST_PAGES,
+    PagedCache,
+    Tables,
+    clear_rows,
+    exchanged_attention,
+    places_ago,
+)
 from tessera.capture.rng import forked
 from tessera.capture.tracing import traced
 from tessera.capture.workload import Tensors, Workload
@@ -189,7 +196,9 @@ def _run(model: Any, kind: str, step: Step, memory: Memory, inputs: Tensors) -> 
         attributes_kept(model, memory.attributes) as left,
         exchanged_attention(cache, kind == DENSE),
     ):
-        cache.begin(_tables(model, kind, step, inputs))
+        cache.begin(_tables(model, kind, step, inputs), inputs.get("fresh"))
+        for tensor in memory.attributes.values():
+            clear_rows(tensor, inputs["fresh"])
         logits = _logits(model, kind, inputs, cache)
         attributes = left()
     if kind != DENSE and any(layer.is_unread for layer in cache.paged):
@@ -333,10 +342,7 @@ class PagedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         held = {name: state[name] for name in self._layout.pages}
-        for name in self._layout.rows:
-            held[name] = state[name][: self._step.batch]
-            is_fresh = inputs["fresh"].view(-1, *[1] * (held[name].dim() - 1))
-            held[name].masked_fill_(is_fresh, 0)
+        held |= {name: state[name][: self._step.batch] for name in self._layout.rows}
         memory = exchanged(self._layout.memory, held)
         logits, after = _run(self._model, self._layout.kind, self._step, memory, inputs)
         for name, tensor in tensors_of(after):

@@ -10,7 +10,7 @@ that is no window is refused. For a model whose attention is no registered funct
 values are gathered, its newest last, and masks are made of the same rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,14 +123,46 @@ class RecurrentPagedLayer(cache_utils.LinearAttentionLayer, PagedLayer):  # type
         kind.lazy_initialization(self, *args, **kwargs)
 
 
+class Layers(list[Any]):
+    """The layers of a cache. A recurrent state begins anew, where it is to, when a layer is first asked for.
+
+    So the zeros are written where the state is read next, and can be fused with that.
+    """
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        super().__init__(layers)
+        self.fresh: torch.Tensor | None = None
+        self._waiting: set[int] = set()
+
+    def begin(self, fresh: torch.Tensor | None) -> None:
+        """A call; `fresh` says of which rows the state begins anew."""
+        self.fresh = fresh
+        self._waiting = set() if fresh is None else set(range(len(self)))
+
+    def __getitem__(self, key: Any) -> Any:
+        layer = super().__getitem__(key)
+        if key in self._waiting and isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
+            assert self.fresh is not None
+            self._waiting.remove(key)
+            for held in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+                if held is not None:
+                    clear_rows(held, self.fresh)
+        return layer
+
+
+def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Zeros in some rows."""
+    held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
+
+
 class PagedCache(StaticCache):  # type: ignore[misc]
     """The cache of one call."""
 
-    layers: list[Any]
+    layers: Layers
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
-        self.layers = [_paged_layer(layer) for layer in self.layers]
+        self.layers = Layers(_paged_layer(layer) for layer in self.layers)
 
     @property
     def paged(self) -> list[PagedLayer]:
@@ -142,8 +174,9 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         """True if all do, and nothing else."""
         return all(type(layer) is PagedLayer for layer in self.layers)
 
-    def begin(self, tables: Tables | None) -> None:
-        """A call; None when it has ended."""
+    def begin(self, tables: Tables | None, fresh: torch.Tensor | None = None) -> None:
+        """A call, with rows whose recurrent state begins anew; None when it has ended."""
+        self.layers.begin(fresh)
         for layer in self.paged:
             layer.begin(tables)
 
