@@ -40,6 +40,8 @@ _NEVER = tl.constexpr(-1.0e30)
 _BUSY = 512
 # A split has at least this many keys of the longest sequence that the table can hold.
 _SPLIT_KEYS = 256
+# Programs up to which a card's memory is not kept busy by their number.
+_FEW = 256
 _MAX_SPLITS = 64
 # Shared memory that a block of threads may have on every card since Ampere; what sums and page numbers take.
 _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
@@ -90,8 +92,9 @@ def tiles_for(
     keys = 64 >> (is_wide + is_double)
     is_long = tokens * group >= 4096 and not is_wide
     long_rows = 32 if is_double else 128 if is_long else 64
-    decode = Tile(rows, keys, 4, 3)
-    prefill = Tile(max(long_rows, rows), keys, 8 if long_rows == 128 else 4, 3)
+    # Few sequences leave the memory idle unless each looks far ahead.
+    decode = Tile(rows, keys, 4, 5 if sequences * heads[1] <= _FEW else 3)
+    prefill = Tile(max(long_rows, rows), keys, *((8, 3, 128) if long_rows == 128 else (4, 3)))
     return Tiles(
         _fitting(decode, width * item_bytes, shared_bytes),
         _fitting(prefill, width * item_bytes, shared_bytes),
@@ -110,7 +113,9 @@ def _splits(programs: int, table: int) -> int:
 def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
     """The tile with as deep a pipeline as shared memory has room for."""
     room = (shared_bytes - tile.rows * row_bytes - _OTHER_BYTES) // (2 * tile.keys * row_bytes)
-    return tile if room >= 2 else replace(tile, stages=1)
+    if room < 2:
+        return replace(tile, stages=1)
+    return tile if room >= tile.stages else replace(tile, stages=min(tile.stages, 3))
 
 
 def attend(

@@ -80,7 +80,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         tables = self.tables
         assert tables is not None
         for held, new in ((self.keys, key_states), (self.values, value_states)):
-            # By page and place, not by slot: a write through a view would be compiled into a copy of all pages.
+            # By page and place, not by slot: a write through a view is compiled into a copy of all pages.
             held[tables.slots // PAGE, tables.slots % PAGE] = new.transpose(1, 2).flatten(0, 1)
         self.is_unread = True
         if tables.by_row is None:
