@@ -1,6 +1,6 @@
 """The HTTP application: OpenAI's routes, and what there is to see of the service.
 
-    /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's
+    /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's; of an encoder /v1/embeddings
     /tokenize, /detokenize                               as vLLM's
     /v1/plan       the plans, which one is in force, and why
     /v1/state      what the service is doing now
@@ -42,10 +42,12 @@ from tessera.serve.openai_read import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingDraft,
+    EmbeddingRequest,
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai_write import Writer, answer_whole, send_document, stream
+from tessera.serve.openai_write import Writer, answer_embedding, answer_whole, send_document, stream
 from tessera.serve.page import live_page, plan_document, state_document
 from tessera.serve.reading import Reading
 from tessera.serve.records import Endpoint
@@ -107,15 +109,22 @@ def create_app(
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
     limits = limits or HttpLimits()
     limiter = app.state.limiter = RequestLimiter(limits)
-    mark = endpoint.eyes.mark if endpoint.eyes is not None else ""
-    card = Card(endpoint.model, endpoint.text, endpoint.capacity, endpoint.vocab_size, mark)
-    reading = app.state.reading = Reading(card)
+    reading = app.state.reading = Reading(_card(endpoint))
     add_handlers(app)
     _add_openai(app, endpoint, Intake(limits, limiter, reading))
     _add_views(app, endpoint, metrics, limiter)
     app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
+
+
+def _card(endpoint: Endpoint) -> Card:
+    mark = endpoint.eyes.mark if endpoint.eyes is not None else ""
+    sizes = (endpoint.capacity, endpoint.vocab_size)
+    if endpoint.embeddings is None:
+        return Card(endpoint.model, endpoint.text, *sizes, mark)
+    pooling = endpoint.embeddings.encoder.pooling
+    return Card(endpoint.model, endpoint.text, *sizes, mark, pooling.prompt, pooling.sizes)
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,15 @@ class Intake:
     limits: HttpLimits
     limiter: RequestLimiter
     reading: Reading
+
+
+def check_kind(kind: str, endpoint: Endpoint) -> None:
+    """Refuses embeddings of a model that generates, and the other way round."""
+    is_encoder = endpoint.embeddings is not None
+    if is_encoder == (kind == "embedding") or kind not in ("chat", "completion", "embedding"):
+        return
+    what = "makes embeddings only; use /v1/embeddings" if is_encoder else "generates and makes no embeddings"
+    raise ApiError(400, f"'{endpoint.model}' {what}", "model", "unsupported_model")
 
 
 class BodyResponse(Response):
@@ -148,10 +166,14 @@ class BodyResponse(Response):
             return
 
     async def _respond(self, body: HeldBody, scope: Scope, send: Send) -> None:
+        check_kind(self._kind, self._endpoint)
         draft = await self._intake.reading.read(self._kind, body.raw)
         body.drop()
         if isinstance(draft, bytes):
             await send_document(draft, send)
+            return
+        if isinstance(draft, EmbeddingDraft):
+            await send_document(await answer_embedding(self._endpoint, draft), send)
             return
         service = self._endpoint.service
         batch = await make_asks(draft, self._endpoint, str(scope.get(CLIENT, "")))
@@ -180,6 +202,11 @@ def _add_openai(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
     async def completions() -> Response:
         """Goes on with one or more prompts, whole or as a stream of server-sent events."""
         return BodyResponse("completion", endpoint, intake)
+
+    @app.post("/v1/embeddings", **shown_as(EmbeddingRequest))
+    async def embeddings() -> Response:
+        """Vectors of texts, where the model is an encoder."""
+        return BodyResponse("embedding", endpoint, intake)
 
     @app.post("/tokenize", **shown_as(TokenizeRequest, "tokens"))
     async def tokenize() -> Response:
@@ -264,7 +291,7 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's page with the bodies that it does not see."""
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    kinds = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
     bodies = [(kind, "validation") for kind in kinds]
     _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     page["components"]["schemas"] |= found["$defs"]

@@ -1,6 +1,7 @@
 """From a body to a draft: the bodies of OpenAI's routes, checked strictly and put into tokens.
 
-    read_chat, read_completion, tokenize, detokenize    (raw body, card) -> a draft, or the answer itself
+    read_chat, read_completion, read_embedding    (raw body, card) -> a draft
+    tokenize, detokenize                          (raw body, card) -> the answer itself
 
 These run beside the event loop, in a thread or in a process of their own (`reading`); `asking` makes asks of
 a draft. Types are strict: "5" is no number. A field that is not declared here is ignored, as vLLM does,
@@ -39,8 +40,9 @@ MAX_INT = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 # Answers of one request: each takes a place in the queue.
 MAX_ASKS = 128
-# Of OpenAI: tools of one request.
+# Of OpenAI: tools of one request, and texts to embed.
 MAX_TOOLS = 128
+MAX_INPUTS = 2048
 UNKNOWN = "\ufffd"
 
 # Field -> values that ask for nothing. Any other value is answered with 400.
@@ -63,7 +65,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # Of a union pydantic tells what the first kind lacks, which is not what the client meant.
 UNIONS = {
-    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+    **dict.fromkeys(
+        ("prompt", "input"),
+        "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+    ),
     "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
     "stop": f"a text, or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters",
 }
@@ -289,11 +294,16 @@ class CompletionRequest(_GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts apart: a list of numbers is one prompt, a list of anything else several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        numbers = [x for x in self.prompt if isinstance(x, int)]
-        return [numbers] if numbers else [x for x in self.prompt if not isinstance(x, int)]
+        """The prompts apart."""
+        return _apart(self.prompt)
+
+
+def _apart(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Prompts apart: a list of numbers is one prompt, a list of anything else several."""
+    if isinstance(given, str):
+        return [given]
+    numbers = [x for x in given if isinstance(x, int)]
+    return [numbers] if numbers else [x for x in given if not isinstance(x, int)]
 
 
 class TokenizeRequest(_Body):
@@ -322,6 +332,27 @@ class DetokenizeRequest(_Body):
     tokens: list[TokenId] = Field(fail_fast=True)
 
 
+class EmbeddingRequest(_Body):
+    """The body of /v1/embeddings."""
+
+    model: str | None = None
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> "EmbeddingRequest":
+        if (self.model_extra or {}).get("truncate_prompt_tokens") is not None:
+            raise _unsupported("truncate_prompt_tokens")
+        return self
+
+
 Body = TypeVar("Body", bound=_Body)
 
 
@@ -336,6 +367,9 @@ class Card:
     vocab_size: int
     # Stands for a picture in a conversation; empty: the model reads text only.
     mark: str = ""
+    # Of an encoder: stands before every text, and the lengths that a vector may be cut to (0: any).
+    prefix: str = ""
+    vector_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +399,16 @@ class Draft:
     # Tools that the answer may call, and whether it must.
     tools: tuple[str, ...] = ()
     is_forced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDraft:
+    """A request for embeddings, in tokens."""
+
+    inputs: tuple[tuple[int, ...], ...]
+    is_base64: bool
+    # Numbers of a vector; None: all.
+    size: int | None
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
@@ -424,14 +468,7 @@ def read_completion(raw: bytes, card: Card) -> Draft:
     _check_number(len(request.prompts) * n)
     prompts, echoes = [], []
     for given in request.prompts:
-        if isinstance(given, str):
-            tokens = tuple(card.text.encode(given, card.capacity))
-            if not tokens:
-                raise _invalid("prompt", "a prompt without a token")
-        elif (wrong := max(given)) >= card.vocab_size:
-            raise _invalid("prompt", f"token {wrong} is none of the model's {card.vocab_size}")
-        else:
-            tokens = tuple(given[: card.capacity + 1])
+        tokens = _tokens(given, card, "prompt")
         prompts.append(tokens)
         if request.echo and len(tokens) <= card.capacity:
             echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
@@ -445,6 +482,40 @@ def read_completion(raw: bytes, card: Card) -> Draft:
         grammar=grammar,
         place=place,
     )
+
+
+def _tokens(given: str | list[int], card: Card, field: str) -> tuple[int, ...]:
+    """A prompt in tokens; of one that is far too long, some more than there is room for."""
+    if isinstance(given, str):
+        found = tuple(card.text.encode(given, card.capacity))
+        if not found:
+            raise _invalid(field, "a prompt without a token")
+        return found
+    if (wrong := max(given)) >= card.vocab_size:
+        raise _invalid(field, f"token {wrong} is none of the model's {card.vocab_size}")
+    return tuple(given[: card.capacity + 1])
+
+
+def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
+    """The body of /v1/embeddings."""
+    request = parse(EmbeddingRequest, raw)
+    _check_model(request.model, card)
+    given, size = _apart(request.input), request.dimensions
+    if len(given) > MAX_INPUTS:
+        raise _invalid("input", f"{len(given)} inputs in one request; the most are {MAX_INPUTS}")
+    if size is not None and size not in card.vector_sizes and 0 not in card.vector_sizes:
+        known = f"use {', '.join(map(str, card.vector_sizes))}" if card.vector_sizes else "leave it out"
+        raise _invalid("dimensions", f"this model's vectors are not made to be cut to {size}; {known}")
+    inputs = []
+    for one in given:
+        if one == "":
+            raise _invalid("input", "an empty text")
+        inputs.append(_tokens(card.prefix + one if isinstance(one, str) else one, card, "input"))
+    longest = max(map(len, inputs))
+    if longest > card.capacity:
+        message = f"This model's maximum context length is {card.capacity} tokens. An input has more."
+        raise ApiError(400, message, "input", "context_length_exceeded")
+    return EmbeddingDraft(tuple(inputs), request.encoding_format == "base64", size)
 
 
 def tokenize(raw: bytes, card: Card) -> bytes:

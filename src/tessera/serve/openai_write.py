@@ -11,18 +11,24 @@ import asyncio
 import json
 import secrets
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tessera import __version__
 from tessera.errors import TesseraError
 from tessera.serve.asking import AskBatch
+from tessera.serve.embedding import cut
 from tessera.serve.openai_errors import ApiError, api_error
+from tessera.serve.openai_read import EmbeddingDraft
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Endpoint, Event, Events, Finish, Token
 from tessera.serve.tools import ForcedCalls, FoundCalls, Told
+
+if TYPE_CHECKING:
+    import torch
 
 FINGERPRINT = f"tessera-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -208,6 +214,24 @@ async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) 
     logprobs = batch.asks[0].sampling.logprobs
     is_few = logprobs is None or num_tokens * (1 + logprobs) < FEW_LOGPROBS
     return write() if is_few else await asyncio.to_thread(write)
+
+
+async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
+    """The document of all vectors; written in a thread, as many of them have many numbers."""
+    assert endpoint.embeddings is not None, "only an encoder is asked for vectors"
+    vectors = await endpoint.embeddings.embed(draft.inputs)
+    return await asyncio.to_thread(_vectors, endpoint.model, draft, vectors)
+
+
+def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]") -> bytes:
+    shown = []
+    for index, vector in enumerate(vectors):
+        numbers = cut(vector, draft.size)
+        value = b64encode(numbers.numpy().tobytes()).decode() if draft.is_base64 else numbers.tolist()
+        shown.append(_encode({"object": "embedding", "index": index, "embedding": value}))
+    num = sum(map(len, draft.inputs))
+    rest = {"model": model, "usage": {"prompt_tokens": num, "total_tokens": num}}
+    return f'{{"object":"list","data":[{",".join(shown)}],{_encode(rest)[1:]}'.encode()
 
 
 async def send_document(document: bytes, send: Any) -> None:

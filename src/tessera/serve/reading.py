@@ -31,7 +31,16 @@ import msgspec
 
 from tessera.errors import TesseraError
 from tessera.serve.openai_errors import ApiError, api_error
-from tessera.serve.openai_read import Card, Draft, detokenize, read_chat, read_completion, tokenize
+from tessera.serve.openai_read import (
+    Card,
+    Draft,
+    EmbeddingDraft,
+    detokenize,
+    read_chat,
+    read_completion,
+    read_embedding,
+    tokenize,
+)
 from tessera.serve.templates import KEPT
 
 log = logging.getLogger("tessera.serve")
@@ -45,9 +54,12 @@ MEMORY_BYTES = 4 << 30
 THREADS = 4
 PROCESSES = max(4, os.cpu_count() or 1)
 
-READERS: dict[str, Callable[[bytes, Card], Draft | bytes]] = {
+# What becomes of a body; bytes are an answer that needs no model.
+Found = Draft | EmbeddingDraft | bytes
+READERS: dict[str, Callable[[bytes, Card], Found]] = {
     "chat": read_chat,
     "completion": read_completion,
+    "embedding": read_embedding,
     "tokenize": tokenize,
     "detokenize": detokenize,
 }
@@ -55,9 +67,10 @@ READERS: dict[str, Callable[[bytes, Card], Draft | bytes]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReadBody:
-    """What a process made of a body: a draft, an answer that needs no model, or an error."""
+    """What a process made of a body: one of the first three, or an error."""
 
     draft: Draft | None = None
+    embedding: EmbeddingDraft | None = None
     document: bytes | None = None
     # Status, message, field and code.
     error: tuple[int, str, str | None, str | None] | None = None
@@ -82,7 +95,7 @@ class Reading:
                 self._process = ReadingProcess(self._card)
             return self._process
 
-    async def read(self, kind: str, raw: bytes) -> Draft | bytes:
+    async def read(self, kind: str, raw: bytes) -> Found:
         """The draft of a body, or its answer; ApiError or AskError says what is wrong with it."""
         loop = asyncio.get_running_loop()
         if len(raw) <= SMALL_BYTES:
@@ -94,7 +107,7 @@ class Reading:
             log.error("a body could not be read\n%s", answer.trace)
         if answer.error is not None:
             raise ApiError(*answer.error)
-        found = answer.draft or answer.document
+        found = answer.draft or answer.embedding or answer.document
         assert found is not None, "a body becomes a draft, an answer or an error"
         return found
 
@@ -230,4 +243,6 @@ def _answer(kind: str, raw: bytes, card: Card) -> ReadBody:
     except Exception:  # noqa: BLE001 - the edge of a process: the server's log tells
         told_so = (500, "an error inside the server; its log says more", None, None)
         return ReadBody(error=told_so, trace=traceback.format_exc())
-    return ReadBody(document=found) if isinstance(found, bytes) else ReadBody(draft=found)
+    if isinstance(found, Draft):
+        return ReadBody(draft=found)
+    return ReadBody(document=found) if isinstance(found, bytes) else ReadBody(embedding=found)

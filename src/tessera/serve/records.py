@@ -15,6 +15,7 @@ from tessera.serve.text import Text
 if TYPE_CHECKING:
     import torch
 
+    from tessera.serve.embedding import EmbeddingService
     from tessera.serve.grammar import Grammar, GrammarCompiler
     from tessera.serve.pictures import Eyes
 
@@ -202,3 +203,5 @@ class Endpoint:
     eyes: "Eyes | None" = None
     # For answers of a form; None: the extra 'grammar' is not installed.
     grammars: "GrammarCompiler | None" = None
+    # Of an encoder, which is the service then; None: the model generates.
+    embeddings: "EmbeddingService | None" = None
