@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+# Between two plain lines about many things.
+PAUSE_S = 10.0
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
@@ -69,9 +73,15 @@ def shared_folder(name: str) -> Iterator[Path]:
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; the yielded function names what is being done and moves it on by one."""
+    """A bar on standard error; the yielded function names what is being done and moves it on by one.
+
+    Where standard error is no terminal, plain lines: each thing that is done, of many the latest now and then.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
+    if not screen.is_terminal:
+        yield _lines(label, total)
+        return
     with Progress(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
@@ -79,3 +89,25 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
             bar.update(task, description=what, advance=1)
 
         yield advance
+
+
+def _lines(label: str, total: int | None) -> Callable[[str], None]:
+    """Says on standard error what is being done, a line each."""
+    last, num_done, next_s = "", 0, 0.0
+
+    def say(what: str) -> None:
+        nonlocal last, next_s
+        now_s = time.monotonic()
+        if what == last or (total is not None and now_s < next_s):
+            return
+        last, next_s = what, now_s + PAUSE_S
+        counted = "" if total is None else f" ({num_done} of {total})"
+        print(f"tessera: {what}{counted}", file=sys.stderr, flush=True)
+
+    def advance(what: str) -> None:
+        nonlocal num_done
+        num_done += 1
+        say(what)
+
+    say(label)
+    return advance

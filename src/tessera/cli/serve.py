@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
     from tessera.ir import Cluster
     from tessera.serve.limits import HttpLimits
-    from tessera.serve.start import RunningService, ServeOptions
+    from tessera.serve.start import RunningEncoder, RunningService, ServeOptions
 
 # The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
 # Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
@@ -134,8 +134,9 @@ def _serve(
     started_s: float,
     hub: "MakeHub | None" = None,
 ) -> None:
+    from tessera.serve.embedding import embeds
     from tessera.serve.server import HttpServer, bind, url_of
-    from tessera.serve.start import started
+    from tessera.serve.start import RunningEncoder, started, started_encoder
 
     sys.setswitchinterval(SWITCH_S)
     bound = bind(*address)
@@ -145,14 +146,21 @@ def _serve(
         )
     with _stoppable(), bound, ExitStack() as stack:
         with progress(f"serving {model}") as advance:
-            ready = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
+            ready: RunningEncoder | RunningService
+            if embeds(model):
+                ready = stack.enter_context(started_encoder(model, cluster, options, advance=advance))
+            else:
+                ready = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
 
         async def stop() -> None:
             await asyncio.to_thread(ready.service.stop, 0.0)
 
         def announce() -> None:
             seconds = time.perf_counter() - started_s
-            _announce(ready, cluster.names, url_of(bound), seconds, as_json)
+            if isinstance(ready, RunningEncoder):
+                _announce_encoder(ready, url_of(bound), seconds, as_json)
+            else:
+                _announce(ready, cluster.names, url_of(bound), seconds, as_json)
 
         HttpServer(ready.app, options.limits, stop, _say, announce).run(sockets=[bound])
 
@@ -175,6 +183,17 @@ def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: 
         "seconds": round(seconds, 3),
     }
     typer.echo(json.dumps(document))
+
+
+def _announce_encoder(ready: "RunningEncoder", url: str, seconds: float, as_json: bool) -> None:
+    """The same of an encoder."""
+    encoder = ready.service.encoder
+    if not as_json:
+        told = f"{ready.name} (embeddings of {encoder.size} numbers) at {url} after {seconds:.1f} s"
+        console().print(told, markup=False, soft_wrap=True)
+        return
+    document = {"url": url, "model": ready.name, "devices": [encoder.device], "max_len": encoder.max_tokens}
+    typer.echo(json.dumps({**document, "dimensions": encoder.size, "seconds": round(seconds, 3)}))
 
 
 def _within_files(limits: "HttpLimits") -> "HttpLimits":

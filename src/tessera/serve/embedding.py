@@ -218,12 +218,13 @@ class EmbeddingService:
     ) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        """Refuses what comes and what waits."""
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Refuses what comes and what waits; what is being computed is waited for."""
         with self._news:
             self._is_closed = True
             self._news.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """A vector for each input. Cancelled, those that are not being computed yet are left out."""

@@ -4,6 +4,7 @@
         running.app, running.service
 
 Puts together what the other modules make: plans (`planning`, `gpu`), workers (`local`), text, engine, HTTP.
+Of an encoder (`embedding`): `started_encoder`, without plans and workers.
 """
 
 import time
@@ -25,6 +26,8 @@ from tessera.serve.text import open_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from tessera.serve.embedding import EmbeddingService
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,49 @@ def started(
             with closing(app.state.reading) as reading:
                 reading.start()
                 yield RunningService(name, service, app)
+
+
+@dataclass(frozen=True)
+class RunningEncoder:
+    """Embeddings that are served, and the application in front of them."""
+
+    name: str
+    service: "EmbeddingService"
+    app: "FastAPI"
+
+
+@contextmanager
+def started_encoder(
+    model: str,
+    cluster: Cluster,
+    options: ServeOptions | None = None,
+    *,
+    advance: Callable[[str], None] = lambda what: None,
+) -> Iterator[RunningEncoder]:
+    """Serves the embeddings of a folder on the first device."""
+    from tessera.serve.app import create_app
+    from tessera.serve.embedding import EmbeddingService, Encoder
+    from tessera.serve.metrics import Metrics
+
+    options = options or ServeOptions()
+    name = options.name or Path(place_of(model)).name
+    advance(f"building {model}")
+    first = cluster.devices[0]
+    device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
+    encoder = Encoder.open(model, device, options.spec.random_weights)
+    text = open_text(place_of(model), encoder.vocab_size)
+    with EmbeddingService(encoder, name) as service:
+        endpoint = Endpoint(
+            name,
+            service,
+            text,
+            min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens),
+            encoder.vocab_size,
+            int(time.time()),
+            embeddings=service,
+        )
+        metrics = Metrics(name, service.snapshot)
+        app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
+        with closing(app.state.reading) as reading:
+            reading.start()
+            yield RunningEncoder(name, service, app)

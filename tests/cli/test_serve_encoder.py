@@ -1,0 +1,79 @@
+"""`tessera serve` of a folder with an encoder: embeddings, and what it says where nobody watches."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+transformers = pytest.importorskip("transformers", reason="needs the extra 'serve'")
+openai = pytest.importorskip("openai", reason="needs openai")
+
+from tessera.cli.output import progress  # noqa: E402
+from text_factory import make_text_folder  # noqa: E402
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small encoder with weights and a tokenizer."""
+    path = tmp_path_factory.mktemp("checkpoints") / "small-bert"
+    path.mkdir()
+    make_text_folder(path)
+    config = transformers.BertConfig(**SIZES, intermediate_size=64, max_position_embeddings=64)
+    transformers.BertModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> tuple[dict[str, Any], list[float], str]:
+    """What the command said first, the vector that it gave, and all that it wrote to standard error."""
+    words = (sys.executable, "-m", "tessera", "serve", str(folder), "--port", "0", "--json")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        with openai.OpenAI(base_url=f"{said['url']}/v1", api_key="unused", max_retries=0) as client:
+            vector = client.embeddings.create(model="small-bert", input="quartz").data[0].embedding
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert 0 == process.returncode
+    return said, vector, errors
+
+
+def test_an_encoder_is_served_by_its_folder(told: tuple[dict[str, Any], list[float], str]) -> None:
+    """One line says where it is and how long its vectors are."""
+    said, vector, _ = told
+
+    assert {"model": "small-bert", "dimensions": 32, "max_len": 64}.items() <= said.items()
+    assert 32 == len(vector)
+
+
+def test_progress_is_plain_lines_where_nobody_watches(told: tuple[dict[str, Any], list[float], str]) -> None:
+    """No bars of ours and none of transformers', which loads the weights."""
+    lines = told[2].splitlines()
+
+    assert lines
+    assert all(line.startswith("tessera: ") for line in lines)
+    assert not any(letter in told[2] for letter in "\r\x1b█%")
+
+
+def test_of_many_things_the_latest_is_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """A thousand steps are no thousand lines; a few are told each."""
+    with progress("counting", 1000) as advance:
+        for number in range(1000):
+            advance(f"number {number}")
+    counted = capsys.readouterr().err.splitlines()
+    with progress("starting") as advance:
+        for what in ("building", "planning", "planning"):
+            advance(what)
+
+    assert "tessera: counting (0 of 1000)" == counted[0]
+    assert len(counted) < 5
+    assert [f"tessera: {what}" for what in ("starting", "building", "planning")] == (
+        capsys.readouterr().err.splitlines()
+    )
