@@ -137,6 +137,8 @@ class Step:
     rows: int = 0
     # Of tokens: how many a sequence is expected to have; 0 for an even share of the pages.
     length: int = 0
+    # Products of the same input are one, with weights laid one behind the other.
+    joined_products: bool = False
 
 
 @dataclass(frozen=True)

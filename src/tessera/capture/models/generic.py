@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.fake import run_fake
@@ -487,6 +488,18 @@ class NoReads(TorchDispatchMode):
             raise ValueError("it reads a tensor's value on the host")
         is_fake = any(isinstance(a, FakeTensor) or getattr(a, "is_meta", False) for a in args)
         return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
+
+
+def call_on_fakes(model: Any) -> None:
+    """Runs a model of text on two rows of three tokens that have shapes alone."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[str, torch.Tensor] = {
+        n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()
+    }
+    with torch.no_grad(), forked(), traced(), attributes_kept(model), mode, NoReads():
+        words = torch.zeros((2, 3), dtype=torch.long, device=model.device)
+        torch.func.functional_call(model, fakes, (), {"input_ids": words, "use_cache": False})
 
 
 def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

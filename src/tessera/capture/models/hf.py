@@ -143,7 +143,13 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
-    return _maker(config, step)(_model(config, step, dtype, folder), step)
+    model = _model(config, step, dtype, folder)
+    if step.joined_products:
+        from tessera.capture.models.generic import call_on_fakes
+        from tessera.capture.models.joined import join_products
+
+        join_products(model, partial(call_on_fakes, model))
+    return _maker(config, step)(model, step)
 
 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:

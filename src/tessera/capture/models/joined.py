@@ -1,0 +1,254 @@
+"""Joined products: linear layers that read the same input become one, whose weights are laid out once.
+
+    join_products(model, call) -> number of joined products
+
+`call` runs the model once on an example. Linear layers that are called with the very same tensor there (those
+of query, key and value; of gate and up) form a group: their weights are laid one behind the other, the first
+of them to be called multiplies by all, and each gives its columns of the result. A layer that is given
+another tensor than the first multiplies by its own rows alone, so no call can go wrong. Parts of a model that
+are like one with a group (the same class and names) and were not called, as experts that nobody was sent to,
+are joined in the same way. The weights that are replaced are let go group by group.
+
+Left alone: layers of other classes than torch's own (quantised ones among them), with hooks, called more than
+once, or with weights that somebody else has too; those that differ in type, device or bias; those whose
+columns would not begin at multiples of 16 bytes; and all layers of a kind with which the example does not
+run, as where a result is viewed in a way that only whole tensors can be.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import linear
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# What a model raises that cannot be called like this.
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# Weights that are what they seem; in the make-believe of fake tensors, parameters are of their class.
+PLAIN = (torch.nn.Parameter, FakeTensor)
+# Columns begin where vectors of numbers may begin.
+ALIGNED_BYTES = 16
+
+
+class JoinedLinear(torch.nn.Module):
+    """The first layer of a group: it has the weights of all, and multiplies for all."""
+
+    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = tuple(layer.out_features for layer in layers)
+        self.joined_weight = _one_behind_the_other([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers]
+        self.joined_bias = None if biases[0] is None else _one_behind_the_other(biases)
+        # Input -> columns that the other layers have not asked for yet, by their number.
+        self._waiting = WeakTensorKeyDictionary()
+        self.train(layers[0].training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of this layer."""
+        columns: tuple[torch.Tensor, ...] = linear(x, self.joined_weight, self.joined_bias).split(
+            self.sizes, -1
+        )
+        self._waiting[x] = dict(enumerate(columns[1:], 1))
+        return columns[0]
+
+    def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """The columns of another layer; multiplied now if this one was not given that input."""
+        waiting = self._waiting.get(x, {})
+        columns = waiting.pop(number, None)
+        if not waiting:
+            self._waiting.pop(x, None)
+        return linear(x, *self.rows(number)) if columns is None else columns
+
+    def rows(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of one layer."""
+        begin = sum(self.sizes[:number])
+        rows = slice(begin, begin + self.sizes[number])
+        return self.joined_weight[rows], None if self.joined_bias is None else self.joined_bias[rows]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of this layer alone."""
+        return self.rows(0)[0]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Of this layer alone."""
+        return self.rows(0)[1]
+
+
+class JoinedPart(torch.nn.Module):
+    """Another layer of a group."""
+
+    def __init__(self, first: JoinedLinear, number: int) -> None:
+        super().__init__()
+        # In a tuple, so that it is no part of this module too.
+        self._first, self._number = (first,), number
+        self.train(first.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of this layer."""
+        return self._first[0].take(self._number, x)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of this layer alone."""
+        return self._first[0].rows(self._number)[0]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Of this layer alone."""
+        return self._first[0].rows(self._number)[1]
+
+
+def _one_behind_the_other(tensors: Sequence[torch.Tensor]) -> torch.nn.Parameter:
+    with torch.no_grad():
+        return torch.nn.Parameter(torch.cat(list(tensors)), tensors[0].requires_grad)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Groups that are alike: what class of module has them, and where in it the layers are."""
+
+    owner: type
+    # Paths from the owner, the first to be called first.
+    paths: tuple[str, ...]
+
+
+# The path of an owner, and its kind.
+_Group = tuple[str, _Kind]
+
+
+def join_products(model: torch.nn.Module, call: Callable[[], object]) -> int:
+    """Joins what the example shows to read the same input; tells how many joined products there are."""
+    joinable = _joinable(model)
+    try:
+        with _called(joinable) as inputs:
+            call()
+    except UNFIT:
+        return 0
+    groups = _groups(model, joinable, inputs)
+    first_of = {kind: path for path, kind in reversed(groups)}
+    fitting = _fitting(model, first_of, call)
+    chosen = [(path, kind) for path, kind in groups if kind in fitting]
+    for path, kind in chosen:
+        _join(model, path, kind)
+    return len(chosen)
+
+
+def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Linear layers by path whose weights are theirs alone."""
+    owners = Counter(_storage(t) for _, t in model.named_parameters(remove_duplicate=False))
+    owners.update(_storage(t) for _, t in model.named_buffers(remove_duplicate=False))
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and all(type(t) in PLAIN and owners[_storage(t)] == 1 for t in module.parameters())
+        and module.weight.is_floating_point()
+        and module.out_features * module.weight.itemsize % ALIGNED_BYTES == 0
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    }
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _called(layers: dict[str, torch.nn.Linear]) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
+    """While entered, notes the calls of layers: path, input, and how often that had been changed."""
+    inputs: list[tuple[str, torch.Tensor, int]] = []
+
+    def note(path: str) -> Callable[[torch.nn.Module, Any], None]:
+        return lambda _, given: inputs.append((path, given[0], given[0]._version))
+
+    handles = [layer.register_forward_pre_hook(note(path)) for path, layer in layers.items()]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _groups(
+    model: torch.nn.Module,
+    joinable: dict[str, torch.nn.Linear],
+    inputs: Iterable[tuple[str, torch.Tensor, int]],
+) -> list[_Group]:
+    """Groups of the example, and of what is like them and was not called."""
+    calls: Counter[str] = Counter()
+    readers: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for path, tensor, version in inputs:
+        calls[path] += 1
+        readers[id(tensor), version].append(path)
+    groups: list[_Group] = []
+    for paths in readers.values():
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for path in paths:
+            if calls[path] == 1:
+                alike[_traits(joinable[path])].append(path)
+        for members in alike.values():
+            if len(members) > 1:
+                groups.append(_group(model, members))
+    kinds = dict.fromkeys(kind for _, kind in groups)
+    for path, module in model.named_modules():
+        for kind in kinds:
+            members = [f"{path}.{name}" if path else name for name in kind.paths]
+            is_free = type(module) is kind.owner and all(m in joinable and not calls[m] for m in members)
+            if is_free and len({_traits(joinable[m]) for m in members}) == 1:
+                groups.append((path, kind))
+    return groups
+
+
+def _traits(layer: torch.nn.Linear) -> tuple[Any, ...]:
+    """What layers must have in common."""
+    weight = layer.weight
+    return layer.in_features, weight.dtype, weight.device, weight.requires_grad, layer.bias is None
+
+
+def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
+    """The innermost module that has all members, and the kind of their group."""
+    parts = [member.split(".") for member in members]
+    depth = next(i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1)
+    owner = ".".join(parts[0][:depth])
+    return owner, _Kind(type(model.get_submodule(owner)), tuple(".".join(names[depth:]) for names in parts))
+
+
+def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[[], object]) -> list[_Kind]:
+    """Kinds with which the example still runs: tried together, else one by one."""
+    kinds = list(first_of)
+    if _runs(model, [(first_of[kind], kind) for kind in kinds], call):
+        return kinds
+    return [kind for kind in kinds if _runs(model, [(first_of[kind], kind)], call)]
+
+
+def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], object]) -> bool:
+    """Whether the example runs with these groups joined; they are taken apart again."""
+    undo = [_join(model, path, kind) for path, kind in groups]
+    try:
+        call()
+    except UNFIT:
+        return False
+    finally:
+        for put_back in undo:
+            put_back()
+    return True
+
+
+def _join(model: torch.nn.Module, owner: str, kind: _Kind) -> Callable[[], None]:
+    """Replaces the layers of a group; gives what puts them back."""
+    paths = [f"{owner}.{path}" if owner else path for path in kind.paths]
+    layers: list[Any] = [model.get_submodule(path) for path in paths]
+    first = JoinedLinear(layers)
+    for number, path in enumerate(paths):
+        model.set_submodule(path, first if number == 0 else JoinedPart(first, number))
+
+    def put_back() -> None:
+        for path, layer in zip(paths, layers, strict=True):
+            model.set_submodule(path, layer)
+
+    return put_back
