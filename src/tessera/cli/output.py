@@ -75,7 +75,7 @@ def shared_folder(name: str) -> Iterator[Path]:
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
     """A bar on standard error; the yielded function names what is being done and moves it on by one.
 
-    Where standard error is no terminal, plain lines: each thing that is done, of many the latest now and then.
+    Where standard error is no terminal: plain lines, one for each thing, or of many the latest now and then.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
