@@ -215,7 +215,8 @@ def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> Tables:
         by_row = pages[starts[:, None] + seen // PAGE] * PAGE + seen % PAGE
     return Tables(
         positions,
-        inputs["slots"],
+        inputs["slots"] // PAGE,
+        inputs["slots"] % PAGE,
         pages,
         starts,
         inputs["lengths"],

@@ -34,7 +34,10 @@ class Tables:
     """Where the tokens of one call are."""
 
     positions: torch.Tensor
-    slots: torch.Tensor
+    # Where the keys and values of each go. Not as one number: a write through a view of the pages would be
+    # compiled into a copy of them all.
+    page: torch.Tensor
+    place: torch.Tensor
     pages: torch.Tensor
     page_starts: torch.Tensor
     lengths: torch.Tensor
@@ -80,8 +83,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         tables = self.tables
         assert tables is not None
         for held, new in ((self.keys, key_states), (self.values, value_states)):
-            # By page and place, not by slot: a write through a view is compiled into a copy of all pages.
-            held[tables.slots // PAGE, tables.slots % PAGE] = new.transpose(1, 2).flatten(0, 1)
+            held[tables.page, tables.place] = new.transpose(1, 2).flatten(0, 1)
         self.is_unread = True
         if tables.by_row is None:
             keys, values = (held.flatten(0, 1).transpose(0, 1)[None] for held in (self.keys, self.values))
