@@ -22,11 +22,13 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # Format 3 added lanes of unlike batches; records without such are written as before, and read as before.
 BATCHES, BEFORE_BATCHES = 3, 2
 # Format 5: steps may ask for random weights.
 RANDOM_WEIGHTS = 5
+# Format 6: steps of tokens, and joined products.
+TOKENS = 6
 # Format 4: programs carry no memory any more.
 OLDEST = {"program": 4}
 # Of what is said about a broken file.
@@ -108,7 +110,10 @@ def _version(record: Any) -> int:
     """The oldest format that has all that the record holds."""
     if isinstance(record, Program):
         return OLDEST["program"]
-    if any(trace.step.random_weights for trace in _traces(record)):
+    steps = [trace.step for trace in _traces(record)]
+    if any(step.kind == "tokens" or step.joined_products for step in steps):
+        return TOKENS
+    if any(step.random_weights for step in steps):
         return RANDOM_WEIGHTS
     is_new = (isinstance(record, Plan) and record.variants) or (
         isinstance(record, Timeline) and record.weights

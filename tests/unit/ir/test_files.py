@@ -110,6 +110,20 @@ def test_a_newer_format_asks_for_an_upgrade(trace_file: Path) -> None:
         load(Trace, trace_file)
 
 
+@pytest.mark.parametrize(
+    ("changes", "version"),
+    [({}, 2), ({"random_weights": True}, 5), ({"joined_products": True}, 6), ({"kind": "tokens"}, 6)],
+)
+def test_a_file_has_the_oldest_format_that_can_say_it(
+    changes: dict[str, Any], version: int, tmp_path: Path
+) -> None:
+    """So that an older Tessera reads what it understands, and refuses the rest."""
+    trace = make_chain(3)
+    save(replace(trace, step=replace(trace.step, **changes)), tmp_path / "x.trace")
+
+    assert version == json.loads((tmp_path / "x.trace").read_bytes().split(b"\n", 1)[0])["version"]
+
+
 def test_another_kind_of_artifact_is_named(trace_file: Path) -> None:
     """A trace where a plan is wanted says what it is."""
     with pytest.raises(ArtifactError, match="this is a trace file; a plan is expected"):
