@@ -29,7 +29,7 @@ from tessera.serve.load_client import parse_address
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
 # Room for the requests asked here; the model could have more.
-SERVE = ["--rows", "32", "--slots", "7", "--max-len", "128", "--chunk", "32"]
+SERVE = ["--rows", "32", "--slots", "7", "--max-len", "128", "--max-batch-tokens", "128"]
 # (name, words): the plain server was quickest here with two workers of one thread each.
 PLAIN = ("plain FastAPI + generate", [str(ROOT / "benchmarks" / "serve_plain.py"), "--workers", "2"])
 KEPT = (

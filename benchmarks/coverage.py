@@ -146,7 +146,7 @@ def _serve(row: Row, folder: str) -> None:
         raise TesseraError("it generates no text")
     if "encode" in row["steps"]:
         raise TesseraError("what it encodes is no prompt of text")
-    model = served(folder, slots=1, rows=BATCH, capacity=32, chunk=8, random_weights=True)
+    model = served(folder, slots=1, rows=BATCH, capacity=32, max_batch_tokens=8, random_weights=True)
     for kind, workload in model.workloads.items():
         try:
             workload.run(workload.make_inputs(0), workload.make_state(0))

@@ -38,7 +38,7 @@ from benchmarks.gpu_execute import Log, about
 
 MODEL = "llama-3-8b"
 PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
-COARSE = ("data-parallel", "single", "prefill-decode", "layer-pipeline")
+COARSE = ("data-parallel", "single", "layer-pipeline")
 
 
 def attention(log: Log, args: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def engine(log: Log, args: argparse.Namespace) -> None:
         shape = prepared.model.shape
         log.put("hf", theirs.ready())
         with Local(prepared) as local:
-            log.attempt("stepper alone", lambda: stepper_per_s(local.stepper, shape, args.steps))
+            log.attempt("stepper alone", lambda: stepper_per_s(local.stepper, prepared.model, args.steps))
             with Service(local.stepper, shape, ByteText()) as service:
 
                 def round_of() -> dict[str, Any]:
@@ -192,9 +192,9 @@ def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coar
             args.slots,
             args.batch,
             args.capacity,
-            args.chunk,
-            Average(args.prompt, args.output),
-            (Objective.THROUGHPUT,),
+            args.max_batch_tokens,
+            average=Average(args.prompt, args.output),
+            policies=(Objective.THROUGHPUT,),
         ),
         coarse=coarse,
         advance=lambda what: moments.append([_since(began), what]),
@@ -276,7 +276,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="rows of a slot")
     parser.add_argument("--slots", type=int, default=1)
     parser.add_argument("--capacity", type=int, default=1088, help="positions of a row")
-    parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk")
+    parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of an average prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens of an average answer")
     parser.add_argument("--steps", type=int, default=64, help="of one round")

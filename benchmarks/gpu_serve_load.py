@@ -22,8 +22,9 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Arrivals, Plan
 from tessera.serve.engine import Engine
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
-from tessera.serve.rows import ActiveRequest, Steps
+from tessera.serve.sequences import ActiveRequest
 from tessera.serve.service import Service
+from tessera.serve.steps import ServedModel
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 
@@ -65,7 +66,7 @@ def run_load(service: Service, clients: int, prompt: int, output: int, seconds: 
         rng = random.Random(number)
         length = rng.randint(1, output)
         while time.monotonic() < until() and not tally.errors:
-            size = rng.randint(prompt - shape.chunk + 1, prompt)
+            size = rng.randint(prompt * 3 // 4, prompt)
             tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(size))
             await _read(service, Ask(tokens, length, GREEDY, ignores_end=True), tally, until)
             length = rng.randint(output * 3 // 4, output * 5 // 4)
@@ -114,22 +115,21 @@ def run_full(service: Service, clients: int, prompt: int, output: int, vocab: in
     }
 
 
-def stepper_per_s(stepper: WorkerStepper, shape: Shape, steps: int) -> dict[str, float]:
-    """Tokens a second of decodes one after the other in one microbatch, tokens passing through the host."""
-    rows, known, lane = shape.rows, Steps.of(stepper.plans[0]), stepper.lanes.take(0)
+def stepper_per_s(stepper: WorkerStepper, model: ServedModel, steps: int) -> dict[str, float]:
+    """Answers alone, one step after the other in one microbatch, tokens passing through the host."""
+    rows, lane = model.shape.rows, stepper.lanes.take(0)
     assert lane is not None, "nothing is lost"
+    number = model.shape.sizes.index(rows)
+    given = {name: tensor.cpu() for name, tensor in model.workloads[number].make_inputs(0).items()}
     stepper.open(0, lane.number)
-    tokens = torch.zeros(rows, 1, dtype=torch.int64)
     times: list[float] = []
     for _ in range(3):
         began = time.perf_counter()
-        for number in range(steps):
-            positions = torch.full((rows, 1), shape.capacity - steps + number)
-            given = {"tokens": tokens, "positions": positions}
-            stepper.start(known.call(0, "decode", given, ("logits",)))
+        for _ in range(steps):
+            stepper.start(StepCall(0, number, given, ("logits",)))
             done = stepper.take(60.0)
             assert isinstance(done, StepDone), done
-            tokens = done.outputs["next_tokens"][:, None]
+            given["tokens"] = done.outputs["next_tokens"]
         times.append(time.perf_counter() - began)
     stepper.close(0)
     stepper.lanes.give_back(lane.number)
@@ -224,11 +224,10 @@ def arrive_virtually(
     plans: Sequence[Plan], number: int, shape: Shape, asks: Sequence[tuple[float, Ask]]
 ) -> list[Waited]:
     """The same asks through the service's engine, over the simulator's stepper."""
-    kinds = [graph.trace.step.kind for graph in plans[0].graphs]
+    steps = [graph.trace.step for graph in plans[0].graphs]
 
     def outputs(call: StepCall) -> Tensors:
-        rows = {"decode": shape.rows, "chunk": 1}.get(kinds[call.step], 0)
-        return {"next_tokens": torch.zeros(rows, dtype=torch.int64)} if rows else {}
+        return {"next_tokens": torch.zeros(steps[call.step].batch, dtype=torch.int64)}
 
     stepper, text = _Arriving(plans, outputs=outputs), ByteText()
     engine = Engine(stepper, shape, (), len(asks) + 1)

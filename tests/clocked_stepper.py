@@ -152,6 +152,7 @@ class Jobs:
     lane: LoadedLane
     rows: int = 1
     can_move: bool = False
+    is_kept: bool = False
     left: dict[Job, list[int]] = field(default_factory=dict)
 
     @property
@@ -170,10 +171,14 @@ class Jobs:
         """From its first step."""
         self.left[request] = list(request.steps)
 
+    def overlap(self, request: Job) -> int:
+        """Nothing is held."""
+        return 0
+
     def state(self) -> None:
         """Zeros."""
 
-    def next_step(self, num_waiting: int) -> StepCall | None:
+    def next_step(self) -> StepCall | None:
         """All who want the same step as the first have it together."""
         if not self.left:
             return None

@@ -1,8 +1,8 @@
 """A toy model behind the stepper's protocol, and readers of answers.
 
-The toy's state of a row is the tokens it has read; its logits follow from all of them, so a token in the
-wrong row, at the wrong place or from another request changes everything behind it. It checks what it is
-handed, ends steps of different microbatches in any order, and loses devices when it is told to.
+The toy's pages hold the tokens that it has read; its logits follow from all that a sequence's pages hold, so
+a token in the wrong page, at the wrong place or from another request changes everything behind it. It checks
+what it is handed, ends steps of different microbatches in any order, and loses devices when it is told to.
 """
 
 import asyncio
@@ -31,15 +31,16 @@ from tessera.execute.stepper import (
     Tensors,
 )
 from tessera.execute.stepper import Event as StepperEvent
-from tessera.ir import Cluster, Device, DeviceKind, Link, Plan
+from tessera.ir import Cluster, Device, DeviceKind, Link, Plan, Trace
+from tessera.serve.pages import PAGE
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
-from tessera.serve.rows import ActiveRequest
 from tessera.serve.sampling import choose
+from tessera.serve.sequences import ActiveRequest
 from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
 
 VOCAB = 258
-SHAPE = Shape(slots=2, rows=3, capacity=48, chunk=4, vocab_size=VOCAB)
+SHAPE = Shape(slots=2, rows=3, capacity=48, sizes=(3, 8), pool_tokens=16 * 11, vocab_size=VOCAB)
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")
 
@@ -57,18 +58,26 @@ def _toy_logits(read: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
-KINDS = ("chunk", "insert", "decode")
 TOYS = ("toy:0", "toy:1")
 
 
-def toy_plans(policies: Sequence[str], slots: int, kind: DeviceKind = DeviceKind.EMU) -> tuple[Plan, ...]:
+def toy_plans(
+    policies: Sequence[str], shape: Shape = SHAPE, kind: DeviceKind = DeviceKind.EMU
+) -> tuple[Plan, ...]:
     """Plans with a lane on each of two devices."""
     gpu = "" if kind is DeviceKind.CPU else "a100"
     links = tuple(Link(a, b, "wire", 1.0, 1.0) for a, b in (TOYS, TOYS[::-1]))
     cluster = Cluster(tuple(Device(name, kind, gpu, 1 << 30) for name in TOYS), links)
-    traces = [make_trace([[(0, 0, 64, "w")]], kind=step) for step in KINDS]
-    plan = make_plan(traces, [[(0,)] * 3, [(1,)] * 3], (4, 2, 8), cluster, slots=slots)
+    num = len(shape.sizes)
+    traces = [toy_trace(size) for size in shape.sizes]
+    plan = make_plan(traces, [[(0,)] * num, [(1,)] * num], (4,) * num, cluster, slots=shape.slots)
     return tuple(replace(plan, policy=name) for name in policies)
+
+
+def toy_trace(size: int) -> Trace:
+    """A step of so many tokens, of which nothing is known."""
+    made = make_trace([[(0, 0, 64, "w")]], kind="tokens")
+    return replace(made, step=replace(made.step, context=size))
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,9 @@ class Space:
     """The state of one microbatch."""
 
     lane: int
-    rows: list[list[int]]
-    spare: list[int] = field(default_factory=list)
+    # Token by place; by row where state is kept so.
+    pages: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, list[int]] = field(default_factory=dict)
     step: StepCall | None = None
 
 
@@ -106,7 +116,7 @@ class ToyStepper:
         busy_s: Mapping[str, float] | None = None,
     ) -> None:
         self.shape = shape
-        self.plans = tuple(plans) or toy_plans(policies, shape.slots)
+        self.plans = tuple(plans) or toy_plans(policies, shape)
         self.lanes = Lanes(self.plans)
         self._random = random.Random(seed)
         self._losses = dict(losses or {})
@@ -118,10 +128,13 @@ class ToyStepper:
         # (when, device)
         self._backs: list[tuple[float, str]] = []
         self._is_awake = threading.Event()
-        self.log: list[tuple[int, str]] = []
+        # (microbatch, tokens of its step)
+        self.log: list[tuple[int, int]] = []
         # (microbatch, policy)
         self.opened: list[tuple[int, int]] = []
         self.restarts = dict.fromkeys(TOYS, 0)
+        # Tokens read, of all steps.
+        self.num_tokens = 0
 
     def __enter__(self) -> "ToyStepper":
         return self
@@ -141,7 +154,7 @@ class ToyStepper:
         assert microbatch not in self._spaces
         assert 0 <= microbatch < self.shape.slots
         assert not self.lanes.all[lane].devices & self.lanes.lost
-        self._spaces[microbatch] = Space(lane, [[] for _ in range(self.shape.rows)])
+        self._spaces[microbatch] = Space(lane)
         self.opened.append((microbatch, self.lanes.all[lane].policy))
 
     def bring_back(self, device: str) -> None:
@@ -182,17 +195,16 @@ class ToyStepper:
         space = self._spaces[microbatch]
         call = space.step
         assert call is not None
-        kind = KINDS[call.step]
-        self.log.append((microbatch, kind))
+        self.log.append((microbatch, int((call.inputs["lengths"] > 0).sum())))
         loss = self._losses.get(len(self.log))
         if loss is not None:
             for device in loss.devices or tuple(self.lanes.all[space.lane].devices):
                 self.lose(device, loss)
             return self._events.popleft()
         space.step = None
-        outputs = {"chunk": self._chunk, "insert": self._insert, "decode": self._decode}[kind](
-            microbatch, call.inputs
-        )
+        read = self._flat if self.shape.is_flat else self._by_row
+        logits = read(space, self.shape.sizes[call.step], {n: t.tolist() for n, t in call.inputs.items()})
+        outputs = {"logits": logits, "next_tokens": logits.argmax(-1)}
         kept = {name: tensor for name, tensor in outputs.items() if name not in call.skips}
         here = {name: self.busy_s.get(name, 1e-3) for name in self.lanes.all[space.lane].devices}
         return StepDone(microbatch, call.step, kept, 1e-3, busy_s=here)
@@ -209,30 +221,52 @@ class ToyStepper:
             DeviceLost(device, gone, "it was told to", loss.failures, loss.retry_s, loss.is_certain)
         )
 
-    def _chunk(self, slot: int, inputs: Tensors) -> dict[str, torch.Tensor]:
-        space, last = self._spaces[slot], int(inputs["last"])
-        assert inputs["tokens"].shape == inputs["positions"].shape == (1, self.shape.chunk)
-        tokens, positions = (inputs[name][0, : last + 1].tolist() for name in ("tokens", "positions"))
-        if positions[0] == 0:
-            space.spare = []
-        assert list(range(len(space.spare), len(space.spare) + len(positions))) == positions
-        space.spare = space.spare + tokens
-        logits = toy_logits(space.spare)[None]
-        return {"logits": logits, "next_tokens": logits.argmax(-1)}
+    def _flat(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
+        rows, starts = min(size, self.shape.rows), inputs["query_starts"]
+        sizes = {
+            name: len(inputs[name]) for name in ("tokens", "positions", "slots", "lengths", "page_starts")
+        }
+        assert {
+            "tokens": size,
+            "positions": size,
+            "slots": size,
+            "lengths": rows,
+            "page_starts": rows,
+        } == sizes
+        assert self.shape.num_page_entries == len(inputs["pages"])
+        assert rows + 1 == len(starts)
+        assert sorted(starts) == starts
+        assert not any(inputs["slots"][starts[-1] :]), "padding writes into page 0"
+        for at in range(starts[-1]):
+            assert inputs["slots"][at] >= PAGE, "page 0 is nobody's"
+            space.pages[inputs["slots"][at]] = inputs["tokens"][at]
+        self.num_tokens += starts[-1]
+        logits = torch.zeros(rows, VOCAB)
+        for row, (length, first) in enumerate(zip(inputs["lengths"], inputs["page_starts"], strict=True)):
+            count = starts[row + 1] - starts[row]
+            assert (count > 0) == (length > 0)
+            assert count <= 1 or size > rows, "a small step has one token of each"
+            if not length:
+                continue
+            positions = inputs["positions"][starts[row] : starts[row + 1]]
+            assert list(range(length - count, length)) == positions
+            places = [inputs["pages"][first + at // PAGE] * PAGE + at % PAGE for at in range(length)]
+            assert places[length - count :] == inputs["slots"][starts[row] : starts[row + 1]]
+            logits[row] = toy_logits([space.pages[place] for place in places])
+        return logits
 
-    def _insert(self, slot: int, inputs: Tensors) -> dict[str, torch.Tensor]:
-        space = self._spaces[slot]
-        space.rows[int(inputs["row"])] = list(space.spare)
-        return {}
-
-    def _decode(self, slot: int, inputs: Tensors) -> dict[str, torch.Tensor]:
-        rows = self._spaces[slot].rows
-        for row, token, at in zip(rows, inputs["tokens"].tolist(), inputs["positions"].tolist(), strict=True):
-            assert 0 <= at[0] < self.shape.capacity
-            del row[at[0] :]
-            row.append(token[0])
-        logits = torch.stack([toy_logits(row) for row in rows])
-        return {"logits": logits, "next_tokens": logits.argmax(-1)}
+    def _by_row(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
+        logits = torch.zeros(size, VOCAB)
+        for row in range(size):
+            assert inputs["query_starts"][row] == row
+            if inputs["fresh"][row]:
+                space.rows[row] = []
+            if inputs["lengths"][row]:
+                read = space.rows[row]
+                assert inputs["positions"][row] == len(read) == inputs["lengths"][row] - 1
+                read.append(inputs["tokens"][row])
+                logits[row] = toy_logits(read)
+        return logits
 
     def wake(self) -> None:
         """From any thread."""
@@ -258,7 +292,7 @@ def service_of(stepper: ToyStepper, **changes: Any) -> Service:
 
 
 def expected(ask: Ask) -> tuple[list[int], str, str]:
-    """The tokens, the text and the reason of the toy's answer, found without engine, rows or chunks."""
+    """The tokens, the text and the reason of the toy's answer, found without engine, pages or parts."""
     text = ByteText()
     request = ActiveRequest(ask, text.reader(), text.end)
     said = ""

@@ -10,12 +10,15 @@ from tessera.execute.stepper import StepDone, Stepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import POLICIES, Average, Prepared, ServeSpec, prepare
-from tessera.serve.records import StepKind
-from tessera.serve.rows import Steps
+from tessera.serve.sequences import Steps
+from tessera.serve.steps import ServedModel
 
 DEVICES = "emu:a100,emu:l40s"
-ROWS, CAPACITY, CHUNK = 3, 32, 8
-Script = list[tuple[StepKind, dict[str, torch.Tensor]]]
+ROWS, CAPACITY = 3, 32
+# Of a model that reads prompts in parts.
+SIZES = (3, 12)
+# Inputs of steps by their number.
+Script = list[tuple[int, dict[str, torch.Tensor]]]
 
 
 @cache
@@ -24,7 +27,7 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
     return prepare(
         model,
         make_cluster(parse_devices(DEVICES), "pcie4"),
-        ServeSpec(2, ROWS, CAPACITY, CHUNK, Average(prompt=12, output=8), policies),
+        ServeSpec(2, ROWS, CAPACITY, SIZES[-1], average=Average(prompt=12, output=8), policies=policies),
     )
 
 
@@ -40,20 +43,13 @@ def over_both() -> Prepared:
     return replace(prepared(), plans=(plan_by("attention-ffn"),))
 
 
-def script(seed: int, has_chunks: bool = True) -> Script:
-    """Prompts into two rows, and decodes of all."""
-    random = torch.Generator().manual_seed(seed)
-    steps: Script = []
-    for row in (seed % ROWS, (seed + 1) % ROWS):
-        tokens = torch.randint(0, 256, (1, CHUNK), generator=random)
-        last = torch.randint(0, CHUNK, (1,), generator=random)
-        inputs = {"tokens": tokens, "positions": torch.arange(CHUNK)[None], "last": last}
-        steps += [("chunk", inputs)] if has_chunks else []
-        steps.append(("insert", {"row": torch.tensor([row])}))
-        for position in (9, 10):
-            tokens = torch.randint(0, 256, (ROWS, 1), generator=random)
-            steps.append(("decode", {"tokens": tokens, "positions": torch.full((ROWS, 1), position)}))
-    return steps
+def script(model: ServedModel, seed: int) -> Script:
+    """Tokens of some sequences in every size, and again; pages hold what the steps before left there."""
+    return [
+        (number, workload.make_inputs(seed + run))
+        for run in range(2)
+        for number, workload in enumerate(model.workloads)
+    ]
 
 
 def done(stepper: Stepper) -> StepDone:
@@ -74,8 +70,8 @@ def play(stepper: Stepper, microbatch: int, steps: Script) -> list[dict[str, tor
     """Outputs of one step after the other in an open microbatch."""
     known = Steps.of(stepper.plans[0])
     outputs = []
-    for kind, inputs in steps:
-        stepper.start(known.call(microbatch, kind, inputs, ()))
+    for number, inputs in steps:
+        stepper.start(known.call(microbatch, number, inputs))
         outputs.append(dict(done(stepper).outputs))
     return outputs
 

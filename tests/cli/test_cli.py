@@ -156,7 +156,7 @@ def test_gpus_prints_a_table(words: list[str], rates: str, capsys: pytest.Captur
 
 BAD = [
     (["capture", "tiny-lama"], "unknown model 'tiny-lama'; known: gpt-oss-20b, llama-3-8b"),
-    (["capture", "tiny-llama", "--step", "denoise"], "known: chunk, decode, insert, prefill"),
+    (["capture", "tiny-llama", "--step", "denoise"], "known: decode, prefill, tokens"),
     (["capture", "tiny-llama", "--batch", "0"], "Use a batch"),
     (["capture", "tiny-llama", "--context", "100000"], "Use at most 4096"),
     (["capture", "tiny-llama", "--device", "cuda:99"], "--device fake"),

@@ -124,7 +124,7 @@ def test_metrics_and_plan_tell_of_both_devices(server: Started) -> None:
     plan = httpx.get(f"{server.url}/v1/plan", timeout=60).json()
     assert [p["policy"] for p in plan["plans"]] == server.said["policies"]
     steps = plan["plans"][0]["lanes"][0]["steps"]
-    assert [step["step"] for step in steps] == ["chunk", "insert", "decode"]
+    assert [step["step"] for step in steps] == ["tokens-4", "tokens-32", "tokens-128"]
     assert all(sum(step["launches"].values()) > 0 for step in steps)
 
 

@@ -18,8 +18,7 @@ from tessera.profile import make_cluster, parse_devices
 from tessera.serve.gpu import prepare_on_gpus
 from tessera.serve.local import Local
 from tessera.serve.planning import Average, Prepared, ServeSpec
-from tessera.serve.records import Ask, StepKind
-from tessera.serve.rows import Steps
+from tessera.serve.records import Ask
 from tessera.serve.service import Service, ServiceConfig
 from tessera.serve.text import ByteText
 
@@ -31,7 +30,7 @@ alone = pytest.mark.skipif(
     bool(os.environ.get(MPS_PIPE)), reason="a process that dies takes its neighbours under CUDA MPS with it"
 )
 
-MICROBATCHES, ROWS, CAPACITY, CHUNK = 2, 3, 48, 8
+MICROBATCHES, ROWS, CAPACITY, MAX_BATCH_TOKENS = 2, 3, 48, 16
 PARTS, STRETCHED = "cuda:0/sm=64,cuda:0/sm=32", "cuda:0/as=a100,cuda:0/as=l40s"
 CROSSING = "attention-ffn"
 # What a library may keep on the card, beside what a service needs.
@@ -46,7 +45,14 @@ def prepared(devices: str) -> Prepared:
     return prepare_on_gpus(
         "tiny-llama",
         cluster,
-        ServeSpec(MICROBATCHES, ROWS, CAPACITY, CHUNK, Average(12, 8), (Objective.THROUGHPUT,)),
+        ServeSpec(
+            MICROBATCHES,
+            ROWS,
+            CAPACITY,
+            MAX_BATCH_TOKENS,
+            average=Average(12, 8),
+            policies=(Objective.THROUGHPUT,),
+        ),
         coarse=coarse,
     )
 
@@ -63,27 +69,13 @@ def policies(local: Local) -> list[str]:
     return [plan.policy for plan in local.stepper.plans]
 
 
-def script(seed: int) -> list[tuple[StepKind, Tensors]]:
-    """Prompts of two chunks into every row, then decodes."""
-    random_tokens = torch.Generator().manual_seed(seed)
-    steps: list[tuple[StepKind, Tensors]] = []
-    for row in range(ROWS):
-        tokens = torch.randint(0, 256, (1, 2 * CHUNK), generator=random_tokens)
-        for first, last in ((0, CHUNK - 1), (CHUNK, 2)):
-            places = torch.arange(first, first + CHUNK)[None]
-            given = {"tokens": tokens[:, first : first + CHUNK], "positions": places}
-            steps.append(("chunk", {**given, "last": torch.tensor([last])}))
-        steps.append(("insert", {"row": torch.tensor([row])}))
-    for position in range(CHUNK + 3, CHUNK + 8):
-        tokens = torch.randint(0, 256, (ROWS, 1), generator=random_tokens)
-        steps.append(("decode", {"tokens": tokens, "positions": torch.full((ROWS, 1), position)}))
-    return steps
-
-
 def calls(local: Local, microbatch: int) -> list[StepCall]:
-    """The script of one microbatch."""
-    steps = Steps.of(local.stepper.plans[0])
-    return [steps.call(microbatch, kind, given, ()) for kind, given in script(microbatch)]
+    """Tokens of some sequences in every size, and again; pages hold what the steps before left there."""
+    return [
+        StepCall(microbatch, number, {n: t.cpu() for n, t in workload.make_inputs(microbatch + run).items()})
+        for run in range(3)
+        for number, workload in enumerate(local.prepared.model.workloads)
+    ]
 
 
 def outputs(local: Local, policy: str) -> list[Tensors]:
@@ -174,7 +166,7 @@ def test_greedy_answers_are_the_models_own() -> None:
     ]
     with Local(prepared("cuda:0")) as made:
         told = answers(made, asks)
-        model = made.prepared.model.workloads["decode"].module
+        model = made.prepared.model.workloads[-1].module
         for ask, answer in zip(asks, told, strict=True):
             assert 12 == len(answer.numbers)
             tokens = list(ask.prompt)

@@ -28,7 +28,7 @@ def capture(
         str | None,
         typer.Option(
             help="What to run: prefill, decode, encode, denoise, call (the plain forward), "
-            "or a served model's chunk or insert.",
+            "or a served model's tokens.",
             show_default=False,
         ),
     ] = None,

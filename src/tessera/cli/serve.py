@@ -36,10 +36,14 @@ MODEL_HELP = "A built-in model, a folder with a checkpoint, or its name in the l
 KEY_HELP = "A key that clients must send, or @FILE with one a line; repeat for several."
 Name = Annotated[str | None, typer.Option(help="What clients call the model. [default: its name]")]
 MaxLen = Annotated[
-    int | None, typer.Option(help="Tokens of a prompt and its answer. [default: the model's, up to 1024]")
+    int | None, typer.Option(help="Tokens of a prompt and its answer.", show_default="the model's own limit")
 ]
-ChunkSize = Annotated[
-    int | None, typer.Option(help="Tokens of a prompt that are read at a time.", show_default="64")
+MaxBatchTokens = Annotated[
+    int | None, typer.Option(help="Tokens of one step.", show_default="2048, on a CPU 128")
+]
+MemoryShare = Annotated[float, typer.Option(help="Of a GPU's memory, for weights and pages.")]
+PrefixCaching = Annotated[
+    bool, typer.Option(help="Read once what requests have in common at their beginning.")
 ]
 TransportName = Annotated[
     str, typer.Option(help="How workers pass bytes on, if not as suits them best: shm, ipc, nvshmem or host.")
@@ -64,13 +68,18 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP, envvar="TESSERA_API_KEY")] = None,
     served_model_name: Name = None,
-    slots: Annotated[int | None, typer.Option(help="Batches in flight.", show_default="2")] = None,
-    rows: Annotated[int | None, typer.Option(help="Requests of one batch.", show_default="8")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Microbatches, each with pages of its own.", show_default="2")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Requests of one microbatch.", show_default="8")] = None,
     max_len: MaxLen = None,
-    chunk: ChunkSize = None,
+    max_batch_tokens: MaxBatchTokens = None,
+    chunk: Annotated[int | None, typer.Option(hidden=True)] = None,
+    memory_share: MemoryShare = 0.9,
+    prefix_caching: PrefixCaching = True,
     random_weights: RandomWeights = False,
     policy: Annotated[str, typer.Option(help="auto, throughput or latency.")] = "auto",
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 1024,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 1024,
     max_requests: Annotated[int, typer.Option(help="Requests at once, waiting ones included.")] = 2048,
     max_body: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
     drain: Annotated[float, typer.Option(help="Seconds to finish what runs when told to stop.")] = 30.0,
@@ -91,8 +100,16 @@ def serve(
         work(meeting, make=ModelHere(model, may_import=True))
         return
     _check_extra()
-    counts = {"slots": slots, "rows": rows, "max-len": max_len, "max-waiting": max_waiting}
-    _check_counts(counts | {"max-requests": max_requests, "max-body": max_body}, drain)
+    if chunk is not None:
+        _say("warning: --chunk goes with the next release; --max-batch-tokens says how many a step reads")
+        max_batch_tokens = max_batch_tokens or chunk
+    counts = {"slots": slots, "rows": rows, "max-len": max_len, "max-batch-tokens": max_batch_tokens}
+    counts |= {"max-waiting": max_waiting, "max-requests": max_requests, "max-body": max_body}
+    _check_counts(counts, drain)
+    if not 0 < memory_share <= 1:
+        raise TesseraError(
+            f"{memory_share:g} is no share", "Use more than 0 and at most 1.", "--memory-share"
+        )
     from tessera.execute.transport import check_name
     from tessera.serve.auth import read_keys
     from tessera.serve.limits import HttpLimits
@@ -106,7 +123,8 @@ def serve(
         slots or SLOTS,
         rows or ROWS,
         max_len,
-        chunk,
+        max_batch_tokens,
+        memory_share=memory_share,
         policies=objectives_of(policy),
         random_weights=random_weights,
     )
@@ -115,6 +133,7 @@ def serve(
         spec,
         transport,
         max_waiting,
+        prefix_caching,
         read_keys(api_key or ()),
         is_loopback(host),
         _within_files(HttpLimits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
@@ -168,6 +187,7 @@ def _serve(
 def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: float, as_json: bool) -> None:
     """One line, when the first request would be answered."""
     if not as_json:
+        _say(ready.summary)
         console().print(f"{ready.name} at {url} after {seconds:.1f} s", markup=False, soft_wrap=True)
         return
     shape = ready.service.shape
@@ -179,7 +199,8 @@ def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: 
         "slots": shape.slots,
         "rows": shape.rows,
         "max_len": shape.capacity,
-        "chunk": shape.chunk,
+        "step_tokens": list(shape.sizes),
+        "pool_tokens": shape.pool_tokens,
         "seconds": round(seconds, 3),
     }
     typer.echo(json.dumps(document))

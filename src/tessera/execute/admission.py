@@ -9,6 +9,10 @@ place, even if they have to wait for a step to end there: so it empties and clos
 that is opened or filled too soon is not a loss for a moment: with more microbatches everybody stays longer,
 so it does not empty again, and a system that could serve its load with two stays at three.
 
+A microbatch without requests may be kept open, idle, for what it holds. It counts as closed, but is taken
+before one is opened. Where a request can begin from what a microbatch holds, it goes there rather than to an
+emptier one, as long as that has as many places left as it is fuller.
+
 After a switch of policy the microbatches of the old one are renewed: the emptiest takes nothing more and is
 opened anew when its last request has left; so do the next ones, as long as the others have places for all who
 wait. Who waits is seated in those of the new policy first.
@@ -59,6 +63,10 @@ class OpenPlace(Protocol):
     def is_old(self) -> bool:
         """True if it is to be opened anew: another policy or other plans are in force since."""
 
+    @property
+    def is_idle(self) -> bool:
+        """True if it has no requests and is kept for what it holds."""
+
 
 P = TypeVar("P", bound=OpenPlace)
 
@@ -99,13 +107,45 @@ def _taking(places: Sequence[P], num_waiting: int) -> list[P]:
     return taking
 
 
+def _is_near(place: OpenPlace, emptiest: OpenPlace) -> bool:
+    """Is it not much fuller than the emptiest?"""
+    fuller = place.content.num_used - emptiest.content.num_used
+    return place.is_old == emptiest.is_old and fuller <= place.content.num_free
+
+
 def choose(
-    places: Sequence[P], width: int, can_open: bool, num_waiting: int, slowdown: Callable[[int], float]
+    places: Sequence[P],
+    width: int,
+    can_open: bool,
+    num_waiting: int,
+    slowdown: Callable[[int], float],
+    overlap: Callable[[P], int] = lambda place: 0,
 ) -> P | bool:
     """The open microbatch that takes the next request; True: one must be opened for it; False: it waits.
 
-    `places` in the order in which they were opened; the next request is among those that wait.
+    `places` in the order in which they were opened; the next request is among those that wait. `overlap` says
+    how much of it a microbatch holds already.
     """
+    idle = [place for place in places if place.is_idle]
+    found = _choose(
+        [place for place in places if not place.is_idle],
+        width,
+        can_open or bool(idle),
+        num_waiting,
+        slowdown,
+        overlap,
+    )
+    return max(idle, key=overlap) if idle and found is True else found
+
+
+def _choose(
+    places: Sequence[P],
+    width: int,
+    can_open: bool,
+    num_waiting: int,
+    slowdown: Callable[[int], float],
+    overlap: Callable[[P], int],
+) -> P | bool:
     taking = _taking(places, num_waiting)
     first, others = taking[:width], taking[width:]
     if can_open and len(first) < width:
@@ -113,7 +153,9 @@ def choose(
         return next((place for place in first if not place.content.num_used), True)
     ready = [place for place in first if place.content.takes]
     if ready:
-        return min(ready, key=lambda place: (place.is_old, place.content.num_used))
+        emptiest = min(ready, key=lambda place: (place.is_old, place.content.num_used))
+        near = [place for place in ready if _is_near(place, emptiest)]
+        return max(near, key=lambda place: (overlap(place), place is emptiest)) if len(near) > 1 else emptiest
     num_free = sum(place.content.num_free for place in first)
     for place in others:
         if num_waiting <= num_free:

@@ -206,6 +206,15 @@ class _One:
         return False
 
     @property
+    def is_kept(self) -> bool:
+        """A request begins with state of its own."""
+        return False
+
+    def overlap(self, request: int) -> int:
+        """It has nothing of another."""
+        return 0
+
+    @property
     def can_move(self) -> bool:
         """It would begin from its first run."""
         return False
@@ -228,7 +237,7 @@ class _One:
         """As its first run finds it."""
         return None if self._run.is_timed else self._request.state()
 
-    def next_step(self, num_waiting: int) -> StepCall | None:
+    def next_step(self) -> StepCall | None:
         """The next run of its steps."""
         if self._held is None:
             return None

@@ -48,6 +48,14 @@ class FairQueue(Generic[T]):
         with self._lock:
             self._returned.append(item)
 
+    def peek(self) -> T | None:
+        """The one that `pop` gives next."""
+        with self._lock:
+            if self._returned:
+                return self._returned[0]
+            items = next(iter(self._by_client.values()), None)
+            return None if items is None else items[0]
+
     def pop(self) -> T | None:
         """The next one; its client's turn comes again after all others'."""
         with self._lock:

@@ -9,10 +9,12 @@ Round and round: seat who waits (`admission`), start the next step of every micr
 comes next is its `Content`'s to say: the scheduler knows nothing of prompts, rows or tokens.
 
 A microbatch is opened on a lane of the policy in force (`stepper.lanes`) when a request needs one, and closed
-when its content has no next step. A switch of policy, new plans and a device that is back renew microbatches
-one after another. Where requests can read again what they have, those of an old one go to new ones as soon as
-there are places for all of them: a prompt is read in the time of some decodes, while an old microbatch that
-ends by itself shares the devices with the new ones until its longest answer is whole. No state moves.
+when its content has no next step, unless the content is worth keeping (`is_kept`): then it stays open, idle,
+until a request comes or it is renewed. A switch of policy, new plans and a device that is back renew
+microbatches one after another. Where requests can read again what they have, those of an old one go to new
+ones as soon as there are places for all of them: a prompt is read in the time of some decodes, while an old
+microbatch that ends by itself shares the devices with the new ones until its longest answer is whole. No
+state moves.
 
 A lost device takes its microbatches with it. Their requests go ahead of the queue and start anew from what
 they have, on any lane that is open; a request that lost its devices `max_retries` times fails at the next
@@ -42,6 +44,13 @@ class Content(Occupancy, Protocol[R]):
     """The requests of one open microbatch. It is opened for one request, which is added before any step."""
 
     @property
+    def is_kept(self) -> bool:
+        """True if it is worth keeping open without requests, for what it holds."""
+
+    def overlap(self, request: R) -> int:
+        """How much of a request it holds already, in tokens."""
+
+    @property
     def can_move(self) -> bool:
         """True if its requests can start anew elsewhere at little cost, from what they have."""
 
@@ -51,8 +60,8 @@ class Content(Occupancy, Protocol[R]):
     def state(self) -> Tensors | None:
         """What its state is when it is opened, asked once, after the first request was added; None: zeros."""
 
-    def next_step(self, num_waiting: int) -> StepCall | None:
-        """What it runs next, while so many requests wait; None: nothing, it is closed."""
+    def next_step(self) -> StepCall | None:
+        """What it runs next; None: nothing, it has no requests."""
 
     def end(self, done: StepDone) -> Sequence[R]:
         """The step that it named last has ended; the requests that leave by it."""
@@ -79,6 +88,8 @@ class Microbatch(Generic[R]):
     # What it runs, or will when its turn comes.
     call: StepCall | None = None
     is_running: bool = False
+    # True if it has no requests and is kept for what it holds.
+    is_idle: bool = False
 
 
 class Watcher(Generic[R]):
@@ -168,8 +179,8 @@ class Scheduler(Generic[R]):
 
     @property
     def is_idle(self) -> bool:
-        """True if nobody waits and nothing is open."""
-        return not self.microbatches and not self.queue
+        """True if nobody waits and nothing is open but what is kept."""
+        return not self.queue and all(m.is_idle for m in self.microbatches.values())
 
     def push(self, request: R, client: str = "") -> None:
         """Takes a request; ServiceBusy if too many wait. Who pushes from another thread wakes the stepper."""
@@ -194,6 +205,12 @@ class Scheduler(Generic[R]):
         self.policy = names.index(name) if name in names else 0
         self._renew()
         self._judge()
+
+    def close_idle(self) -> None:
+        """Closes what is kept open for what it holds."""
+        for microbatch in self.microbatches.values():
+            microbatch.is_old |= microbatch.is_idle
+        self._close_old()
 
     def round(self, timeout_s: float | None) -> Event | None:
         """Seats, starts, waits and settles; what happened, or None after the timeout or a wake.
@@ -258,7 +275,12 @@ class Scheduler(Generic[R]):
 
     def _seat_next(self) -> bool:
         places = tuple(self.microbatches.values())
-        found = choose(places, self._width, len(places) < self._depth, len(self.queue), self._slowdown)
+        can_open, wanted = len(places) < self._depth, self.queue.peek()
+
+        def overlap(place: Microbatch[R]) -> int:
+            return 0 if wanted is None else place.content.overlap(wanted)
+
+        found = choose(places, self._width, can_open, len(self.queue), self._slowdown, overlap)
         if found is False:
             return False
         lane = None
@@ -276,6 +298,9 @@ class Scheduler(Generic[R]):
         else:
             assert not isinstance(found, bool)
             found.content.add(request)
+            if found.is_idle:
+                found.is_idle = False
+                self._ready.append(found)
             self._watcher.seated(request, found)
         return True
 
@@ -311,10 +336,12 @@ class Scheduler(Generic[R]):
         if microbatch.is_old and microbatch.content.can_move and self._has_places(microbatch):
             self._move(microbatch)
             return
-        call = microbatch.content.next_step(len(self.queue))
+        call = microbatch.content.next_step()
         if call is None:
-            self.stepper.close(microbatch.number)
-            self._close(microbatch)
+            microbatch.is_idle = microbatch.content.is_kept and not microbatch.is_old
+            if not microbatch.is_idle:
+                self.stepper.close(microbatch.number)
+                self._close(microbatch)
             return
         microbatch.call = call
         if self._turns is not None:
@@ -382,7 +409,14 @@ class Scheduler(Generic[R]):
         self._measure()
         for microbatch in self.microbatches.values():
             microbatch.is_old = microbatch.plan is not self.plan
+        self._close_old()
         self._may_seat = True
+
+    def _close_old(self) -> None:
+        """Of those that are renewed now, the idle ones have nobody to wait for."""
+        for microbatch in [m for m in self.microbatches.values() if m.is_idle and m.is_old]:
+            self.stepper.close(microbatch.number)
+            self._close(microbatch)
 
     # Devices that come and go.
 
@@ -417,6 +451,7 @@ class Scheduler(Generic[R]):
         for microbatch in self.microbatches.values():
             # What was opened without it is spread over all devices again, one by one.
             microbatch.is_old |= event.device in microbatch.without
+        self._close_old()
         self._judge()
         self._watcher.back(event)
 

@@ -94,4 +94,4 @@ class WorkUnit:
     @property
     def is_served(self) -> bool:
         """True if a service runs its steps in any order: then state has one home in all of them."""
-        return any(g.trace.step.kind == "insert" for g in self.graphs)
+        return any(g.trace.step.kind == "tokens" for g in self.graphs)

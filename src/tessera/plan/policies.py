@@ -15,6 +15,8 @@ throughput, latency        kernel-level, see those modules
 quick                      the coarse policies and one kernel-level optimum, for those who ask often
 cost, energy               throughput on the devices worth having on, see `objectives`
 
+A served unit has no phases: its steps read prompts and answers together, over pages that do not move.
+
 A node that a coarse policy would tear apart (launches that share state, immovable launches) goes where
 most of its work would go; strict prefill-decode does not apply then.
 """
@@ -284,14 +286,13 @@ def _vote(problem: Problem, marks: Sequence[Ints], num: int) -> Ints:
 def _phase_columns(problem: Problem) -> dict[tuple[int, int], Column] | None:
     """(device of prefill, device of decode) -> column; None without both phases."""
     kinds = [g.trace.step.kind for g in problem.unit.graphs]
-    if not {"prefill", "chunk"} & set(kinds) or "decode" not in kinds or problem.num_devices < 2:
+    if "prefill" not in kinds or "decode" not in kinds or problem.num_devices < 2:
         return None
     is_decode = np.zeros(problem.num_nodes, dtype=np.bool_)
     is_other = np.zeros(problem.num_nodes, dtype=np.bool_)
     for kind, nodes in zip(kinds, problem.node_of, strict=True):
         (is_decode if kind == "decode" else is_other)[nodes] = True
-    # In a served unit an insert writes where the decode is; else nodes of both phases cannot be parted.
-    if (is_decode & is_other).any() and not problem.unit.is_served:
+    if (is_decode & is_other).any():  # nodes of both phases cannot be parted
         return None
     pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices)]
     return {(a, b): problem.column(np.where(is_decode, b, a)) for a, b in pairs}

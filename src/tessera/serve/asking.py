@@ -32,9 +32,9 @@ class AskBatch:
 
 async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     """The asks of a request; ApiError or AskError if this model cannot answer them."""
-    prompts, picture = draft.prompts, None
+    prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
     if draft.urls:
-        prompt, picture = await _seen(draft, endpoint)
+        prompt, pictures = await _seen(draft, endpoint)
         prompts = (prompt,)
     most = _max_tokens(draft, endpoint, prompts)
     grammar = await _grammar(draft, endpoint) if draft.grammar else None
@@ -52,7 +52,7 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
             draft.ignores_end,
             draft.min_tokens,
             client,
-            picture,
+            pictures,
             grammar,
         )
         for prompt in prompts
@@ -61,12 +61,12 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     return AskBatch(asks, draft)
 
 
-async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], PromptPicture]:
-    """The prompt with the tokens of its picture."""
+async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
+    """The prompt with the tokens of its pictures."""
     assert endpoint.eyes is not None, "only a model that sees is sent pictures"
-    patches = await asyncio.to_thread(endpoint.eyes.look, draft.urls[0])
-    prompt, picture = endpoint.eyes.placed(draft.prompts[0], patches)
-    return tuple(prompt), picture
+    patches = [await asyncio.to_thread(endpoint.eyes.look, url) for url in draft.urls]
+    prompt, pictures = endpoint.eyes.placed(draft.prompts[0], patches)
+    return tuple(prompt), pictures
 
 
 async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:

@@ -1,6 +1,6 @@
 """Delivery: from what a step gave to what readers get, and the one end of every request.
 
-In two halves, so that the next step can start between them: `settle` chooses tokens and frees the rows of
+In two halves, so that the next step can start between them: `settle` chooses tokens and frees the pages of
 answers that they end, `deliver` makes text of them and wakes the readers. What the devices would wait for
 belongs into the second.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from tessera.execute.stepper import StepDone
 from tessera.serve.answer import WakeUps
 from tessera.serve.meters import Meters, Observer
-from tessera.serve.records import Finish, Reason, StepKind, Token
-from tessera.serve.rows import ActiveRequest, RowBatch
+from tessera.serve.records import Finish, Reason, Token
 from tessera.serve.sampling import choose
+from tessera.serve.sequences import ActiveRequest, Due, SequenceBatch
 
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
 
@@ -29,11 +29,10 @@ class Delivery:
         self._gaps: list[float] = []
         self._wake_ups = WakeUps()
 
-    def settle(
-        self, rows: RowBatch, done: StepDone, kind: StepKind, due: Sequence[tuple[int, ActiveRequest]]
-    ) -> Sequence[ActiveRequest]:
-        """Chooses tokens, and frees the rows of answers that end by them; gives whose."""
-        self._observer.stepped(kind, done.seconds, len(due))
+    def settle(self, batch: SequenceBatch, done: StepDone, looked_at: Due) -> Sequence[ActiveRequest]:
+        """Chooses tokens, and frees the pages of answers that end by them; gives whose."""
+        due = [(row, request) for row, request in looked_at if not _noted(batch, done, row, request)]
+        self._observer.stepped(batch.kind_of(done.step), done.seconds, len(due))
         if not due:
             return ()
         now, left = time.monotonic(), []
@@ -53,7 +52,7 @@ class Delivery:
             request.add(number)
             reason = self._reason(request, number)
             if reason is not None:
-                rows.leave(request)
+                batch.leave(request)
                 left.append(request)
             self._due.append((request, chosen, reason))
         self._meters.output_tokens += len(due)
@@ -95,12 +94,14 @@ class Delivery:
     def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
         """The one end of every request."""
         request.is_over = True
-        if request.rows is not None:
-            request.rows.leave(request)
+        if request.batch is not None:
+            request.batch.leave(request)
         rest = request.rest_of_text()
         if rest:
             request.buffer.put(rest, None)
-        finish = Finish(reason, len(request.ask.prompt), request.num_out, message)
+        finish = Finish(
+            reason, len(request.ask.prompt), request.num_out, message, tuple(request.prompt_notes)
+        )
         request.buffer.finish(finish)
         self._wake_ups.add(request.buffer)
         self._meters.finished[reason] += 1
@@ -108,7 +109,20 @@ class Delivery:
         self._on_finish()
 
 
-def _chosen(done: StepDone, due: Sequence[tuple[int, ActiveRequest]]) -> Sequence[Token | int | None]:
+def _noted(batch: SequenceBatch, done: StepDone, row: int, request: ActiveRequest) -> bool:
+    """Takes down the logprobs of a prompt's next token, where they are wanted; False if a token is due."""
+    if request.wants_prompt:
+        at, num = batch.num_read(request), request.ask.prompt_logprobs or 0
+        if at == len(request.prompt_notes) + 1:
+            logs = done.outputs["logits"][row].float().log_softmax(-1)
+            values, tokens = logs.topk(num)
+            top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+            number = request.ask.prompt[at]
+            request.prompt_notes.append(Token(number, float(logs[number]), top))
+    return batch.num_read(request) < len(request.sequence)
+
+
+def _chosen(done: StepDone, due: Due) -> Sequence[Token | int | None]:
     """A number where the model's own choice is all that is wanted, which is quicker than a token."""
     greedy: list[int] = done.outputs["next_tokens"].tolist()
     picks = [request.pick for _, request in due]

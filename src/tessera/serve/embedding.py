@@ -299,8 +299,6 @@ class EmbeddingService:
             links=(),
             running=self._running,
             waiting=len(self._waiting),
-            rows_used=self._running,
-            rows=MAX_ROWS,
             prompt_tokens=self._tokens,
             finished=dict(self._finished),
         )

@@ -2,7 +2,7 @@
 
 Round and round: do what other threads asked for, let the scheduler start what can start, hand out what the
 last step gave, let it wait for the next thing to happen. A step is started before the text of the one before
-is made, so that the devices work meanwhile; a stop string therefore frees its row one step late, and what
+is made, so that the devices work meanwhile; a stop string therefore frees its pages one step late, and what
 that step gave is dropped.
 
 A request whose device was lost starts anew from its prompt and the tokens given so far, with its generators
@@ -25,13 +25,13 @@ from tessera.serve.delivery import Delivery
 from tessera.serve.keeper import Keeper, Planner
 from tessera.serve.meters import LOOK_S, Meters, Observer
 from tessera.serve.records import Shape
-from tessera.serve.rows import ActiveRequest, RowBatch, Steps
+from tessera.serve.sequences import ActiveRequest, SequenceBatch, Steps
 from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 
 
-# Requests that may wait for a row, where nobody says.
+# Requests that may wait, where nobody says.
 MAX_WAITING = 1024
 # Starts of a request after its first. Devices may be lost together, one loss told after the other.
 MAX_RETRIES = 3
@@ -53,6 +53,7 @@ class Engine(Watcher[ActiveRequest]):
         observer: Observer | None = None,
         *,
         sight: Sight | None = None,
+        prefix_caching: bool = True,
         planner: Planner | None = None,
         note: Callable[[DecisionKind, str], None] = lambda kind, text: None,
     ) -> None:
@@ -62,8 +63,9 @@ class Engine(Watcher[ActiveRequest]):
         self._out = Delivery(end, self.meters, self._observer, self._note_end)
         steps = Steps.of(stepper.plans[0])
 
-        def make(number: int, lane: LoadedLane) -> RowBatch:
-            return RowBatch(number, shape, steps, self._out.settle, sight)
+        def make(number: int, lane: LoadedLane) -> SequenceBatch:
+            settle, counts = self._out.settle, self.meters.pages
+            return SequenceBatch(number, shape, steps, settle, counts, sight, prefix_caching)
 
         config = SchedulerConfig(max_waiting, shape.slots, shape.rows, MAX_RETRIES)
         self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, config, self)
@@ -124,6 +126,8 @@ class Engine(Watcher[ActiveRequest]):
             while not self._is_over():
                 self.step()
             why = self.failure or STOPPED
+            if not self.failure:
+                self.scheduler.close_idle()
         finally:
             self._end_all(why)
 
@@ -194,12 +198,12 @@ class Engine(Watcher[ActiveRequest]):
 
     def retried(self, request: ActiveRequest, lost: DeviceLost) -> None:
         """It waits again."""
-        request.rows = None
+        request.batch = None
         self.meters.retried += 1
 
     def moved(self, request: ActiveRequest) -> None:
         """It waits again, for a place under the policy in force."""
-        request.rows = None
+        request.batch = None
 
     def lost(self, lost: DeviceLost) -> None:
         """What its steps gave is handed out before they start anew."""

@@ -1,16 +1,16 @@
 """prepare_on_gpus: `planning.prepare` for GPUs of this machine, each with a worker process of its own.
 
-Chunks and decodes are captured from compiled code, so that they run at its speed; an insert only copies, and
-is captured as it stands. Launches are measured on real cards and parts of one; on stretched devices they are
-priced by the cost model, and the run has a time scale (see `execute.cuda.stretch`): what is measured there is
-modelled time, stretched by that scale. The plan for throughput is rehearsed against simpler ones, and the
-best of them is served by; see `rehearse`.
+Steps are captured from compiled code, so that they run at its speed. Launches are measured on real cards and
+parts of one; on stretched devices they are priced by the cost model, and the run has a time scale (see
+`execute.cuda.stretch`): what is measured there is modelled time, stretched by that scale. The plan for
+throughput is rehearsed against simpler ones, and the best of them is served by; see `rehearse`.
 
 A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make;
 workers of the same card are handed that very memory. Not handled: GPUs beside CPUs, and real cards beside
 stretched ones.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -37,7 +37,9 @@ from tessera.serve.rehearse import best_served
 from tessera.serve.steps import ServedModel, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
-RIVALS = ("single-placement", "data-parallel", "prefill-decode", "layer-pipeline")
+RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
+# Tokens of the largest step.
+MAX_BATCH_TOKENS = 2048
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30
 PLACE = "--devices"
@@ -91,16 +93,22 @@ def prepare_on_gpus(
     advance(f"building {model}")
     slots = spec.slots
     with _made_on(card, model, spec.seed):
-        plain = spec.build(model)
-    if "encode" in plain.workloads:
+        plain = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS).build(
+            model,
+            room_bytes=[spec.memory_share * room for room in _room_bytes(cluster)],
+            pool_bytes=float("inf"),
+        )
+    if plain.encode is not None:
         raise TesseraError(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
         )
-    made = replace(plain, workloads={k: blank(on_device(w, card)) for k, w in plain.workloads.items()})
-    advance("capturing its steps")
+    made = replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
+    advance(f"capturing {len(made.workloads)} steps")
+    begun_s = time.perf_counter()
     traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
+    capture_s = time.perf_counter() - begun_s
     unit = flow.make_unit(traces, counts_of(made, spec.average))
-    still = Still(tuple(made.workloads.values()))
+    still = Still(made.workloads)
     advance("pricing its launches")
     costs = _prices(unit, cluster, made.weights(), still, kernels)
     advance("planning")
@@ -115,7 +123,18 @@ def prepare_on_gpus(
     plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
     found = footprints(plans, [ready_programs(plan) for plan in plans])
-    return Prepared(made, cluster, unit, costs, plans, found, scale, rehearsed)
+    torch.cuda.empty_cache()  # what was needed for capture and measurement is the workers'
+    return Prepared(made, cluster, unit, costs, plans, found, scale, rehearsed, capture_s)
+
+
+def _room_bytes(cluster: Cluster) -> list[float]:
+    """Memory of each device; parts of a card share what is free of it."""
+    found = []
+    for device in cluster.devices:
+        free = torch.cuda.mem_get_info(device.ordinal)[0]
+        parts = sum(other.ordinal == device.ordinal for other in cluster.devices)
+        found.append(float(min(device.memory_bytes, free / parts)))
+    return found
 
 
 def _others(
@@ -147,14 +166,15 @@ def _captured(model: ServedModel, is_compiled: bool, portable: bool) -> tuple[li
     """The steps' traces, and the compiled objects of those that were compiled."""
     traces: list[Trace] = []
     kernels: dict[int, Mapping[int, Any]] = {}
-    for step, (kind, workload) in enumerate(model.workloads.items()):
-        if kind == "insert" or not is_compiled:
+    for step, workload in enumerate(model.workloads):
+        if not is_compiled:
             with sdpa_kernel(PORTABLE):
                 traces.append(record(workload))
             continue
         recording = record_inductor(workload, triton_accesses, portable)
         traces.append(recording.trace)
         kernels[step] = recording.relaunch
+        torch.cuda.empty_cache()  # the next one has pages of its own, while it is captured
     return traces, kernels
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tessera.execute.stepper import DeviceStatus, DeviceUse
-from tessera.serve.records import Finish, StepKind
+from tessera.serve.pages import PageCounts
+from tessera.serve.records import Finish
 
 # Seconds between two looks at what the stepper counts, and over which shares and rates are shown.
 LOOK_S, WINDOW_S = 0.5, 5.0
@@ -39,8 +40,8 @@ class Observer:
     def next_tokens(self, seconds: Sequence[float]) -> None:
         """Since the token before, for every token of a step that is not an answer's first."""
 
-    def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
-        """A step ended that did something for so many requests."""
+    def stepped(self, kind: str, seconds: float, num_due: int) -> None:
+        """A step ended that gave so many tokens; its kind tells its size too."""
 
     def finished(self, finish: Finish, times: Times) -> None:
         """A request has left, for whatever reason."""
@@ -60,6 +61,7 @@ class Meters:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.retried = 0
+        self.pages = PageCounts()
         self.finished: Counter[str] = Counter()
         # Device -> how often it was lost; and how it was at the last look.
         self.losses: Counter[str] = Counter()

@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from tessera import __version__
 from tessera.ir import DecisionKind
 from tessera.serve.meters import Observer, Times
-from tessera.serve.records import Finish, Snapshot, StepKind
+from tessera.serve.records import Finish, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # vLLM's buckets, with finer ones below for small models.
@@ -76,7 +76,7 @@ class Metrics(Observer):
         for one in seconds:
             self._between.observe(one)
 
-    def stepped(self, kind: StepKind, seconds: float, rows: int) -> None:
+    def stepped(self, kind: str, seconds: float, num_due: int) -> None:
         self._step.labels(self._model, kind).observe(seconds)
 
     def finished(self, finish: Finish, times: Times) -> None:
@@ -106,18 +106,22 @@ class Metrics(Observer):
 
 
 def _families(now: Snapshot) -> list[Family]:
-    used = now.rows_used / now.rows if now.rows else 0.0
+    used = now.pages_used / now.pages if now.pages else 0.0
     devices = {(device.name,): device for device in now.devices}
     ends = ("source", "destination")
     reasons = {(word,): float(now.finished.get(reason, 0)) for reason, word in REASONS.items()}
     decided = {(kind.value,): float(now.decided.get(kind.value, 0)) for kind in DecisionKind}
     alone: list[tuple[type[Gauge] | type[Counter], str, str, float]] = [
-        (Gauge, "num_requests_running", "Requests with a row.", now.running),
+        (Gauge, "num_requests_running", "Requests in a microbatch.", now.running),
         (Gauge, "num_requests_waiting", "Requests in the queue.", now.waiting),
-        (Gauge, "kv_cache_usage_perc", "Rows in use; 1 means all.", used),
+        (Gauge, "kv_cache_usage_perc", "Pages in use; 1 means all.", used),
         (Gauge, "generation_tokens_per_s", "Over the last seconds.", now.tokens_per_s),
         (Counter, "prompt_tokens", "Tokens of prompts read.", now.prompt_tokens),
         (Counter, "generation_tokens", "Tokens generated.", now.output_tokens),
+        (Gauge, "num_pages_used", "Pages in use.", now.pages_used),
+        (Counter, "prefix_cache_queries", "Tokens of sequences that began.", now.prefix_queries),
+        (Counter, "prefix_cache_hits", "Those of them that were in pages already.", now.prefix_hits),
+        (Counter, "num_preemptions", "Sequences put aside because pages ran out.", now.preemptions),
         (Counter, "num_requests_retried", "Begun again after a lost device.", now.retried),
         (Counter, "plan_changes", "How often other plans were taken up.", now.plan_changes),
     ]

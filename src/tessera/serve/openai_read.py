@@ -9,8 +9,7 @@ unless ignoring it would change the answer: those are named in `REFUSED`, with t
 nothing. What is wrong is told with the field's name. Prompts and choices multiply: two prompts with n = 3 are
 six asks, in OpenAI's order.
 
-A message's parts are joined as they come; a mark stands for a picture until the prompt is in tokens. A
-request shows at most one picture.
+A message's parts are joined as they come; a mark stands for a picture until the prompt is in tokens.
 """
 
 import json
@@ -29,6 +28,7 @@ from tessera.serve.tools import MAX_CALLS, answer_form, calls_form
 
 # Of OpenAI: choices of one request, and alternatives of a token.
 MAX_CHOICES = 128
+MAX_PICTURES = 16
 MAX_TOP_LOGPROBS = 20
 # More stop strings than OpenAI's four; every one is looked for after every token.
 MAX_STOPS = 16
@@ -567,7 +567,7 @@ def _shown_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The conversation as templates know it, with a mark for its picture, and the picture's address."""
+    """The conversation as templates know it, with a mark for each picture, and their addresses."""
     turns: list[dict[str, Any]] = []
     urls: list[str] = []
     for number, message in enumerate(messages):
@@ -612,8 +612,9 @@ def _part(part: MessagePart, mark: str, urls: list[str]) -> str:
     if not isinstance(url, str):
         shape = '{"url": "data:image/png;base64,..."}'
         raise PydanticCustomError("invalid_value", "image_url is {shape}", {"shape": shape})
-    if urls:
-        raise PydanticCustomError("unsupported_value", "a request shows one picture at most")
+    if len(urls) == MAX_PICTURES:
+        text = f"a request shows {MAX_PICTURES} pictures at most"
+        raise PydanticCustomError("unsupported_value", "{text}", {"text": text})
     urls.append(url)
     return mark
 

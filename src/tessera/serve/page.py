@@ -16,7 +16,7 @@ from typing import Any
 
 from tessera.ir import Lane, Plan
 from tessera.plan import explain
-from tessera.serve.records import Snapshot
+from tessera.serve.records import Snapshot, step_name
 
 # Decisions that are shown, the last ones.
 NUM_DECISIONS = 20
@@ -85,7 +85,7 @@ def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]
     """Of each step of a lane: how many launches every device runs."""
     return [
         {
-            "step": graph.trace.step.kind,
+            "step": step_name(graph.trace.step),
             "runs": runs,
             "launches": {name: placed.count(i) for i, name in enumerate(names)},
         }

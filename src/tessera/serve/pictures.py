@@ -4,8 +4,8 @@ A picture comes as a data URL. Nothing is fetched: a server that opened addresse
 what they cannot. It is decoded within limits, resized to the one grid that the model was captured for (its
 proportions are not kept), and cut into patches as Qwen2-VL's own processor does.
 
-In a turn's text a mark stands for the picture. The mark's tokens are replaced by as many as the picture has;
-a client cannot write the mark.
+In a turn's text a mark stands for a picture. The mark's tokens are replaced by as many as the picture has; a
+client cannot write the mark.
 """
 
 import base64
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.models.seeing import PICTURE_TOKENS
+from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError, MissingExtra
 from tessera.serve.records import PromptPicture
 from tessera.serve.sight import GRID
@@ -48,7 +48,9 @@ class Eyes:
     def of(cls, model: ServedModel) -> "Eyes":
         """The eyes of a served model that has them."""
         _pillow()  # now, and not with the first picture
-        module: Any = model.workloads["encode"].module
+        encode = model.encode
+        assert encode is not None, "only a model that sees has eyes"
+        module: Any = encode.module
         config = module.config.vision_config
         return cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
 
@@ -73,20 +75,27 @@ class Eyes:
         cut = cut.expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
         return cut.reshape(rows * columns * self.merge**2, -1)
 
-    def placed(self, prompt: Sequence[int], patches: torch.Tensor) -> tuple[list[int], PromptPicture]:
-        """The prompt with the picture's tokens in place of its mark."""
+    def placed(
+        self, prompt: Sequence[int], patches: Sequence[torch.Tensor]
+    ) -> tuple[list[int], tuple[PromptPicture, ...]]:
+        """The prompt with the pictures' tokens in place of their marks, one after the other."""
         mark = list(MARK.encode())  # tokens are bytes: only built-in models are served with eyes
-        places = range(len(prompt) - len(mark) + 1)
-        start = next((i for i in places if list(prompt[i : i + len(mark)]) == mark), None)
-        if start is None:
-            raise AskError("the picture has no place in this conversation", place="messages")
-        whole = [*prompt[:start], *[0] * PICTURE_TOKENS, *prompt[start + len(mark) :]]
-        return whole, PromptPicture(start, patches)
+        whole, pictures, rest = list[int](), list[PromptPicture](), list(prompt)
+        for picture in patches:
+            places = range(len(rest) - len(mark) + 1)
+            start = next((i for i in places if rest[i : i + len(mark)] == mark), None)
+            if start is None:
+                raise AskError("a picture has no place in this conversation", place="messages")
+            whole += rest[:start]
+            pictures.append(PromptPicture(len(whole), picture))
+            whole += [0] * PICTURE_TOKENS
+            rest = rest[start + len(mark) :]
+        return whole + rest, tuple(pictures)
 
 
 def eyes_of(model: ServedModel) -> Eyes | None:
     """The eyes of a model that sees."""
-    return Eyes.of(model) if "encode" in model.workloads else None
+    return Eyes.of(model) if model.encode is not None else None
 
 
 def _decoded(url: str) -> Any:

@@ -2,10 +2,10 @@
 
 Only the process that workers are forked from is started, so that it has imported torch when they are wanted.
 
-The work unit of serving is what a slot does for `rows` average requests: rows x ceil(prompt / chunk) chunks,
-rows inserts and as many decodes as an answer has tokens. Without chunks, a prompt is read by decodes too; to
-a model that sees, every request brings a picture. The unit is a served one (`WorkUnit.is_served`), so every
-state has one home in all steps.
+The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
+their prompts need it, and the step that holds one token of each as often as an answer has tokens; every other
+size once. To a model that sees, every request brings a picture. The unit is a served one
+(`WorkUnit.is_served`), so every state has one home in all steps.
 
 There is a plan for every policy wanted, over the same unit and costs; on one device, where nothing is to be
 decided, there is the first one's only. Devices that keep their own time are measured, from the store where
@@ -14,6 +14,7 @@ machine's CPU need the model to fit in it.
 """
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -29,14 +30,14 @@ from tessera.execute.footprint import Footprint, check_fits, footprints, ready_p
 from tessera.execute.hub import warm_up
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
-from tessera.serve.steps import ROWS, SLOTS, ServedModel, for_cpu, served
+from tessera.serve.pages import PAGE
+from tessera.serve.records import step_name
+from tessera.serve.steps import ROWS, SLOTS, ServedModel, for_cpu, served, state_bytes
 
 # Hears one line.
 Told = Callable[[str], None]
 # Weights of a model that is computed on this machine's CPU.
 MAX_BYTES = 4 << 30
-# Share of a device's memory for weights and state; the rest is for temporaries.
-ROOM = 0.8
 POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
 # Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
 OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
@@ -57,7 +58,11 @@ class ServeSpec:
     slots: int = SLOTS
     rows: int = ROWS
     capacity: int | None = None
-    chunk: int | None = None
+    max_batch_tokens: int | None = None
+    # Of a microbatch's pages.
+    pool_tokens: int | None = None
+    # Of a device's memory, for weights and pages together; the rest is for temporaries.
+    memory_share: float = 0.9
     average: Average = Average()
     # One plan each.
     policies: tuple[Objective, ...] = POLICIES
@@ -72,7 +77,9 @@ class ServeSpec:
             slots=self.slots,
             rows=self.rows,
             capacity=self.capacity,
-            chunk=self.chunk,
+            max_batch_tokens=self.max_batch_tokens,
+            pool_tokens=self.pool_tokens,
+            expected_length=self.average.prompt + self.average.output // 2,
             seed=self.seed,
             random_weights=self.random_weights,
             **limits,
@@ -100,6 +107,20 @@ class Prepared:
     scale: float = 1.0
     # Policy -> tokens a second when served, modelled, where that was looked at.
     rehearsed: Mapping[str, float] = field(default_factory=dict)
+    # What it took to capture the steps.
+    capture_s: float = 0.0
+
+    @property
+    def summary(self) -> str:
+        """One line: its steps and its pages."""
+        shape = self.model.shape
+        sizes = ", ".join(f"{size:,}" for size in shape.sizes)
+        held = state_bytes(self.model.workloads[-1])
+        return (
+            f"steps of {sizes} tokens, captured in {self.capture_s:.1f} s; {shape.slots} x "
+            f"{shape.pool_tokens - PAGE:,} tokens in pages ({shape.slots * held / 1e9:.2f} GB), of a request "
+            f"up to {shape.max_tokens:,}"
+        )
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
@@ -112,7 +133,8 @@ class Prepared:
 
     def _planned_anew(self, cluster: Cluster, costs: tuple[Costs, ...]) -> "Prepared":
         policies = tuple(plan.objective for plan in self.plans)
-        return replace(_planned(self.model, cluster, self.unit, costs, policies), scale=self.scale)
+        made = _planned(self.model, cluster, self.unit, costs, policies)
+        return replace(made, scale=self.scale, capture_s=self.capture_s)
 
 
 def prepare(
@@ -127,11 +149,13 @@ def prepare(
     warm_up()  # beside the capture and the planning
     advance(f"building {model}")
     with blamed_for_run(model):
-        room_bytes = ROOM * min(device.memory_bytes for device in cluster.devices)
+        room_bytes = [spec.memory_share * device.memory_bytes for device in cluster.devices]
         made = spec.build(model, max_bytes=MAX_BYTES, room_bytes=room_bytes)
         for_cpu(made)
-        advance("capturing its steps")
-        traces = [record(workload) for workload in made.workloads.values()]
+        advance(f"capturing {len(made.workloads)} steps")
+        begun_s = time.perf_counter()
+        traces = [record(workload) for workload in made.workloads]
+        capture_s = time.perf_counter() - begun_s
     unit = flow.make_unit(traces, counts_of(made, spec.average))
     advance("pricing its launches")
 
@@ -141,24 +165,27 @@ def prepare(
 
     costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
     advance("planning")
-    return _planned(made, cluster, unit, costs, spec.policies)
+    return replace(_planned(made, cluster, unit, costs, spec.policies), capture_s=capture_s)
 
 
 def counts_of(model: ServedModel, average: Average) -> tuple[int, ...]:
     """How often each step runs for `rows` average requests."""
     shape = model.shape
-    if not shape.chunk:
-        return shape.rows, max(1, average.prompt + average.output - 1)
-    prompt = min(average.prompt, shape.capacity)
-    counts = shape.rows * -(-prompt // shape.chunk), shape.rows, max(1, average.output - 1)
-    return (shape.rows, *counts) if "encode" in model.workloads else counts
+    counts = dict.fromkeys(shape.sizes, 1)
+    answers = next(size for size in shape.sizes if size >= shape.rows)
+    counts[answers] = max(1, average.output - 1)
+    if shape.is_flat:
+        counts[shape.sizes[-1]] = -(-shape.rows * min(average.prompt, shape.capacity) // shape.sizes[-1])
+    else:
+        counts[answers] += average.prompt
+    return (*([shape.rows] if model.encode is not None else []), *counts.values())
 
 
 def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Told) -> Costs:
     found = {}
     for device in cluster.devices:
         if needs_measuring(device):
-            advance(f"measuring {trace.step.kind} on {device.name}")
+            advance(f"measuring {step_name(trace.step)} on {device.name}")
             timer = flow.make_timer(trace, device)
             kept = partial(Store, store, clocks=Clocks.ANY, spare=warn)
             found[device.name] = measure(trace, device, timer, kept, lambda what: None)
@@ -179,7 +206,7 @@ def _planned(
         check_fits(plans, found)
     except (PlanInfeasible, DeviceMemoryError) as error:
         shape = model.shape
-        now = f"now {shape.slots}, {shape.rows} and {shape.capacity}"
-        remedy = f"Lower --slots, --rows or --max-len ({now}), or add a device."
+        now = f"now {shape.slots}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
+        remedy = f"Lower --slots, --rows, --max-len or --max-batch-tokens ({now}), or add a device."
         raise type(error)(error.message, remedy, error.place) from error
     return Prepared(model, cluster, unit, costs, plans, found)

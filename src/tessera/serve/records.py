@@ -7,9 +7,12 @@ pieces and then one finish, always: also when it is cancelled or a device is los
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tessera.ir import Decision, Plan
+from tessera.ir import Decision, Plan, Step
+from tessera.serve.pages import PAGE
 from tessera.serve.text import Text
 
 if TYPE_CHECKING:
@@ -20,21 +23,39 @@ if TYPE_CHECKING:
     from tessera.serve.pictures import Eyes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-StepKind = Literal["encode", "chunk", "insert", "decode"]
+
+
+def step_name(step: Step) -> str:
+    """What a step does, and of how many tokens."""
+    return f"tokens-{step.context}" if step.kind == "tokens" else step.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of one served model."""
 
-    # Microbatches.
+    # Microbatches, and sequences of one of them at most.
     slots: int
-    # Rows of a microbatch, and positions of a row.
     rows: int
+    # Tokens of a prompt and its answer, at most.
     capacity: int
-    # Tokens of a chunk; 0: the model has no such step.
-    chunk: int
+    # Tokens of the steps, ascending. In one of up to `rows` tokens no sequence has more than one.
+    sizes: tuple[int, ...]
+    # Positions of a microbatch's pages, those of page 0 included, which nobody gets.
+    pool_tokens: int
     vocab_size: int
+    # False if state is kept by row: a sequence keeps its row, and reads one token a step.
+    is_flat: bool = True
+
+    @property
+    def num_page_entries(self) -> int:
+        """Length of the list that holds the page tables of a step: pages may be in several of them."""
+        return 2 * self.pool_tokens // PAGE
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a sequence, at most: those of a prompt and its answer, within the pool."""
+        return min(self.capacity, self.pool_tokens - PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +81,18 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PromptPicture:
     """A picture in a prompt: where its tokens begin, and its patches as the model reads them."""
 
     start: int
     patches: "torch.Tensor"
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of its place and what is to be seen."""
+        values = self.patches.float().numpy().tobytes()
+        return blake2b(values + self.start.to_bytes(8, "little"), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +112,12 @@ class Ask:
     min_tokens: int = 0
     # Whose it is: asks of different clients take turns in the queue.
     client: str = ""
-    # For a model that sees.
-    picture: PromptPicture | None = None
+    # For a model that sees, in the order of their places.
+    pictures: tuple[PromptPicture, ...] = ()
     # The form that the answer has; None: any.
     grammar: "Grammar | None" = None
+    # Alternatives to report for each token of the prompt after its first; None: nothing.
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +147,8 @@ class Finish:
     output_tokens: int
     # Of an error: one line, with the remedy.
     message: str = ""
+    # The prompt's tokens after its first, where their logprobs were asked for.
+    prompt: tuple[Token, ...] = ()
 
 
 Event = AnswerPiece | Finish
@@ -153,9 +184,14 @@ class Snapshot:
     links: tuple[tuple[str, str, float, int], ...]
     running: int
     waiting: int
-    # Rows with a request, of all rows: how much of the key/value budget is in use.
-    rows_used: int
-    rows: int
+    # Pages in use, of all pages.
+    pages_used: int = 0
+    pages: int = 0
+    # Tokens of sequences that began, and how many of them were in pages already.
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    # Sequences that were put aside because pages ran out.
+    preemptions: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     tokens_per_s: float = 0.0

@@ -1,7 +1,7 @@
 """rehearse: how many tokens a second a plan gives when it is served, found by serving in virtual time.
 
 A plan's own figures are those of work units that pass through its lanes one after another. A service is not
-like that: a microbatch keeps its lane while it has requests, and reads a prompt and answers by turns, so that
+like that: a microbatch keeps its lane while it has requests, and reads prompts and answers together, so that
 its devices wait for one another unless there are enough of them. So the service's own engine runs here under
 a load, over the simulator's stepper. What is counted is modelled, by the plans' costs.
 
@@ -19,7 +19,7 @@ from tessera.ir import Plan
 from tessera.serve.engine import Engine
 from tessera.serve.planning import Average
 from tessera.serve.records import Ask, Sampling, Shape
-from tessera.serve.rows import ActiveRequest
+from tessera.serve.sequences import ActiveRequest
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 
@@ -44,20 +44,19 @@ def best_served(plans: Sequence[Plan], shape: Shape, average: Average) -> tuple[
 
 
 def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Average, clients: int) -> float:
-    kinds = [graph.trace.step.kind for graph in plans[0].graphs]
+    steps = [graph.trace.step for graph in plans[0].graphs]
 
     def outputs(call: StepCall) -> Tensors:
-        rows = {"decode": shape.rows, "chunk": 1}.get(kinds[call.step], 0)
-        return {"next_tokens": torch.zeros(rows, dtype=torch.int64)} if rows else {}
+        return {"next_tokens": torch.zeros(steps[call.step].batch, dtype=torch.int64)}
 
     stepper, load, text = VirtualStepper(plans, outputs=outputs), random.Random(0), ByteText()
-    engine = Engine(stepper, shape, (), 2 * clients)
+    engine = Engine(stepper, shape, (), 2 * clients, prefix_caching=False)
     engine.scheduler.switch(number)
     waiting: list[ActiveRequest] = []
 
     def ask(tokens: int) -> None:
-        length = load.randint(max(1, average.prompt - max(shape.chunk, 1) + 1), average.prompt)
-        prompt = (0,) * min(length, shape.capacity - tokens)
+        length = load.randint(max(1, average.prompt // 2), average.prompt + average.prompt // 2)
+        prompt = (0,) * max(1, min(length, shape.max_tokens - tokens))
         request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), text.reader(), ())
         waiting.append(request)
         engine.submit(request)

@@ -26,9 +26,10 @@ from tessera.serve.answer import Answer
 from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.keeper import Planner, capabilities_of
 from tessera.serve.meters import Observer
+from tessera.serve.pages import PAGE
 from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
-from tessera.serve.rows import ActiveRequest
-from tessera.serve.sampling import check_sampling
+from tessera.serve.sampling import MAX_LOGPROBS, check_sampling
+from tessera.serve.sequences import ActiveRequest, SequenceBatch
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
@@ -48,6 +49,8 @@ class ServiceConfig:
     # A policy's name; "auto": as the monitor says, where there are several and it is known what they can do.
     policy: str = AUTO
     max_waiting: int = MAX_WAITING
+    # False: what sequences have in common is read anew for each of them.
+    prefix_caching: bool = True
 
 
 DEFAULT = ServiceConfig()
@@ -92,6 +95,7 @@ class Service:
             config.max_waiting,
             observer,
             sight=sight,
+            prefix_caching=config.prefix_caching,
             planner=planner,
             note=self._note,
         )
@@ -220,10 +224,10 @@ class Service:
         if ask.max_tokens < 1:
             raise AskError(f"{ask.max_tokens} tokens are no answer", "Ask for at least 1.", "max_tokens")
         total = len(ask.prompt) + ask.max_tokens
-        if total > shape.capacity:
+        if total > shape.max_tokens:
             message = f"{len(ask.prompt)} tokens of prompt and {ask.max_tokens} of answer are {total}"
-            remedy = f"This service has room for {shape.capacity}."
-            raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < shape.capacity else "prompt")
+            remedy = f"This service has room for {shape.max_tokens}."
+            raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < shape.max_tokens else "prompt")
         if not 0 <= min(ask.prompt) <= max(ask.prompt) < shape.vocab_size:
             raise AskError("a token is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", "prompt")
         if ask.stop_tokens and not 0 <= min(ask.stop_tokens) <= max(ask.stop_tokens) < shape.vocab_size:
@@ -234,22 +238,29 @@ class Service:
         if not 0 <= ask.min_tokens <= ask.max_tokens:
             message = f"at least {ask.min_tokens} and at most {ask.max_tokens} tokens"
             raise AskError(message, "Use 0 up to max_tokens.", "min_tokens")
+        if ask.prompt_logprobs is not None and not 0 <= ask.prompt_logprobs <= MAX_LOGPROBS:
+            message = f"{ask.prompt_logprobs} alternatives"
+            raise AskError(message, f"Use 0 to {MAX_LOGPROBS}.", "prompt_logprobs")
         check_sampling(ask.sampling, shape.vocab_size)
 
     def snapshot(self) -> Snapshot:
         """What the service is doing now; from any thread."""
         scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape
-        used = sum(microbatch.content.num_used for microbatch in list(scheduler.microbatches.values()))
+        contents = [microbatch.content for microbatch in list(scheduler.microbatches.values())]
+        pools = [content.pool for content in contents if isinstance(content, SequenceBatch)]
         return Snapshot(
             model=self.model,
             policy=scheduler.plan.policy,
             policies=self._policies(),
             devices=self._devices(),
             links=tuple(meters.moved(self._bytes_per_s())),
-            running=used,
+            running=sum(content.num_used for content in contents),
             waiting=len(scheduler.queue),
-            rows_used=used,
-            rows=shape.slots * shape.rows,
+            pages_used=sum(pool.num_used for pool in pools),
+            pages=shape.slots * (shape.pool_tokens // PAGE - 1),
+            prefix_queries=meters.pages.queries,
+            prefix_hits=meters.pages.hits,
+            preemptions=meters.pages.preemptions,
             prompt_tokens=meters.prompt_tokens,
             output_tokens=meters.output_tokens,
             tokens_per_s=meters.tokens_per_s,

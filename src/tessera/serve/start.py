@@ -40,6 +40,8 @@ class ServeOptions:
     # How workers pass bytes on; see `execute.transport`.
     transport: str = "auto"
     max_waiting: int = 1024
+    # False: what sequences have in common is read anew for each of them.
+    prefix_caching: bool = True
     keys: tuple[str, ...] = ()
     # True if it listens on this machine only.
     is_local: bool = True
@@ -53,6 +55,8 @@ class RunningService:
     name: str
     service: Service
     app: "FastAPI"
+    # One line: its steps and its pages.
+    summary: str
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def started(
             shape,
             text,
             model=name,
-            config=ServiceConfig(max_waiting=options.max_waiting),
+            config=ServiceConfig(max_waiting=options.max_waiting, prefix_caching=options.prefix_caching),
             observer=metrics,
             sight=sight_of(made),
             planner=PreparedPlanner(prepared),
@@ -102,7 +106,7 @@ def started(
             name,
             service,
             text,
-            shape.capacity,
+            shape.max_tokens,
             shape.vocab_size,
             created,
             lambda: local.stepper.plans,
@@ -113,7 +117,7 @@ def started(
             app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
             with closing(app.state.reading) as reading:
                 reading.start()
-                yield RunningService(name, service, app)
+                yield RunningService(name, service, app, prepared.summary)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,17 @@
 """Served: a model as the steps that serving runs, over one set of weights, with the shape they have.
 
-A causal language model has chunk, insert and decode; a recurrent one insert and decode; a vision-language one
-encode besides (`rows` says what they do). Other models are not served by steps and are refused here; so are
-folders of vision-language models: their templates say where a picture stands in words of their own.
+A language model has one kind of step, some tokens of some sequences (`capture.models.paged`), in a few sizes
+over the same pages; a vision-language one has encode besides. Other models are not served by steps and are
+refused here; so are folders of vision-language models: their templates say where a picture stands in words of
+their own.
+
+Sizes are few, because each one is captured, planned and made a graph of its own: up to `rows` tokens for
+steps of answers alone, and from there to the largest for those that read prompts too, each four times the one
+below.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +21,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
-from tessera.capture.models.seeing import PICTURE_TOKENS
+from tessera.capture.models.paged import FLAT, layout_of
+from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
 from tessera.execute.stepper import Tensors
 from tessera.ir import Step
-from tessera.serve.records import Shape, StepKind
+from tessera.serve.pages import PAGE, pages_for
+from tessera.serve.records import Shape
 
 # What is served where nobody says otherwise.
-SLOTS, ROWS, CAPACITY, CHUNK = 2, 8, 1024, 64
-# Rows are made no shorter than this to fit.
-MIN_CAPACITY = 64
+SLOTS, ROWS = 2, 8
+# Tokens of the largest step, of a model that computes on a CPU.
+MAX_BATCH_TOKENS = 128
+# Tokens of a prompt and its answer, of a model that has no limit of its own.
+CAPACITY = 32_768
+# Of steps: each one is so many times the one below, but none is smaller; of those that read prompts, too.
+RATIO = 4
+MIN_SIZE, MIN_PART_SIZE = 8, 32
+# Bytes of a microbatch's pages on devices that compute on this machine's CPU, where nobody says otherwise.
+POOL_BYTES = 128 << 20
 # A step that takes longer than this will never end.
 STEP_TIMEOUT_S = 60.0
 
@@ -36,16 +51,21 @@ class ServedModel:
 
     model: str
     shape: Shape
-    workloads: Mapping[StepKind, Workload]
+    # In the order of sizes; before them, of a model that sees, encode.
+    workloads: tuple[Workload, ...]
+
+    @property
+    def encode(self) -> Workload | None:
+        """Of a model that sees."""
+        return next((w for w in self.workloads if w.step.kind == "encode"), None)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Of all steps."""
-        return self.workloads["decode"].weights()
+        return self.workloads[-1].weights()
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state of one microbatch before anything ran: zeros."""
-        made = (w.make_state(0) for w in self.workloads.values())
-        return {name: torch.zeros_like(tensor) for state in made for name, tensor in state.items()}
+        return {name: torch.zeros_like(t) for name, t in self.workloads[-1].make_state(0).items()}
 
 
 def served(
@@ -54,20 +74,25 @@ def served(
     slots: int = SLOTS,
     rows: int = ROWS,
     capacity: int | None = None,
-    chunk: int | None = None,
+    max_batch_tokens: int | None = None,
+    pool_tokens: int | None = None,
+    expected_length: int = 128,
     seed: int = 0,
     random_weights: bool = False,
     max_bytes: int | None = None,
-    room_bytes: float | None = None,
+    room_bytes: Sequence[float] = (),
+    pool_bytes: float | None = None,
 ) -> ServedModel:
     """Builds a model (a built-in name or a checkpoint folder) for serving; None: a size that suits it.
 
-    A model with more than `max_bytes` of weights is refused before it is built. Rows that nobody gave a
-    length are as long as `room_bytes`, of weights and of the state of all slots, leave it.
+    A model with more than `max_bytes` of weights is refused before it is built. Where nobody says how many
+    tokens the pages of a microbatch hold, those of all take what `room_bytes` of the devices leave beside the
+    weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory. Steps are
+    priced for sequences of `expected_length`.
     """
-    if min(slots, rows, capacity or 1) < 1 or (chunk is not None and chunk < 0):
+    if min(slots, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
         raise CaptureError(
-            f"slots {slots}, rows {rows}, length {capacity} and chunk {chunk} make no service",
+            f"slots {slots}, rows {rows}, length {capacity} and steps of {max_batch_tokens} make no service",
             "Use at least 1 of each.",
         )
     if model in known_models() and model not in servable_models():
@@ -75,31 +100,102 @@ def served(
     place = place_of(model)
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
-    size = capacity or CAPACITY
-    # The model once, for the smallest of steps: how long its rows may be is known from its configuration.
-    first = build(Step(place, "decode", rows, 1, seed, 0, random_weights))
+    # The model once, for the smallest of steps: how its state is kept is known from its configuration.
+    first = build(Step(place, "tokens", 1, 1, seed, 2 * PAGE, random_weights))
     config: Any = getattr(first.module, "config", None)
-    kinds = _kinds(config, model)
+    sees = _sees(config, model)
     config = config.get_text_config()
+    is_flat = layout_of(first.module).kind == FLAT
     most = getattr(config, "max_position_embeddings", None)
-    if capacity is None and most is not None:
-        size = min(size, most)
-    if capacity is None and room_bytes is not None:
-        size = _fitting(first, Step(place, "insert", rows, size, seed, 0, random_weights), room_bytes, slots)
-    width = 0 if "chunk" not in kinds else min(chunk or CHUNK, size)
-    steps: dict[StepKind, Step] = {
-        "encode": Step(place, "encode", 1, PICTURE_TOKENS, seed, 0, random_weights),
-        "chunk": Step(place, "chunk", 1, width, seed, size - width, random_weights),
-        "insert": Step(place, "insert", rows, size, seed, 0, random_weights),
-        "decode": Step(place, "decode", rows, size, seed, 0, random_weights),
-    }
-    workloads = {kind: another(first, steps[kind]) for kind in kinds}
-    return ServedModel(model, Shape(slots, rows, size, width, config.vocab_size), workloads)
+    if capacity is not None and most is not None and capacity > most:
+        message = f"a length of {capacity} is beyond the {most} positions of {model}"
+        raise CaptureError(message, f"Use at most {most}.")
+    size = capacity or most or CAPACITY
+    sizes = sizes_of(rows, max_batch_tokens or MAX_BATCH_TOKENS, is_flat)
+    if pool_tokens is None:
+        if pool_bytes is None:
+            pool_bytes = min(POOL_BYTES, _machine_bytes() / 4 / slots)
+        each, fixed = _bytes_of_state(first, rows)
+        room = min(pool_bytes, _room(first, room_bytes) / slots - fixed)
+        pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
+    steps = [Step(place, "encode", 1, PICTURE_TOKENS, seed, 0, random_weights)] if sees else []
+    pool_tokens = PAGE * pages_for(pool_tokens)
+    steps += [
+        Step(
+            place,
+            "tokens",
+            min(x, rows),
+            x,
+            seed,
+            pool_tokens,
+            random_weights,
+            rows=rows,
+            length=min(expected_length, size),
+        )
+        for x in sizes
+    ]
+    shape = Shape(slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat)
+    return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+
+
+def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool) -> tuple[int, ...]:
+    """Tokens of the steps, ascending: some up to `rows`, and where prompts are read in parts some above."""
+    sizes = [rows]
+    while sizes[0] // RATIO >= MIN_SIZE:
+        sizes.insert(0, _power(sizes[0] // RATIO))
+    larger: list[int] = []
+    size = max(max_batch_tokens, 2 * rows)
+    while is_flat and size > rows and (not larger or size >= MIN_PART_SIZE):
+        larger.insert(0, size)
+        size = _power(size // RATIO)
+    return (*sizes, *larger)
+
+
+def _power(size: int) -> int:
+    """The largest power of two that is no larger."""
+    return 1 << (size.bit_length() - 1) if size else 0
+
+
+def _pool_tokens(fitting: float, rows: int, size: int, asked: int | None) -> int:
+    """Tokens of a microbatch's pages: what memory is left for, but no more than all sequences can have."""
+    most = rows * PAGE * pages_for(size) + PAGE
+    # Who asks for a length gets it; whether that fits, the planner says.
+    least = PAGE * pages_for(min(size, asked or PAGE)) + PAGE
+    return int(max(least, min(most, fitting // PAGE * PAGE)))
+
+
+def _room(first: Workload, room_bytes: Sequence[float]) -> float:
+    """Bytes for state: what is left beside all weights on any device; or, divided, half of an even share."""
+    if not room_bytes:
+        return float("inf")
+    weights = sum(tensor.nbytes for tensor in first.weights().values())
+    return max(min(room_bytes) - weights, (sum(room_bytes) - weights) / (2 * len(room_bytes)))
+
+
+def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
+    """Of one token in pages, and of what a microbatch has besides."""
+    sizes = []
+    for pages in (2, 4):
+        step = replace(first.step, batch=rows, context=rows, reserve=pages * PAGE)
+        sizes.append(state_bytes(another(first, step)))
+    each = (sizes[1] - sizes[0]) / (2 * PAGE)
+    return each, int(sizes[0] - 2 * PAGE * each)
+
+
+def state_bytes(workload: Workload) -> int:
+    """Of one microbatch, without making them."""
+    with torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
+        return sum(tensor.nbytes for tensor in workload.make_state(0).values())
+
+
+def _machine_bytes() -> int:
+    """Memory of this machine that is not in use."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def reference(model: ServedModel, num_threads: int | None = None) -> ReferenceStepper:
     """The model's own code as a stepper: what answers of every placement are compared with."""
-    workloads = list(model.workloads.values())
+    workloads = model.workloads
     names = [(set(w.make_inputs(0)), set(w.make_state(0))) for w in workloads]
 
     def run(step: int, inputs: Tensors, state: dict[str, Any]) -> Tensors:
@@ -117,25 +213,12 @@ def for_cpu(model: ServedModel) -> ServedModel:
     They are stored transposed, so that the products of a few rows read them along memory. Weights that are
     also looked up row by row stay as they are.
     """
-    modules = list(model.workloads["decode"].module.modules())
+    modules = list(model.workloads[-1].module.modules())
     looked_up = {m.weight.data_ptr() for m in modules if isinstance(m, torch.nn.Embedding)}
     for module in modules:
         if isinstance(module, torch.nn.Linear) and module.weight.data_ptr() not in looked_up:
             module.weight.data = module.weight.data.t().contiguous().t()
     return model
-
-
-def _fitting(first: Workload, step: Step, room_bytes: float, slots: int) -> int:
-    """Positions of a row, halved until the state fits; the planner judges the shortest."""
-    room = room_bytes - sum(tensor.nbytes for tensor in first.weights().values())
-    while step.context > MIN_CAPACITY and slots * _state_bytes(another(first, step)) > room:
-        step = replace(step, context=step.context // 2)
-    return step.context
-
-
-def _state_bytes(workload: Workload) -> int:
-    with FakeTensorMode():
-        return sum(tensor.nbytes for tensor in workload.make_state(0).values())
 
 
 def weight_bytes(place: str) -> int:
@@ -155,13 +238,11 @@ def _check_bytes(model: str, size: int, most: int) -> None:
         )
 
 
-def _kinds(config: object, model: str) -> tuple[StepKind, ...]:
+def _sees(config: object, model: str) -> bool:
     family = getattr(config, "model_type", None)
     if family is None or (family == "qwen2_5_vl" and model not in known_models()):
         raise UnknownName("model to serve", model, servable_models())
-    if family == "qwen2_5_vl":
-        return "encode", "chunk", "insert", "decode"
-    return ("insert", "decode") if family == "mamba2" else ("chunk", "insert", "decode")
+    return bool(family == "qwen2_5_vl")
 
 
 def servable_models() -> list[str]:

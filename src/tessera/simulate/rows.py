@@ -70,6 +70,15 @@ class ModelledRows:
         return self._runs is None and not self._ahead and self.num_free > 0
 
     @property
+    def is_kept(self) -> bool:
+        """No: nothing is held."""
+        return False
+
+    def overlap(self, request: int) -> int:
+        """Nothing is held."""
+        return 0
+
+    @property
     def can_move(self) -> bool:
         """Where prompts are not part of the work, reading again is not either."""
         return self._decode is not None and self._demand.rows > 1
@@ -87,7 +96,7 @@ class ModelledRows:
             self._ledger.decoded[request] = self._demand.decodes[request] - (stop - self._clock)
         return sorted([*(request for _, request in self._seats), *self._joining])
 
-    def next_step(self, num_waiting: int) -> StepCall | None:
+    def next_step(self) -> StepCall | None:
         """The head of those who join, then decodes."""
         if self._joining and not self._ahead:
             self._begin_head()

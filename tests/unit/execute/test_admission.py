@@ -108,6 +108,9 @@ class Place:
     number: int
     content: Room
     is_old: bool = False
+    is_idle: bool = False
+    # Tokens of the next request that it holds.
+    held: int = 0
 
 
 def place(number: int, used: int, is_reading: bool = False, is_old: bool = False) -> Place:
@@ -119,7 +122,7 @@ def chosen(
     places: Sequence[Place], width: int = 1, can_open: bool = True, waiting: int = 1, slowdown: float = 0.0
 ) -> Place | bool:
     """Where each microbatch more makes steps so much longer."""
-    return choose(places, width, can_open, waiting, lambda _: slowdown)
+    return choose(places, width, can_open, waiting, lambda _: slowdown, lambda place: place.held)
 
 
 def test_one_is_opened_when_the_open_ones_are_full() -> None:
@@ -199,3 +202,40 @@ def test_a_width_is_what_keeps_the_devices_busy() -> None:
     quick = replace(plan, by_slots=((1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5)))
 
     assert (4, 1, 1) == (width_of(wide), width_of(quick), width_of(plan))
+
+
+def test_an_idle_one_is_taken_before_one_is_opened() -> None:
+    """Where nobody is, the one that holds most of the request comes first."""
+    blank, known = replace(place(0, 0), is_idle=True), replace(place(1, 0), is_idle=True, held=32)
+
+    assert known is chosen([blank, known])
+
+
+def test_an_idle_one_counts_as_closed() -> None:
+    """While the one that is open has places, it is not used."""
+    busy, idle = place(0, 1), replace(place(1, 0), is_idle=True)
+
+    assert busy is chosen([idle, busy])
+
+
+def test_a_request_goes_where_its_beginning_is() -> None:
+    """Also if another microbatch is somewhat emptier."""
+    emptier, known = place(0, 0), replace(place(1, 1), held=32)
+
+    assert known is chosen([emptier, known], width=2)
+
+
+def test_a_known_beginning_does_not_fill_one_microbatch_alone() -> None:
+    """A microbatch that is much fuller is left alone."""
+    emptier, known = place(0, 0), replace(place(1, 2), held=32)
+
+    assert emptier is chosen([emptier, known], width=2)
+
+
+def test_who_is_next_can_be_looked_at() -> None:
+    """It stays where it is, and is the one that is served then."""
+    queue = queue_of("a1", "b2")
+    queue.give_back("9")
+
+    assert ("9", 3) == (queue.peek(), len(queue))
+    assert "912" == drained(queue)

@@ -25,7 +25,7 @@ from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import BatchRequest, UnitRequest, as_run, make_unit, run_undivided
 from tessera.ir import Cluster, Lane, Placement, Plan, Step, Variant, verify
-from tessera.serve.rows import Steps
+from tessera.serve.sequences import Steps
 
 BATCHES, COUNTS = (4, 2), (1, 3)
 

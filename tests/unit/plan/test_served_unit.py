@@ -17,7 +17,7 @@ def traces(second: str) -> list[Trace]:
     other = [[(0, 0, 64, "r"), (2, 0, 64, "w")], [(1, 0, 64, "rw")]]
     kinds = {0: INPUT, 1: STATE}
     return [
-        factories.make_trace(first, kinds, kind="chunk"),
+        factories.make_trace(first, kinds, kind="encode"),
         factories.make_trace(other, kinds, kind=second),
     ]
 
@@ -28,7 +28,7 @@ def unit_of(second: str) -> WorkUnit:
 
 def test_a_served_unit_places_its_state_once() -> None:
     """Launches of different steps that share a state are one node; all others stay apart."""
-    (first, second), num = contract(unit_of("insert"))
+    (first, second), num = contract(unit_of("tokens"))
     assert num == 3
     assert first[0] == second[1]
 
@@ -43,7 +43,7 @@ def test_another_unit_may_move_state_between_its_steps() -> None:
 @pytest.mark.parametrize("objective", [Objective.THROUGHPUT, Objective.LATENCY])
 def test_no_lane_moves_state_though_it_would_pay(objective: Objective) -> None:
     """Each step is ten times as fast on a device of its own; the state still has one home."""
-    unit, cluster = unit_of("insert"), factories.make_cluster(gbps=1e6, latency_us=0.001)
+    unit, cluster = unit_of("tokens"), factories.make_cluster(gbps=1e6, latency_us=0.001)
     costs = tuple(
         Costs(
             graph.trace.digest,

@@ -1,6 +1,7 @@
 """The engine on real models: greedy answers are Hugging Face's own, sampled ones depend on their seed."""
 
 import asyncio
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt-oss", "tiny-mamba"])
 def model(request: pytest.FixtureRequest) -> ServedModel:
-    """Chunks of 8, so that most prompts need several."""
-    return served(request.param, slots=2, rows=4, capacity=CAPACITY, chunk=8)
+    """Steps of 8 tokens, so that most prompts need several."""
+    return served(request.param, slots=2, rows=4, capacity=CAPACITY, max_batch_tokens=8)
 
 
 @pytest.fixture
@@ -35,11 +36,11 @@ def service(model: ServedModel) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def reference(model: ServedModel) -> Any:
     """The same weights as Hugging Face runs them, with its own masks and attention."""
-    module: Any = model.workloads["decode"].module
+    module: Any = model.workloads[-1].module
     if model.model == "tiny-mamba":
         return module
     made = transformers.AutoModelForCausalLM.from_config(
-        module.config, attn_implementation="eager", dtype=torch.float32
+        copy.deepcopy(module.config), attn_implementation="eager", dtype=torch.float32
     )
     made.load_state_dict(module.state_dict())
     return made.eval()

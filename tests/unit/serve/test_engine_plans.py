@@ -11,6 +11,7 @@ import pytest
 import steps_factory
 from serving_factory import (
     GREEDY,
+    SHAPE,
     TOYS,
     Loss,
     ToyStepper,
@@ -29,7 +30,7 @@ from tessera.serve.records import Ask
 from tessera.serve.replan import PreparedPlanner
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
-STEPS = 3
+STEPS = len(SHAPE.sizes)
 
 
 def only_on(plan: Plan, device: int) -> Plan:
@@ -50,7 +51,7 @@ class ToyPlanner:
         self.wanted.append(gone)
         if not self._is_able or len(gone) > 1:
             raise PlanInfeasible("it does not fit")
-        (plan,) = toy_plans(["quick"], 2)
+        (plan,) = toy_plans(["quick"])
         return (only_on(plan, 1 - TOYS.index(gone[0])),)
 
     def corrected(self, plans: Sequence[Plan], factors: Factors) -> tuple[Plan, ...]:
@@ -68,8 +69,8 @@ class ToyPlanner:
 def both(slots: int = 2) -> list[Plan]:
     """A lane that needs both devices, so that no loss can be avoided."""
     return [
-        replace(plan, lanes=(Lane(Placement(((0,), (0,), (1,))), 1.0),))
-        for plan in toy_plans(["quick"], slots)
+        replace(plan, lanes=(Lane(Placement(((0,), (1,))), 1.0),))
+        for plan in toy_plans(["quick"], replace(SHAPE, slots=slots))
     ]
 
 
@@ -152,7 +153,7 @@ def served_until(stepper: ToyStepper, planner: ToyPlanner, num_changes: int, lim
 @pytest.mark.usefixtures("hasty")
 def test_measured_times_bring_other_plans() -> None:
     """A device is ten times as slow as was thought: plans are made anew, adopted and used; answers stay."""
-    plans = toy_plans(["quick"], 2, DeviceKind.CPU)
+    plans = toy_plans(["quick"], SHAPE, DeviceKind.CPU)
     stepper = ToyStepper(plans=plans, busy_s={"toy:0": 1e-4, "toy:1": 1e-5}, step_s=1e-4)
     planner = ToyPlanner()
     snapshot = served_until(stepper, planner, 1, 20.0)
@@ -166,7 +167,7 @@ def test_measured_times_bring_other_plans() -> None:
 @pytest.mark.usefixtures("hasty")
 def test_times_of_emulated_devices_say_nothing() -> None:
     """They compute on a CPU: their times are nobody's."""
-    plans = toy_plans(["quick"], 2, DeviceKind.EMU)
+    plans = toy_plans(["quick"], SHAPE, DeviceKind.EMU)
     stepper = ToyStepper(plans=plans, busy_s={"toy:0": 1e-4, "toy:1": 1e-5}, step_s=1e-4)
     planner = ToyPlanner()
     snapshot = served_until(stepper, planner, 1, 1.0)
@@ -175,7 +176,7 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 
 
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
-    """One device is twenty times as slow: the plan for latency leaves it, throughput gains nothing."""
+    """One device is twenty times as slow: the plans leave it; where nothing changed they stay."""
     made = steps_factory.prepared()
     planner = PreparedPlanner(made)
     kernels = {k.name for graph in made.unit.graphs for k in graph.trace.kernels}
@@ -187,5 +188,5 @@ def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
     assert [plan.policy for plan in made.plans] == [plan.policy for plan in new]
     # Compared by hand: the records are too large to be shown.
     assert [True, True] == [a.lanes == b.lanes for a, b in zip(made.plans, same, strict=True)]
-    assert [True, False] == [a.lanes == b.lanes for a, b in zip(made.plans, new, strict=True)]
+    assert [False, False] == [a.lanes == b.lanes for a, b in zip(made.plans, new, strict=True)]
     assert 20.0 == pytest.approx(ratio)

@@ -29,7 +29,7 @@ ROWS, CAPACITY = 8, 128
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    model = served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, chunk=32)
+    model = served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32)
     with (
         reference(model, num_threads=1) as stepper,
         Service(stepper, model.shape, ByteText(), model=MODEL) as found,

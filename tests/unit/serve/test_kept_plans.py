@@ -6,7 +6,7 @@ from pathlib import Path
 from serving_factory import toy_plans
 from tessera.serve.kept_plans import MAX_KEPT, KeptPlans, find, keep, key_of
 
-FOUND = KeptPlans(toy_plans(["throughput", "latency"], 2), 2.5, {"throughput": 12.0})
+FOUND = KeptPlans(toy_plans(["throughput", "latency"]), 2.5, {"throughput": 12.0})
 
 
 def test_what_was_kept_is_found_again(tmp_path: Path) -> None:

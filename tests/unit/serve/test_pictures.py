@@ -19,7 +19,7 @@ from PIL import Image
 
 import http_factory
 from http_factory import Scripted
-from tessera.capture.models.seeing import PICTURE_TOKENS
+from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
 from tessera.serve.metrics import Metrics
 from tessera.serve.pictures import MARK, Eyes
@@ -87,10 +87,21 @@ def test_a_mark_becomes_the_pictures_tokens() -> None:
     """Text before and after stays as it was."""
     prompt = ByteText().encode(f"see {MARK} there")
 
-    whole, picture = EYES.placed(prompt, torch.zeros(1))
+    whole, (picture,) = EYES.placed(prompt, [torch.zeros(1)])
 
     assert whole[: picture.start] == ByteText().encode("see ")
     assert whole[picture.start + PICTURE_TOKENS :] == list(b" there")
+
+
+def test_each_picture_is_in_its_place() -> None:
+    """The first mark is the first picture's, the second the second's."""
+    first, second = torch.zeros(1), torch.ones(1)
+
+    whole, pictures = EYES.placed(ByteText().encode(f"{MARK} and {MARK}"), [first, second])
+
+    assert [first, second] == [picture.patches for picture in pictures]
+    assert 1 + PICTURE_TOKENS + len(" and ") == pictures[1].start
+    assert 1 + 2 * PICTURE_TOKENS + len(" and ") == len(whole)
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +146,10 @@ def test_a_picture_in_a_chat_reaches_the_service(asked: Any) -> None:
 
     last = service.asks[-1]
     assert 200 == status
-    assert torch.equal(EYES.look(data_url(noise())), last.picture.patches)
-    assert last.prompt[: last.picture.start] == (256, *b"user:\na ")
-    assert last.prompt[last.picture.start + PICTURE_TOKENS :][:3] == (*b" b\n",)
+    (picture,) = last.pictures
+    assert torch.equal(EYES.look(data_url(noise())), picture.patches)
+    assert last.prompt[: picture.start] == (256, *b"user:\na ")
+    assert last.prompt[picture.start + PICTURE_TOKENS :][:3] == (*b" b\n",)
     assert found["usage"]["prompt_tokens"] == len(last.prompt)
 
 
@@ -148,7 +160,7 @@ def test_a_chat_without_a_picture_has_none(asked: Any) -> None:
     status, _ = ask("/v1/chat/completions", chat(text(f"a {MARK} b")))
 
     assert 200 == status
-    assert service.asks[-1].picture is None
+    assert not service.asks[-1].pictures
     assert bytes(service.asks[-1].prompt[1:14]) == "user:\na \ufffd b".encode()
 
 
@@ -156,7 +168,7 @@ def test_a_chat_without_a_picture_has_none(asked: Any) -> None:
     "parts",
     [
         [shown("https://example.com/cat.png")],
-        [shown(data_url(noise(8, 8))), shown(data_url(noise(8, 8)))],
+        [shown(data_url(noise(8, 8)))] * 17,
         [{"type": "image_url"}],
         [{"type": "image_url", "image_url": {"url": 3}}],
         [{"type": "input_audio", "input_audio": {}}],

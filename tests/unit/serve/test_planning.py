@@ -15,7 +15,7 @@ from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import Average, ServeSpec, counts_of, prepare
 from tessera.serve.replan import PreparedPlanner
-from tessera.serve.steps import reference, servable_models, served
+from tessera.serve.steps import reference, servable_models, served, sizes_of, state_bytes
 
 
 def emulated(names: str = factory.DEVICES) -> Cluster:
@@ -23,32 +23,31 @@ def emulated(names: str = factory.DEVICES) -> Cluster:
 
 
 def test_there_is_a_plan_for_each_policy_over_one_unit() -> None:
-    """Chunk, insert and decode are planned together, once for throughput and once for latency."""
+    """Steps of all sizes are planned together, once for throughput and once for latency."""
     made = factory.prepared()
     assert [plan.policy for plan in made.plans] == ["throughput", "latency"]
-    assert [g.trace.step.kind for g in made.unit.graphs] == ["chunk", "insert", "decode"]
-    assert made.unit.counts == (6, 3, 7)
+    assert [g.trace.step.context for g in made.unit.graphs] == list(factory.SIZES)
+    assert made.unit.counts == (7, 3)
+    assert made.unit.is_served
     assert made.plans[1].latency_us <= made.plans[0].latency_us
 
 
-@pytest.mark.parametrize("policy", ["attention-ffn", "layer-pipeline", "prefill-decode"])
+@pytest.mark.parametrize("policy", ["attention-ffn", "layer-pipeline"])
 def test_no_plan_moves_state_between_steps(policy: str) -> None:
     """Lanes of coarser policies too have one program a step and nothing between."""
     for lane in lower(factory.plan_by(policy)):
-        assert [program.step for program in lane] == [0, 1, 2]
+        assert [program.step for program in lane] == [0, 1]
 
 
-def test_a_plan_apart_in_phases_is_among_the_policies() -> None:
-    """Prefill and decode on different devices is a placement of the same unit: the spare row is on one."""
-    placement = factory.plan_by("prefill-decode").lanes[0].placement.devices
-    assert len(set(placement[0])) == 1
-    assert set(placement[2]) == {1 - placement[0][0]}
-    assert set(placement[1]) == {0, 1}
+def test_a_service_has_no_phases() -> None:
+    """Its steps read prompts and answers together, over pages that do not move: none is prefill alone."""
+    with pytest.raises(PlanInfeasible):
+        factory.plan_by("prefill-decode")
 
 
 def test_one_device_has_one_plan() -> None:
     """With nothing to decide there is one policy."""
-    made = prepare("tiny-llama", emulated("emu:a100"), ServeSpec(rows=2, capacity=16, chunk=8))
+    made = prepare("tiny-llama", emulated("emu:a100"), ServeSpec(rows=2, capacity=16, max_batch_tokens=8))
     assert [plan.policy for plan in made.plans] == ["throughput"]
 
 
@@ -63,16 +62,31 @@ def test_a_device_that_is_gone_is_planned_around() -> None:
 
 
 def test_sizes_that_nobody_names_suit_the_model() -> None:
-    """A row is no longer than the model's positions, and a chunk no longer than a row."""
-    made = served("tiny-llama", capacity=16)
-    assert (made.shape.capacity, made.shape.chunk) == (16, 16)
-    assert served("tiny-mamba").shape.chunk == 0
+    """A request may be as long as the model's positions; a recurrent model reads a token of each a step."""
+    assert served("tiny-llama").shape.capacity == 4096
+    assert served("tiny-llama", rows=8).shape.sizes == (8, 32, 128)
+    assert served("tiny-mamba", rows=8).shape.sizes == (8,)
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "sizes"),
+    [
+        (8, 128, (8, 32, 128)),
+        (64, 2048, (16, 64, 128, 512, 2048)),
+        (128, 2048, (8, 32, 128, 512, 2048)),
+        (100, 1000, (16, 100, 128, 1000)),
+        (3, 4, (3, 6)),
+    ],
+)
+def test_sizes_are_few(rows: int, most: int, sizes: tuple[int, ...]) -> None:
+    """One holds a token of everybody, one all that a step may have, and others are powers of two."""
+    assert sizes == sizes_of(rows, most, is_flat=True)
 
 
 def test_counts_follow_the_average_request() -> None:
-    """Chunks are rounded up; a recurrent model decodes its prompt."""
-    assert counts_of(factory.prepared().model, Average(prompt=17, output=5)) == (9, 3, 4)
-    assert counts_of(served("tiny-mamba", rows=2), Average(prompt=10, output=5)) == (2, 14)
+    """Parts of prompts are rounded up; a recurrent model reads its prompt as it answers."""
+    assert counts_of(factory.prepared().model, Average(prompt=17, output=5)) == (4, 5)
+    assert counts_of(served("tiny-mamba", rows=2), Average(prompt=10, output=5)) == (14,)
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:
@@ -81,7 +95,7 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
     for model in ("tiny-sd3.5", "no-such-model"):
         with pytest.raises(UnknownName, match="tiny-llama"):
             served(model)
-    for name, size in (("slots", 0), ("rows", 0), ("capacity", -1), ("chunk", -1)):
+    for name, size in (("slots", 0), ("rows", 0), ("capacity", -1), ("max_batch_tokens", -1)):
         with pytest.raises(CaptureError, match="make no service"):
             served("tiny-llama", **{name: size})  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="4096 positions"):
@@ -91,15 +105,26 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
 def test_too_little_memory_says_what_to_lower() -> None:
     """The key/value budget is checked before anything starts, in the words of the command."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 20_000_000)
-    with pytest.raises((PlanInfeasible, DeviceMemoryError), match=r"--slots, --rows or --max-len"):
-        prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4, capacity=512))
+    with pytest.raises((PlanInfeasible, DeviceMemoryError), match=r"--slots, --rows, --max-len or"):
+        prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4, capacity=4096))
 
 
-def test_rows_are_as_long_as_memory_allows() -> None:
-    """Where nobody says how long, a small device gets shorter rows in place of a refusal."""
+def test_pages_take_the_memory_that_is_left() -> None:
+    """Those of all microbatches with the weights, but no more than all sequences can fill."""
+    weights = sum(tensor.nbytes for tensor in served("tiny-llama").weights().values())
+    room = weights + 2 * 1024 * 4096 + 100
+    made = served("tiny-llama", slots=2, rows=4, room_bytes=[room], pool_bytes=1e12)
+    assert made.shape.pool_tokens == 1024
+    assert state_bytes(made.workloads[-1]) == 1024 * 4096
+    made = served("tiny-llama", slots=2, rows=4, room_bytes=[1e12], pool_bytes=1e12)
+    assert made.shape.pool_tokens == 4 * 4096 + 16
+
+
+def test_pages_on_a_small_device_are_fewer() -> None:
+    """Where nobody says how long requests are, there are fewer pages in place of a refusal."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 40_000_000)
     made = prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4))
-    assert made.model.shape.capacity == 256
+    assert 1024 < made.model.shape.max_tokens <= 4096
     assert made.footprints[0].peak_bytes <= small.memory_bytes
 
 
@@ -113,7 +138,7 @@ def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> N
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in several safetensors files."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    module = served("tiny-llama", rows=2, capacity=16, seed=3).workloads["decode"].module
+    module = served("tiny-llama", rows=2, capacity=16, seed=3).workloads[-1].module
     module.save_pretrained(folder, max_shard_size="4MB")  # type: ignore[operator]
     return folder
 
@@ -122,10 +147,10 @@ def test_a_sharded_checkpoint_is_served_with_its_own_weights(sharded: Path) -> N
     """All shards are read, and the answers are those of the model that was saved."""
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
-    steps: factory.Script = [step for step in factory.script(1) if step[0] == "chunk"]
     given = []
     for model, seed in ((str(sharded), 0), ("tiny-llama", 3)):
-        made = served(model, rows=2, capacity=factory.CAPACITY, chunk=factory.CHUNK, seed=seed)
+        made = served(model, rows=2, capacity=factory.CAPACITY, seed=seed)
+        steps = factory.script(made, 1)
         with reference(made, 1) as stepper:
             factory.opened(stepper, 0)
             given.append(factory.play(stepper, 0, steps))
@@ -152,7 +177,7 @@ def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
     made = factory.prepared(model, (Objective.THROUGHPUT,))
     plan = factory.plan_by("layer-pipeline", model)
     assert len(plan.used) == 2
-    steps = factory.script(6, has_chunks=bool(made.model.shape.chunk))
+    steps = factory.script(made.model, 6)
     with reference(made.model, 1) as whole:
         factory.opened(whole, 0)
         wanted = factory.play(whole, 0, steps)
@@ -164,12 +189,12 @@ def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
 def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three steps are measured, one warning is said, and the service is planned."""
+    """Two steps are measured, one warning is said, and the service is planned."""
     (tmp_path / "file").write_text("")
     made = prepare(
         "tiny-llama",
         emulated("cpu"),
-        ServeSpec(slots=1, rows=1, capacity=8, chunk=8),
+        ServeSpec(slots=1, rows=1, capacity=8, max_batch_tokens=8),
         store=tmp_path / "file" / "measured.jsonl",
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

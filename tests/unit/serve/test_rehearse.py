@@ -17,13 +17,13 @@ ROWS = 4
 @functools.cache
 def model(slots: int) -> ServedModel:
     """The tiny Llama."""
-    return served("tiny-llama", slots=slots, rows=ROWS, capacity=32, chunk=8)
+    return served("tiny-llama", slots=slots, rows=ROWS, capacity=32, max_batch_tokens=8)
 
 
 @functools.cache
 def unit() -> WorkUnit:
     """Its steps, as often as four average requests need them."""
-    return make_unit([record(w) for w in model(1).workloads.values()], counts_of(model(1), AVERAGE))
+    return make_unit([record(w) for w in model(1).workloads], counts_of(model(1), AVERAGE))
 
 
 @functools.cache
@@ -45,10 +45,10 @@ def predicted(made: Plan) -> float:
 
 
 def test_one_device_is_served_at_nearly_the_plans_own_rate() -> None:
-    """Rows that are empty while their next prompt is read are all that is lost."""
+    """Prompts and answers share steps, which the plan counts one by one."""
     found = tokens_per_s("single", 2, "emu:a100")
 
-    assert 0.75 < found / predicted(plan("single", 2, "emu:a100")) <= 1.05
+    assert 0.75 < found / predicted(plan("single", 2, "emu:a100")) <= 1.25
 
 
 def test_two_devices_side_by_side_serve_more_than_one() -> None:

@@ -1,16 +1,18 @@
 """A vision-language model served by steps: equal to Hugging Face's own, alone and in a crowd."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from tessera.capture.models.seeing import PICTURE_TOKENS
+from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
 from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, Shape
@@ -25,21 +27,26 @@ NUM = 6
 
 @cache
 def model() -> ServedModel:
-    """Chunks shorter than a picture, so that one spans several."""
-    return served("tiny-qwen2.5-vl", slots=2, rows=2, capacity=160, chunk=24)
+    """Steps shorter than a picture, so that one spans several."""
+    return served("tiny-qwen2.5-vl", slots=2, rows=2, capacity=240, max_batch_tokens=24)
 
 
-def make_ask(seed: int, start: int | None) -> Ask:
-    """A question with a picture somewhere, or none; its length follows from the seed."""
-    words = list(b"user:\nwhat about this picture and that?"[: 12 + 3 * seed])
-    if start is None:
-        return Ask((256, *words), NUM, GREEDY, ignores_end=True)
-    patches = model().workloads["encode"].make_inputs(seed)["patches"]
-    prompt = (256, *words[: start - 1], *[0] * PICTURE_TOKENS, *words[start - 1 :])
-    return Ask(prompt, NUM, GREEDY, ignores_end=True, picture=PromptPicture(start, patches))
+def make_ask(seed: int, *places: int) -> Ask:
+    """A question with pictures behind some of its words, or none; its length follows from the seed."""
+    words = [256, *b"user:\nwhat about this picture and that?"[: 12 + 3 * seed]]
+    encode = model().encode
+    assert encode is not None
+    prompt, pictures = list[int](), list[PromptPicture]()
+    for number, word in enumerate(words):
+        for place in (place for place in places if place == number):
+            patches = encode.make_inputs(seed + place)["patches"]
+            pictures.append(PromptPicture(len(prompt), patches))
+            prompt += [0] * PICTURE_TOKENS
+        prompt.append(word)
+    return Ask(tuple(prompt), NUM, GREEDY, ignores_end=True, pictures=tuple(pictures))
 
 
-ASKS = [make_ask(1, 1), make_ask(2, None), make_ask(3, 5), make_ask(4, 12), make_ask(5, None), make_ask(6, 1)]
+ASKS = [make_ask(1, 1), make_ask(2), make_ask(3, 5), make_ask(4, 12), make_ask(5), make_ask(6, 1, 9)]
 
 
 @cache
@@ -51,25 +58,27 @@ def expected(number: int) -> list[int]:
 @torch.inference_mode()
 def own_answer(ask: Ask) -> list[int]:
     """Greedy tokens of the library's own tower, positions and language model; all is read anew every time."""
-    whole: Any = model().workloads["decode"].module
+    whole: Any = model().workloads[-1].module
     ids, grid = list(ask.prompt), torch.tensor([[1, 2 * GRID[0], 2 * GRID[1]]])
+    starts = [picture.start for picture in ask.pictures]
     for _ in range(NUM):
         hidden = whole.model.language_model.embed_tokens(torch.tensor([ids])).clone()
         positions = torch.arange(len(ids)).repeat(3, 1, 1)
-        if ask.picture is not None:
-            seen = whole.model.get_image_features(ask.picture.patches, grid).pooler_output
-            start, stop = ask.picture.start, ask.picture.start + PICTURE_TOKENS
-            hidden[0, start:stop] = torch.cat(list(seen))
-            positions = own_positions(whole, ids, start, grid)
+        for picture in ask.pictures:
+            seen = whole.model.get_image_features(picture.patches, grid).pooler_output
+            hidden[0, picture.start : picture.start + PICTURE_TOKENS] = torch.cat(list(seen))
+        if starts:
+            positions = own_positions(whole, ids, starts)
         out = whole.model.language_model(inputs_embeds=hidden, position_ids=positions, use_cache=False)
         ids.append(int(whole.lm_head(out.last_hidden_state[:, -1]).argmax()))
     return ids[len(ask.prompt) :]
 
 
-def own_positions(whole: Any, ids: list[int], start: int, grid: torch.Tensor) -> torch.Tensor:
+def own_positions(whole: Any, ids: list[int], starts: Sequence[int]) -> torch.Tensor:
     """The library's rotary positions, with an image token that the tiny vocabulary lacks."""
     token = whole.config.image_token_id
-    is_seen = [start <= i < start + PICTURE_TOKENS for i in range(len(ids))]
+    grid = torch.tensor([[1, 2 * GRID[0], 2 * GRID[1]]] * len(starts))
+    is_seen = [any(start <= i < start + PICTURE_TOKENS for start in starts) for i in range(len(ids))]
     marked = torch.tensor([[token if seen else i for i, seen in zip(ids, is_seen, strict=True)]])
     kinds = torch.tensor([is_seen]).int()
     found: torch.Tensor = whole.model.get_rope_index(marked, mm_token_type_ids=kinds, image_grid_thw=grid)[0]
@@ -99,12 +108,12 @@ async def tokens_of(service: Service, ask: Ask) -> list[int]:
 
 @pytest.mark.parametrize("number", range(len(ASKS)))
 def test_answers_equal_the_librarys(service: Service, number: int) -> None:
-    """A picture anywhere in the prompt, across chunks, or none: the tokens are Hugging Face's."""
+    """Pictures anywhere in the prompt, across steps, or none: the tokens are Hugging Face's."""
     assert expected(number) == asyncio.run(tokens_of(service, ASKS[number]))
 
 
 def test_answers_in_a_crowd_are_those_given_alone(service: Service) -> None:
-    """Rows with and without pictures share batches, and each keeps its own."""
+    """Sequences with and without pictures share steps, and each keeps its own."""
 
     async def together() -> list[list[int]]:
         return list(await asyncio.gather(*(tokens_of(service, ask) for ask in ASKS * 2)))
@@ -115,22 +124,34 @@ def test_answers_in_a_crowd_are_those_given_alone(service: Service) -> None:
 def test_the_picture_matters() -> None:
     """The same words about another picture are another question."""
     first = make_ask(3, 5)
-    other = Ask(first.prompt, NUM, GREEDY, picture=make_ask(4, 5).picture)
+    other = replace(first, pictures=make_ask(4, 5).pictures)
 
     assert own_answer(first) != own_answer(other)
 
 
-@pytest.mark.parametrize("start", [None, 1, 7])
-def test_positions_are_the_librarys(start: int | None) -> None:
-    """Time, height and width of every token, before, in and behind a picture."""
-    whole: Any = model().workloads["decode"].module
-    num = 100
-    grid = torch.tensor([[1, 2 * GRID[0], 2 * GRID[1]]])
+@pytest.mark.parametrize("starts", [(), (1,), (7,), (1, 70), (3, 80)])
+def test_positions_are_the_librarys(starts: tuple[int, ...]) -> None:
+    """Time, height and width of every token, before, in, between and behind pictures."""
+    whole: Any = model().workloads[-1].module
+    num = 200
     plain = torch.arange(num).repeat(3, 1, 1)
 
-    wanted = plain if start is None else own_positions(whole, [5] * num, start, grid)
+    wanted = own_positions(whole, [5] * num, starts) if starts else plain
 
-    assert torch.equal(wanted, rotary(torch.arange(num)[None], start))
+    assert torch.equal(wanted[:, 0], torch.from_numpy(rotary(np.arange(num), starts)))
+
+
+def test_pictures_are_part_of_what_is_found_again(service: Service) -> None:
+    """The same words about another picture begin otherwise; about the same one, its tokens are there."""
+    ask, before = make_ask(3, 5), service.snapshot().prefix_hits
+    asyncio.run(tokens_of(service, replace(ask, pictures=make_ask(4, 6).pictures)))
+    other = service.snapshot().prefix_hits - before
+    found = asyncio.run(tokens_of(service, ask))
+    again = asyncio.run(tokens_of(service, ask))
+
+    assert 0 == other
+    assert own_answer(ask) == found == again
+    assert service.snapshot().prefix_hits >= before + PICTURE_TOKENS
 
 
 class Forgetful:
@@ -159,7 +180,7 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
     """A request whose device is lost while its picture is encoded starts anew and answers as always."""
     made = model()
     with reference(made, num_threads=1) as inner:
-        stepper: Any = Forgetful(inner, list(made.workloads).index("encode"))
+        stepper: Any = Forgetful(inner, 0)
         with Service(stepper, made.shape, ByteText(), sight=sight_of(made)) as running:
             found = asyncio.run(tokens_of(running, ASKS[2]))
 
@@ -169,4 +190,4 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
 
 def test_a_model_without_eyes_sees_nothing() -> None:
     """There is nothing to encode for a model that reads text."""
-    assert sight_of(ServedModel("x", Shape(1, 1, 8, 4, 258), {})) is None
+    assert sight_of(ServedModel("x", Shape(1, 1, 8, (1, 2), 32, 258), ())) is None

@@ -130,9 +130,9 @@ class _Noted(ModelledRows):
         super().__init__(*words)
         self._inputs, self._noted = inputs, noted
 
-    def next_step(self, num_waiting: int) -> StepCall | None:
+    def next_step(self) -> StepCall | None:
         """With inputs."""
-        call = super().next_step(num_waiting)
+        call = super().next_step()
         return call and replace(call, inputs=self._inputs())
 
     def end(self, done: StepDone) -> list[int]:

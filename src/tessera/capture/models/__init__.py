@@ -15,12 +15,12 @@ from tessera.capture.models import catalog, checkpoint, diffusers
 from tessera.capture.models.custom import from_callable
 from tessera.capture.models.hf import (
     CAUSAL_STEPS,
+    SERVED_STEPS,
     STEPS,
     another,
     built_in,
     config_of,
     from_folder,
-    served_steps,
     steps_of,
 )
 from tessera.capture.workload import Workload
@@ -108,8 +108,6 @@ def _denoiser(name: str, step: Step) -> Workload:
 
 
 for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():
-    register(_name, STEPS.get(_family, CAUSAL_STEPS), served_steps(_family))(
-        built_in(_family, _sizes, _dtype)
-    )
+    register(_name, STEPS.get(_family, CAUSAL_STEPS), SERVED_STEPS)(built_in(_family, _sizes, _dtype))
 for _name in catalog.DENOISERS:
     register(_name, ("denoise",))(partial(_denoiser, _name))

@@ -2,7 +2,7 @@
 
 Weights are random from the step's seed, or those of a folder (see `checkpoint`). The class is the one that
 the configuration names; its steps are those of `generic`, apart from qwen2_5_vl, whose pictures are encoded
-by a step of their own (`vision`), and from what only serving needs (`serving`).
+by a step of their own (`vision`), and from what only serving needs (`paged`).
 """
 
 import logging
@@ -20,9 +20,8 @@ from tessera.ir import Step
 
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
-# What a model has besides when it is served; see `serving`.
-SERVED_STEPS = {"mamba2": ("tokens", "insert")}
-CAUSAL_SERVED = ("tokens", "chunk", "insert")
+# What a model has besides when it is served; see `paged`.
+SERVED_STEPS = ("tokens",)
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
@@ -40,7 +39,7 @@ def from_folder(step: Step) -> Workload:
     folder = Path(step.model)
     config = config_of(folder)
     steps = steps_of(config)
-    if step.kind not in (*steps, *served_steps(config.model_type)):
+    if step.kind not in (*steps, *SERVED_STEPS):
         raise UnknownName(f"step of {step.model}", step.kind, steps)
     dtype = getattr(config, "dtype", None) or torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -63,11 +62,6 @@ def config_of(folder: Path) -> Any:
         config = known[family].from_dict(settings)
         steps_of(config)  # refuses what names no class
     return config
-
-
-def served_steps(family: str) -> tuple[str, ...]:
-    """The steps that only serving needs, of a model family."""
-    return SERVED_STEPS.get(family, CAUSAL_SERVED)
 
 
 # Where the class of a configuration that names none is looked for, in this order.
@@ -155,17 +149,10 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
     from tessera.capture.models.generic import generic_workload
     from tessera.capture.models.paged import paged_workload
-    from tessera.capture.models.seeing import seeing_chunk, seeing_insert
-    from tessera.capture.models.serving import causal_insert, chunk_workload, mamba_insert
     from tessera.capture.models.vision import vision_workload
 
     if step.kind == "tokens":
         return paged_workload
-    if step.kind == "chunk":
-        return seeing_chunk if config.model_type in STEPS else chunk_workload
-    if step.kind == "insert":
-        inserts = {"mamba2": mamba_insert, "qwen2_5_vl": seeing_insert}
-        return inserts.get(config.model_type, causal_insert)
     if config.model_type in STEPS and step.kind != "call":
         return vision_workload
     return generic_workload

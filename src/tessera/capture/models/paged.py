@@ -383,7 +383,7 @@ class PagedSteps:
 def _used(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
     some = torch.randn((min(size[0], NUM_USED_PAGES), *size[1:]), generator=random).to(dtype)
     times = -(-size[0] // len(some))
-    return some.repeat(times, *[1] * (len(size) - 1))[: size[0]].contiguous()
+    return some.repeat(times, *[1] * (len(size) - 1))[: size[0]].clone()
 
 
 def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, int]]:

@@ -20,6 +20,8 @@ from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step
 
+# A picture in a prompt of a service is resized to a grid of 8 x 8 tokens: every one has the same shape.
+PICTURE_TOKENS = 64
 # Text before the image: the marks that begin the conversation and the image.
 NUM_LEADING = 1
 

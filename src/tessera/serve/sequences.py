@@ -1,0 +1,547 @@
+"""ActiveRequest and SequenceBatch: where every request stands, and which tokens a microbatch reads next.
+
+A request is a sequence of tokens, its prompt and what was chosen so far, of which the model has read a part.
+When it has read all, the next token is due. So a prompt in parts, an answer, and an answer that goes on after
+it was put aside or lost its device are all the same thing.
+
+A microbatch runs one kind of step: some tokens of some sequences, in one of a few sizes. Answers come first,
+one token each; parts of prompts fill up the step, in the order of arrival, so no answer waits for a prompt
+longer than the largest step takes. Sizes up to `rows` are for steps in which nobody has more than one token.
+
+Sequences hold pages of a pool (`pages`). One begins when there are pages for all it has, and goes on from the
+pages of others that began alike, also from those that the same step fills. When pages run out, the sequence
+that came last is put aside: its pages go back to the pool, where they can still be found, and it begins again
+when there is room. The one that came first is never put aside, so everybody ends; and who came last has the
+least to lose.
+
+Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step, and
+shares no pages.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from tessera.execute.stepper import StepCall, StepDone, Tensors
+from tessera.ir import BufferKind, Plan, need_one_batch
+from tessera.serve.answer import AnswerBuffer
+from tessera.serve.meters import Times
+from tessera.serve.pages import PAGE, PageCounts, PagePool, page_key, pages_for
+from tessera.serve.records import Ask, Shape, Token, step_name
+from tessera.serve.sampling import Pick
+from tessera.serve.sight import SeenPictures, Sight
+from tessera.serve.text import Reader, StopWatch
+
+
+class ActiveRequest:
+    """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
+
+    __slots__ = (
+        "_keys",
+        "arrived_s",
+        "ask",
+        "batch",
+        "buffer",
+        "first_s",
+        "is_cancelled",
+        "is_over",
+        "last_s",
+        "num_out",
+        "pick",
+        "prompt_notes",
+        "reader",
+        "seated_s",
+        "sequence",
+        "watch",
+    )
+
+    def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
+        self.ask, self.reader = ask, reader
+        self.sequence = list(ask.prompt)
+        # Tokens chosen.
+        self.num_out = 0
+        self.watch = StopWatch(ask.stop)
+        self.buffer = AnswerBuffer()
+        # How the next token is chosen.
+        self.pick = Pick.of(ask, end)
+        self._keys: list[bytes] = []
+        # Logprobs of the prompt's tokens after its first, where they are wanted.
+        self.prompt_notes: list[Token] = []
+        # The microbatch that it is in.
+        self.batch: SequenceBatch | None = None
+        self.is_cancelled = self.is_over = False
+        self.arrived_s = time.monotonic()
+        self.seated_s: float | None = None
+        self.first_s: float | None = None
+        self.last_s = 0.0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """True if logprobs of its prompt are missing: it is read token by token until they are there."""
+        return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
+
+    def add(self, number: int) -> None:
+        """The next token."""
+        self.sequence.append(number)
+        self.num_out += 1
+        self.pick.add(number)
+
+    def keys(self, num_pages: int) -> Sequence[bytes]:
+        """Of its first pages, which are full."""
+        known = self._keys
+        while len(known) < num_pages:
+            start = len(known) * PAGE
+            seen = b"".join(p.digest for p in self.ask.pictures if p.start < start + PAGE)
+            tokens = self.sequence[start : start + PAGE]
+            known.append(page_key(known[-1] if known else b"", tokens, seen))
+        return known[:num_pages]
+
+    def text_of(self, number: int) -> str:
+        """What a token adds to the answer for certain."""
+        text = self.reader.feed(number)
+        if not self.ask.stop:
+            return text
+        return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
+
+    def rest_of_text(self) -> str:
+        """What is certain at the end of the answer."""
+        if self.watch.is_stopped:
+            return ""
+        return self.watch.feed(self.reader.flush()) + self.watch.flush()
+
+    def times(self) -> Times:
+        """For the observer."""
+        start = self.arrived_s
+        queued = None if self.seated_s is None else self.seated_s - start
+        first = None if self.first_s is None else self.first_s - start
+        return Times(queued, first, time.monotonic() - start)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a served unit: their numbers, and the inputs that each one has."""
+
+    # Tokens of a step -> its number.
+    number: dict[int, int]
+    encode: int | None
+    # By number: what it does and of how many tokens, and its inputs.
+    names: tuple[str, ...]
+    inputs: tuple[frozenset[str], ...]
+
+    @staticmethod
+    def of(plan: Plan) -> "Steps":
+        """As all plans that are loaded together have them."""
+        need_one_batch(plan, "a service")
+        traces = [graph.trace for graph in plan.graphs]
+        number = {t.step.context: n for n, t in enumerate(traces) if t.step.kind == "tokens"}
+        encode = next((n for n, t in enumerate(traces) if t.step.kind == "encode"), None)
+        inputs = (frozenset(t.buffers[b].name for b in t.buffers_of(BufferKind.INPUT)) for t in traces)
+        return Steps(number, encode, tuple(step_name(trace.step) for trace in traces), tuple(inputs))
+
+    def call(self, microbatch: int, number: int, inputs: Tensors, skips: tuple[str, ...] = ()) -> StepCall:
+        """A step, with the inputs that it has; all of them where nobody recorded it."""
+        names = self.inputs[number]
+        given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
+        return StepCall(microbatch, number, given, skips)
+
+
+class SeatedSequence:
+    """A request in a microbatch: how far it was read there, and its pages."""
+
+    __slots__ = ("is_begun", "num_pages", "read", "request", "row", "seen", "table", "turn", "was_begun")
+
+    def __init__(self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None) -> None:
+        self.request, self.turn, self.row, self.seen = request, turn, row, seen
+        # False while it waits for pages; and whether it ever had some.
+        self.is_begun = self.was_begun = False
+        # Tokens that the model has read.
+        self.read = 0
+        self.table = np.zeros(0, dtype=np.int32)
+        self.num_pages = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens to read."""
+        return len(self.request.sequence) - self.read
+
+    @property
+    def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+        """Its page table."""
+        return self.table[: self.num_pages]
+
+    def begin(self, found: Sequence[int]) -> None:
+        """It goes on behind these pages."""
+        self.is_begun, self.read = True, len(found) * PAGE
+        self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
+        self.table[: len(found)] = found
+        self.num_pages = len(found)
+
+    def append(self, page: int) -> None:
+        """One more page."""
+        if self.num_pages == len(self.table):
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+        self.table[self.num_pages] = page
+        self.num_pages += 1
+
+
+class StepInputs:
+    """The inputs of a microbatch's steps, in memory that is used again for each of them."""
+
+    def __init__(self, shape: Shape, sight: Sight | None) -> None:
+        self._shape = shape
+        size, rows = shape.sizes[-1], shape.rows
+        self.tokens, self.positions, self.slots = (np.zeros(size, dtype=np.int64) for _ in range(3))
+        self.pages = np.zeros(shape.num_page_entries, dtype=np.int32)
+        self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
+        self.query_starts = np.zeros(rows + 1, dtype=np.int32)
+        self.fresh = np.zeros(rows, dtype=np.bool_)
+        self._sight = sight
+        self._tensors = {size: self._views(size) for size in shape.sizes}
+
+    def _views(self, size: int) -> dict[str, torch.Tensor]:
+        rows = min(size, self._shape.rows)
+        views = {
+            "tokens": self.tokens[:size],
+            "positions": self.positions[:size],
+            "slots": self.slots[:size],
+            "pages": self.pages,
+            "page_starts": self.page_starts[:rows],
+            "lengths": self.lengths[:rows],
+            "query_starts": self.query_starts[: rows + 1],
+        }
+        if not self._shape.is_flat:
+            views["fresh"] = self.fresh[:rows]
+        return {name: torch.from_numpy(view) for name, view in views.items()}
+
+    def fill(self, planned: Sequence[tuple[SeatedSequence, int]], size: int) -> Tensors:
+        """Of a step of this size, for so many tokens of these; beside one another, or each in its row."""
+        is_flat, used = self._shape.is_flat, 0
+        if not is_flat:
+            for unused in (self.tokens, self.positions, self.slots, self.page_starts, self.lengths):
+                unused[:size] = 0
+            self.fresh[:size] = True
+            self.query_starts[: size + 1] = range(size + 1)
+        at = 0
+        for number, (sequence, count) in enumerate(planned):
+            row = number if is_flat else sequence.row
+            at = at if is_flat else row
+            self._read(sequence, count, at)
+            self.lengths[row] = sequence.read + count
+            self.page_starts[row] = used
+            used += sequence.num_pages
+            if is_flat:
+                self.query_starts[row] = at
+            else:
+                self.fresh[row] = not sequence.read
+            at += count
+        np.concatenate([sequence.pages for sequence, _ in planned], out=self.pages[:used])
+        if is_flat:
+            for padding in (self.tokens, self.positions, self.slots):
+                padding[at:size] = 0
+            self.lengths[len(planned) :] = 0
+            self.page_starts[len(planned) :] = 0
+            self.query_starts[len(planned) :] = at
+        if self._sight is None:
+            return self._tensors[size]
+        seen = [(s.seen, s.read, count) for s, count in planned if s.seen is not None]
+        return {**self._tensors[size], **self._sight.inputs(seen, size)}
+
+    def _read(self, sequence: SeatedSequence, count: int, at: int) -> None:
+        first, tokens = sequence.read, sequence.request.sequence
+        if count == 1:
+            self.tokens[at] = tokens[first]
+            self.positions[at] = first
+            self.slots[at] = int(sequence.table[first // PAGE]) * PAGE + first % PAGE
+            return
+        here = slice(at, at + count)
+        self.tokens[here] = tokens[first : first + count]
+        self.positions[here] = positions = np.arange(first, first + count)
+        self.slots[here] = sequence.table[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+
+
+# What a step gave: whose it was, and (row of its outputs, request) of everybody whose logits are looked at.
+# Gives the requests that leave by it.
+Due = Sequence[tuple[int, ActiveRequest]]
+Settle = Callable[["SequenceBatch", StepDone, Due], Sequence[ActiveRequest]]
+Planned = list[tuple[SeatedSequence, int]]
+
+
+class SequenceBatch:
+    """What an open microbatch holds."""
+
+    def __init__(
+        self,
+        number: int,
+        shape: Shape,
+        steps: Steps,
+        settle: Settle,
+        counts: PageCounts,
+        sight: Sight | None = None,
+        is_caching: bool = True,
+    ) -> None:
+        self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
+        self._counts, self._sight = counts, sight
+        self._is_caching = is_caching and shape.is_flat
+        self.pool = PagePool(shape.pool_tokens // PAGE, self._is_caching)
+        self._inputs = StepInputs(shape, sight)
+        # Sizes in which a sequence may have more than one token.
+        self._part_sizes = [size for size in shape.sizes if size > shape.rows] if shape.is_flat else []
+        # Those that have pages, and those that wait for them, each in the order of arrival.
+        self._begun: list[SeatedSequence] = []
+        self._aside: list[SeatedSequence] = []
+        self._by_request: dict[ActiveRequest, SeatedSequence] = {}
+        self._num_turns = 0
+        self._unused_rows = list(range(shape.rows))
+        # Pages in the tables of all, shared ones as often as they are.
+        self._num_entries = 0
+        # Pages that those aside will need.
+        self._num_wanted = 0
+        # What runs: (sequence, tokens); or whose picture is encoded.
+        self._flight: Planned = []
+        self._looking: SeatedSequence | None = None
+
+    # For the scheduler.
+
+    @property
+    def num_used(self) -> int:
+        """Sequences."""
+        return len(self._by_request)
+
+    @property
+    def num_free(self) -> int:
+        """How many more there may be."""
+        return self._shape.rows - len(self._by_request)
+
+    @property
+    def takes(self) -> bool:
+        """True if a request can begin here soon: those before it will have their pages."""
+        return self.num_free > 0 and self._num_wanted <= self.pool.num_free
+
+    @property
+    def can_move(self) -> bool:
+        """By parts; a model that reads token by token reads again what it has at the pace of an answer."""
+        return bool(self._part_sizes)
+
+    @property
+    def is_kept(self) -> bool:
+        """True if it is worth keeping open without requests: the next one may begin like one before."""
+        return self.pool.num_kept > 0
+
+    def overlap(self, request: ActiveRequest) -> int:
+        """Tokens of a request that are in pages here."""
+        return len(self._found(request)) * PAGE
+
+    def requests(self) -> list[ActiveRequest]:
+        """Everybody here."""
+        return list(self._by_request)
+
+    def state(self) -> None:
+        """Zeros."""
+
+    def add(self, request: ActiveRequest) -> None:
+        """A request begins as soon as there are pages for it."""
+        seen = None if self._sight is None else SeenPictures(request.ask.pictures)
+        sequence = SeatedSequence(request, self._num_turns, heappop(self._unused_rows), seen)
+        self._num_turns += 1
+        self._by_request[request] = sequence
+        request.batch = self
+        self._wait(sequence)
+
+    def leave(self, request: ActiveRequest) -> None:
+        """A request goes, wherever it stands; a step that runs for it is not looked at."""
+        request.batch = None
+        sequence = self._by_request.pop(request, None)
+        if sequence is None:
+            return
+        heappush(self._unused_rows, sequence.row)
+        if sequence.is_begun:
+            self._release(sequence)
+        else:
+            self._aside.remove(sequence)
+            self._num_wanted -= _pages_of(sequence)
+
+    def next_step(self) -> StepCall | None:
+        """The next step; None: there is nothing to do."""
+        if (call := self._look()) is not None:
+            return call
+        self._flight = planned = self._plan()
+        if not planned:  # nobody is here, or all who are wait for a picture
+            return self._look()
+        size = self._size_of(planned)
+        inputs = self._inputs.fill(planned, size)
+        return self._steps.call(self.number, self._steps.number[size], inputs, _skips(planned))
+
+    def end(self, done: StepDone) -> Sequence[ActiveRequest]:
+        """The step that ran has ended; who leaves by it."""
+        if self._looking is not None:
+            assert self._looking.seen is not None, "only who sees looks"
+            self._looking.seen.take(done.outputs["image"])
+            self._looking = None
+            return self._settle(self, done, ())
+        due = []
+        for number, (sequence, count) in enumerate(self._flight):
+            request = sequence.request
+            if request.is_over:
+                continue
+            sequence.read += count
+            if not sequence.left or request.wants_prompt:
+                due.append((number if self._shape.is_flat else sequence.row, request))
+        return self._settle(self, done, due)
+
+    def kind_of(self, step: int) -> str:
+        """Of a step by its number: what it does, and of how many tokens."""
+        return self._steps.names[step]
+
+    def num_read(self, request: ActiveRequest) -> int:
+        """Its tokens that were read here."""
+        return self._by_request[request].read
+
+    # What comes next.
+
+    def _look(self) -> StepCall | None:
+        """A picture is encoded before its tokens are read; answers go on between two pictures."""
+        has_read, self._flight = bool(self._flight), []
+        if self._sight is None or (not has_read and any(s.left == 1 for s in self._begun)):
+            return None
+        for sequence in self._begun:
+            assert sequence.seen is not None, "a model that sees does so in every sequence"
+            patches = sequence.seen.patches_after(sequence.read)
+            if patches is not None:
+                assert self._steps.encode is not None, "a model that sees has the step"
+                self._looking = sequence
+                inputs = {**self._sight.fixed, "patches": patches}
+                return self._steps.call(self.number, self._steps.encode, inputs)
+        return None
+
+    def _plan(self) -> Planned:
+        """Tokens of sequences for the next step; their pages are there."""
+        budget = self._budget()
+        planned: Planned = []
+        for sequence in sorted(self._begun, key=lambda s: (s.left > 1, s.turn)):
+            count = self._count(sequence, budget)
+            if count and self._grow(sequence):
+                planned.append((sequence, count))
+                budget -= count
+        planned = [(sequence, count) for sequence, count in planned if sequence.is_begun]
+        for sequence, count in planned:
+            self._publish(sequence, count)
+        # After the others are known, so that who begins can share what they fill in this very step.
+        while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
+            count = self._count(sequence, budget)
+            if count:
+                planned.append((sequence, count))
+                self._publish(sequence, count)
+                budget -= count
+        return planned
+
+    def _budget(self) -> int:
+        """Tokens of the next step, at most: those of a size that is well filled.
+
+        A step costs what its size costs: where less than half of what a size has more than the one below it
+        would be used, the one below is filled, and the rest comes with the next step.
+        """
+        total = sum(s.left for s in self._begun) + sum(s.left for s in self._aside)
+        for smaller, size in pairwise(self._part_sizes):
+            if total <= (smaller + size) / 2:
+                return smaller
+        return self._shape.sizes[-1]
+
+    def _count(self, sequence: SeatedSequence, budget: int) -> int:
+        """Tokens that a sequence reads in the next step."""
+        is_single = not self._part_sizes or sequence.request.wants_prompt
+        count = min(sequence.left, budget, 1 if is_single else budget)
+        return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
+
+    def _size_of(self, planned: Planned) -> int:
+        """The smallest size that holds them."""
+        if not self._shape.is_flat:
+            num, sizes = 1 + max(sequence.row for sequence, _ in planned), list(self._shape.sizes)
+        else:
+            num = sum(count for _, count in planned)
+            sizes = self._part_sizes if num > len(planned) else list(self._shape.sizes)
+        return next(size for size in sizes if size >= num)
+
+    # Pages.
+
+    def _found(self, request: ActiveRequest) -> list[int]:
+        """Pages here that hold the beginning of a request; its last token is always read."""
+        if not self._is_caching or request.wants_prompt:
+            return []
+        return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE))
+
+    def _begin(self, sequence: SeatedSequence) -> bool:
+        """Gives one that waits its pages, if they are there and one more for each of the others."""
+        request = sequence.request
+        found, wanted, spare = self._found(request), _pages_of(sequence), len(self._begun)
+        free = self.pool.num_free - self.pool.num_idle(found)
+        entries = self._shape.num_page_entries - self._num_entries
+        if wanted - len(found) + spare > free or wanted + spare > entries:
+            return False
+        self._aside.remove(sequence)
+        self._num_wanted -= wanted
+        self.pool.share(found)
+        sequence.begin(found)
+        for _ in range(wanted - len(found)):
+            sequence.append(self.pool.take())
+        self._num_entries += wanted
+        insort(self._begun, sequence, key=lambda s: s.turn)
+        if self._is_caching and not sequence.was_begun:
+            self._counts.queries += len(request.sequence)
+            self._counts.hits += sequence.read
+        sequence.was_begun = True
+        return True
+
+    def _grow(self, sequence: SeatedSequence) -> bool:
+        """Sees to the page of the next token; False if the sequence had to be put aside for it."""
+        while sequence.is_begun and sequence.read >= sequence.num_pages * PAGE:
+            if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
+                sequence.append(self.pool.take())
+                self._num_entries += 1
+            else:
+                last = self._begun[-1]
+                self._release(last)
+                self._wait(last)
+                self._counts.preemptions += 1
+        return sequence.is_begun
+
+    def _publish(self, sequence: SeatedSequence, count: int) -> None:
+        """Pages that the next step fills can be found from now on: whoever finds them reads them later."""
+        first, after = sequence.read // PAGE, (sequence.read + count) // PAGE
+        if self._is_caching and first < after:
+            keys = sequence.request.keys(after)
+            for index in range(first, after):
+                self.pool.publish(int(sequence.table[index]), keys[index])
+
+    def _release(self, sequence: SeatedSequence) -> None:
+        """Its pages are free for others."""
+        self._begun.remove(sequence)
+        self.pool.give_back(sequence.pages.tolist())
+        self._num_entries -= sequence.num_pages
+        sequence.is_begun = False
+
+    def _wait(self, sequence: SeatedSequence) -> None:
+        """It is put aside, in the order of arrival."""
+        sequence.read = 0
+        insort(self._aside, sequence, key=lambda s: s.turn)
+        self._num_wanted += _pages_of(sequence)
+
+
+def _pages_of(sequence: SeatedSequence) -> int:
+    """Pages for all it has, and for the token that is due then."""
+    return pages_for(len(sequence.request.sequence) + 1)
+
+
+def _skips(planned: Planned) -> tuple[str, ...]:
+    """Outputs of a step that nobody looks at."""
+    if any(sequence.request.wants_prompt for sequence, _ in planned):
+        return ()
+    due = [sequence.request for sequence, count in planned if count == sequence.left]
+    if not due:
+        return "logits", "next_tokens"
+    return ("logits",) if all(request.pick.is_plain for request in due) else ()
