@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 PAGE = 16  # positions of one page
 # Queries of one product on a CPU: bounds the memory that their scores take.
@@ -71,17 +72,25 @@ def _on_cpu(
     for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
         alike[part.count, part.num_pages.bit_length()].append(part)
     for (count, _), group in alike.items():
-        rows = torch.tensor([part.first for part in group])[:, None] + torch.arange(count)
-        table, places = _look_up(group, pages)
-        now = torch.tensor([part.position for part in group])[:, None] + torch.arange(count)
-        ago = now[:, :, None] - places[:, None, :]
-        hidden = ago < 0
-        if window:
-            hidden |= ago >= window
-        held_keys, held_values = (held[table].flatten(1, 2) for held in (keys, values))
-        # What was left behind in a page is nobody's, and need not be finite.
-        held_values.masked_fill_((places > now[:, -1:])[..., None, None], 0.0)
-        out[rows] = _attend(query[rows], held_keys, held_values, hidden, scale, soft_cap, sinks)
+        most = max(part.num_pages for part in group)
+        numbers = [(p.first, p.position - p.begin, p.page, p.num_pages - 1) for p in group]
+        first, now, page, last = torch.tensor(numbers).t()[..., None]
+        rows = (first + torch.arange(count)).flatten()
+        # As many pages for all: a short part repeats its last.
+        table = pages.index_select(0, (page + torch.arange(most).minimum(last)).flatten())
+        ago = (now + torch.arange(count))[:, :, None] - torch.arange(most * PAGE)
+        seen = (ago >= 0) & (ago < window) if window else ago >= 0
+        beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # nobody's, and need not be finite
+        held_keys, held_values = (
+            held.index_select(0, table)
+            .flatten(0, 1)
+            .index_fill_(0, beyond, 0.0)
+            .unflatten(0, (len(group), -1))
+            for held in (keys, values)
+        )
+        asked = query.index_select(0, rows).view(len(group), count, *query.shape[1:])
+        made = _attend(asked, held_keys, held_values, seen, scale, soft_cap, sinks)
+        out.index_copy_(0, rows, made.flatten(0, 1))
     return out
 
 
@@ -95,41 +104,47 @@ def _parts(starts: list[int], lengths: list[int], firsts: list[int], window: int
             yield _Part(row, count, position, start + page, page * PAGE, num_pages)
 
 
-def _look_up(group: list[_Part], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages of each part and their positions, as many for all: a short part repeats its last page."""
-    most = max(part.num_pages for part in group)
-    counts = torch.tensor([[part.num_pages] for part in group])
-    number = torch.minimum(torch.arange(most), counts - 1)
-    table = pages[torch.tensor([[part.page] for part in group]) + number]
-    begin = torch.tensor([[part.begin] for part in group])
-    return table.long(), begin + torch.arange(most * PAGE)
-
-
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    hidden: torch.Tensor,
+    seen: torch.Tensor,
     scale: float,
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [parts, queries, heads, width] over [parts, keys, heads, width], in 32 bits at least."""
+    """Attention of [parts, queries, heads, width] over [parts, keys, heads, width].
+
+    Query heads that share a key head are further queries of it.
+    """
     parts, count, heads, width = query.shape
-    held, kv_heads = keys.shape[1:3]
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.view(parts, count, kv_heads, heads // kv_heads, width).permute(0, 2, 3, 1, 4)
-    rows = grouped.to(dtype).reshape(parts, kv_heads, -1, width)
-    scores = (rows @ keys.to(dtype).permute(0, 2, 3, 1)).view(parts, heads, count, held) * scale
-    if soft_cap:
-        scores = torch.tanh(scores / soft_cap) * soft_cap
-    scores = scores.masked_fill_(hidden[:, None], float("-inf"))
+    kv_heads = keys.shape[2]
+    rows = query.view(parts, count, kv_heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if soft_cap or sinks is not None:
+        scores = _scores(rows, keys, scale, soft_cap).view(parts, heads, count, -1)
+        out = _mix(scores.masked_fill_(~seen[:, None], float("-inf")), values, sinks)
+    else:
+        mask = seen[:, None].repeat(1, 1, heads // kv_heads, 1)
+        out = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+    return out.reshape(parts, heads, count, -1).transpose(1, 2).to(query.dtype)
+
+
+def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
+    """In 32 bits at least."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    scores = (rows.to(dtype) * scale) @ keys.to(dtype).transpose(2, 3)
+    return torch.tanh(scores / soft_cap) * soft_cap if soft_cap else scores
+
+
+def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Values by the softmax of [parts, heads, queries, keys], each head's sink among them."""
+    parts, heads, count, held = scores.shape
     if sinks is not None:
-        column = sinks.to(dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)
         scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)[..., :held].reshape(parts, kv_heads, -1, held)
-    out = (weights @ values.to(dtype).transpose(1, 2)).view(parts, heads, count, -1)
-    return out.transpose(1, 2).to(query.dtype)
+    weights = torch.softmax(scores, -1)[..., :held]
+    return weights.reshape(parts, values.shape[1], -1, held) @ values.to(scores.dtype)
 
 
 @torch.library.impl("tessera::paged_attention", "cuda")
