@@ -67,6 +67,7 @@ def record_inductor(
         raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
     code = compile_step(workload, given, FakeTensorMode(allow_non_fake_inputs=True), portable, **changes)
     code.run(weights, inputs, state)
+    del given, state  # a card may have room for one state only
     given = weights, workload.make_inputs(0), workload.make_state(0)
     return record_code(workload.step, code, given, accesses_of, str(next(iter(inputs.values())).device))
 
