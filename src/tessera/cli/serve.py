@@ -41,6 +41,7 @@ MaxLen = Annotated[
 MaxBatchTokens = Annotated[
     int | None, typer.Option(help="Tokens of one step.", show_default="2048, on a CPU 128")
 ]
+PlanCache = Annotated[bool, typer.Option(help="Use plans of an earlier start of the same service.")]
 MemoryShare = Annotated[float, typer.Option(help="Of a GPU's memory, for weights and pages.")]
 PrefixCaching = Annotated[
     bool, typer.Option(help="Read once what requests have in common at their beginning.")
@@ -55,8 +56,12 @@ AsJsonLine = Annotated[bool, typer.Option("--json", help="Say where it listens a
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     devices: Annotated[
-        str, typer.Option(help="Where it runs: cpu, emu:a100,emu:l40s, cuda:0, away:a100:2, ...")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            help="Where it runs: cpu, emu:a100,emu:l40s, cuda:0, away:a100:2, ...",
+            show_default="this machine's GPUs, or its CPU",
+        ),
+    ] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     transport: TransportName = "auto",
     rendezvous: Rendezvous = None,
@@ -69,14 +74,18 @@ def serve(
     api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP, envvar="TESSERA_API_KEY")] = None,
     served_model_name: Name = None,
     slots: Annotated[
-        int | None, typer.Option(help="Microbatches, each with pages of its own.", show_default="2")
+        int | None,
+        typer.Option(help="Microbatches, each with pages of its own.", show_default="2, on one GPU 1"),
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Requests of one microbatch.", show_default="8")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Requests of one microbatch.", show_default="8, on GPUs 64")
+    ] = None,
     max_len: MaxLen = None,
     max_batch_tokens: MaxBatchTokens = None,
     chunk: Annotated[int | None, typer.Option(hidden=True)] = None,
     memory_share: MemoryShare = 0.9,
     prefix_caching: PrefixCaching = True,
+    plan_cache: PlanCache = True,
     random_weights: RandomWeights = False,
     policy: Annotated[str, typer.Option(help="auto, throughput or latency.")] = "auto",
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 1024,
@@ -112,18 +121,16 @@ def serve(
         )
     from tessera.execute.transport import check_name
     from tessera.serve.auth import read_keys
+    from tessera.serve.kept_plans import default_folder
     from tessera.serve.limits import HttpLimits
     from tessera.serve.planning import ServeSpec, objectives_of
     from tessera.serve.server import is_loopback
     from tessera.serve.start import ServeOptions
-    from tessera.serve.steps import ROWS, SLOTS
 
     check_name(transport)
     spec = ServeSpec(
-        slots or SLOTS,
-        rows or ROWS,
-        max_len,
-        max_batch_tokens,
+        capacity=max_len,
+        max_batch_tokens=max_batch_tokens,
         memory_share=memory_share,
         policies=objectives_of(policy),
         random_weights=random_weights,
@@ -137,11 +144,24 @@ def serve(
         read_keys(api_key or ()),
         is_loopback(host),
         _within_files(HttpLimits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
+        default_folder() if plan_cache else None,
     )
-    with gathered(devices, model, meeting, ray) as (found, hub):
+    with gathered(devices or _own_devices(), model, meeting, ray) as (found, hub):
         from tessera.profile import wire
+        from tessera.serve.steps import sizes_for
 
-        _serve(model, wire(found, link or []), options, (host, port), as_json, started_s, hub)
+        cluster = wire(found, link or [])
+        usual = sizes_for(cluster)
+        options = replace(options, spec=replace(spec, slots=slots or usual[0], rows=rows or usual[1]))
+        _serve(model, cluster, options, (host, port), as_json, started_s, hub)
+
+
+def _own_devices() -> str:
+    """The GPUs of this machine, or its CPU."""
+    import torch
+
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ",".join(f"cuda:{n}" for n in range(num)) or "cpu"
 
 
 def _serve(
@@ -187,7 +207,8 @@ def _serve(
 def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: float, as_json: bool) -> None:
     """One line, when the first request would be answered."""
     if not as_json:
-        _say(ready.summary)
+        for line in ready.summary:
+            _say(line)
         console().print(f"{ready.name} at {url} after {seconds:.1f} s", markup=False, soft_wrap=True)
         return
     shape = ready.service.shape

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.attention import sdpa_kernel
 
 from tessera import flow
 from tessera.analyze.accesses import triton_accesses
-from tessera.capture import Workload, known_models, record
+from tessera.capture import Workload, known_models, place_of, record
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
 from tessera.errors import PlanInfeasible, TesseraError
@@ -32,7 +33,8 @@ from tessera.execute.footprint import footprints, ready_programs
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
-from tessera.serve.planning import Prepared, ServeSpec, counts_of
+from tessera.serve.kept_plans import find, keep, key_of
+from tessera.serve.planning import Prepared, ServeSpec, counts_of, prepared_from, warn_kept
 from tessera.serve.rehearse import best_served
 from tessera.serve.steps import ServedModel, weight_bytes
 
@@ -82,11 +84,13 @@ def prepare_on_gpus(
     *,
     coarse: Sequence[str] = (),
     is_compiled: bool = True,
+    kept: Path | None = None,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Prepared:
     """Plans a service on GPUs. `coarse`: coarser policies to plan for as well, such as data-parallel.
 
     `is_compiled`: steps that compute are captured from compiled code, else operator by operator.
+    `kept`: where plans are kept between starts.
     """
     check_gpus(cluster)
     card = str(driver.card(cluster.devices[0].ordinal))
@@ -103,6 +107,11 @@ def prepare_on_gpus(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
         )
     made = replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
+    names = [torch.cuda.get_device_name(device.ordinal) for device in cluster.devices]
+    key = key_of(place_of(model), spec, cluster, made.shape, names, tuple(coarse), is_compiled)
+    again = find(key, kept) if kept is not None else None
+    if again is not None:
+        return prepared_from(made, cluster, again)
     advance(f"capturing {len(made.workloads)} steps")
     begun_s = time.perf_counter()
     traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
@@ -124,7 +133,10 @@ def prepare_on_gpus(
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
     found = footprints(plans, [ready_programs(plan) for plan in plans])
     torch.cuda.empty_cache()  # what was needed for capture and measurement is the workers'
-    return Prepared(made, cluster, unit, costs, plans, found, scale, rehearsed, capture_s)
+    prepared = Prepared(made, cluster, unit, costs, plans, found, scale, rehearsed, capture_s)
+    if kept is not None:
+        keep(key, prepared.kept, kept, warn_kept)
+    return prepared
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:

@@ -23,16 +23,16 @@ from typing import Any
 
 from tessera import flow
 from tessera.adapt.avoid import without_devices
-from tessera.capture import record
+from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
 from tessera.execute.hub import warm_up
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
-from tessera.serve.pages import PAGE
+from tessera.serve.kept_plans import KeptPlans, find, keep, key_of
 from tessera.serve.records import step_name
-from tessera.serve.steps import ROWS, SLOTS, ServedModel, for_cpu, served, state_bytes
+from tessera.serve.steps import ROWS, SLOTS, ServedModel, for_cpu, served
 
 # Hears one line.
 Told = Callable[[str], None]
@@ -111,16 +111,9 @@ class Prepared:
     capture_s: float = 0.0
 
     @property
-    def summary(self) -> str:
-        """One line: its steps and its pages."""
-        shape = self.model.shape
-        sizes = ", ".join(f"{size:,}" for size in shape.sizes)
-        held = state_bytes(self.model.workloads[-1])
-        return (
-            f"steps of {sizes} tokens, captured in {self.capture_s:.1f} s; {shape.slots} x "
-            f"{shape.pool_tokens - PAGE:,} tokens in pages ({shape.slots * held / 1e9:.2f} GB), of a request "
-            f"up to {shape.max_tokens:,}"
-        )
+    def kept(self) -> KeptPlans:
+        """What another start needs of it."""
+        return KeptPlans(self.plans, self.scale, self.rehearsed)
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
@@ -143,15 +136,20 @@ def prepare(
     spec: ServeSpec,
     *,
     store: Path | None = None,
+    kept: Path | None = None,
     advance: Told = lambda what: None,
 ) -> Prepared:
-    """Plans a service; `advance` hears what is done next, `store` keeps measurements."""
+    """Plans a service; `advance` hears what is done next, `store` keeps measurements, `kept` plans."""
     warm_up()  # beside the capture and the planning
     advance(f"building {model}")
     with blamed_for_run(model):
         room_bytes = [spec.memory_share * device.memory_bytes for device in cluster.devices]
         made = spec.build(model, max_bytes=MAX_BYTES, room_bytes=room_bytes)
         for_cpu(made)
+        key = key_of(place_of(model), spec, cluster, made.shape)
+        found = find(key, kept) if kept is not None else None
+        if found is not None:
+            return prepared_from(made, cluster, found)
         advance(f"capturing {len(made.workloads)} steps")
         begun_s = time.perf_counter()
         traces = [record(workload) for workload in made.workloads]
@@ -165,7 +163,24 @@ def prepare(
 
     costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
     advance("planning")
-    return replace(_planned(made, cluster, unit, costs, spec.policies), capture_s=capture_s)
+    planned = replace(_planned(made, cluster, unit, costs, spec.policies), capture_s=capture_s)
+    if kept is not None:
+        keep(key, planned.kept, kept, warn_kept)
+    return planned
+
+
+def warn_kept(what: str) -> None:
+    """Plans could not be kept."""
+    print(f"warning: {what}; plans are not kept for the next start", file=sys.stderr)
+
+
+def prepared_from(model: ServedModel, cluster: Cluster, found: KeptPlans) -> Prepared:
+    """A service by plans of an earlier start."""
+    plans = found.plans
+    needed = footprints(plans, [ready_programs(plan) for plan in plans])
+    return Prepared(
+        model, cluster, plans[0].unit, plans[0].costs, plans, needed, found.scale, found.rehearsed
+    )
 
 
 def counts_of(model: ServedModel, average: Average) -> tuple[int, ...]:

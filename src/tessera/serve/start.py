@@ -46,6 +46,8 @@ class ServeOptions:
     # True if it listens on this machine only.
     is_local: bool = True
     limits: HttpLimits = field(default_factory=HttpLimits)
+    # Where plans are kept between starts; None: each start plans anew.
+    kept: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class RunningService:
     name: str
     service: Service
     app: "FastAPI"
-    # One line: its steps and its pages.
-    summary: str
+    # Three lines: what was chosen, what is expected, what another device would add.
+    summary: tuple[str, ...]
 
 
 @contextmanager
@@ -78,14 +80,15 @@ def started(
     from tessera.serve.pictures import eyes_of
     from tessera.serve.replan import PreparedPlanner
     from tessera.serve.sight import sight_of
+    from tessera.serve.summary import lines_of
 
     options = options or ServeOptions()
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         from tessera.serve.gpu import prepare_on_gpus
 
-        prepared = prepare_on_gpus(model, cluster, options.spec, advance=advance)
+        prepared = prepare_on_gpus(model, cluster, options.spec, kept=options.kept, advance=advance)
     else:
-        prepared = prepare(model, cluster, options.spec, advance=advance)
+        prepared = prepare(model, cluster, options.spec, kept=options.kept, advance=advance)
     advance("starting workers")
     made, shape = prepared.model, prepared.model.shape
     name = options.name or (Path(model).name if Path(model).is_dir() else model)
@@ -117,7 +120,7 @@ def started(
             app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
             with closing(app.state.reading) as reading:
                 reading.start()
-                yield RunningService(name, service, app, prepared.summary)
+                yield RunningService(name, service, app, lines_of(prepared, options.spec.average))
 
 
 @dataclass(frozen=True)

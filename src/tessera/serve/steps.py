@@ -26,12 +26,12 @@ from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
 from tessera.execute.stepper import Tensors
-from tessera.ir import Step
+from tessera.ir import Cluster, DeviceKind, Step
 from tessera.serve.pages import PAGE, pages_for
 from tessera.serve.records import Shape
 
 # What is served where nobody says otherwise.
-SLOTS, ROWS = 2, 8
+SLOTS, ROWS, GPU_ROWS = 2, 8, 64
 # Tokens of the largest step, of a model that computes on a CPU.
 MAX_BATCH_TOKENS = 128
 # Tokens of a prompt and its answer, of a model that has no limit of its own.
@@ -43,6 +43,13 @@ MIN_SIZE, MIN_PART_SIZE = 8, 32
 POOL_BYTES = 128 << 20
 # A step that takes longer than this will never end.
 STEP_TIMEOUT_S = 60.0
+
+
+def sizes_for(cluster: Cluster) -> tuple[int, int]:
+    """Microbatches, and rows of each, where nobody says: on one GPU there is nothing to overlap."""
+    if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
+        return SLOTS, ROWS
+    return min(SLOTS, len(cluster.devices)), GPU_ROWS
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,8 @@ def _pool_tokens(fitting: float, rows: int, size: int, asked: int | None) -> int
     most = rows * PAGE * pages_for(size) + PAGE
     # Who asks for a length gets it; whether that fits, the planner says.
     least = PAGE * pages_for(min(size, asked or PAGE)) + PAGE
+    # A little less than fits, so that a few bytes more or less in use make no other plans.
+    fitting = fitting if fitting >= most else int(fitting) & -(1 << max(4, int(fitting).bit_length() - 6))
     return int(max(least, min(most, fitting // PAGE * PAGE)))
 
 

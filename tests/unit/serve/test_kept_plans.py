@@ -4,7 +4,10 @@ import os
 from pathlib import Path
 
 from serving_factory import toy_plans
+from tessera.profile import make_cluster, parse_devices
 from tessera.serve.kept_plans import MAX_KEPT, KeptPlans, find, keep, key_of
+from tessera.serve.planning import Average, ServeSpec, prepare
+from tessera.serve.summary import lines_of
 
 FOUND = KeptPlans(toy_plans(["throughput", "latency"]), 2.5, {"throughput": 12.0})
 
@@ -46,3 +49,28 @@ def test_plans_have_another_name_when_a_file_of_the_model_changes(tmp_path: Path
     assert before != key_of(str(tmp_path), "other sizes")
     (tmp_path / "config.json").write_text('{"a": 1}')
     assert before != key_of(str(tmp_path), "sizes")
+
+
+def test_a_second_start_plans_nothing(tmp_path: Path) -> None:
+    """And serves by the very plans of the first."""
+    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    spec = ServeSpec(rows=2, capacity=32, max_batch_tokens=8)
+    said: list[list[str]] = [[], []]
+    first, second = (prepare("tiny-llama", cluster, spec, kept=tmp_path, advance=s.append) for s in said)
+    assert "planning" in said[0]
+    assert said[1] == ["building tiny-llama"]
+    assert second.plans == first.plans
+    assert second.footprints == first.footprints
+
+
+def test_what_was_chosen_is_said_in_three_lines(tmp_path: Path) -> None:
+    cluster = make_cluster(parse_devices("emu:a100"), "pcie4")
+    average = Average(8, 4)
+    spec = ServeSpec(slots=1, rows=2, capacity=32, max_batch_tokens=8, average=average)
+    prepared = prepare("tiny-llama", cluster, spec)
+    chosen, expected, more = lines_of(prepared, average)
+    per_s = prepared.plans[0].simulated_per_s * 2 * 4
+    assert "1 x 2 requests" in chosen
+    assert "all work on emu:a100" in chosen
+    assert f"{per_s:,.0f} tokens/s" in expected
+    assert "a100 adds" in more
