@@ -107,8 +107,7 @@ def prepare_on_gpus(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
         )
     made = replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
-    names = [torch.cuda.get_device_name(device.ordinal) for device in cluster.devices]
-    key = key_of(place_of(model), spec, cluster, made.shape, names, tuple(coarse), is_compiled)
+    key = key_of(place_of(model), spec, cluster, made.shape, tuple(coarse), is_compiled)
     again = find(key, kept) if kept is not None else None
     if again is not None:
         return prepared_from(made, cluster, again)
