@@ -94,6 +94,7 @@ class DeviceGraphs:
         for room in self._rooms:
             for program in programs:
                 self._make_room(room, program)
+        self.device.synchronize()  # graphs run on streams that wait for nobody, not for zeros either
         return list(range(first, len(self._programs)))
 
     def room(self, microbatch: int) -> MicrobatchRoom:
