@@ -130,6 +130,37 @@ def test_values_that_feed_themselves_settle() -> None:
     )
 
 
+# Turns of a chain and how often: each would take longer than the limit, or too many frames, if every part of
+# an address were looked into as often as it is used.
+CHAINS = {
+    "halves": ("shr.u64 %rd61, %rd60, 1; add.s64 %rd60, %rd60, %rd61;", 19),
+    "quotients": ("div.u64 %rd61, %rd60, %rd20; sub.s64 %rd60, %rd60, %rd61;", 17),
+    "fields": ("bfi.b64 %rd61, %rd60, %rd12, 3, 40; add.s64 %rd60, %rd60, %rd61;", 19),
+    "choices": ("selp.b64 %rd61, %rd60, %rd12, %p1; mul.lo.s64 %rd60, %rd60, %rd61;", 8),
+    "maxima": ("max.s64 %rd61, %rd60, %rd20; sub.s64 %rd60, %rd60, %rd61;", 8),
+    "squares": ("mul.lo.s32 %r1, %r1, %r1; mul.wide.s32 %rd20, %r1, 4;", 20),
+    "long sums": ("and.b64 %rd60, %rd60, 0xffff00000000;", 2000),
+    "deep logic": ("xor.b64 %rd60, %rd60, %rd12;", 3000),
+    "deep signs": ("abs.s64 %rd61, %rd60; mul.lo.s64 %rd60, %rd61, 4;", 3000),
+}
+
+
+@pytest.mark.parametrize(("turn", "count"), CHAINS.values(), ids=CHAINS.keys())
+def test_chains_are_survived(turn: str, count: int) -> None:
+    """An address that is computed from itself again and again ends in time."""
+    body = f"mov.u64 %rd60, %rd11; {turn * count} add.s64 %rd60, %rd60, %rd20; st.global.u32 [%rd60], %r1;"
+    survives(make_module(pointers(0, 1) + THREAD + body))
+
+
+def test_an_address_of_too_many_steps_is_given_up_by_name() -> None:
+    """What is not looked into may be anything, and the report says so."""
+    turn, _ = CHAINS["halves"]
+    body = f"mov.u64 %rd60, %rd11; {turn * 40} st.global.u32 [%rd60], %r1;"
+    (report,) = analyze_ptx(make_module(pointers(0) + body))
+
+    assert ("line 5: too complex to follow: its addresses are computed in too many steps",) == report.why
+
+
 def test_deep_call_trees_are_cut() -> None:
     """Functions that call the next one twice would unfold to 2**40 copies."""
     functions = "".join(

@@ -17,6 +17,8 @@ from tessera.analyze.ptx.weights import Weight, candidates, choices, original, w
 
 _NEAR_NULL = 1 << 40
 _MAX_EXPANSIONS = 3
+# Alternatives of one address that are looked at one by one; compiled kernels have at most 3 (corpus).
+_MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +104,33 @@ class Classifier:
             )
         return item[0] in ("frame", "symbol", "func")
 
-    def targets(self, poly: Poly, depth: int = 0) -> list[Target]:
+    def targets(self, poly: Poly) -> list[Target]:
         """Every buffer the address may be in."""
-        chosen = self._choice(poly) if depth < _MAX_EXPANSIONS else None
-        if chosen is not None:
-            mono, alternatives = chosen
-            coeff = poly[mono]
-            rest = {m: c for m, c in poly.items() if m != mono}
-            every: list[Target] = []
-            for one in alternatives:
-                every += self.targets(add(rest, scale(dict(one), coeff)), depth + 1)
-            return every
+        out: list[Target] = []
+        for one in self._alternatives(poly):
+            out += self._targets(one)
+        return out
+
+    def _alternatives(self, poly: Poly) -> list[Poly]:
+        """The address with addends that are one of several sums replaced by each of them."""
+        done = [poly]
+        for _ in range(_MAX_EXPANSIONS):
+            every = [more for one in done for more in self._each(one)]
+            if len(every) == len(done) or len(every) > _MAX_ALTERNATIVES:
+                break
+            done = every
+        return done
+
+    def _each(self, poly: Poly) -> list[Poly]:
+        chosen = self._choice(poly)
+        if chosen is None:
+            return [poly]
+        mono, alternatives = chosen
+        coeff = poly[mono]
+        rest = {m: c for m, c in poly.items() if m != mono}
+        return [add(rest, scale(dict(one), coeff)) for one in alternatives]
+
+    def _targets(self, poly: Poly) -> list[Target]:
         found = self._weights(poly)
         base = self.bases(poly) or self._contradictory(poly, found)
         if not base:

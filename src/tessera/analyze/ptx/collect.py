@@ -103,12 +103,17 @@ class _Collector:
         flow.want_calls()
         loops = self.conditions.want_loops() if self.roots else {}
         flow.run()
+        if not flow.settled and not flow.coarse:
+            return self.facts  # begun anew
         self.facts.loops = {h: self.conditions.known(p) for h, p in loops.items() if p.wanted}
         self.facts.stops += flow.stops
         self._undeclared()
         self._classify()
         self._handed_over()
         self._escapes()
+        if flow.atoms.cut:
+            reason = "too complex to follow: its addresses are computed in too many steps"
+            self.facts.stops.append((flow.entry.line, reason))
         return self.facts
 
     def _undeclared(self) -> None:

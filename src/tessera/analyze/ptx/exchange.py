@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 
 from tessera.analyze.ptx.cfg import Graph
 from tessera.analyze.ptx.flatten import Flat
-from tessera.analyze.ptx.poly import Poly
+from tessera.analyze.ptx.poly import Frozen, Poly, freeze
 from tessera.analyze.ptx.scan import Scan
 from tessera.analyze.ptx.syntax import Imm
 from tessera.analyze.ptx.values import Atoms
 
 _WARP = 32
+# Leaves of a part of an offset that is worked out; compiled kernels have at most 10 (corpus).
+_MAX_SIZE = 64
 
 
 class Exchanges:
@@ -34,6 +36,7 @@ class Exchanges:
         self._writers = {a.at for a in scan.accesses if a.effect != "r" and a.space in ("shared", "")}
         self._writers |= set(scan.tensors)
         self._passed: dict[int, bool] = {}
+        self._offsets: dict[Frozen, tuple[int, list[int]] | None] = {}
 
     def stores_before(self, load: int) -> tuple[int, ...]:
         """The stores of the phase before a load, as instructions; () if it is no such load."""
@@ -53,6 +56,24 @@ class Exchanges:
                     return ()
                 found.append(index)
         return tuple(found)
+
+    def offsets(self, at: Atoms, poly: Poly) -> tuple[int, list[int]] | None:
+        """The shared variable of an address and the offsets of all threads; None if they depend on more."""
+        key = freeze(poly)
+        if key not in self._offsets:
+            self._offsets[key] = self._all_offsets(at, poly)
+        return self._offsets[key]
+
+    def _all_offsets(self, at: Atoms, poly: Poly) -> tuple[int, list[int]] | None:
+        base = [n for n in at.base_of(poly) if at.atoms[n].item[0] == "frame"]
+        if len(base) != 1:
+            return None
+        rest = {m: c for m, c in poly.items() if m != (base[0],)}
+        if any(at.atoms[n].size > _MAX_SIZE for mono in rest for n in mono):
+            return None
+        found = [_value(at, rest, thread) for thread in range(self.threads)]
+        known = [value for value in found if value is not None]
+        return (base[0], known) if len(known) == self.threads else None
 
     def _backwards(self, index: int) -> Iterator[int]:
         """The instructions that surely came before, the last one first, up to a join."""
@@ -107,17 +128,6 @@ class Exchanges:
                 seen.add(block)
                 stack += self.graph.blocks[block].succs
         return seen
-
-
-def offsets(at: Atoms, poly: Poly, threads: int) -> tuple[int, list[int]] | None:
-    """The shared variable an address is in and the offsets of all threads; None if they depend on more."""
-    base = [n for n in at.base_of(poly) if at.atoms[n].item[0] == "frame"]
-    if len(base) != 1:
-        return None
-    rest = {m: c for m, c in poly.items() if m != (base[0],)}
-    found = [_value(at, rest, thread) for thread in range(threads)]
-    known = [value for value in found if value is not None]
-    return (base[0], known) if len(known) == threads else None
 
 
 def _value(at: Atoms, poly: Poly, thread: int) -> int | None:

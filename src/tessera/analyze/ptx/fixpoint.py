@@ -16,14 +16,13 @@ from heapq import heapify, heappop, heappush
 from math import gcd
 
 from tessera.analyze.ptx.bits import halves, pack
-from tessera.analyze.ptx.exchange import offsets
 from tessera.analyze.ptx.forms import OpInfo
 from tessera.analyze.ptx.launches import Given
 from tessera.analyze.ptx.nodes import Node, Nodes
 from tessera.analyze.ptx.poly import BOTTOM, Poly, Value, add, const, constant_of, multiply, sub, wrap
 from tessera.analyze.ptx.scan import Access
 from tessera.analyze.ptx.syntax import Function, Mem, Module, Sym, Vec
-from tessera.analyze.ptx.values import IN_TIME, PER_THREAD, UNIFORM, Key, by_base
+from tessera.analyze.ptx.values import IN_TIME, MAX_POLY, PER_THREAD, UNIFORM, Key, by_base
 
 _MAX_VISITS = 8
 # Alternatives looked at, per node and for any kernel. Chosen by measurement: compiled kernels stay below
@@ -127,6 +126,8 @@ class Flow(Nodes):
                 self._note_conversion(info, args[0])
         else:
             value = self.atoms.opaque(key, *args)
+        if any(len(p) > MAX_POLY for p in value):
+            value = self.atoms.opaque((key, "long"), value)
         if node.old is not None and node.old.value:
             value = self.atoms.join((key, "old"), value + node.old.value)
         return value if node.visits <= _MAX_VISITS else self._late(node, value)
@@ -176,15 +177,15 @@ class Flow(Nodes):
 
     def _exchanged(self, node: Node, address: Value, width: int) -> Value | None:
         """What the threads of the block stored for this load just before; None if that is not all it sees."""
-        threads = self.exchanges.threads
-        places = offsets(self.atoms, address[0], threads) if len(address) == 1 and width == 8 else None
+        places = self.exchanges.offsets(self.atoms, address[0]) if len(address) == 1 and width == 8 else None
         if places is None:
             return None
+        self.atoms.work += len(node.exchange) * self.exchanges.threads // 256
         covered: set[int] = set()
         seen: list[Poly] = []
         for to, offset, size, values in node.exchange:
             target = to.value if isinstance(to, Node) else to
-            stored = offsets(self.atoms, target[0], threads) if len(target) == 1 else None
+            stored = self.exchanges.offsets(self.atoms, target[0]) if len(target) == 1 else None
             if stored is None or stored[0] != places[0]:
                 return None
             for part, item in enumerate(values):

@@ -214,7 +214,7 @@ class LoadRules:
             # Opaque addends would give every turn of a cycle a base of its own.
             origin = frozenset(n for n in base if at.kind(n) not in ("opaque", "op"))
             # Without an origin, what a pointer went into otherwise than as an addend is computed from it.
-            plain = all(map(at.is_joined, base - origin)) and (bool(origin) or not at.taint(rest))
+            plain = all(at.atoms[n].joined for n in base - origin) and (bool(origin) or not at.taint(rest))
             followed[origin] = followed.get(origin, True) and plain
             offsets = groups.setdefault(origin, [])
             whole = at.whole(base - origin, rest)

@@ -6,6 +6,8 @@ and with the numbers of a launch in `extent`.
 
 Range = tuple[int | None, int | None]
 FULL: Range = (None, None)
+# Squares of squares have bounds of as many digits as there is memory; nobody needs those.
+_LARGEST = 1 << 128
 
 _BLOCK = {"x": 1024, "y": 1024, "z": 64}
 _GRID = {"x": (1 << 31) - 1, "y": 65535, "z": 65535}
@@ -166,7 +168,15 @@ def fit(a: Range, bits: int, signed: bool) -> Range:
 
 
 def op_range(name: str, bits: int, args: list[Range]) -> Range:
-    """Bounds of an operation from the bounds of its arguments."""
+    """Bounds of an operation from the bounds of its arguments; none where they are beyond any address."""
+    low, high = _op_range(name, bits, args)
+    return (
+        None if low is None or abs(low) > _LARGEST else low,
+        None if high is None or abs(high) > _LARGEST else high,
+    )
+
+
+def _op_range(name: str, bits: int, args: list[Range]) -> Range:
     if name in ("sext", "zext"):
         return fit(args[0], bits, name == "sext")
     if name == "any":

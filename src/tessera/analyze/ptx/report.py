@@ -199,7 +199,7 @@ def _report(module: Module, entry: Function, facts: Facts, written: set[str]) ->
             tuple(sorted(t.lines)),
             _DEEP in tables,
         )
-        for tables, t in sorted(facts.indirect.items(), key=repr)
+        for tables, t in sorted(facts.indirect.items(), key=lambda item: repr(item[0]))
     )
     why = _reasons(module, facts, symbols, indirect, written)
     params = tuple((p.name, p.size) for p in entry.params)

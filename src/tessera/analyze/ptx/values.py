@@ -47,7 +47,8 @@ _NARROWING = WHOLE | {"shr_s", "shr_u", "div_s", "div_u", "rem_s", "rem_u"}
 _FAR = 1 << 40
 _MAX_TERMS = 24
 _MAX_ALTERNATIVES = 64
-_MAX_POLY = 64
+# Addends of a sum; compiled kernels have at most 16 (corpus).
+MAX_POLY = 64
 _MAX_SIZE = 1 << 20
 UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
 # Among the bases that a value was loaded through: a pointer that was loaded itself.
@@ -65,6 +66,12 @@ class Atom(NamedTuple):
     taint: frozenset[int]
     size: int = 1  # leaves when written out, shared parts counted each time
     carry: bool = False  # may be a copied piece of a pointer
+    # Of the taint: without what only a small number of went in; the same where the atom is multiplied,
+    # since an unknown one may then grow in a loop, digit by digit; and what something may have divided.
+    large: frozenset[int] = frozenset()
+    scaled: frozenset[int] = frozenset()
+    divided: frozenset[int] = frozenset()
+    joined: bool = True  # what may be a pointer here is one of several values, not computed from them
 
 
 class Atoms:
@@ -75,10 +82,11 @@ class Atoms:
         self.limits = limits
         self.atoms: list[Atom] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._large: dict[tuple[int, bool], frozenset[int]] = {}
         self.bases: set[int] = set()
         # Alternatives looked at so far, long ones counted more; `fixpoint` bounds it.
         self.work = 0
+        # How much `weights` has looked at so far, and whether it gave something up.
+        self.weighed, self.cut = 0, False
         # Indices of parameters of fewer than eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()
         # Indices of parameters that are plain numbers in the launch at hand.
@@ -104,7 +112,8 @@ class Atoms:
             self.bases.add(number)
             if item[0] not in ("opaque", "op", "copy"):
                 # Taint names origins only, else it would grow with every turn of a loop.
-                atom = atom._replace(taint=frozenset({number}))
+                own = frozenset({number})
+                atom = atom._replace(taint=own, large=own, scaled=own)
         self.atoms.append(atom)
         return number
 
@@ -144,13 +153,15 @@ class Atoms:
         return Atom(item, (0, None), -1, False, IN_TIME, frozenset())
 
     def _make_copy(self, item: tuple[Any, ...]) -> Atom:
-        inner = self.atoms[item[1]]
-        return Atom(
-            item, inner.range, inner.mask, inner.base, IN_TIME, inner.taint, inner.size + 1, inner.carry
-        )
+        inner: Atom = self.atoms[item[1]]
+        return inner._replace(item=item, level=IN_TIME, size=inner.size + 1)
 
     def _make_opaque(self, item: tuple[Any, ...]) -> Atom:
-        return Atom(item, FULL, -1, bool(item[2]), IN_TIME, item[2], carry=item[4])
+        _, _, taint, joined, carry, large = item
+        return Atom(
+            item, FULL, -1, bool(taint), IN_TIME, taint, carry=carry,
+            large=large, scaled=taint, divided=large, joined=bool(joined),
+        )  # fmt: skip
 
     def _make_op(self, item: tuple[Any, ...]) -> Atom:
         _, name, bits, tag, *args = item
@@ -165,7 +176,21 @@ class Atoms:
         size = 1 + sum(self.atoms[n].size for p in polys for mono in p for n in mono)
         level = IN_TIME if tag is not None else level
         carry = name == "any" and any(self.may_carry(p) for p in polys)
-        return Atom(item, span, mask, base, level, taint, min(size, _MAX_SIZE), carry)
+        atom = Atom(
+            item, span, mask, base, level, taint, min(size, _MAX_SIZE), carry, taint, taint, taint, not base
+        )
+        return self._with_parts(atom, name, polys) if taint and name in _NARROWING else atom
+
+    def _with_parts(self, atom: Atom, name: str, polys: list[Poly]) -> Atom:
+        """An operation's facts that are those of its arguments."""
+        large = frozenset[int]().union(*map(self._large_of, polys))
+        return atom._replace(
+            large=large,
+            scaled=frozenset[int]().union(*(self._large_of(p, scaled=True) for p in polys)),
+            divided=frozenset[int]().union(*map(self._divided_of, polys)) if name in WHOLE else large,
+            joined=atom.joined
+            or (name == "any" and all(self.atoms[n].joined for p in polys for mono in p for n in mono)),
+        )
 
     def range(self, poly: Poly) -> Range:
         """Static bounds of a polynomial, None where there is none."""
@@ -256,32 +281,25 @@ class Atoms:
         item = ("opaque", key, frozenset(taint), joined, carry or bool(taint), frozenset(large))
         return self.value(item)
 
-    def large(self, number: int, scaled: bool = False) -> frozenset[int]:
-        """The bases in an atom, without those of which only a small number went into it.
-
-        `scaled`: the atom is multiplied; an unknown one may then grow in a loop, digit by digit.
-        """
-        atom = self.atoms[self._original(number)]
-        if not atom.taint or atom.item[0] not in ("op", "opaque"):
-            return atom.taint
-        if atom.item[0] == "opaque":
-            return atom.taint if scaled else atom.item[5]
-        if atom.item[1] not in _NARROWING:
-            return atom.taint
-        known = self._large.get((number, scaled))
-        if known is None:
-            parts = (dict(part) for part in atom.item[4:] if isinstance(part, frozenset))
-            known = frozenset[int]().union(*(self._large_of(part, scaled) for part in parts))
-            self._large[number, scaled] = known
-        return known
-
     def _large_of(self, poly: Poly, scaled: bool = False) -> frozenset[int]:
+        """The bases in a sum, without those of which only a small number went into it."""
         found: set[int] = set()
         for mono, coeff in poly.items():
             if mono and not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
-                alone = len(mono) == 1 and abs(coeff) <= SMALL
-                more = self.large(mono[0], scaled or abs(coeff) != 1) if alone else self.taint({mono: coeff})
-                found |= more
+                if len(mono) > 1 or abs(coeff) > SMALL:
+                    found |= self.taint({mono: coeff})
+                else:
+                    atom = self.atoms[mono[0]]
+                    found |= atom.scaled if scaled or abs(coeff) != 1 else atom.large
+        return frozenset(found)
+
+    def _divided_of(self, poly: Poly) -> frozenset[int]:
+        """The bases in a sum that something may divide on their way into it."""
+        found: set[int] = set()
+        for mono, coeff in poly.items():
+            if not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
+                for number in mono:
+                    found |= self.atoms[number].divided
         return frozenset(found)
 
     def may_carry(self, poly: Poly) -> bool:
@@ -308,16 +326,6 @@ class Atoms:
         """The kind of an atom, copies being of the kind of what they copy."""
         item = self.atoms[number].item
         return str(self.atoms[item[1]].item[0] if item[0] == "copy" else item[0])
-
-    def is_joined(self, number: int) -> bool:
-        """Whether what may be a pointer here is one of several values rather than computed from them."""
-        atom = self.atoms[self._original(number)]
-        if atom.item[0] == "opaque":
-            return bool(atom.item[3])
-        if atom.item[0] != "op" or not atom.base:
-            return True
-        inside = (n for arg in atom.item[4:] for mono, _ in arg for n in mono)
-        return atom.item[1] == "any" and all(map(self.is_joined, inside))
 
     def roots(self, numbers: frozenset[int]) -> frozenset[int]:
         """The origins of bases; for pointers loaded from memory, where they were loaded from, and DEEP."""
@@ -349,7 +357,7 @@ class Atoms:
 
     def limited(self, key: Key, value: Value) -> Value:
         """The value, or one opaque alternative when it has more than anybody wrote down on purpose."""
-        if len(value) > _MAX_ALTERNATIVES or any(len(p) > _MAX_POLY for p in value):
+        if len(value) > _MAX_ALTERNATIVES or any(len(p) > MAX_POLY for p in value):
             return self.opaque((key, "many"), value, joined=True)
         return value
 

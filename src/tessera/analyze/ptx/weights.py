@@ -11,7 +11,8 @@ A weight is a polynomial over the other factors of the pointer's monomials, with
 operation (`sext`, `and`, an opaque value) it is not followed: `loose` when the term can reach from one
 buffer to another by itself, `near` when it is too small for an address and can only be a distance. If
 nothing in there divides, four times it weighs a multiple of four, and so nothing. Terms within 64 KiB of
-zero (alignment: `p & 15`) are taken for offsets.
+zero (alignment: `p & 15`) are taken for offsets. What lies deeper than
+anybody computes is loose as well, and the kernel is given up by name.
 
 An index such as `stride * (slot / size)`, with all three unknown, would be loose. `followed` goes on through
 divisions by unknowns (a factor `1/size`), widening and choices (a factor for each), where a term is not near:
@@ -26,11 +27,16 @@ from typing import Any
 
 from tessera.analyze.ptx.poly import Poly, add, constant_of, freeze, multiply
 from tessera.analyze.ptx.ranges import Range, mul_ranges, scale_range, within
-from tessera.analyze.ptx.values import SMALL, WHOLE, Atoms
+from tessera.analyze.ptx.values import SMALL, Atoms
 
 _FAR = 1 << 40
 _MAX_UNSURE = 8
 _MAX_CHOICES = 16
+# Operations that are looked into, one inside the other, and all that is looked at for the addresses of a
+# kernel: addends, alternatives and sets of pointers. A part that is used twice is looked into twice, so in a
+# chain of thirty instructions it can be 2**30; compiled kernels stay below 5 and 2,500 (corpus, attention).
+_MAX_DEPTH = 32
+_MAX_WEIGHED = 1 << 15
 _ORIGINS = frozenset({"param", "fields", "symbol", "frame", "loaded", "func"})
 _ONE = {(): Fraction(1)}
 
@@ -73,9 +79,10 @@ def choices(at: Atoms, poly: Poly) -> list[Poly]:
         more = _choose(at, one)
         if not more:
             done.append(one)
-        elif len(done) + len(queue) + len(more) > _MAX_CHOICES:
+        elif len(done) + len(queue) + len(more) > _MAX_CHOICES or at.weighed > _MAX_WEIGHED:
             return [poly]
         else:
+            at.weighed += len(more)
             queue += more
     return done
 
@@ -105,10 +112,21 @@ class _Collector:
     def __init__(self, at: Atoms, followed: bool) -> None:
         self.at, self.followed = at, followed
         self.found: dict[int, Weight] = {}
+        self._depth = 0
 
     def collect(self, poly: Poly, scale: Fraction, factors: tuple[int, ...]) -> None:
         """Takes in a sum that is multiplied by `scale` and by the factors."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH or self.at.weighed > _MAX_WEIGHED:
+            self._hide(self.at.taint(poly), near=False)
+            self.at.cut = True
+        else:
+            self._collect(poly, scale, factors)
+        self._depth -= 1
+
+    def _collect(self, poly: Poly, scale: Fraction, factors: tuple[int, ...]) -> None:
         at = self.at
+        at.weighed += len(poly) * (1 + len(factors))
         for mono, coeff in poly.items():
             tainted = [n for n in mono if at.atoms[n].taint]
             span = _span(at, mono, coeff * scale, factors) if tainted else (0, 0)
@@ -136,7 +154,8 @@ class _Collector:
             return
         near = within(span, -_FAR, _FAR)
         multiple = scale.denominator == 1 and abs(scale) > 1
-        hidden = _divided(self.at, number) if multiple else self.at.large(number)
+        atom = self.at.atoms[number]
+        hidden = atom.divided if multiple else atom.large
         if hidden and not near and self.followed and self._follow(number, item, scale, factors):
             self._rounded(hidden)
         else:
@@ -193,21 +212,6 @@ def _reduced(at: Atoms, factors: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(left))
 
 
-def _divided(at: Atoms, number: int) -> frozenset[int]:
-    """The pointers in an atom that something may divide on their way into it."""
-    item = original(at, number)
-    if item[0] in _ORIGINS:
-        return frozenset()
-    if item[0] != "op" or item[1] not in WHOLE:
-        return at.large(number)
-    found = frozenset[int]()
-    for part in item[4:]:
-        for mono, coeff in part if isinstance(part, frozenset) else ():
-            if not within(_span(at, mono, Fraction(coeff), ()), -SMALL, SMALL):
-                found |= frozenset[int]().union(*(_divided(at, n) for n in mono))
-    return found
-
-
 def original(at: Atoms, number: int) -> tuple[Any, ...]:
     """The atom behind copies."""
     item = at.atoms[number].item
@@ -252,8 +256,9 @@ def candidates(at: Atoms, found: dict[int, Weight], sure: Callable[[int], bool])
     if any(found[n].plain for n in certain):
         unsure = [n for n in unsure if not found[n].is_index(at)]
     unsure = _possible(found, unsure, certain)
-    if len(unsure) > _MAX_UNSURE:
-        return {n for n, weight in found.items() if weight.may_be(1)}
+    at.weighed += 1 << min(len(unsure), _MAX_UNSURE)
+    if len(unsure) > _MAX_UNSURE or at.weighed > _MAX_WEIGHED:
+        return {*certain, *unsure}
     out: set[int] = set()
     for count in range(len(unsure) + 1):
         for more in combinations(unsure, count):
