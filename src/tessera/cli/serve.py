@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
     from tessera.ir import Cluster
     from tessera.serve.limits import HttpLimits
-    from tessera.serve.start import RunningEncoder, RunningService, ServeOptions
+    from tessera.serve.start import RunningAlone, RunningService, ServeOptions
 
 # The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
 # Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
@@ -173,9 +173,8 @@ def _serve(
     started_s: float,
     hub: "MakeHub | None" = None,
 ) -> None:
-    from tessera.serve.embedding import embeds
     from tessera.serve.server import HttpServer, bind, url_of
-    from tessera.serve.start import RunningEncoder, started, started_encoder
+    from tessera.serve.start import RunningAlone, is_alone, started, started_alone
 
     sys.setswitchinterval(SWITCH_S)
     bound = bind(*address)
@@ -185,9 +184,9 @@ def _serve(
         )
     with _stoppable(), bound, ExitStack() as stack:
         with progress(f"serving {model}") as advance:
-            ready: RunningEncoder | RunningService
-            if embeds(model):
-                ready = stack.enter_context(started_encoder(model, cluster, options, advance=advance))
+            ready: RunningAlone | RunningService
+            if is_alone(model):
+                ready = stack.enter_context(started_alone(model, cluster, options, advance=advance))
             else:
                 ready = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
 
@@ -196,8 +195,8 @@ def _serve(
 
         def announce() -> None:
             seconds = time.perf_counter() - started_s
-            if isinstance(ready, RunningEncoder):
-                _announce_encoder(ready, url_of(bound), seconds, as_json)
+            if isinstance(ready, RunningAlone):
+                _announce_alone(ready, url_of(bound), seconds, as_json)
             else:
                 _announce(ready, cluster.names, url_of(bound), seconds, as_json)
 
@@ -227,15 +226,14 @@ def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: 
     typer.echo(json.dumps(document))
 
 
-def _announce_encoder(ready: "RunningEncoder", url: str, seconds: float, as_json: bool) -> None:
-    """The same of an encoder."""
-    encoder = ready.service.encoder
+def _announce_alone(ready: "RunningAlone", url: str, seconds: float, as_json: bool) -> None:
+    """The same of what is served undivided."""
     if not as_json:
-        told = f"{ready.name} (embeddings of {encoder.size} numbers) at {url} after {seconds:.1f} s"
+        told = f"{ready.name} ({ready.summary}) at {url} after {seconds:.1f} s"
         console().print(told, markup=False, soft_wrap=True)
         return
-    document = {"url": url, "model": ready.name, "devices": [encoder.device], "max_len": encoder.max_tokens}
-    typer.echo(json.dumps({**document, "dimensions": encoder.size, "seconds": round(seconds, 3)}))
+    document = {"url": url, "model": ready.name, "devices": [ready.device], **ready.sizes}
+    typer.echo(json.dumps({**document, "seconds": round(seconds, 3)}))
 
 
 def _within_files(limits: "HttpLimits") -> "HttpLimits":

@@ -1,6 +1,7 @@
 """The HTTP application: OpenAI's routes, and what there is to see of the service.
 
-    /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's; of an encoder /v1/embeddings
+    /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's
+    /v1/embeddings, /v1/images/generations               likewise, of an encoder or a pipeline for pictures
     /tokenize, /detokenize                               as vLLM's
     /v1/plan       the plans, which one is in force, and why
     /v1/state      what the service is doing now
@@ -12,9 +13,6 @@
 The application only translates: the endpoint is handed in; `start` makes it and ends it, `server` listens.
 Bodies are taken here, not by FastAPI, and read by `reading`: within limits, strictly, and only as
 application/json, which a page of another site cannot send to a server on this machine unasked.
-
-/v1/images/generations is not offered, and says so: a picture from words needs encoders of text, a denoiser
-and a decoder of latents; the built-in denoisers are the one in the middle, which `tessera run` runs.
 """
 
 import asyncio
@@ -44,10 +42,19 @@ from tessera.serve.openai_read import (
     DetokenizeRequest,
     EmbeddingDraft,
     EmbeddingRequest,
+    ImageDraft,
+    ImageRequest,
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai_write import Writer, answer_embedding, answer_whole, send_document, stream
+from tessera.serve.openai_write import (
+    Writer,
+    answer_embedding,
+    answer_image,
+    answer_whole,
+    send_document,
+    stream,
+)
 from tessera.serve.page import live_page, plan_document, state_document
 from tessera.serve.reading import Reading
 from tessera.serve.records import Endpoint
@@ -88,10 +95,6 @@ NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
 STREAMS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
 }
-NO_PICTURES = (
-    "'{}' draws no pictures. That needs encoders of text and a decoder of latents besides a denoiser, and no "
-    "model that can be served here has them; `tessera run` runs denoisers alone."
-)
 
 
 def create_app(
@@ -136,13 +139,29 @@ class Intake:
     reading: Reading
 
 
+# Kind of body -> the kinds of model that it is for.
+FOR = {
+    "chat": ("text",),
+    "completion": ("text",),
+    "embedding": ("vectors",),
+    "image": ("pictures",),
+    "tokenize": ("text", "vectors"),
+    "detokenize": ("text", "vectors"),
+}
+# Kind of model -> what it does.
+DOES = {
+    "text": "generates text only",
+    "vectors": "makes embeddings only; use /v1/embeddings",
+    "pictures": "makes pictures only; use /v1/images/generations",
+}
+
+
 def check_kind(kind: str, endpoint: Endpoint) -> None:
-    """Refuses embeddings of a model that generates, and the other way round."""
-    is_encoder = endpoint.embeddings is not None
-    if is_encoder == (kind == "embedding") or kind not in ("chat", "completion", "embedding"):
-        return
-    what = "makes embeddings only; use /v1/embeddings" if is_encoder else "generates and makes no embeddings"
-    raise ApiError(400, f"'{endpoint.model}' {what}", "model", "unsupported_model")
+    """Refuses what another kind of model is for."""
+    own = "text" if endpoint.embeddings is None else "vectors"
+    own = own if endpoint.images is None else "pictures"
+    if own not in FOR[kind]:
+        raise ApiError(400, f"'{endpoint.model}' {DOES[own]}", "model", "unsupported_model")
 
 
 class BodyResponse(Response):
@@ -174,6 +193,9 @@ class BodyResponse(Response):
             return
         if isinstance(draft, EmbeddingDraft):
             await send_document(await answer_embedding(self._endpoint, draft), send)
+            return
+        if isinstance(draft, ImageDraft):
+            await send_document(await answer_image(self._endpoint, draft), send)
             return
         service = self._endpoint.service
         batch = await make_asks(draft, self._endpoint, str(scope.get(CLIENT, "")))
@@ -208,6 +230,11 @@ def _add_openai(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
         """Vectors of texts, where the model is an encoder."""
         return BodyResponse("embedding", endpoint, intake)
 
+    @app.post("/v1/images/generations", **shown_as(ImageRequest))
+    async def images() -> Response:
+        """Pictures from words, where the model is a pipeline for them."""
+        return BodyResponse("image", endpoint, intake)
+
     @app.post("/tokenize", **shown_as(TokenizeRequest, "tokens"))
     async def tokenize() -> Response:
         """The tokens of a prompt or a conversation."""
@@ -237,11 +264,6 @@ def _add_openai(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
         if name != endpoint.model:
             raise no_such_model(name, endpoint.model)
         return JsonResponse(card)
-
-    @app.post("/v1/images/generations", include_in_schema=False)
-    async def images() -> Response:
-        """Refuses."""
-        raise ApiError(400, NO_PICTURES.format(endpoint.model), "model", "unsupported_model")
 
 
 def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: RequestLimiter) -> None:
@@ -291,7 +313,8 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's page with the bodies that it does not see."""
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = (ChatRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest)
+    texts = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    kinds: tuple[type[BaseModel], ...] = (*texts, EmbeddingRequest, ImageRequest)
     bodies = [(kind, "validation") for kind in kinds]
     _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     page["components"]["schemas"] |= found["$defs"]

@@ -15,6 +15,8 @@ from tessera.serve.records import Ask, Endpoint, PromptPicture
 
 # OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.
 COMPLETION_TOKENS = 16
+# Logprobs of prompts that one request may ask for.
+MAX_NOTED = 2**19
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,14 @@ class AskBatch:
     draft: Draft
 
     @property
+    def prompts(self) -> tuple[Ask, ...]:
+        """The first ask of every prompt."""
+        return self.asks[:: self.draft.n]
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, each once."""
-        return sum(len(ask.prompt) for ask in self.asks[:: self.draft.n])
+        return sum(len(ask.prompt) for ask in self.prompts)
 
 
 async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
@@ -42,10 +49,11 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     seed = draft.sampling.seed
     seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
+    notes = _prompt_logprobs(draft, prompts)
     asks = tuple(
         Ask(
             prompt,
-            most,
+            most if notes is None else max(1, most),
             sampling,
             draft.stop,
             draft.stop_tokens,
@@ -54,9 +62,10 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
             client,
             pictures,
             grammar,
+            None if choice else notes,
         )
         for prompt in prompts
-        for sampling in samplings
+        for choice, sampling in enumerate(samplings)
     )
     return AskBatch(asks, draft)
 
@@ -74,6 +83,20 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
         missing = MissingExtra("llguidance", "grammar")
         raise ApiError(400, f"{draft.place}: {missing}", draft.place, "missing_extra")
     return await asyncio.to_thread(endpoint.grammars.compile, draft.grammar, draft.place)
+
+
+def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
+    """Alternatives that are noted for the tokens of a prompt, once for all its answers; None: none."""
+    wanted = [draft.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
+    listed = [number for number in wanted if number is not None]
+    if not listed:
+        return None
+    num = sum(map(len, prompts)) * (1 + max(listed))
+    if num > MAX_NOTED:
+        field = "logprobs" if draft.prompt_logprobs is None else "prompt_logprobs"
+        message = f"{field}: {num:,} logprobs of prompts in one request; the most are {MAX_NOTED:,}"
+        raise ApiError(400, message, field, "invalid_value")
+    return max(listed)
 
 
 def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:

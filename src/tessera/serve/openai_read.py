@@ -1,7 +1,7 @@
 """From a body to a draft: the bodies of OpenAI's routes, checked strictly and put into tokens.
 
-    read_chat, read_completion, read_embedding    (raw body, card) -> a draft
-    tokenize, detokenize                          (raw body, card) -> the answer itself
+    read_chat, read_completion, read_embedding, read_image    (raw body, card) -> a draft
+    tokenize, detokenize                                      (raw body, card) -> the answer itself
 
 These run beside the event loop, in a thread or in a process of their own (`reading`); `asking` makes asks of
 a draft. Types are strict: "5" is no number. A field that is not declared here is ignored, as vLLM does,
@@ -43,6 +43,8 @@ MAX_ASKS = 128
 # Of OpenAI: tools of one request, and texts to embed.
 MAX_TOOLS = 128
 MAX_INPUTS = 2048
+# Of one picture that is made.
+MAX_PIXELS = 2**22
 UNKNOWN = "\ufffd"
 
 # Field -> values that ask for nothing. Any other value is answered with 400.
@@ -50,7 +52,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     name: (None, *harmless)
     for names, harmless in (
         ("allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex", ()),
-        ("prompt_embeds prompt_logprobs reasoning_effort structured_outputs truncate_prompt_tokens", ()),
+        ("prompt_embeds reasoning_effort structured_outputs truncate_prompt_tokens", ()),
         ("verbosity web_search_options", ()),
         ("bad_words documents functions logits_processors", ([],)),
         ("chat_template_kwargs", ({},)),
@@ -215,6 +217,7 @@ class _GenerationRequest(_Body):
     ignore_eos: bool | None = Field(None, description="Of vLLM: go on past the model's own end.")
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Of vLLM.")
     response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of vLLM.")
     user: str | None = None
 
     @model_validator(mode="after")
@@ -224,6 +227,8 @@ class _GenerationRequest(_Body):
                 raise _unsupported(name)
         if self.stream_options is not None and not self.stream:
             raise _invalid("stream_options", "only of use with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _invalid("prompt_logprobs", "are told with a whole answer only, without stream")
         return self
 
 
@@ -286,8 +291,8 @@ class CompletionRequest(_GenerationRequest):
     def _fits(self) -> "CompletionRequest":
         if self.best_of not in (None, self.n or 1):
             raise _unsupported("best_of")
-        if self.echo and self.logprobs is not None:
-            raise _invalid("echo", "with logprobs is not supported: the prompt's own are not kept")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise _invalid("echo", "with logprobs only of a whole answer, without stream")
         if self.max_tokens == 0 and not self.echo:
             raise _invalid("max_tokens", "0 asks for no answer; use 1 or more, or echo")
         return self
@@ -353,6 +358,30 @@ class EmbeddingRequest(_Body):
         return self
 
 
+class ImageRequest(_Body):
+    """The body of /v1/images/generations."""
+
+    model: str | None = None
+    prompt: str = Field(min_length=1, max_length=32_000)
+    n: int | None = Field(None, ge=1, le=10)
+    size: str | None = Field(None, pattern=r"^(auto|[1-9][0-9]{1,3}x[1-9][0-9]{1,3})$")
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    negative_prompt: str | None = Field(None, max_length=32_000, description="Of diffusers, as those below.")
+    num_inference_steps: int | None = Field(None, ge=1, le=200)
+    guidance_scale: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(None, ge=0, le=2**62)
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> "ImageRequest":
+        if self.response_format == "url":
+            raise _invalid("response_format", "pictures come as b64_json: nothing is kept to link to")
+        if (self.model_extra or {}).get("stream"):
+            raise _unsupported("stream")
+        return self
+
+
 Body = TypeVar("Body", bound=_Body)
 
 
@@ -391,6 +420,8 @@ class Draft:
     includes_usage: bool
     # Of each ask: the prompt's text to give back before the answer; empty without `echo`.
     echoes: tuple[str, ...] = ()
+    # Alternatives to report for each token of the prompt after its first; None: nothing.
+    prompt_logprobs: int | None = None
     # Addresses of the pictures that marks stand for.
     urls: tuple[str, ...] = ()
     # The form of the answer, as a grammar, and the field that asked for it; empty: any form.
@@ -399,6 +430,11 @@ class Draft:
     # Tools that the answer may call, and whether it must.
     tools: tuple[str, ...] = ()
     is_forced: bool = False
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """True if the prompt is given back with those of its tokens."""
+        return bool(self.echoes) and self.sampling.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +445,19 @@ class EmbeddingDraft:
     is_base64: bool
     # Numbers of a vector; None: all.
     size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDraft:
+    """A request for pictures."""
+
+    prompt: str
+    n: int
+    seed: int | None
+    # png, jpeg or webp.
+    form: str
+    # What else a pipeline is told, by its own names; None: nothing.
+    options: dict[str, int | float | str | None]
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
@@ -516,6 +565,25 @@ def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
         message = f"This model's maximum context length is {card.capacity} tokens. An input has more."
         raise ApiError(400, message, "input", "context_length_exceeded")
     return EmbeddingDraft(tuple(inputs), request.encoding_format == "base64", size)
+
+
+def read_image(raw: bytes, card: Card) -> ImageDraft:
+    """The body of /v1/images/generations."""
+    request = parse(ImageRequest, raw)
+    _check_model(request.model, card)
+    width = height = None
+    if request.size not in (None, "auto"):
+        width, height = map(int, str(request.size).split("x"))
+        if width * height > MAX_PIXELS:
+            raise _invalid("size", f"more than {MAX_PIXELS:,} pixels")
+    options = {
+        "width": width,
+        "height": height,
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+    }
+    return ImageDraft(request.prompt, request.n or 1, request.seed, request.output_format or "png", options)
 
 
 def tokenize(raw: bytes, card: Card) -> bytes:
@@ -639,6 +707,7 @@ def _draft(
         isinstance(request, ChatRequest),
         bool(request.stream),
         bool(options and options.include_usage),
+        prompt_logprobs=request.prompt_logprobs,
         **more,
     )
 

@@ -23,7 +23,7 @@ from tessera.errors import TesseraError
 from tessera.serve.asking import AskBatch
 from tessera.serve.embedding import cut
 from tessera.serve.openai_errors import ApiError, api_error
-from tessera.serve.openai_read import EmbeddingDraft
+from tessera.serve.openai_read import EmbeddingDraft, ImageDraft
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Endpoint, Event, Events, Finish, Token
 from tessera.serve.tools import ForcedCalls, FoundCalls, Told
 
@@ -51,7 +51,8 @@ class Writer:
 
     def __init__(self, endpoint: Endpoint, batch: AskBatch) -> None:
         self._text, self._batch, self._draft = endpoint.text, batch, batch.draft
-        self._has_logprobs = batch.asks[0].sampling.logprobs is not None
+        self._num_top = batch.asks[0].sampling.logprobs
+        self._has_logprobs = self._num_top is not None
         is_chat = self._draft.is_chat
         prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
         head = {
@@ -71,19 +72,59 @@ class Writer:
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
         """All choices at once, each with the events of its answer."""
-        choices, output_tokens = [], 0
-        for index, events in enumerate(answers):
-            text = "".join(x.text for x in events if isinstance(x, AnswerPiece))
-            tokens = [token for x in events if isinstance(x, AnswerPiece) for token in x.tokens]
-            finish = events[-1]
-            assert isinstance(finish, Finish)
-            output_tokens += finish.output_tokens
-            if self._draft.is_chat:
-                shown: dict[str, Any] = {"message": self._message(index, text)}
-            else:
-                shown = {"text": (self._draft.echoes[index] if self._draft.echoes else "") + text}
-            choices.append(self._choice(index, shown, tokens, self._reason(index, finish.reason)))
-        return f'{self._open}{",".join(choices)}],"usage":{_encode(self._usage(output_tokens))}}}'.encode()
+        finishes = [event for events in answers for event in events if isinstance(event, Finish)]
+        firsts = finishes[:: self._draft.n]
+        noted = [self._noted(ask, finish) for ask, finish in zip(self._batch.prompts, firsts, strict=True)]
+        choices = [
+            self._whole_choice(index, events, finishes[index], noted[index // self._draft.n])
+            for index, events in enumerate(answers)
+        ]
+        num = 0 if self._says_nothing else sum(finish.output_tokens for finish in finishes)
+        shared = self._prompt_notes(noted[0]) if self._draft.is_chat else ""
+        usage = _encode(self._usage(num))
+        return f'{self._open}{",".join(choices)}],"usage":{usage}{shared}}}'.encode()
+
+    def _whole_choice(
+        self, index: int, events: Sequence[Event], finish: Finish, prompt: Sequence[Token]
+    ) -> str:
+        pieces = [] if self._says_nothing else [x for x in events if isinstance(x, AnswerPiece)]
+        text, tokens = "".join(x.text for x in pieces), [token for x in pieces for token in x.tokens]
+        if self._draft.is_chat:
+            shown = {"message": self._message(index, text)}
+            return self._choice(index, shown, tokens, self._reason(index, finish.reason))
+        echo = self._draft.echoes[index] if self._draft.echoes else ""
+        given = [*prompt, *tokens] if self._draft.echoes_logprobs else tokens
+        reason = "length" if self._says_nothing else finish.reason
+        return self._choice(index, {"text": echo + text}, given, reason, self._prompt_notes(prompt))
+
+    def _noted(self, ask: Ask, finish: Finish) -> list[Token]:
+        """A prompt's tokens; nothing is known of the first."""
+        return [Token(ask.prompt[0]), *finish.prompt]
+
+    @property
+    def _says_nothing(self) -> bool:
+        """True if only the prompt is wanted; the engine says one token all the same."""
+        return self._draft.max_tokens == 0
+
+    def _prompt_notes(self, prompt: Sequence[Token]) -> str:
+        """vLLM's field with the logprobs of a prompt's tokens; empty if nobody asked."""
+        most = self._draft.prompt_logprobs
+        if most is None:
+            return ""
+        noted = ["null"]
+        for token in prompt[1:]:
+            ranks = {number: rank for rank, (number, _) in enumerate(token.top, 1)}
+            listed = dict(token.top[:most]) | {token.number: token.logprob}
+            entries = {
+                str(number): {
+                    "logprob": _finite(logprob),
+                    "rank": ranks.get(number),
+                    "decoded_token": self._shown(number, None)["token"],
+                }
+                for number, logprob in listed.items()
+            }
+            noted.append(_encode(entries))
+        return f',"prompt_logprobs":[{",".join(noted)}]'
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
         """What the assistant said; with its calls, if there are any."""
@@ -149,13 +190,18 @@ class Writer:
         return f"data: {self._open}{self._choice(index, shown, tokens, reason)}{self._shut}".encode()
 
     def _choice(
-        self, index: int, shown: dict[str, Any], tokens: Sequence[Token] | None, reason: str | None
+        self,
+        index: int,
+        shown: dict[str, Any],
+        tokens: Sequence[Token] | None,
+        reason: str | None,
+        more: str = "",
     ) -> str:
         logprobs = "null"
         if self._has_logprobs and tokens is not None:
             logprobs = self._chat_logprobs(tokens) if self._draft.is_chat else self._logprobs(index, tokens)
         head = _encode({"index": index, **shown})[:-1]
-        return f'{head},"logprobs":{logprobs},"finish_reason":{_encode(reason)}}}'
+        return f'{head},"logprobs":{logprobs},"finish_reason":{_encode(reason)}{more}}}'
 
     def _usage(self, output_tokens: int) -> dict[str, int]:
         prompt = self._batch.prompt_tokens
@@ -174,8 +220,9 @@ class Writer:
         texts, tops, offsets = [], [], []
         for token in tokens:
             texts.append(self._shown(token.number, None)["token"])
-            listed = (*token.top, (token.number, token.logprob))
-            tops.append(_encode({self._shown(n, None)["token"]: _finite(p) for n, p in listed}))
+            listed = (*token.top[: self._num_top], (token.number, token.logprob))
+            shown = {self._shown(n, None)["token"]: _finite(p) for n, p in listed}
+            tops.append("null" if token.logprob is None else _encode(shown))
             offsets.append(self._offsets[index])
             self._offsets[index] += len(texts[-1])
         own = [_finite(token.logprob) for token in tokens]
@@ -205,14 +252,16 @@ async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) 
     async with aclosing(_events(service, batch.asks)) as events:
         async for index, event in events:
             answers[index].append(event)
-    num = sum(event.output_tokens for events in answers for event in events if isinstance(event, Finish))
+    finishes = [event for events in answers for event in events if isinstance(event, Finish)]
+    num = sum(finish.output_tokens + len(finish.prompt) for finish in finishes)
     return await _beside(num, batch, lambda: writer.whole(answers))
 
 
 async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) -> bytes:
     """Writes, in a thread if there are many logprobs to write."""
-    logprobs = batch.asks[0].sampling.logprobs
-    is_few = logprobs is None or num_tokens * (1 + logprobs) < FEW_LOGPROBS
+    ask = batch.asks[0]
+    listed = [-1 if number is None else number for number in (ask.sampling.logprobs, ask.prompt_logprobs)]
+    is_few = num_tokens * (1 + max(listed)) < FEW_LOGPROBS
     return write() if is_few else await asyncio.to_thread(write)
 
 
@@ -232,6 +281,15 @@ def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]
     num = sum(map(len, draft.inputs))
     rest = {"model": model, "usage": {"prompt_tokens": num, "total_tokens": num}}
     return f'{{"object":"list","data":[{",".join(shown)}],{_encode(rest)[1:]}'.encode()
+
+
+async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
+    """The document of all pictures."""
+    assert endpoint.images is not None, "only a pipeline is asked for pictures"
+    pictures = await endpoint.images.generate(draft)
+    shown = [{"b64_json": b64encode(picture).decode()} for picture in pictures]
+    rest = {"output_format": draft.form, "data": shown}
+    return _encode({"created": int(time.time()), **rest}).encode()
 
 
 async def send_document(document: bytes, send: Any) -> None:

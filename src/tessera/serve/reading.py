@@ -35,10 +35,12 @@ from tessera.serve.openai_read import (
     Card,
     Draft,
     EmbeddingDraft,
+    ImageDraft,
     detokenize,
     read_chat,
     read_completion,
     read_embedding,
+    read_image,
     tokenize,
 )
 from tessera.serve.templates import KEPT
@@ -55,11 +57,12 @@ THREADS = 4
 PROCESSES = max(4, os.cpu_count() or 1)
 
 # What becomes of a body; bytes are an answer that needs no model.
-Found = Draft | EmbeddingDraft | bytes
+Found = Draft | EmbeddingDraft | ImageDraft | bytes
 READERS: dict[str, Callable[[bytes, Card], Found]] = {
     "chat": read_chat,
     "completion": read_completion,
     "embedding": read_embedding,
+    "image": read_image,
     "tokenize": tokenize,
     "detokenize": detokenize,
 }
@@ -67,10 +70,11 @@ READERS: dict[str, Callable[[bytes, Card], Found]] = {
 
 @dataclass(frozen=True, slots=True)
 class ReadBody:
-    """What a process made of a body: one of the first three, or an error."""
+    """What a process made of a body: one of the first four, or an error."""
 
     draft: Draft | None = None
     embedding: EmbeddingDraft | None = None
+    image: ImageDraft | None = None
     document: bytes | None = None
     # Status, message, field and code.
     error: tuple[int, str, str | None, str | None] | None = None
@@ -107,7 +111,7 @@ class Reading:
             log.error("a body could not be read\n%s", answer.trace)
         if answer.error is not None:
             raise ApiError(*answer.error)
-        found = answer.draft or answer.embedding or answer.document
+        found = answer.draft or answer.embedding or answer.image or answer.document
         assert found is not None, "a body becomes a draft, an answer or an error"
         return found
 
@@ -245,4 +249,6 @@ def _answer(kind: str, raw: bytes, card: Card) -> ReadBody:
         return ReadBody(error=told_so, trace=traceback.format_exc())
     if isinstance(found, Draft):
         return ReadBody(draft=found)
-    return ReadBody(document=found) if isinstance(found, bytes) else ReadBody(embedding=found)
+    if isinstance(found, EmbeddingDraft):
+        return ReadBody(embedding=found)
+    return ReadBody(document=found) if isinstance(found, bytes) else ReadBody(image=found)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tessera.serve.embedding import EmbeddingService
     from tessera.serve.grammar import Grammar, GrammarCompiler
+    from tessera.serve.images import ImageService
     from tessera.serve.pictures import Eyes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -241,3 +242,5 @@ class Endpoint:
     grammars: "GrammarCompiler | None" = None
     # Of an encoder, which is the service then; None: the model generates.
     embeddings: "EmbeddingService | None" = None
+    # Of a pipeline that makes pictures, likewise.
+    images: "ImageService | None" = None

@@ -4,12 +4,12 @@
         running.app, running.service
 
 Puts together what the other modules make: plans (`planning`, `gpu`), workers (`local`), text, engine, HTTP.
-Of an encoder (`embedding`): `started_encoder`, without plans and workers.
+Encoders (`embedding`) and pipelines (`images`) are served without plans and workers: `started_alone`.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from tessera.serve.embedding import EmbeddingService
+    from tessera.serve.images import ImageService
 
 
 @dataclass(frozen=True)
@@ -124,25 +125,37 @@ def started(
 
 
 @dataclass(frozen=True)
-class RunningEncoder:
-    """Embeddings that are served, and the application in front of them."""
+class RunningAlone:
+    """An encoder or a pipeline that is served undivided, and the application in front of it."""
 
     name: str
-    service: "EmbeddingService"
+    service: "EmbeddingService | ImageService"
     app: "FastAPI"
+    device: str
+    # What else there is to say of it: a line, and figures by name.
+    summary: str
+    sizes: dict[str, int]
+
+
+def is_alone(model: str) -> bool:
+    """True for a model that is served undivided: `started_alone` is for it."""
+    from tessera.serve.embedding import embeds
+    from tessera.serve.images import makes_images
+
+    return makes_images(model) or embeds(model)
 
 
 @contextmanager
-def started_encoder(
+def started_alone(
     model: str,
     cluster: Cluster,
     options: ServeOptions | None = None,
     *,
     advance: Callable[[str], None] = lambda what: None,
-) -> Iterator[RunningEncoder]:
-    """Serves the embeddings of a folder on the first device."""
+) -> Iterator[RunningAlone]:
+    """Serves the embeddings or the pictures of a folder on the first device."""
     from tessera.serve.app import create_app
-    from tessera.serve.embedding import EmbeddingService, Encoder
+    from tessera.serve.images import makes_images
     from tessera.serve.metrics import Metrics
 
     options = options or ServeOptions()
@@ -150,20 +163,38 @@ def started_encoder(
     advance(f"building {model}")
     first = cluster.devices[0]
     device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
-    encoder = Encoder.open(model, device, options.spec.random_weights)
-    text = open_text(place_of(model), encoder.vocab_size)
-    with EmbeddingService(encoder, name) as service:
-        endpoint = Endpoint(
-            name,
-            service,
-            text,
-            min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens),
-            encoder.vocab_size,
-            int(time.time()),
-            embeddings=service,
-        )
+    with ExitStack() as stack:
+        make = _pictures if makes_images(model) else _vectors
+        endpoint, summary, sizes = make(model, name, device, options, stack)
+        service = endpoint.images or endpoint.embeddings
+        assert service is not None, "one of them was made"
         metrics = Metrics(name, service.snapshot)
         app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
-        with closing(app.state.reading) as reading:
-            reading.start()
-            yield RunningEncoder(name, service, app)
+        stack.enter_context(closing(app.state.reading)).start()
+        yield RunningAlone(name, service, app, device, summary, sizes)
+
+
+def _vectors(
+    model: str, name: str, device: str, options: ServeOptions, stack: ExitStack
+) -> tuple[Endpoint, str, dict[str, int]]:
+    from tessera.serve.embedding import EmbeddingService, Encoder
+
+    encoder = Encoder.open(model, device, options.spec.random_weights)
+    service = stack.enter_context(EmbeddingService(encoder, name))
+    capacity = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens)
+    text = open_text(place_of(model), encoder.vocab_size)
+    sizes = (capacity, encoder.vocab_size, int(time.time()))
+    endpoint = Endpoint(name, service, text, *sizes, embeddings=service)
+    told = {"max_len": capacity, "dimensions": encoder.size}
+    return endpoint, f"embeddings of {encoder.size} numbers", told
+
+
+def _pictures(
+    model: str, name: str, device: str, options: ServeOptions, stack: ExitStack
+) -> tuple[Endpoint, str, dict[str, int]]:
+    from tessera.serve.images import ImageService, TextToImage
+    from tessera.serve.text import ByteText
+
+    service = stack.enter_context(ImageService(TextToImage.open(model, device), name))
+    endpoint = Endpoint(name, service, ByteText(), 0, 0, int(time.time()), images=service)
+    return endpoint, "pictures from words", {}

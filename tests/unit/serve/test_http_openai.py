@@ -230,7 +230,9 @@ def test_chat_may_use_what_is_left(client: Any, service: Scripted) -> None:
         ({"prompt": "a", "stop": [""]}, 400, "stop", "string_type"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_value"),
         ({"prompt": "a", "best_of": 2}, 400, "best_of", "unsupported_value"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", "invalid_value"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo", "invalid_value"),
+        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "invalid_value"),
+        ({"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs", "less_than_equal"),
         ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", "invalid_value"),
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less_than_equal"),
         ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater_than_equal"),
@@ -391,8 +393,8 @@ def test_official_client_raises_its_own_errors(official: Any, service: Scripted)
     ask = official.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="not served"):
         ask(model="other", messages=CHAT["messages"])
-    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
-        ask(model=MODEL, messages=CHAT["messages"], extra_body={"prompt_logprobs": 1})
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        ask(model=MODEL, messages=CHAT["messages"], extra_body={"suffix": "x"})
     service.refusal = ServiceBusy("too many")
     with pytest.raises(openai.RateLimitError, match="too many"):
         ask(model=MODEL, messages=CHAT["messages"])

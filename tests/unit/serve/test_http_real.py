@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -112,6 +113,64 @@ def test_logprobs_are_those_of_the_likeliest(client: Any) -> None:
         likely = [x.logprob for x in token.top_logprobs]
         assert likely == sorted(likely, reverse=True)
         assert token.logprob == pytest.approx(likely[0], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The very model that is served, as transformers has it."""
+    return served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32).workloads[-1].module
+
+
+def expected_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The logarithms of probability [tokens - 1, vocabulary] of what follows each token."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+    return logits[0, :-1].float().log_softmax(-1)
+
+
+def test_a_prompts_logprobs_are_the_models_own(client: Any, model: Any) -> None:
+    """Of every token after the first, with the likeliest ones, once for all choices; in vLLM's form."""
+    tokens = [256, *b"hello world, hello"]
+    options = {"prompt_logprobs": 2, "ignore_eos": True}
+    found = client.completions.create(model=MODEL, prompt=tokens, max_tokens=3, n=2, extra_body=options)
+    logs = expected_logprobs(model, tokens)
+
+    for choice in found.choices:
+        first, *rest = choice.prompt_logprobs
+        assert first is None
+        assert len(rest) == len(tokens) - 1
+        for token, noted, own in zip(tokens[1:], rest, logs, strict=True):
+            assert noted[str(token)]["logprob"] == pytest.approx(float(own[token]), abs=1e-3)
+            assert noted[str(token)]["decoded_token"] == chr(token)
+            assert [noted[str(number)]["rank"] for number in own.topk(2).indices.tolist()] == [1, 2]
+
+
+def test_a_chats_prompt_has_logprobs_too(client: Any) -> None:
+    """Beside its choices, one for every token of the prompt."""
+    found = answer(client, "hi", max_tokens=2, extra_body={"prompt_logprobs": 0})
+
+    assert len(found.prompt_logprobs) == found.usage.prompt_tokens
+    assert found.prompt_logprobs[0] is None
+    assert all(len(noted) == 1 for noted in found.prompt_logprobs[1:])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echo_has_the_logprobs_of_the_prompt(client: Any, model: Any, max_tokens: int) -> None:
+    """As evaluations of answers that are given want it: prompt and answer in one, or the prompt alone."""
+    said = "the quick brown fox"
+    options = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
+    found = client.completions.create(model=MODEL, prompt=said, extra_body={"ignore_eos": True}, **options)
+    logprobs = found.choices[0].logprobs
+    tokens = [256, *said.encode()]
+    logs = expected_logprobs(model, tokens)
+
+    assert found.choices[0].text.startswith(said)
+    assert found.usage.completion_tokens == max_tokens
+    assert len(logprobs.tokens) == len(tokens) + max_tokens
+    assert "".join(logprobs.tokens) == found.choices[0].text
+    assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
+    own = [float(row[token]) for row, token in zip(logs, tokens[1:], strict=True)]
+    assert logprobs.token_logprobs[1 : len(tokens)] == pytest.approx(own, abs=1e-3)
 
 
 def test_client_that_goes_frees_its_row(client: Any, service: Service) -> None:

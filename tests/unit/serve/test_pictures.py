@@ -185,10 +185,10 @@ def test_other_parts_are_a_400_in_openais_shape(asked: Any, parts: list[Any]) ->
 
 
 def test_generation_of_pictures_is_refused_with_the_reason(asked: Any) -> None:
-    """It says what a model would need."""
+    """It says what the model does instead."""
     ask, _ = asked
 
     status, found = ask("/v1/images/generations", {"prompt": "a cat"})
 
     assert 400 == status
-    assert "decoder of latents" in found["error"]["message"]
+    assert "generates text only" in found["error"]["message"]
