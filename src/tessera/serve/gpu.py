@@ -40,8 +40,8 @@ from tessera.serve.steps import ServedModel, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
 RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
-# Tokens of the largest step.
-MAX_BATCH_TOKENS = 2048
+# Tokens of the largest step; and of the smallest: fewer cost as much, which is what reading the weights costs.
+MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30
 PLACE = "--devices"
@@ -99,6 +99,7 @@ def prepare_on_gpus(
     with _made_on(card, model, spec.seed):
         plain = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS).build(
             model,
+            min_size=MIN_SIZE,
             room_bytes=[spec.memory_share * room for room in _room_bytes(cluster)],
             pool_bytes=float("inf"),
         )

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,10 +155,23 @@ class Steps:
 class SeatedSequence:
     """A request in a microbatch: how far it was read there, and its pages."""
 
-    __slots__ = ("is_begun", "num_pages", "read", "request", "row", "seen", "table", "turn", "was_begun")
+    __slots__ = (
+        "is_begun",
+        "num_pages",
+        "read",
+        "request",
+        "row",
+        "seen",
+        "table",
+        "tokens",
+        "turn",
+        "was_begun",
+    )
 
     def __init__(self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None) -> None:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
+        # The request's own list.
+        self.tokens = request.sequence
         # False while it waits for pages; and whether it ever had some.
         self.is_begun = self.was_begun = False
         # Tokens that the model has read.
@@ -168,7 +182,7 @@ class SeatedSequence:
     @property
     def left(self) -> int:
         """Tokens to read."""
-        return len(self.request.sequence) - self.read
+        return len(self.tokens) - self.read
 
     @property
     def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -219,50 +233,42 @@ class StepInputs:
             views["fresh"] = self.fresh[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
-    def fill(self, planned: Sequence[tuple[SeatedSequence, int]], size: int) -> Tensors:
-        """Of a step of this size, for so many tokens of these; beside one another, or each in its row."""
-        is_flat, used = self._shape.is_flat, 0
-        if not is_flat:
-            for unused in (self.tokens, self.positions, self.slots, self.page_starts, self.lengths):
-                unused[:size] = 0
-            self.fresh[:size] = True
-            self.query_starts[: size + 1] = range(size + 1)
-        at = 0
-        for number, (sequence, count) in enumerate(planned):
-            row = number if is_flat else sequence.row
-            at = at if is_flat else row
-            self._read(sequence, count, at)
-            self.lengths[row] = sequence.read + count
-            self.page_starts[row] = used
-            used += sequence.num_pages
-            if is_flat:
-                self.query_starts[row] = at
+    def fill(self, planned: "Planned", size: int) -> Tensors:
+        """Of a step of this size, for so many tokens of these; side by side, or each in its row."""
+        tokens: list[int] = []
+        for sequence, count in planned:
+            first = sequence.read
+            if count == 1:
+                tokens.append(sequence.tokens[first])
             else:
-                self.fresh[row] = not sequence.read
-            at += count
-        np.concatenate([sequence.pages for sequence, _ in planned], out=self.pages[:used])
-        if is_flat:
-            for padding in (self.tokens, self.positions, self.slots):
-                padding[at:size] = 0
-            self.lengths[len(planned) :] = 0
-            self.page_starts[len(planned) :] = 0
-            self.query_starts[len(planned) :] = at
+                tokens += sequence.tokens[first : first + count]
+        counts, reads, num_pages = np.array([(n, s.read, s.num_pages) for s, n in planned]).T
+        page_starts, query_ends = num_pages.cumsum() - num_pages, counts.cumsum()
+        num_entries, total = int(num_pages.sum()), int(query_ends[-1])
+        np.concatenate([sequence.pages for sequence, _ in planned], out=self.pages[:num_entries])
+        positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
+        pages = self.pages[np.repeat(page_starts, counts) + positions // PAGE].astype(np.int64)
+        slots = pages * PAGE + positions % PAGE
+        at: Any = slice(total)
+        rows: Any = slice(len(planned))
+        if not self._shape.is_flat:
+            at = rows = [sequence.row for sequence, _ in planned]
+            self.query_starts[: size + 1] = range(size + 1)
+            self.fresh[:size] = True
+            self.fresh[rows] = reads == 0
+        else:
+            self.query_starts[1 : len(planned) + 1] = query_ends
+            self.query_starts[len(planned) + 1 :] = total
+        for held, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots)):
+            held[:size] = 0
+            held[at] = given
+        for table, entries in ((self.page_starts, page_starts), (self.lengths, reads + counts)):
+            table[:] = 0
+            table[rows] = entries
         if self._sight is None:
             return self._tensors[size]
         seen = [(s.seen, s.read, count) for s, count in planned if s.seen is not None]
         return {**self._tensors[size], **self._sight.inputs(seen, size)}
-
-    def _read(self, sequence: SeatedSequence, count: int, at: int) -> None:
-        first, tokens = sequence.read, sequence.request.sequence
-        if count == 1:
-            self.tokens[at] = tokens[first]
-            self.positions[at] = first
-            self.slots[at] = int(sequence.table[first // PAGE]) * PAGE + first % PAGE
-            return
-        here = slice(at, at + count)
-        self.tokens[here] = tokens[first : first + count]
-        self.positions[here] = positions = np.arange(first, first + count)
-        self.slots[here] = sequence.table[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
 
 
 # What a step gave: whose it was, and (row of its outputs, request) of everybody whose logits are looked at.
@@ -423,14 +429,15 @@ class SequenceBatch:
         """Tokens of sequences for the next step; their pages are there."""
         budget = self._budget()
         planned: Planned = []
-        for sequence in sorted(self._begun, key=lambda s: (s.left > 1, s.turn)):
+        for sequence in sorted(self._begun, key=_is_part):
             count = self._count(sequence, budget)
             if count and self._grow(sequence):
                 planned.append((sequence, count))
                 budget -= count
         planned = [(sequence, count) for sequence, count in planned if sequence.is_begun]
         for sequence, count in planned:
-            self._publish(sequence, count)
+            if sequence.read % PAGE + count >= PAGE:
+                self._publish(sequence, count)
         # After the others are known, so that who begins can share what they fill in this very step.
         while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
             count = self._count(sequence, budget)
@@ -454,8 +461,9 @@ class SequenceBatch:
 
     def _count(self, sequence: SeatedSequence, budget: int) -> int:
         """Tokens that a sequence reads in the next step."""
-        is_single = not self._part_sizes or sequence.request.wants_prompt
-        count = min(sequence.left, budget, 1 if is_single else budget)
+        count = min(len(sequence.tokens) - sequence.read, budget)
+        if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
+            count = 1
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 
     def _size_of(self, planned: Planned) -> int:
@@ -499,7 +507,7 @@ class SequenceBatch:
 
     def _grow(self, sequence: SeatedSequence) -> bool:
         """Sees to the page of the next token; False if the sequence had to be put aside for it."""
-        while sequence.is_begun and sequence.read >= sequence.num_pages * PAGE:
+        while sequence.read >= sequence.num_pages * PAGE and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
                 self._num_entries += 1
@@ -513,7 +521,7 @@ class SequenceBatch:
     def _publish(self, sequence: SeatedSequence, count: int) -> None:
         """Pages that the next step fills can be found from now on: whoever finds them reads them later."""
         first, after = sequence.read // PAGE, (sequence.read + count) // PAGE
-        if self._is_caching and first < after:
+        if self._is_caching:
             keys = sequence.request.keys(after)
             for index in range(first, after):
                 self.pool.publish(int(sequence.table[index]), keys[index])
@@ -530,6 +538,11 @@ class SequenceBatch:
         sequence.read = 0
         insort(self._aside, sequence, key=lambda s: s.turn)
         self._num_wanted += _pages_of(sequence)
+
+
+def _is_part(sequence: SeatedSequence) -> bool:
+    """True if it has more to read than the last token of an answer."""
+    return len(sequence.tokens) - sequence.read > 1
 
 
 def _pages_of(sequence: SeatedSequence) -> int:

@@ -36,9 +36,9 @@ SLOTS, ROWS, GPU_ROWS = 2, 8, 64
 MAX_BATCH_TOKENS = 128
 # Tokens of a prompt and its answer, of a model that has no limit of its own.
 CAPACITY = 32_768
-# Of steps: each one is so many times the one below, but none is smaller; of those that read prompts, too.
-RATIO = 4
-MIN_SIZE, MIN_PART_SIZE = 8, 32
+# Of steps: each one is so many times the one below. On a CPU, where padding costs as much as tokens, small
+# ones are worth their capture.
+RATIO, MIN_SIZE = 4, 8
 # Bytes of a microbatch's pages on devices that compute on this machine's CPU, where nobody says otherwise.
 POOL_BYTES = 128 << 20
 # A step that takes longer than this will never end.
@@ -82,6 +82,7 @@ def served(
     rows: int = ROWS,
     capacity: int | None = None,
     max_batch_tokens: int | None = None,
+    min_size: int = MIN_SIZE,
     pool_tokens: int | None = None,
     expected_length: int = 128,
     seed: int = 0,
@@ -118,7 +119,7 @@ def served(
         message = f"a length of {capacity} is beyond the {most} positions of {model}"
         raise CaptureError(message, f"Use at most {most}.")
     size = capacity or most or CAPACITY
-    sizes = sizes_of(rows, max_batch_tokens or MAX_BATCH_TOKENS, is_flat)
+    sizes = sizes_of(rows, max_batch_tokens or MAX_BATCH_TOKENS, is_flat, min_size)
     if pool_tokens is None:
         if pool_bytes is None:
             pool_bytes = min(POOL_BYTES, _machine_bytes() / 4 / slots)
@@ -145,14 +146,17 @@ def served(
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
 
 
-def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool) -> tuple[int, ...]:
-    """Tokens of the steps, ascending: some up to `rows`, and where prompts are read in parts some above."""
+def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE) -> tuple[int, ...]:
+    """Tokens of the steps, ascending: some up to `rows`, and where prompts are read in parts some above.
+
+    Besides the largest of both, those are no smaller than `min_size`, and these than twice that.
+    """
     sizes = [rows]
-    while sizes[0] // RATIO >= MIN_SIZE:
+    while sizes[0] // RATIO >= min_size:
         sizes.insert(0, _power(sizes[0] // RATIO))
     larger: list[int] = []
     size = max(max_batch_tokens, 2 * rows)
-    while is_flat and size > rows and (not larger or size >= MIN_PART_SIZE):
+    while is_flat and size > rows and (not larger or size >= 2 * min_size):
         larger.insert(0, size)
         size = _power(size // RATIO)
     return (*sizes, *larger)

@@ -72,8 +72,8 @@ def test_sizes_that_nobody_names_suit_the_model() -> None:
     ("rows", "most", "sizes"),
     [
         (8, 128, (8, 32, 128)),
+        (4, 128, (4, 32, 128)),
         (64, 2048, (16, 64, 128, 512, 2048)),
-        (128, 2048, (8, 32, 128, 512, 2048)),
         (100, 1000, (16, 100, 128, 1000)),
         (3, 4, (3, 6)),
     ],
@@ -81,6 +81,13 @@ def test_sizes_that_nobody_names_suit_the_model() -> None:
 def test_sizes_are_few(rows: int, most: int, sizes: tuple[int, ...]) -> None:
     """One holds a token of everybody, one all that a step may have, and others are powers of two."""
     assert sizes == sizes_of(rows, most, is_flat=True)
+
+
+def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
+    """Below the smallest size there is none, but for one token of everybody."""
+    assert sizes_of(8, 2048, is_flat=True, min_size=64) == (8, 128, 512, 2048)
+    assert sizes_of(128, 2048, is_flat=True, min_size=64) == (128, 512, 2048)
+    assert sizes_of(256, 2048, is_flat=True, min_size=64) == (64, 256, 512, 2048)
 
 
 def test_counts_follow_the_average_request() -> None:

@@ -61,13 +61,13 @@ def record_inductor(
     `portable`: attention that runs on every GPU, else what torch prefers on this one. `changes`: settings
     of Inductor that differ from `compile.CONFIG`.
     """
-    given = workload.weights(), workload.make_inputs(0), workload.make_state(0)
-    weights, inputs, state = given
+    weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
     if not all(t.is_cuda for t in inputs.values()):
         raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
-    code = compile_step(workload, given, FakeTensorMode(allow_non_fake_inputs=True), portable, **changes)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    code = compile_step(workload, (weights, inputs, state), mode, portable, **changes)
     code.run(weights, inputs, state)
-    del given, state  # a card may have room for one state only
+    del state  # a card may have room for one state only
     given = weights, workload.make_inputs(0), workload.make_state(0)
     return record_code(workload.step, code, given, accesses_of, str(next(iter(inputs.values())).device))
 
