@@ -84,6 +84,14 @@ def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str
     check_answers(build(step_of(name, layout)), num=5)
 
 
+def test_what_is_kept_is_what_attention_reads(tmp_path: Path) -> None:
+    """Latent keys and values are expanded once: pages hold them by head, keys wider than values."""
+    state = folder_step(BY_NAME["deepseek_v3"], tmp_path, FLAT).make_state(0)
+
+    assert (POSITIONS // PAGE, PAGE, 4, 16) == state["keys.0"].shape
+    assert (POSITIONS // PAGE, PAGE, 4, 8) == state["values.0"].shape
+
+
 def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:
     """Local layers of GPT-Neo count back from the last of their keys, which is the row's newest."""
     sizes = {**BY_NAME["gpt_neo"].sizes, "window_size": 6}

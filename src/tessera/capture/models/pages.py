@@ -2,7 +2,7 @@
 
 A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
 hold keys and values; layers of other kinds (convolutions, recurrences) stay transformers' own. A layer with a
-sliding window keeps all positions.
+sliding window keeps all positions, and one with latent keys what it expands them to.
 
 While a call runs, every registered attention function is the operator over pages. Masks are not made: what
 stands for one, up to the layers it is for, is the model's own rule of who sees whom (`PageMask`), and a rule
@@ -57,14 +57,14 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        # Of the call that runs: its tables, what `update` returned, and whether nobody attended to it yet.
+        # Of the call that runs: its tables, whether new keys wait for attention, and those that were stored.
         self.tables: Tables | None = None
-        self.shown: torch.Tensor | None = None
         self.is_unread = False
+        self.stored: torch.Tensor | None = None
 
     def begin(self, tables: Tables | None) -> None:
         """A call; None when it has ended."""
-        self.tables, self.shown, self.is_unread = tables, None, False
+        self.tables, self.is_unread, self.stored = tables, False, None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """A few pages of zeros."""
@@ -77,22 +77,27 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new keys and values; returns all pages side by side as one row, or dense rows."""
+        """What the layer attends to: the new tokens, which attention stores; or all of its dense rows."""
+        tables = self.tables
+        assert tables is not None
+        self.is_unread = True
+        if tables.by_row is None:
+            return key_states, value_states
+        self.store(key_states, value_states)
+        keys, values = (
+            held.flatten(0, 1)[tables.by_row].transpose(1, 2) for held in (self.keys, self.values)
+        )
+        return keys, values
+
+    def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Puts the new tokens into their pages."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tables = self.tables
         assert tables is not None
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held[tables.page, tables.place] = new.transpose(1, 2).flatten(0, 1)
-        self.is_unread = True
-        if tables.by_row is None:
-            keys, values = (held.flatten(0, 1).transpose(0, 1)[None] for held in (self.keys, self.values))
-            self.shown = keys
-        else:
-            keys, values = (
-                held.flatten(0, 1)[tables.by_row].transpose(1, 2) for held in (self.keys, self.values)
-            )
-        return keys, values
+        self.is_unread, self.stored = False, key_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys there are to look at, and where they begin."""
@@ -182,20 +187,19 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         for layer in self.paged:
             layer.begin(tables)
 
-    def pages_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[Tables, torch.Tensor, torch.Tensor]:
-        """The pages that attention over some keys and values reads, with their tables."""
-        tables = self.paged[0].tables
-        assert tables is not None
+    def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
+        """The layer whose pages hold some keys and values; new ones are stored there now.
+
+        So what is kept is what attention reads, also where a model expands what it put into its cache.
+        """
         for layer in self.paged:
-            layer.is_unread = False
+            if layer.is_unread:
+                layer.store(key, value)
+                return layer
         for layer in self.paged:
-            if layer.shown is key:
-                return tables, layer.keys, layer.values
-        num_pages = next((len(layer.keys) for layer in self.paged if layer.is_initialized), 0)
-        if key.dim() != 4 or (key.shape[0], key.shape[2]) != (1, num_pages * PAGE):
-            raise ValueError("its attention reads keys that are not in its cache")
-        keys, values = (t[0].transpose(0, 1).unflatten(0, (num_pages, PAGE)) for t in (key, value))
-        return tables, keys, values
+            if layer.stored is key:
+                return layer
+        raise ValueError("its attention reads keys that are not in its cache")
 
 
 def _paged_layer(layer: Any) -> Any:
@@ -247,20 +251,18 @@ def attend_pages(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, over the pages of a layer: positions before heads out.
-
-    Keys and values that the model has changed after they were in its cache (expanded, as latent ones are)
-    are changed for all pages.
-    """
+    """Attention as transformers calls it, over the pages of a layer: positions before heads out."""
     strange = [n for n, v in others.items() if isinstance(v, torch.Tensor) and n not in HARMLESS]
     if isinstance(attention_mask, torch.Tensor) or strange:
         raise ValueError(f"its attention takes a {strange[0] if strange else 'mask'} of its own")
-    tables, keys, values = cache.pages_of(key, value)
+    layer = cache.attended(key, value)
+    tables = layer.tables
+    assert tables is not None
     batch, heads, num, width = query.shape
     out = torch.ops.tessera.paged_attention(
         query.transpose(1, 2).flatten(0, 1),
-        keys,
-        values,
+        layer.keys,
+        layer.values,
         tables.pages,
         tables.page_starts,
         tables.lengths,
