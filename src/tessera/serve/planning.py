@@ -69,6 +69,8 @@ class ServeSpec:
     # Of random weights; those of a folder are taken only if they are asked for.
     seed: int = 0
     random_weights: bool = False
+    # Products of the same input are one.
+    joined: bool = True
 
     def build(self, model: str, **limits: Any) -> ServedModel:
         """The model in these sizes, within the limits of `served`."""
@@ -82,6 +84,7 @@ class ServeSpec:
             expected_length=self.average.prompt + self.average.output // 2,
             seed=self.seed,
             random_weights=self.random_weights,
+            joined=self.joined,
             **limits,
         )
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
+from tessera.capture.models.joined import JoinedLinear
 from tessera.capture.models.paged import FLAT, layout_of
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
@@ -87,6 +88,7 @@ def served(
     expected_length: int = 128,
     seed: int = 0,
     random_weights: bool = False,
+    joined: bool = True,
     max_bytes: int | None = None,
     room_bytes: Sequence[float] = (),
     pool_bytes: float | None = None,
@@ -96,7 +98,8 @@ def served(
     A model with more than `max_bytes` of weights is refused before it is built. Where nobody says how many
     tokens the pages of a microbatch hold, those of all take what `room_bytes` of the devices leave beside the
     weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory. Steps are
-    priced for sequences of `expected_length`.
+    priced for sequences of `expected_length`. `joined`: products of the same input are one
+    (`capture.models.joined`).
     """
     if min(slots, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
         raise CaptureError(
@@ -109,7 +112,8 @@ def served(
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
     # The model once, for the smallest of steps: how its state is kept is known from its configuration.
-    first = build(Step(place, "tokens", 1, 1, seed, 2 * PAGE, random_weights))
+    smallest = Step(place, "tokens", 1, 1, seed, 2 * PAGE, random_weights, joined_products=joined)
+    first = build(smallest)
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)
     config = config.get_text_config()
@@ -126,22 +130,10 @@ def served(
         each, fixed = _bytes_of_state(first, rows)
         room = min(pool_bytes, _room(first, room_bytes) / slots - fixed)
         pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
-    steps = [Step(place, "encode", 1, PICTURE_TOKENS, seed, 0, random_weights)] if sees else []
+    steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
     pool_tokens = PAGE * pages_for(pool_tokens)
-    steps += [
-        Step(
-            place,
-            "tokens",
-            min(x, rows),
-            x,
-            seed,
-            pool_tokens,
-            random_weights,
-            rows=rows,
-            length=min(expected_length, size),
-        )
-        for x in sizes
-    ]
+    pages = replace(smallest, reserve=pool_tokens, rows=rows, length=min(expected_length, size))
+    steps += [replace(pages, batch=min(x, rows), context=x) for x in sizes]
     shape = Shape(slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat)
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
 
@@ -228,9 +220,11 @@ def for_cpu(model: ServedModel) -> ServedModel:
     """
     modules = list(model.workloads[-1].module.modules())
     looked_up = {m.weight.data_ptr() for m in modules if isinstance(m, torch.nn.Embedding)}
-    for module in modules:
-        if isinstance(module, torch.nn.Linear) and module.weight.data_ptr() not in looked_up:
-            module.weight.data = module.weight.data.t().contiguous().t()
+    weights = [m.weight for m in modules if isinstance(m, torch.nn.Linear)]
+    weights += [m.joined_weight for m in modules if isinstance(m, JoinedLinear)]
+    for weight in weights:
+        if weight.data_ptr() not in looked_up:
+            weight.data = weight.data.t().contiguous().t()
     return model
 
 

@@ -35,8 +35,8 @@ def service(model: ServedModel) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def reference(model: ServedModel) -> Any:
-    """The same weights as Hugging Face runs them, with its own masks and attention."""
-    module: Any = model.workloads[-1].module
+    """The same weights as Hugging Face runs them, product by product, with its own masks and attention."""
+    module: Any = served(model.model, rows=4, capacity=CAPACITY, joined=False).workloads[-1].module
     if model.model == "tiny-mamba":
         return module
     made = transformers.AutoModelForCausalLM.from_config(

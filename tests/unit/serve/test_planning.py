@@ -141,11 +141,20 @@ def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> N
         prepare("llama-3-8b", emulated("emu:a100"), ServeSpec())
 
 
+def test_products_of_the_same_input_are_one_unless_told_otherwise() -> None:
+    """Every step of a service says so, and the model has one set of weights."""
+    plain, joined = (served("tiny-llama", rows=2, capacity=16, joined=x).weights() for x in (False, True))
+
+    assert {True} == {w.step.joined_products for w in served("tiny-llama", rows=2).workloads}
+    assert len(joined) < len(plain)
+    assert sum(t.nbytes for t in joined.values()) == sum(t.nbytes for t in plain.values())
+
+
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in several safetensors files."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    module = served("tiny-llama", rows=2, capacity=16, seed=3).workloads[-1].module
+    module = served("tiny-llama", rows=2, capacity=16, seed=3, joined=False).workloads[-1].module
     module.save_pretrained(folder, max_shard_size="4MB")  # type: ignore[operator]
     return folder
 
