@@ -116,6 +116,30 @@ def test_official_client_streams(server: Started) -> None:
     assert len(chunks) > 3
 
 
+def test_official_client_gets_a_form_and_a_call(server: Started) -> None:
+    """From two devices: an answer that follows its schema, and a tool that is called with its arguments."""
+    pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema}}
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    options: dict[str, Any] = {"model": "tiny-llama", "messages": [{"role": "user", "content": "hi"}]}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        said = client.chat.completions.create(**options, response_format=form).choices[0]
+        called = client.chat.completions.create(**options, tools=tools, tool_choice="required").choices[0]
+
+    trip = json.loads(said.message.content or "")
+    assert (trip.keys(), said.finish_reason) == ({"city", "days"}, "stop")
+    assert len(trip["city"]) <= 9
+    assert trip["days"] in (1, 2, 3)
+    calls = called.message.tool_calls or []
+    assert {("now", "{}")} == {(call.function.name, call.function.arguments) for call in calls}
+
+
 def test_metrics_and_plan_tell_of_both_devices(server: Started) -> None:
     """/metrics parses, and /v1/plan says what each device runs in each step."""
     families = list(text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text))

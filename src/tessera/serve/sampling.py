@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 
 from tessera.errors import AskError
@@ -205,14 +206,10 @@ def _bias(logits: torch.Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
     """Takes out the tokens whose bit is not set in the mask of their row."""
-    if not masks:
-        return
     width = logits.shape[-1]
-    raw = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).to(logits.device)
-    bits = raw.reshape(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-    allowed = bits.reshape(len(masks), -1)[:, :width] == 1
-    rows = list(masks)
-    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    for row, mask in masks.items():
+        barred = np.unpackbits(~np.frombuffer(mask, np.uint8), count=width, bitorder="little")
+        logits[row].masked_fill_(torch.from_numpy(barred).bool().to(logits.device), -torch.inf)
 
 
 def _penalise(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
@@ -304,8 +301,11 @@ def _least_needed(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch
 
 
 def _keep_from(scaled: torch.Tensor, rows: Sequence[int], least: torch.Tensor) -> None:
-    index = list(rows)
-    scaled[index] = scaled[index].masked_fill(scaled[index] < least, -torch.inf)
+    if len(rows) == len(scaled):
+        scaled.masked_fill_(scaled < least, -torch.inf)
+        return
+    own = scaled[list(rows)]
+    scaled[list(rows)] = own.masked_fill_(own < least, -torch.inf)
 
 
 def with_logprobs(logs: torch.Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Token]:
