@@ -82,7 +82,7 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
     if endpoint.grammars is None:
         missing = MissingExtra("llguidance", "grammar")
         raise ApiError(400, f"{draft.place}: {missing}", draft.place, "missing_extra")
-    return await asyncio.to_thread(endpoint.grammars.compile, draft.grammar, draft.place)
+    return await endpoint.grammars.compiled(draft.grammar, draft.place)
 
 
 def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:

@@ -1,7 +1,8 @@
 """Grammars: which tokens may come next, so that an answer has the form that was asked for.
 
     compiler = GrammarCompiler(text, vocab_size)       once a service: takes a second for 128,000 tokens
-    compiler.compile(source, place).start() -> Guide   which follows the tokens of one answer
+    grammar = await compiler.compiled(source, place)   in a thread; the latest ones are kept
+    grammar.start() -> Guide                           which follows the tokens of one answer
 
 A source is a grammar in llguidance's dialect of Lark, which has JSON schemas as `%json`. The library bounds
 what a grammar may take, when it is compiled and for every token; what goes beyond is told. Tokens are known
@@ -10,6 +11,9 @@ by their bytes, so any tokenizer will do. An answer is over where its grammar is
 Not handled: keywords of JSON schema that the library does not know; a schema with one is refused by name.
 """
 
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import AskError, MissingExtra
@@ -19,7 +23,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 # Characters of a grammar.
-MAX_CHARS = 2**18
+MAX_CHARS = 2**17
+# Grammars that are kept, and those that are compiled at once.
+MAX_KEPT, THREADS = 32, 4
+# States that a grammar's lexer may have, each one or two kilobytes.
+MAX_STATES = 20_000
 
 
 class Guide:
@@ -71,7 +79,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """The grammars of one model. May be used by several threads."""
+    """The grammars of one model."""
 
     def __init__(self, text: Text, vocab_size: int) -> None:
         library = _library()
@@ -79,12 +87,27 @@ class GrammarCompiler:
         known = _Vocabulary(text, vocab_size)
         wrapped = library.TokenizerWrapper(known)
         self._tokenizer = library.LLTokenizer(wrapped, n_vocab=len(known.tokens), eos_token=known.ends)
+        self._limits = library.LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
+        self._threads = ThreadPoolExecutor(THREADS, "tessera-grammars")
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+
+    async def compiled(self, source: str, place: str) -> Grammar:
+        """As `compile`, in a thread, unless it is known; by one event loop."""
+        found = self._kept.get(source)
+        if found is None:
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._threads, self.compile, source, place)
+        self._kept[source] = found
+        self._kept.move_to_end(source)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return found
 
     def compile(self, source: str, place: str) -> Grammar:
-        """A grammar, or AskError about the field that it came from."""
+        """A grammar, or AskError about the field that it came from; from any thread."""
         if len(source) > MAX_CHARS:
             raise AskError(f"a grammar of {len(source):,} characters", f"Use up to {MAX_CHARS:,}.", place)
-        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise AskError(f"it makes no grammar: {_first_line(matcher.get_error())}", "", place)
         return Grammar(matcher)

@@ -135,6 +135,24 @@ def test_what_is_no_grammar_is_refused_by_its_field(source: str, said: str) -> N
     assert "\n" not in str(told.value)
 
 
+def test_a_grammar_is_compiled_once() -> None:
+    """The latest are kept; each guide of one follows its own answer."""
+    compiler = GrammarCompiler(ByteText(), 258)
+
+    async def several() -> list[Grammar]:
+        sources = ["start: /[ab]{2}/", "start: /[cd]{2}/", "start: /[ab]{2}/"]
+        return [await compiler.compiled(source, "x") for source in sources]
+
+    first, second, again = wait_for(several())
+    one, other = first.start(), again.start()
+    one.add(ord("a"))
+    one.add(ord("b"))
+
+    assert first is again
+    assert first is not second
+    assert (True, False) == (one.is_over, other.is_over)
+
+
 def test_a_grammar_that_becomes_too_large_ends_its_answer_alone() -> None:
     """With the library's own words; answers beside it go on."""
     wide = made({"type": "object", "properties": {f"k{n}": {"type": "string"} for n in range(1500)}})
