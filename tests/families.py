@@ -19,6 +19,10 @@ STEPS = (
     ("tiny-qwen2.5-vl", "prefill"),
     ("tiny-qwen2.5-vl", "decode"),
     ("tiny-sd3.5", "denoise"),
+    ("tiny-llama", "tokens"),
+    ("tiny-gpt-oss", "tokens"),
+    ("tiny-mamba", "tokens"),
+    ("tiny-qwen2.5-vl", "tokens"),
 )
 LANGUAGE = ("tiny-llama", "tiny-gpt-oss", "tiny-mamba", "tiny-qwen2.5-vl")
 
@@ -27,6 +31,8 @@ def step(model: str, kind: str, batch: int = BATCH) -> Step:
     """A step whose prefill and decode share their state, and whose encode makes the prefill's image."""
     if kind == "prefill":
         return Step(model, kind, batch, PROMPT, reserve=TOKENS)
+    if kind == "tokens":
+        return Step(model, kind, batch, batch if model == "tiny-mamba" else PROMPT, reserve=256)
     return Step(
         model, kind, batch, {"decode": PROMPT + TOKENS, "encode": PROMPT // 2, "denoise": PROMPT}[kind]
     )

@@ -234,6 +234,15 @@ def test_a_model_that_cannot_be_served_is_refused(name: str, tmp_path: Path) -> 
         build(step_of(str(tmp_path)))
 
 
+def test_a_model_whose_attention_reads_other_values_than_it_keeps_is_called_by_rows(tmp_path: Path) -> None:
+    """DiffLlama attends twice to the same keys, with halves of its values."""
+    sizes = {**BY_NAME["llama"].sizes, "head_dim": 8}
+    workload = folder_step(Model("diffllama", "DiffLlamaForCausalLM", sizes), tmp_path, DENSE)
+
+    assert DENSE == layout_of(workload.module).kind
+    check_answers(workload)
+
+
 def test_a_rule_that_is_no_window_is_refused() -> None:
     """Chunks hide tokens that a window would show."""
 

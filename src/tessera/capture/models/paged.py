@@ -112,7 +112,7 @@ def _find_layout(model: Any) -> Layout:
             errors.append(error)
     said = str(errors[-1]).partition("\n")[0]
     raise CaptureError(
-        f"a {config.model_type} cannot be served: {said}",
+        f"a {config.model_type} cannot be served: no way to call it works, at last: {said}",
         "Serve another model, or run this one's prefill and decode by tessera run.",
     ) from errors[-1]
 

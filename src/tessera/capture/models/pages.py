@@ -60,11 +60,11 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         # Of the call that runs: its tables, whether new keys wait for attention, and those that were stored.
         self.tables: Tables | None = None
         self.is_unread = False
-        self.stored: torch.Tensor | None = None
+        self.stored: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tables: Tables | None) -> None:
         """A call; None when it has ended."""
-        self.tables, self.is_unread, self.stored = tables, False, None
+        self.tables, self.is_unread, self.stored = tables, False, ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """A few pages of zeros."""
@@ -97,7 +97,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         assert tables is not None
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held[tables.page, tables.place] = new.transpose(1, 2).flatten(0, 1)
-        self.is_unread, self.stored = False, key_states
+        self.is_unread, self.stored = False, (key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys there are to look at, and where they begin."""
@@ -197,7 +197,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
                 layer.store(key, value)
                 return layer
         for layer in self.paged:
-            if layer.stored is key:
+            if layer.stored and layer.stored[0] is key and layer.stored[1] is value:
                 return layer
         raise ValueError("its attention reads keys that are not in its cache")
 
