@@ -9,8 +9,8 @@ in time; and a policy is left only if another is better at both ends of the inte
 that is the hysteresis. Where the policies cross follows from their capabilities.
 
 Costs. Times of kernels are collected until a window has passed; factors that explain them are fitted. If the
-same lanes in other shares would do `min_gain` more work, they are rebalanced at once; if the costs are off by
-`min_gain`, new plans are asked for, while the old ones run on. One replan at a time. A lost device asks for
+same lanes in other shares would do `MIN_GAIN` more work, they are rebalanced at once; if the costs are off by
+`MIN_GAIN`, new plans are asked for, while the old ones run on. One replan at a time. A lost device asks for
 new plans at once.
 
 The first window can only be chosen, not known: by default as long as it takes a hundred requests to come
@@ -30,6 +30,13 @@ from tessera.ir import Decision, DecisionKind
 
 # Requests that should come within a window where it matters.
 WINDOW_REQUESTS = 100
+# What a switch costs: of the requests that are usual for the load, how many more there are until those
+# who are here would have left.
+SWITCH_COST = 0.5
+# Of the work done: less is not worth a change of shares or plans.
+MIN_GAIN = 0.05
+# What the plans' costs say of their own error.
+COST_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +48,6 @@ class MonitorConfig:
     # The threshold: standard errors to either side of a counted load at which another policy must be better.
     # Two were tried as the default: a system near the crossing stayed too long on the worse side.
     errors: float = 1.0
-    # What a switch costs: of the requests that are usual for the load, how many more there are until those
-    # who are here would have left.
-    switch_cost: float = 0.5
-    # Of the work done: less is not worth a change of shares or plans.
-    min_gain: float = 0.05
-    # What the plans' costs say of their own error.
-    cost_error: float = 0.1
     # Windows of measured times before costs are judged.
     cost_windows: int = 1
 
@@ -121,7 +121,7 @@ class Monitor:
         # Requests read again what they have, or end where they are beside microbatches of the new policy. How
         # long they stay is, by Little's law, how many there are over how many come.
         usual = chosen.usual(load)
-        price = self._config.switch_cost * usual * usual / max(load * self.window_s, usual)
+        price = SWITCH_COST * usual * usual / max(load * self.window_s, usual)
         for errors in (-self._config.errors, self._config.errors):
             if not expected(chosen, errors) + price < expected(now, errors):
                 return ()
@@ -147,14 +147,14 @@ class Monitor:
         self._costs_since_s = now_s
         if not observations:
             return ()
-        self._factors = corrected(observations, self._config.cost_error)
+        self._factors = corrected(observations, COST_ERROR)
         off = drift(observations, self._factors)
         lanes = self._policies[self.current].lanes
-        if off < self._config.min_gain:
+        if off < MIN_GAIN:
             return ()
         if len(lanes) > 1:
             rates, gain = rebalanced(lanes, self._factors)
-            if gain >= 1.0 + self._config.min_gain:
+            if gain >= 1.0 + MIN_GAIN:
                 why = f"costs are off by {off:.0%}; the same lanes in other shares do {gain - 1:.0%} more"
                 return (
                     self._action(now_s, DecisionKind.REBALANCE, why, rates, self._factors),

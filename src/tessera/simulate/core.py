@@ -7,6 +7,7 @@ nothing. A stretch of launches is one event unless a job comes that the queue wo
 at the launch that runs just then, which gives the same times as looking after every launch.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class SimulatedDevice:
     epoch: int = 0
 
 
-class Core:
+class Core(ABC):
     """The loop; subclasses say where requests come from and what is written down."""
 
     def __init__(self, num_devices: int, num_buses: int) -> None:
@@ -64,15 +65,15 @@ class Core:
         # Ticket -> the request, what it runs, the factor on its times.
         self._running: dict[int, tuple[Flight, Script, float]] = {}
 
+    @abstractmethod
     def on_end(self, flight: Flight, now: float) -> None:
         """A flight has nothing left to run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_stretch(
         self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
     ) -> None:
         """A device has been busy with launches [device.start, device.stop) of a stretch."""
-        raise NotImplementedError
 
     def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
         """A transfer occupies its bus."""

@@ -60,11 +60,6 @@ class Code:
         self._compiled: dict[Any, _Compiled] = {}
         self._around: Around = lambda _: contextlib.nullcontext()
 
-    @property
-    def num_compiled(self) -> int:
-        """Regions compiled so far; those alike count once."""
-        return len(self._compiled)
-
     def run(self, weights: Tensors, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         """Calls the compiled step."""
         groups = zip(self._names, (weights, inputs, state), strict=True)

@@ -96,16 +96,8 @@ class Host(GpuTransport):
         for layout in self._inboxes.layouts[self._device][len(self._places) :]:
             self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
 
-    def landing(self, spot: InboxSpot, num_bytes: int) -> torch.UntypedStorage:
-        """A place on the GPU."""
-        number = self._inboxes.layout(spot.program, self._device).number
-        start = self._inboxes.place(spot, self._device)
-        storage: torch.UntypedStorage = self._places[number].untyped_storage()[start : start + num_bytes]
-        return storage
-
-    def record(self, spot: InboxSpot) -> torch.Tensor:
-        """None comes."""
-        raise NotImplementedError("records stay where they are; see `carries_records`")
+    def _base(self, program: int) -> int:
+        return self._places[self._inboxes.layout(program, self._device).number].data_ptr()
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Into pinned memory, then the flag there."""

@@ -14,6 +14,7 @@ of a microbatch from the CPU, so that the graph ends, with contents that nobody 
 them then.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Parcel:
     record: int = 0
 
 
-class GpuTransport:
+class GpuTransport(ABC):
     """One worker's end; `program` in a spot counts the programs that were added, from 0."""
 
     # True if the record of a transfer arrives with it.
@@ -61,9 +62,9 @@ class GpuTransport:
         layout = self._inboxes.layout_for(programs, traces, self._device)
         return 0 if layout in self._inboxes.layouts[self._device] else layout.total_bytes
 
+    @abstractmethod
     def _allocate(self) -> None:
         """Some devices have an inbox more."""
-        raise NotImplementedError
 
     def meet(self, program: int) -> None:
         """Opens what a program sends to; before its graph is captured, for a capture allows no waiting."""
@@ -78,17 +79,17 @@ class GpuTransport:
         start = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).record(spot)
         return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
 
+    @abstractmethod
     def _base(self, program: int) -> int:
         """Address of this device's inbox for a program."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         """Issues the copy and the flag."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """Issues the wait for the flag and what clears it, between marks that say where this device is."""
-        raise NotImplementedError
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """A run of a program is about to be launched."""
@@ -108,9 +109,9 @@ class GpuTransport:
         """
         self._fill(microbatch, 0)
 
+    @abstractmethod
     def _fill(self, microbatch: int, value: int) -> None:
         """All flags of a microbatch here."""
-        raise NotImplementedError
 
     def relink(self, device: int, epoch: int) -> bool:
         """The link to a peer is opened anew; True if graphs that send there must be captured again."""

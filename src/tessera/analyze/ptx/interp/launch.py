@@ -188,7 +188,7 @@ def _machine(
         module.file, bound.arena, Strips("shared", len(blocks), layout.shared_bytes),
         Strips("local", lanes, 16, FRAMES), bound.params, lanes, geometry.threads, geometry.exists(blocks),
         geometry.special(blocks, layout), layout.symbols, layout.spaces, layout.functions, codes,
-        np.repeat(np.arange(len(blocks)), geometry.threads), np.arange(lanes), cluster=geometry.cluster,
+        np.repeat(np.arange(len(blocks)), geometry.threads), cluster=geometry.cluster,
     )  # fmt: skip
     return machine
 

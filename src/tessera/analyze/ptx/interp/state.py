@@ -80,7 +80,6 @@ class Machine:
     functions: dict[int, str]
     codes: dict[str, Code]
     block_of: Array  # block (row of `shared`) of each lane
-    lane_row: Array  # 0, 1, 2, ...: row of `frames`
     alive: Array = field(init=False)
     top: int = 0  # first free byte of the lanes' strips
     # Threads of a cluster: blocks per cluster and each lane's rank in it.
