@@ -4,7 +4,7 @@
 
 Heads of Llama 3 8B (32 query heads, 8 key heads of 128, bf16), pages in random order. In one run:
 
-1. the card's copy bandwidth (2 GiB moved by a copy) and its matrix peak (8192 x 8192 x 8192, random numbers);
+1. the card's copy bandwidth and its matrix peak (`gpu_http.card`);
 2. decode, sequences x tokens they have: microseconds, GB/s of the keys and values really there, and the part
    of the copy bandwidth;
 3. prompts: microseconds, TFLOP/s of the products that causality leaves, and the part of the matrix peak;
@@ -26,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.gpu_http import card
 
 from tessera.kernels.paged import PAGE
 from tessera.kernels.paged_triton import Tile, Tiles, attend_by, tiles_for
@@ -106,15 +110,21 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args(args)
     until = time.monotonic() + given.seconds
-    card = measure_card()
-    print(json.dumps(card), flush=True)
-    steps = [Run(case, card) for case in (*DECODE, *PREFILL)]
+    peaks = card()
+    card_of_run = {
+        "name": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "copy_GB/s": round(peaks["bytes per s"] / 1e9),
+        "matmul_TFLOP/s": round(peaks["operations per s"] / 1e12, 1),
+    }
+    print(json.dumps(card_of_run), flush=True)
+    steps = [Run(case, card_of_run) for case in (*DECODE, *PREFILL)]
     rows = [step.measure(None) for step in steps]
     for decode, prefill in zip(DECODE_TILES, PREFILL_TILES, strict=True):
         for step in steps:
             if time.monotonic() < until:
                 rows.append(step.measure(step.tiles_with(*decode, prefill)))
-    report = {"card": card, "cases": rows, "best": best(rows)}
+    report = {"card": card_of_run, "cases": rows, "best": best(rows)}
     for row in report["best"]:
         print("best", json.dumps(row))
     if given.out is not None:
@@ -241,22 +251,6 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (2 * len(calls)))
     return statistics.median(times)
-
-
-def measure_card() -> dict[str, Any]:
-    """What this card does at its best, in this run."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    copy_us = graph_us([lambda: target.copy_(source)])
-    n = 8192
-    left, right = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    matmul_us = graph_us([lambda: left @ right] * 2)
-    return {
-        "name": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "copy_GB/s": round((2 << 30) / copy_us / 1e3),
-        "matmul_TFLOP/s": round(2 * n**3 / matmul_us / 1e6, 1),
-    }
 
 
 if __name__ == "__main__":
