@@ -197,6 +197,8 @@ def test_missing_extra_names_the_line_to_install(
     ("words", "expected"),
     [
         (("--rows", "0"), "--rows: 0 is too few"),
+        (("--max-batch-tokens", "0"), "--max-batch-tokens: 0 is too few"),
+        (("--memory-share", "1.5"), "--memory-share: 1.5 is no share"),
         (("--policy", "fastest"), "unknown policy 'fastest'; known: auto, latency, throughput"),
         (("--api-key", "short"), "--api-key: a key needs"),
         (("--devices", "emu:nothing"), "nothing"),
@@ -209,6 +211,13 @@ def test_wrong_options_are_one_line(
 ) -> None:
     """Each mistake is told with its option or its value."""
     assert expected in complaint(capsys, "tiny-llama", "--port", "0", *words)
+
+
+def test_the_old_spelling_of_an_option_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """It means what the new one does, for one more release."""
+    assert _main(["serve", "no-model", "--chunk", "8", "--port", "0"]) == 2
+
+    assert "warning: --chunk goes with the next release; --max-batch-tokens" in capsys.readouterr().err
 
 
 def test_open_address_without_a_key_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

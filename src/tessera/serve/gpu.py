@@ -40,7 +40,7 @@ from tessera.serve.steps import ServedModel, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
 RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
-# Tokens of the largest step; and of the smallest: fewer cost as much, which is what reading the weights costs.
+# Tokens of the largest step, and of the smallest: fewer cost as much, the reading of the weights.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
 # Random weights of more than this are made on the GPU.
 LARGE_BYTES = 2 << 30

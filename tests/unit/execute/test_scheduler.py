@@ -57,6 +57,45 @@ def test_rows_are_filled_before_another_is_opened() -> None:
     assert 2 == len(stepper.starts)
 
 
+def kept(stepper: ClockedStepper) -> tuple[Scheduler[Job], Diary]:
+    """A scheduler whose microbatches are worth keeping."""
+    diary = Diary()
+    return Scheduler(stepper, lambda n, lane: Jobs(n, lane, is_kept=True), ONE, diary), diary
+
+
+def test_a_microbatch_that_is_worth_it_stays_open() -> None:
+    """Two jobs one after another run in the one that was opened for the first."""
+    stepper = ClockedStepper([plan_of([0])])
+    scheduler, diary = kept(stepper)
+    for job in jobs_of(2):
+        run(scheduler, job)
+
+    assert ["0", "1"] == diary.finished_jobs
+    assert 1 == len(stepper.openings)
+    assert scheduler.is_idle
+
+
+def test_what_is_kept_is_closed_when_it_is_renewed() -> None:
+    """An idle microbatch of the policy before is not used under the new one."""
+    stepper = ClockedStepper([plan_of([0]), replace(plan_of([1]), policy="other")])
+    scheduler, _ = kept(stepper)
+    run(scheduler, Job("one"))
+    scheduler.switch(1)
+    assert not scheduler.microbatches
+    run(scheduler, Job("two"))
+
+    assert [0, 1] == [lane for _, lane in stepper.openings]
+
+
+def test_what_is_kept_can_be_let_go() -> None:
+    """Nothing is open after that."""
+    scheduler, _ = kept(ClockedStepper([plan_of([0])]))
+    run(scheduler, Job("one"))
+    scheduler.close_idle()
+
+    assert not scheduler.microbatches
+
+
 def test_a_full_queue_refuses() -> None:
     """What waits is bounded."""
     scheduler, _ = made(ClockedStepper([plan_of([0])]), SchedulerConfig(max_waiting=2))

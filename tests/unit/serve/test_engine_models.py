@@ -54,7 +54,7 @@ def generated(reference: Any, ask: Ask) -> list[int]:
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=ask.max_tokens,
         do_sample=False,
-        eos_token_id=END,
+        eos_token_id=None if ask.ignores_end else END,
         pad_token_id=0,
     )
     return [int(token) for token in out[0, len(ask.prompt) :]]
@@ -77,6 +77,23 @@ def test_greedy_is_hugging_faces_generate(reference: Any, service: Service) -> N
         return list(found)
 
     assert [generated(reference, ask) for ask in asks] == wait_for(crowd())
+
+
+def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedModel, reference: Any) -> None:
+    """Answers that are put aside and go on, from prompts that begin alike: Hugging Face's tokens."""
+    rng = random.Random(4)
+    begin = tuple(rng.randrange(256) for _ in range(20))
+    lengths = (0, 1, 3, 5, 7, 2)
+    prompts = [begin + tuple(rng.randrange(256) for _ in range(length)) for length in lengths]
+    asks = [Ask(prompt, 40, GREEDY, ignores_end=True) for prompt in prompts]
+    few = served(model.model, slots=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 8)
+    with own_code(few, num_threads=1) as stepper, Service(stepper, few.shape, ByteText()) as service:
+        found = [told.numbers for _ in range(2) for told in wait_for(read_all(service, asks))]
+        snapshot = service.snapshot()
+
+    assert [generated(reference, ask) for ask in asks] * 2 == found
+    assert snapshot.preemptions > 0
+    assert (snapshot.prefix_hits > 0) == few.shape.is_flat
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> None:

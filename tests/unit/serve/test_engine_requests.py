@@ -21,6 +21,7 @@ from serving_factory import (
     read_all,
     read_some,
     service_of,
+    toy_logits,
     until,
     wait_for,
 )
@@ -47,7 +48,7 @@ def service() -> Iterator[Service]:
 def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -> None:
     """Any mix of lengths, arrivals, samplings and stop strings gives what each ask gets alone."""
     rng = random.Random(seed)
-    asks = [random_ask(rng, shape.capacity) for _ in range(num)]
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(num)]
 
     async def late(service: Service, ask: Ask) -> tuple[list[int], str, str]:
         await asyncio.sleep(rng.random() * 0.01)
@@ -67,10 +68,12 @@ def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -
 def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
     """Half of the readers go away at some point; the others get what they get alone, all rows are free."""
     rng = random.Random(seed)
-    asks = [random_ask(rng, shape.capacity) for _ in range(10)]
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(10)]
 
     async def all_of(service: Service) -> list[tuple[list[int], str, str]]:
-        going = [read_some(service, random_ask(rng, shape.capacity), rng.randrange(0, 9)) for _ in range(10)]
+        going = [
+            read_some(service, random_ask(rng, shape.max_tokens), rng.randrange(0, 9)) for _ in range(10)
+        ]
         answers = asyncio.gather(*(read(service, ask) for ask in asks))
         await asyncio.gather(*going)
         return [told.what for told in await answers]
@@ -85,16 +88,79 @@ def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 60), st.sampled_from([(), TOYS]), st.sampled_from([0.0, 0.05]))
-def test_a_loss_costs_no_answer(seed: int, step: int, devices: tuple[str, ...], retry_s: float) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 60),
+    st.sampled_from([(), TOYS]),
+    st.sampled_from([0.0, 0.05]),
+    SHAPES,
+)
+def test_a_loss_costs_no_answer(
+    seed: int, step: int, devices: tuple[str, ...], retry_s: float, shape: Shape
+) -> None:
     """One device or all are lost at any step: every request is answered as if nothing had happened."""
     rng = random.Random(seed)
-    asks = [random_ask(rng, SHAPE.capacity) for _ in range(8)]
-    toy = ToyStepper(seed=seed, losses={step: Loss(devices, retry_s)})
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(8)]
+    toy = ToyStepper(shape, seed=seed, losses={step: Loss(devices, retry_s)})
     with service_of(toy) as service:
         found = wait_for(read_all(service, asks))
 
     assert [expected(ask) for ask in asks] == [told.what for told in found]
+
+
+def test_too_few_pages_cost_no_answer() -> None:
+    """Long answers take the pages of one another in turn; each is what it is alone, and it is counted."""
+    asks = [replace(LONG, prompt=(1, 2, number)) for number in range(6)]
+    with service_of(ToyStepper(TINY_POOL)) as service:
+        found = wait_for(read_all(service, asks))
+        snapshot = service.snapshot()
+
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
+    assert snapshot.preemptions > 0
+    assert 0 == snapshot.pages_used
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_a_beginning_that_was_read_is_not_read_again(is_caching: bool) -> None:
+    """The second ask reads what it has of its own; switched off, all of it. The answers are the same."""
+    prompt = tuple(range(40))
+    asks = [Ask((*prompt, number), 2, GREEDY, ignores_end=True) for number in (1, 2)]
+    stepper = ToyStepper(replace(SHAPE, slots=1))
+    config = ServiceConfig(prefix_caching=is_caching)
+    with service_of(stepper, config=config) as service:
+        found = [wait_for(read(service, ask)) for ask in asks]
+        snapshot = service.snapshot()
+
+    assert [expected(ask) for ask in asks] == [told.what for told in found]
+    hits = 32 if is_caching else 0
+    assert hits == snapshot.prefix_hits
+    assert 2 * (41 + 1) - hits == stepper.num_tokens
+
+
+def test_a_microbatch_is_kept_for_what_it_holds() -> None:
+    """It is opened once for asks that come one after another, and closed when the service ends."""
+    stepper = ToyStepper()
+    with service_of(stepper) as service:
+        for _ in range(3):
+            wait_for(read(service, LONG))
+        opened = list(stepper.opened)
+
+    assert 1 == len(opened)
+    assert not stepper._spaces
+
+
+def test_logprobs_of_a_prompt_are_those_of_its_tokens() -> None:
+    """Each from all tokens before it; also when a device is lost on the way, and pages are few."""
+    ask = Ask(tuple(range(30, 50)), 3, GREEDY, ignores_end=True, prompt_logprobs=2)
+    with service_of(ToyStepper(TINY_POOL, losses={9: Loss()})) as service:
+        told = wait_for(read(service, ask))
+
+    assert expected(ask)[0] == told.numbers
+    assert list(ask.prompt[1:]) == [token.number for token in told.finish.prompt]
+    for number, token in enumerate(told.finish.prompt, 1):
+        logs = toy_logits(ask.prompt[:number]).log_softmax(-1)
+        assert token.logprob == pytest.approx(float(logs[token.number]))
+        assert [int(index) for index in logs.topk(2).indices] == [index for index, _ in token.top]
 
 
 def test_one_loss_too_many_is_told() -> None:
@@ -219,6 +285,7 @@ def test_too_many_are_refused() -> None:
         (Ask((1,), 5, stop=("a", "")), "stop"),
         (Ask((1,), 5, stop_tokens=(258,)), "stop_token_ids"),
         (Ask((1,), 5, min_tokens=6), "min_tokens"),
+        (Ask((1,), 5, prompt_logprobs=21), "prompt_logprobs"),
         (Ask((1,), 5, Sampling(temperature=-1.0)), "temperature"),
         (Ask((1,), 5, Sampling(temperature=float("nan"))), "temperature"),
         (Ask((1,), 5, Sampling(top_p=0.0)), "top_p"),
@@ -232,6 +299,15 @@ def test_what_cannot_be_served_is_refused(service: Service, ask: Ask, place: str
         service.answer(ask)
 
     assert place == error.value.place
+
+
+def test_what_the_pages_cannot_hold_is_refused() -> None:
+    """A request that would never fit is told so at once."""
+    with (
+        service_of(ToyStepper(replace(SHAPE, pool_tokens=48))) as service,
+        pytest.raises(AskError, match="room for 32"),
+    ):
+        service.answer(Ask((1,) * 30, 3))
 
 
 def test_stopping_finishes_what_was_taken() -> None:
