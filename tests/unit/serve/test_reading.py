@@ -23,7 +23,7 @@ from tessera.serve import reading  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai_errors import ApiError  # noqa: E402
 from tessera.serve.openai_read import Card, Draft  # noqa: E402
-from tessera.serve.reading import SMALL_BYTES, Reading  # noqa: E402
+from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
 from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.text import ByteText, Text, open_text  # noqa: E402
 from text_factory import TEMPLATE, make_text_folder  # noqa: E402
@@ -45,7 +45,7 @@ def text_of(path: Path, template: str = TEMPLATE) -> Text:
     return open_text(str(path), 512)
 
 
-def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> Draft | bytes:
+def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> Found:
     """What is read of a body, which is made longer by spaces; and read by a process if it is large."""
     raw = json.dumps(body).encode()
     found = Reading(Card(MODEL, text, CAPACITY, 512))
@@ -96,7 +96,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, num_padded: int) 
     text = text_of(tmp_path, "{% if messages[0].content == 'x' %}" + ENDLESS + "{% endif %}fine")
     raw = [json.dumps({"messages": [{"role": "user", "content": said}]}).encode() for said in "xy"]
 
-    async def both() -> Draft | bytes:
+    async def both() -> Found:
         found = Reading(Card(MODEL, text, CAPACITY, 512))
         with pytest.raises((ApiError, AskError), match="CPU time"):
             await found.read("chat", raw[0] + b" " * num_padded)
