@@ -137,7 +137,7 @@ def _verify(plan: Any, method: str) -> None:
 
 def _serve(row: Row, folder: str) -> None:
     from tessera.errors import TesseraError
-    from tessera.serve.records import AnswerPiece, Ask, Sampling
+    from tessera.serve.records import AnswerPiece, Ask, Sampling, step_name
     from tessera.serve.service import Service
     from tessera.serve.steps import reference, served
     from tessera.serve.text import ByteText
@@ -146,13 +146,14 @@ def _serve(row: Row, folder: str) -> None:
         raise TesseraError("it generates no text")
     if "encode" in row["steps"]:
         raise TesseraError("what it encodes is no prompt of text")
-    model = served(folder, slots=1, rows=BATCH, capacity=32, max_batch_tokens=8, random_weights=True)
-    for kind, workload in model.workloads.items():
+    sizes: dict[str, Any] = {"slots": 1, "rows": BATCH, "capacity": 32, "max_batch_tokens": 8}
+    model = served(folder, **sizes, random_weights=True, joined=False)
+    for workload in model.workloads:
         try:
             workload.run(workload.make_inputs(0), workload.make_state(0))
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TesseraError(
-                f"its {kind} for serving fails: {' '.join(str(error).split())[:120]}"
+                f"its {step_name(workload.step)} for serving fails: {' '.join(str(error).split())[:120]}"
             ) from error
     ask = Ask(tuple(range(5, 5 + PROMPT)), 6, Sampling(temperature=0.0), ignores_end=True)
 
@@ -175,7 +176,7 @@ def _generated(model: Any, ask: Any) -> list[int]:
     import torch
     import transformers
 
-    module = model.workloads["decode"].module
+    module = model.workloads[-1].module
     plain = getattr(transformers, type(module).__name__)._from_config(
         module.config, attn_implementation="eager", dtype=torch.float32
     )

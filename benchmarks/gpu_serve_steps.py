@@ -30,7 +30,7 @@ _OPEN = ExitStack()
 def named(model: str, layers: int) -> str:
     """The name of a built-in model with fewer layers, made known."""
     from tessera.capture.models import catalog, known_models, register
-    from tessera.capture.models.hf import CAUSAL_STEPS, built_in, served_steps
+    from tessera.capture.models.hf import CAUSAL_STEPS, SERVED_STEPS, built_in
 
     family, sizes, dtype = catalog.LANGUAGE[model]
     if sizes["num_hidden_layers"] == layers:
@@ -38,7 +38,7 @@ def named(model: str, layers: int) -> str:
     name = f"{model}-of-{layers}"
     if name not in known_models():
         fewer = {**sizes, "num_hidden_layers": layers}
-        register(name, CAUSAL_STEPS, served_steps(family))(built_in(family, fewer, dtype))
+        register(name, CAUSAL_STEPS, SERVED_STEPS)(built_in(family, fewer, dtype))
     return name
 
 
