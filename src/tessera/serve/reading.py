@@ -11,6 +11,7 @@ made. The process inherits no environment and no open files. It ends when its co
 
 import asyncio
 import fcntl
+import gc
 import logging
 import os
 import pickle
@@ -202,6 +203,7 @@ def _end(child: subprocess.Popen[bytes], control: socket.socket) -> None:
 def main() -> None:
     """Forks for every body, until the other end of the control socket is closed."""
     card: Card = pickle.load(sys.stdin.buffer)
+    gc.freeze()  # what is forked leaves these pages as they are
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
     with socket.socket(fileno=int(sys.argv[1])) as control:
         while True:
