@@ -5,7 +5,8 @@
 The tiny Llama on this machine's CPU. `load`: streaming clients against `tessera serve` and against FastAPI
 with `generate` in threads (`serve_plain.py`, which gets the first of the same requests), one after the other;
 every answer is compared with the one given when its prompt was asked alone. `faults`: ten thousand open
-sockets, slow readers and clients that go away, while 32 good clients ask. Latencies are the clients'; memory
+sockets, slow readers and clients that go away, while 32 good clients ask. `prefix`: the same load twice, of
+prompts that begin alike and of prompts that do not. Latencies are the clients'; memory
 is resident, of the server and its workers, sampled twice a second; seconds of processor are of the server's
 processes alone, so other work on the machine does not count in them.
 """
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
 # Room for the requests asked here; the model could have more.
 SERVE = ["--rows", "32", "--slots", "7", "--max-len", "128", "--max-batch-tokens", "128"]
+# Tokens that prompts have in common.
+PREFIX = 512
 # (name, words): the plain server was quickest here with two workers of one thread each.
 PLAIN = ("plain FastAPI + generate", [str(ROOT / "benchmarks" / "serve_plain.py"), "--workers", "2"])
 KEPT = (
@@ -100,6 +103,19 @@ def ahead(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def prefix(asked: argparse.Namespace) -> dict[str, Any]:
+    """Prompts of 544 tokens, of which all but 32 are the same for all, or none are."""
+    crowd = LoadOptions(96, 16, prompt_tokens=PREFIX + 32, output_tokens=4, api="completions")
+    words = ["--rows", "16", "--slots", "1", "--max-len", "640"]
+    with Server(_served(asked.devices[0], argparse.Namespace(serve=words))) as server:
+        found = {
+            name: ask(server, replace(crowd, prefix_tokens=tokens, seed=tokens))
+            for name, tokens in (("without sharing", 0), ("shared", PREFIX))
+        }
+    ratio = found["shared"]["request_throughput"] / found["without sharing"]["request_throughput"]
+    return {"prefix": found, "prefix_gain": ratio}
+
+
 def faults(asked: argparse.Namespace) -> dict[str, Any]:
     """Good clients beside bad ones."""
     few = LoadOptions(256, 32, prompt_tokens=32, output_tokens=16, api="completions", num_distinct=8)
@@ -133,7 +149,7 @@ def main() -> None:
     parser.add_argument(
         "--serve", nargs=argparse.REMAINDER, default=SERVE, help="further words of `tessera serve`"
     )
-    parser.add_argument("--parts", nargs="+", default=["load", "faults"])
+    parser.add_argument("--parts", nargs="+", default=["load", "faults", "prefix"])
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     found: dict[str, Any] = {
@@ -143,7 +159,7 @@ def main() -> None:
         "plain": asked.plain,
     }
     for part in asked.parts:
-        found |= {"load": _load_part, "faults": _faults_part}[part](asked)
+        found |= {"load": _load_part, "faults": _faults_part, "prefix": prefix}[part](asked)
         if asked.out is not None:
             asked.out.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
             asked.out.with_suffix(".md").write_text(document(found))
@@ -178,6 +194,10 @@ def document(found: dict[str, Any]) -> str:
         faults = found["faults"]
         parts += ["## Faults", table([_row(name, x) for name, x in faults["good"].items()])]
         parts += ["What the bad clients did:", table([faults["bad_clients"]])]
+    if "prefix" in found:
+        parts += [f"## A beginning of {PREFIX} tokens that all prompts share"]
+        parts += [table([_row(name, x) for name, x in found["prefix"].items()])]
+        parts += [f"Requests a second, shared over without: {found['prefix_gain']:.2f}"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -186,7 +206,7 @@ def _row(name: str, row: dict[str, Any]) -> dict[str, Any]:
         "clients of": name,
         "answered": row["completed"],
         "errors": row["errors"],
-        "mixed up": row["verify"]["mixed_up"],
+        "mixed up": row["verify"]["mixed_up"] if row["verify"] else "-",
         "requests/s": row["request_throughput"],
         "tokens/s": row["output_throughput"],
         "first byte, mean ms": row["mean_ttfb_ms"],

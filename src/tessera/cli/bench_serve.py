@@ -41,6 +41,9 @@ def serve(
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a prompt, about. With a log: at most. [default: 64]")
     ] = None,
+    prefix_tokens: Annotated[
+        int | None, typer.Option(help="Of the tokens of a prompt, those that all begin with. [default: none]")
+    ] = None,
     output_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer. With a log: at most. [default: 32]")
     ] = None,
@@ -62,8 +65,8 @@ def serve(
 ) -> None:
     """Load a server with streaming requests; report throughput, latencies and errors as clients see them."""
     _check({"--requests": requests, "--concurrency": concurrency, "--prompt-tokens": prompt_tokens,
-            "--output-tokens": output_tokens, "--distinct": distinct, "--timeout": timeout,
-            "--rate": rate, "--burstiness": burstiness})  # fmt: skip
+            "--prefix-tokens": prefix_tokens, "--output-tokens": output_tokens, "--distinct": distinct,
+            "--timeout": timeout, "--rate": rate, "--burstiness": burstiness})  # fmt: skip
     if endpoint not in ENDPOINTS:
         raise UnknownName("endpoint", endpoint, ENDPOINTS)
     if rate is not None and arrivals is not None:
@@ -78,7 +81,7 @@ def serve(
     options = LoadOptions(
         requests or 200, concurrency, rate, burstiness, _arrivals(arrivals, requests, seed, speed),
         prompt_tokens, output_tokens, cast(Literal["chat", "completions"], endpoint), model, ignore_eos,
-        (distinct or DISTINCT) if verify else None, seed, timeout,
+        (distinct or DISTINCT) if verify else None, seed, timeout, prefix_tokens or 0,
     )  # fmt: skip
     found = _run(url, _key(api_key), options)
     print_json(found) if as_json else _show(found)

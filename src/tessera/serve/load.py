@@ -63,6 +63,8 @@ class LoadOptions:
     num_distinct: int | None = None
     seed: int = 0
     timeout_s: float = 600.0
+    # Tokens that all prompts begin with, of those they have.
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,11 @@ def _queries(options: LoadOptions, room: int | None, ruler: Ruler) -> tuple[list
         pairs = zip(prompts, outputs, log.prompts, log.outputs, strict=True)
         num_cut = sum((p, o) != (long_p, long_o) for p, o, long_p, long_o in pairs)
     distinct = min(num, options.num_distinct or num)
-    texts = make_prompts([ruler.words(x) for x in prompts[:distinct]], options.seed)
+    shared = ruler.words(options.prefix_tokens) if options.prefix_tokens else 0
+    texts = make_prompts([max(1, ruler.words(x) - shared) for x in prompts[:distinct]], options.seed)
+    if shared:
+        (prefix,) = make_prompts([shared], options.seed + 1)
+        texts = [f"{prefix} {text}" for text in texts]
     turns = ((i, i % distinct) for i in range(num))
     return [Query(i, turn, texts[turn], outputs[turn], times_s[i]) for i, turn in turns], num_cut
 

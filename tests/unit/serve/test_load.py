@@ -13,7 +13,7 @@ from load_factory import HEAD, Wire, answer, chunked, events, plain, prompt_of, 
 from tessera.cli import main
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
-from tessera.serve.load import LoadOptions, Ruler, figures, make_prompts, measure, send_times
+from tessera.serve.load import LoadOptions, Ruler, _queries, figures, make_prompts, measure, send_times
 from tessera.serve.load_client import Generation, parse_address
 
 
@@ -300,3 +300,14 @@ def test_an_answer_without_text_has_a_first_token() -> None:
     answer_ = Generation("", "stop", 3, 0, 0.1, 0.5, 0.5, ())
 
     assert 0 == answer_.num_tokens
+
+
+def test_prompts_can_begin_alike() -> None:
+    """As many tokens as asked for are the same for all, of those that a prompt has; the rest differ."""
+    options = LoadOptions(4, prompt_tokens=100, prefix_tokens=60)
+    queries, _ = _queries(options, None, Ruler(0.0, 1.0))
+    words = [query.prompt.split() for query in queries]
+
+    assert {100} == {len(prompt) for prompt in words}
+    assert 1 == len({tuple(prompt[:60]) for prompt in words})
+    assert 4 == len({tuple(prompt[60:]) for prompt in words})
