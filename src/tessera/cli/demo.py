@@ -97,7 +97,6 @@ def _run(
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.capture.text import prompt_inputs
-    from tessera.execute.hub import FORKSERVER
     from tessera.execute.spans import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
@@ -134,7 +133,7 @@ def _run(
     for request in requests:
         reference.append(run_undivided(unit, request))
         advance("generating undivided, for comparison")
-    with WorkerStepper(plans, workloads[0].weights(), method=FORKSERVER, max_failures=3) as stepper:
+    with WorkerStepper(plans, workloads[0].weights(), max_failures=3) as stepper:
         stepper.spans = SpanLog(plans[0])
         return [_run_policy(stepper, i, requests, reference, advance) for i in range(len(plans))]
 

@@ -126,7 +126,6 @@ def _run(
     advance: Callable[[str], None],
 ) -> tuple[Ran, bool | None]:
     """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
-    from tessera.execute.hub import FORKSERVER
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import as_run, requests_of, run_undivided
 
@@ -138,7 +137,7 @@ def _run(
         options |= {"scale": scale, "is_profiled": True}
         options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
     advance("starting workers")
-    with WorkerStepper(plans, weights, method=FORKSERVER, max_failures=MAX_FAILURES, **options) as stepper:
+    with WorkerStepper(plans, weights, max_failures=MAX_FAILURES, **options) as stepper:
         picked = None if switch_every else _try_out(stepper, plans, work, scale, advance)
         policy = _every(switch_every, len(plans)) if picked is None else picked.number
         ran = _through(stepper, work, policy, depth, advance).divided(scale)

@@ -189,7 +189,7 @@ class Hub:
     # After so many failures in a row a device is given up for good; None: never.
     max_failures: int | None = None
 
-    def __init__(self, names: Sequence[str], setups: Sequence[Setup], method: str = "spawn") -> None:
+    def __init__(self, names: Sequence[str], setups: Sequence[Setup], method: str = FORKSERVER) -> None:
         self.names, self._method = names, method
         key = secrets.token_bytes(KEY_BYTES)
         self.setups = [replace(setup, key=key) for setup in setups]

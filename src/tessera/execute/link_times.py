@@ -14,7 +14,7 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_main
+from tessera.execute.worker_stepper import WorkerStepper, hidden_main
 from tessera.ir import (
     Access,
     Buffer,
@@ -68,9 +68,7 @@ def time_transfers(
         unit, cluster, (), Objective.LATENCY, "links", tuple(lanes), 2, 0.0, 0.0, 0.0, 0.0, lane_table=(0, 1)
     )
     alone, both = list[tuple[int, float]](), list[tuple[int, float]]()
-    made = WorkerStepper(
-        [plan], {}, microbatches=2, transport=transport, timeout_s=TIMEOUT_S, method=FORKSERVER
-    )
+    made = WorkerStepper([plan], {}, microbatches=2, transport=transport, timeout_s=TIMEOUT_S)
     with hidden_main(), made as stepper:
         for step, size in enumerate(sizes):
             x = torch.ones(size // 4)

@@ -75,7 +75,7 @@ class WorkerStepper:
         num_threads: int = 1,
         transport: str = AUTO,
         timeout_s: float | None = None,
-        method: str = "spawn",
+        method: str = FORKSERVER,
         hub: MakeHub | None = None,
         max_failures: int | None = None,
         scale: float = 1.0,

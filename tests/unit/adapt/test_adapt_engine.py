@@ -6,7 +6,6 @@ from dataclasses import replace
 import models
 from factories import make_cluster, make_plan
 from tessera.adapt import Capability, Hands, Live, Monitor, Point
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
@@ -41,7 +40,7 @@ def test_a_switch_in_flight_changes_no_bit() -> None:
     plans = [scattered(0), scattered(1)]
     wanted = ["quick"]
     with (
-        WorkerStepper(plans, workloads[0].weights(), method=FORKSERVER) as stepper,
+        WorkerStepper(plans, workloads[0].weights()) as stepper,
         Live(Monitor([QUICK, WIDE]), Hands(wanted.append)) as live,
     ):
         run = run_offline(

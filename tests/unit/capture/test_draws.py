@@ -17,7 +17,6 @@ from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record_step
 from tessera.cli import _main
 from tessera.errors import CaptureError
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import Replay, differing, same_bits
 from tessera.execute.worker_stepper import WorkerStepper
@@ -108,7 +107,7 @@ def test_scattered_draws_give_the_undivided_bits() -> None:
             placement[launch] = home
     plan = make_plan([trace()], [[p] for p in placements], [3], make_cluster(2))
     requests = [UnitRequest([workload()], workload().make_inputs(i), i) for i in range(4)]
-    with WorkerStepper([plan], workload().weights(), method=FORKSERVER) as stepper:
+    with WorkerStepper([plan], workload().weights()) as stepper:
         results = run_offline(stepper, requests).results
     for request, result in zip(requests, results, strict=True):
         wanted = run_undivided(make_unit([trace()], [3]), request)

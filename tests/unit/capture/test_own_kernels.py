@@ -17,7 +17,6 @@ from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record_step
 from tessera.cli import _main
 from tessera.errors import CaptureError
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
@@ -104,7 +103,7 @@ def test_kernels_divided_over_two_workers_give_the_undivided_bits() -> None:
     assert placement[3] != placement[4]
     plan = make_plan([trace()], [[placement]], [2], make_cluster(2))
     requests = [UnitRequest([workload()], workload().make_inputs(i), i) for i in range(2)]
-    with WorkerStepper([plan], workload().weights(), method=FORKSERVER) as stepper:
+    with WorkerStepper([plan], workload().weights()) as stepper:
         results = run_offline(stepper, requests).results
     for request, result in zip(requests, results, strict=True):
         wanted = run_undivided(make_unit([trace()], [2]), request)

@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,22 +20,15 @@ import torch
 from tessera.compile import backend
 from tessera.compile.workers import Workers
 from tessera.errors import TesseraError, UnknownName, WorkerError
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.offline import RunResult
-from tessera.execute.worker_stepper import WorkerStepper
 
 ONE = {"devices": "emu:a100"}
 TWO = {"devices": ["emu:a100", "emu:l40s"]}
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, as in a worker; whatever a test leaves to Dynamo is let go.
-
-    Workers are forked from one process that has imported torch; the script of its own below spawns them.
-    """
-    made = partial(WorkerStepper, method=FORKSERVER)
-    monkeypatch.setattr("tessera.compile.workers.WorkerStepper", made)
+def _clean() -> Iterator[None]:
+    """One thread, as in a worker; whatever a test leaves to Dynamo is let go."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()

@@ -19,7 +19,6 @@ from factories import make_cluster, make_plan
 from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.errors import WorkerError
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
@@ -68,7 +67,7 @@ def test_scattered_launches_give_the_undivided_bits(num_devices: int) -> None:
     """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
     requests = make_requests(5)
     plan = make_random_plan(num_devices, num_devices)
-    with WorkerStepper([plan], requests[0].workloads[0].weights(), method=FORKSERVER) as stepper:
+    with WorkerStepper([plan], requests[0].workloads[0].weights()) as stepper:
         results = run_offline(stepper, requests).results
         assert_equal_to_undivided(requests, results)
         log = stepper.spans = SpanLog(plan)
@@ -96,7 +95,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left() -> None:
     requests = make_requests(4)
     before = {p.pid for p in multiprocessing.active_children()}
     weights = requests[0].workloads[0].weights()
-    with WorkerStepper([plan], weights, method=FORKSERVER, max_failures=1) as stepper:
+    with WorkerStepper([plan], weights, max_failures=1) as stepper:
         victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d1")
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)

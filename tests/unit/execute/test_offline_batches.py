@@ -18,7 +18,6 @@ from tessera.capture import Workload, record
 from tessera.cli.ran import is_equal
 from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.footprint import check_fits, footprints, ready_programs
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.spans import SpanLog
@@ -109,7 +108,7 @@ def test_scattered_lanes_of_two_batches_give_the_undivided_bits() -> None:
     plan, requests = make_mixed(), make_requests(8)
     weights = workloads(BATCHES[0])[0].weights()
     log = SpanLog(plan)
-    with WorkerStepper([plan], weights, method=FORKSERVER) as stepper:
+    with WorkerStepper([plan], weights) as stepper:
         stepper.spans = log
         results = run_offline(stepper, requests, spans=log).results
     timeline = timeline_of(log, [plan], results)
@@ -126,7 +125,7 @@ def test_a_lost_device_leaves_the_other_batch() -> None:
     """Requests of its lane start again at the batch of the lane that is left, with that batch's bits."""
     plan, requests = make_mixed(is_apart=True), make_requests(8)
     weights = workloads(BATCHES[0])[0].weights()
-    with WorkerStepper([plan], weights, method=FORKSERVER, max_failures=1) as stepper:
+    with WorkerStepper([plan], weights, max_failures=1) as stepper:
         victim = next(p for p in multiprocessing.active_children() if p.name == "tessera-d0")
         victim.kill()
         results = run_offline(stepper, requests).results

@@ -8,7 +8,6 @@ import torch
 from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
@@ -49,7 +48,7 @@ def run_alternating(call: Call, module: torch.nn.Module | None = None) -> dict[s
     """Every other launch on another worker."""
     workload, trace = capture(call, module)
     plan = make_plan([trace], [[[i % 2 for i in range(len(trace.launches))]]])
-    with WorkerStepper([plan], workload.weights(), method=FORKSERVER) as stepper:
+    with WorkerStepper([plan], workload.weights()) as stepper:
         return run_offline(stepper, [Once(torch.arange(8.0))]).results[0].outputs[0]
 
 
@@ -81,7 +80,7 @@ def test_an_error_in_a_worker_names_device_and_cause() -> None:
     workload, trace = capture(lambda inputs: {"y": inputs["x"][inputs["x"].long()]})
     plan = make_plan([trace], [[[0] * len(trace.launches)]])
     with (
-        WorkerStepper([plan], workload.weights(), method=FORKSERVER, max_failures=2) as stepper,
+        WorkerStepper([plan], workload.weights(), max_failures=2) as stepper,
         pytest.raises(WorkerError, match=r"device d0: .*out of (bounds|range)"),
     ):
         run_offline(stepper, [Once(torch.full((8,), 99.0))]).raise_failures()
@@ -97,7 +96,7 @@ def test_a_request_that_raises_leaves_the_workers_usable() -> None:
             raise ValueError("no inputs")
 
     good = Once(torch.arange(8.0))
-    with WorkerStepper([plan], workload.weights(), method=FORKSERVER) as stepper:
+    with WorkerStepper([plan], workload.weights()) as stepper:
         with pytest.raises(ValueError, match="no inputs"):
             run_offline(stepper, [good, Broken(torch.arange(8.0)), good])
         results = run_offline(stepper, [good] * 3).results

@@ -58,7 +58,7 @@ def plan(model: str) -> Plan:
 def test_a_divided_family_gives_the_undivided_bits(model: str, transport: str) -> None:
     """Through shared memory or sockets, not a bit changes."""
     weights = requests(model)[0].workloads[0].weights()
-    with WorkerStepper([plan(model)], weights, transport=transport, method="forkserver") as stepper:
+    with WorkerStepper([plan(model)], weights, transport=transport) as stepper:
         results = run_offline(stepper, requests(model)).results
 
     assert all(is_equal(one, other) for one, other in zip(references(model), results, strict=True))

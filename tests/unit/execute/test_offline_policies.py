@@ -29,7 +29,7 @@ def policies() -> list[Plan]:
 def test_a_hundred_requests_under_three_policies_are_right_and_memory_stays_flat() -> None:
     """Every output is the undivided one's whatever the policy, and this process grows no more."""
     requests = made.make_requests(25)
-    with WorkerStepper(policies(), made.workloads()[0].weights(), method="forkserver") as stepper:
+    with WorkerStepper(policies(), made.workloads()[0].weights()) as stepper:
 
         def run() -> list[RunResult]:
             return run_offline(stepper, requests, policy=lambda num_done: num_done // 3 % 3).results
@@ -48,7 +48,7 @@ def test_a_hundred_requests_under_three_policies_are_right_and_memory_stays_flat
 def test_a_switch_holds_for_requests_admitted_after_it() -> None:
     """What is in flight goes on under the policy it was started with."""
     requests = made.make_requests(6)
-    with WorkerStepper(policies(), made.workloads()[0].weights(), method="forkserver") as stepper:
+    with WorkerStepper(policies(), made.workloads()[0].weights()) as stepper:
         results = run_offline(stepper, requests, policy=lambda num_done: int(num_done > 0)).results
 
     assert [0, 0] == [r.policy for r in results[:2]]
@@ -58,7 +58,7 @@ def test_a_switch_holds_for_requests_admitted_after_it() -> None:
 def test_a_lost_device_sends_requests_to_another_policy() -> None:
     """Where a policy has no lane left, another policy's lane is taken."""
     plans = policies()
-    with WorkerStepper(plans, made.workloads()[0].weights(), method="forkserver", max_failures=1) as stepper:
+    with WorkerStepper(plans, made.workloads()[0].weights(), max_failures=1) as stepper:
         pid = stepper.use().devices["d0"].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)

@@ -75,7 +75,7 @@ def one_way(seed: int = 0) -> Plan:
 def workers(plan: Plan, **options: object) -> WorkerStepper:
     """Three microbatches on processes of this machine."""
     weights = made.workloads()[0].weights()
-    return WorkerStepper([plan], weights, **{"method": FORKSERVER, "timeout_s": 30.0, **options})  # type: ignore[arg-type]
+    return WorkerStepper([plan], weights, **{"timeout_s": 30.0, **options})  # type: ignore[arg-type]
 
 
 def pid_of(stepper: WorkerStepper, device: int) -> int:
@@ -159,7 +159,7 @@ def test_a_worker_killed_while_it_starts_is_started_again(delay_s: float) -> Non
         return hub[0]
 
     weights = made.workloads()[0].weights()
-    with WorkerStepper([plan], weights, method=FORKSERVER, transport="host", hub=make) as stepper:
+    with WorkerStepper([plan], weights, transport="host", hub=make) as stepper:
         first, _ = factory.play(stepper, list(range(3)))
         kill(stepper, 1)
         results, told = factory.play(stepper, list(range(6)))

@@ -11,7 +11,6 @@ import engine_factory as made
 import stepper_factory as factory
 from tessera.errors import MismatchError, TesseraError, UnknownName, WorkerError
 from tessera.execute.footprint import landing_bytes
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.lower import lower
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import StepCall, StepDone
@@ -30,7 +29,7 @@ def split(seed: int, num_devices: int = 2, num_lanes: int = 2) -> Plan:
 def workers(*plans: Plan, transport: str = "auto") -> WorkerStepper:
     """Three microbatches on processes of this machine."""
     weights = made.workloads()[0].weights()
-    return WorkerStepper(plans, weights, transport=transport, method=FORKSERVER, timeout_s=30.0)
+    return WorkerStepper(plans, weights, transport=transport, timeout_s=30.0)
 
 
 @pytest.fixture(scope="module", params=["shm", "host"])

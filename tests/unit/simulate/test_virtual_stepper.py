@@ -11,7 +11,6 @@ import pytest
 import engine_factory as made
 from factories import make_chain, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, split_plan
-from tessera.execute.hub import FORKSERVER
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Scheduler, SchedulerConfig
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, Stepper
@@ -171,7 +170,7 @@ def test_the_scheduler_does_the_same_over_workers_and_over_a_virtual_clock() -> 
     plan = made.plan_of([[lane, lane] for lane in lanes], 2)  # state has one home
     arrivals = make_arrivals("batch:7", seed=2, lengths="geometric:8,4")
     demand = demand_of(made.unit(), arrivals, 2)
-    with WorkerStepper([plan], made.workloads()[0].weights(), method=FORKSERVER, timeout_s=30.0) as workers:
+    with WorkerStepper([plan], made.workloads()[0].weights(), timeout_s=30.0) as workers:
         real = events_of(workers, demand)
 
     assert real == events_of(VirtualStepper([plan]), demand)
