@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench venv clean
+.PHONY: help demo test test-all check bench venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: $(READY) ## capture, plan and run a small model on two unlike devices
 
 test: $(READY) ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: $(READY) ## the same with slow tests, whole proofs and new random examples
+	$(BIN)/python -m pytest -n 2 --dist loadfile --whole
 
 check: $(READY) ## lint, types and import contracts
 	$(BIN)/ruff check src tests benchmarks scripts examples corpus

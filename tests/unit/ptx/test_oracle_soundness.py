@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sampling import examples, one_of_each
 from tessera.analyze.ptx.interp import run
 from tessera.analyze.ptx.launches import Launch
 from tessera.analyze.ptx.report import analyze_ptx
@@ -18,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "corpus"))
 checks: Any = importlib.import_module("checks")
 
 RUNNABLE = [row for row in checks.rows() if checks.is_runnable(row)]
-NAMES = [checks.name_of(row) for row in RUNNABLE]
+SAMPLE = one_of_each(RUNNABLE, lambda row: (row["part"], row["theme"], row["kernel"]))
+NAMES = [checks.name_of(row) for row in SAMPLE]
 
 
-@pytest.mark.parametrize("row", RUNNABLE, ids=NAMES)
+@pytest.mark.parametrize("row", SAMPLE, ids=NAMES)
 def test_static_covers_dynamic(row: dict[str, Any]) -> None:
     """Every byte that a launch reads, writes or updates is announced, and extents called exact are."""
     made, result = checks.run_row(row, 11)
@@ -30,7 +32,7 @@ def test_static_covers_dynamic(row: dict[str, Any]) -> None:
     assert [] == checks.falsely_exact(row, made, result)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250, 50), deadline=None)
 @given(st.sampled_from(RUNNABLE), st.integers(0, 2**32 - 1))
 def test_static_covers_random_launches(row: dict[str, Any], seed: int) -> None:
     """The same for any kernel and any grid, sizes, strides and contents."""
@@ -122,7 +124,7 @@ ld.param.u64 %out, [out]; ld.param.u64 %idx, [idx];
 ret; }}"""
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, 40), deadline=None)
 @given(
     kernels(),
     st.integers(1, 4),

@@ -77,6 +77,7 @@ def test_most_pointers_are_exact() -> None:
     assert counts.exact >= 0.97 * judged
 
 
+@pytest.mark.slow
 def test_docs_table_is_up_to_date() -> None:
     """The table in the documentation is what the command prints."""
     page = Path(__file__).resolve().parents[3] / "docs" / "ptx-corpus.md"
