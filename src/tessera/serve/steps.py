@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
 from tessera.capture.models.joined import JoinedLinear
-from tessera.capture.models.paged import FLAT, layout_of
+from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
@@ -117,9 +117,10 @@ def served(
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)
     config = config.get_text_config()
-    is_flat = layout_of(first.module).kind == FLAT
-    most = getattr(config, "max_position_embeddings", None)
-    if capacity is not None and most is not None and capacity > most:
+    layout = layout_of(first.module).kind
+    is_flat = layout == FLAT
+    most = max_positions(first.module)
+    if capacity is not None and most and capacity > most:
         message = f"a length of {capacity} is beyond the {most} positions of {model}"
         raise CaptureError(message, f"Use at most {most}.")
     size = capacity or most or CAPACITY
@@ -134,6 +135,11 @@ def served(
     pool_tokens = PAGE * pages_for(pool_tokens)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=min(expected_length, size))
     steps += [replace(pages, batch=min(x, rows), context=x) for x in sizes]
+    if layout == DENSE:  # a row sees so many tokens and no more
+        size = min(size, num_dense(first.module, pages))
+        if capacity is not None and size < capacity:
+            message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
+            raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat)
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
 

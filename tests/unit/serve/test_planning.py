@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
@@ -218,3 +219,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert 1 == len(made.plans)
     assert 1 == len(said)
     assert "cannot be written" in said[0]
+
+
+def test_rows_of_gathered_keys_are_no_longer_than_what_is_gathered(tmp_path: Path) -> None:
+    """A model with attention of its own sees a fixed number of tokens a row: what pages are shared to."""
+    model = next(m for m in MODELS if m.name == "falcon")
+    model.write(tmp_path)
+    made = served(str(tmp_path), rows=4, pool_tokens=128, random_weights=True)
+
+    assert 64 == made.shape.capacity
+    with pytest.raises(CaptureError, match="4 sequences of .* have at most 64"):
+        served(str(tmp_path), rows=4, capacity=100, pool_tokens=128, random_weights=True)
