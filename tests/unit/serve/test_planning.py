@@ -228,5 +228,5 @@ def test_rows_of_gathered_keys_are_no_longer_than_what_is_gathered(tmp_path: Pat
     made = served(str(tmp_path), rows=4, pool_tokens=128, random_weights=True)
 
     assert 64 == made.shape.capacity
-    with pytest.raises(CaptureError, match="4 sequences of .* have at most 64"):
+    with pytest.raises(CaptureError, match=r"4 sequences of .* have at most 64"):
         served(str(tmp_path), rows=4, capacity=100, pool_tokens=128, random_weights=True)
