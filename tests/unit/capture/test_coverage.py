@@ -12,7 +12,13 @@ from tessera.execute.hub import FORKSERVER
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("name", SHORT)
+# The rest of the list goes the same ways.
+ALWAYS = ("deepseek_v3", "t5", "SD3Transformer2DModel")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SHORT]
+)
 def test_an_architecture_is_captured_planned_and_verified(name: str) -> None:
     """From a configuration alone, with every output and state equal bit for bit."""
     model = next(model for model in MODELS if model.name == name)

@@ -36,7 +36,7 @@ def names(trace: Trace) -> list[str]:
 
 
 @pytest.mark.parametrize(("model", "kind"), families.STEPS)
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fake_and_real_captures_agree(model: str, kind: str, batch: int) -> None:
     """Every launch is the same, or differs as the table of `agree` says."""
     found = compare(families.trace(model, kind, "cpu", batch), families.trace(model, kind, "fake", batch))

@@ -51,6 +51,7 @@ def test_rows_come_back_from_their_file(tmp_path: Path) -> None:
     assert rows == read(tmp_path / "rows.json")
 
 
+@pytest.mark.slow
 def test_the_package_holds_what_the_script_makes_of_the_committed_launches() -> None:
     """walks.json is not edited by hand, and is not older than its rows."""
     found = fit_walks(read(ROWS), "h200").coefficients
