@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 
 from benchmarks.gpu_http import card
 
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 from tessera.kernels.paged_triton import Tile, Tiles, attend_by, tiles_for
 
 QUERY_HEADS, HEADS, SIZE = 32, 8, 128

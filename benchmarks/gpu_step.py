@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 
 from benchmarks.gpu_http import Sizes, card, sizes_of
 
-PAGE = 16
+from tessera.kernels import PAGE
 
 
 @dataclass(frozen=True)

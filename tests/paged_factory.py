@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 
 
 @dataclass(frozen=True)

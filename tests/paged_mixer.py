@@ -8,7 +8,7 @@ import torch
 
 from tessera.capture import Workload
 from tessera.capture.models.paged import FLAT, layout_of
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 
 
 class Mixer:

@@ -55,15 +55,22 @@ def test_an_encoder_is_served_by_its_folder(told: tuple[dict[str, Any], list[flo
 
 def test_progress_is_plain_lines_where_nobody_watches(told: tuple[dict[str, Any], list[float], str]) -> None:
     """No bars of ours and none of transformers', which loads the weights."""
-    lines = told[2].splitlines()
-
-    assert lines
-    assert all(line.startswith("tessera: ") for line in lines)
+    assert all(line.startswith("tessera: ") for line in told[2].splitlines())
     assert not any(letter in told[2] for letter in "\r\x1b█%")
 
 
-def test_of_many_things_the_latest_is_told_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_over_at_once_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("counting", 3) as advance:
+        advance("one")
+
+    assert not capsys.readouterr().err
+
+
+def test_of_many_things_the_latest_is_told_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thousand steps are no thousand lines; a few are told each."""
+    monkeypatch.setattr("tessera.cli.output.QUIET_S", 0.0)
     with progress("counting", 1000) as advance:
         for number in range(1000):
             advance(f"number {number}")

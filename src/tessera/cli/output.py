@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-# Between two plain lines about many things.
-PAUSE_S = 10.0
+# Before the first plain line, and between two about many things.
+QUIET_S, PAUSE_S = 2.0, 10.0
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
@@ -75,12 +76,17 @@ def shared_folder(name: str) -> Iterator[Path]:
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
     """A bar on standard error; the yielded function names what is being done and moves it on by one.
 
-    Where standard error is no terminal: plain lines, one for each thing, or of many the latest now and then.
+    Where standard error is no terminal: plain lines after the first seconds, one for each thing, or of many
+    the latest now and then.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
     if not screen.is_terminal:
-        yield _lines(label, total)
+        lines = _Lines(label, total)
+        try:
+            yield lines.advance
+        finally:
+            lines.end()
         return
     with Progress(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
         task = bar.add_task(label, total=total)
@@ -91,23 +97,40 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
         yield advance
 
 
-def _lines(label: str, total: int | None) -> Callable[[str], None]:
-    """Says on standard error what is being done, a line each."""
-    last, num_done, next_s = "", 0, 0.0
+class _Lines:
+    """Says on standard error what is being done, a line each; nothing of what is over at once."""
 
-    def say(what: str) -> None:
-        nonlocal last, next_s
+    def __init__(self, label: str, total: int | None) -> None:
+        self._total, self._num_done, self._next_s = total, 0, 0.0
+        self._what, self._said = label, ""
+        self._lock = threading.Lock()
+        self._is_late = False
+        self._timer = threading.Timer(QUIET_S, self._begin)
+        self._timer.daemon = True
+        self._timer.start() if QUIET_S else self._begin()
+
+    def advance(self, what: str) -> None:
+        """It goes on with this."""
+        with self._lock:
+            self._num_done += 1
+            self._what = what
+            self._say()
+
+    def end(self) -> None:
+        """It is done."""
+        self._timer.cancel()
+
+    def _begin(self) -> None:
+        """It takes long enough for people to wonder."""
+        with self._lock:
+            self._is_late = True
+            self._say()
+
+    def _say(self) -> None:
         now_s = time.monotonic()
-        if what == last or (total is not None and now_s < next_s):
+        is_soon = self._total is not None and now_s < self._next_s
+        if not self._is_late or self._what == self._said or is_soon:
             return
-        last, next_s = what, now_s + PAUSE_S
-        counted = "" if total is None else f" ({num_done} of {total})"
-        print(f"tessera: {what}{counted}", file=sys.stderr, flush=True)
-
-    def advance(what: str) -> None:
-        nonlocal num_done
-        num_done += 1
-        say(what)
-
-    say(label)
-    return advance
+        self._said, self._next_s = self._what, now_s + PAUSE_S
+        counted = "" if self._total is None else f" ({self._num_done} of {self._total})"
+        print(f"tessera: {self._what}{counted}", file=sys.stderr, flush=True)

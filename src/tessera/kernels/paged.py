@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-PAGE = 16  # positions of one page
+from tessera.kernels import PAGE
+
 # Queries of one product on a CPU: bounds the memory that their scores take.
 MAX_QUERIES = 256
 

@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 
 _PAGE = tl.constexpr(PAGE)
 _LOG2E = tl.constexpr(1.4426950408889634)

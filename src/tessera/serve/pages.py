@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-# Positions of a page.
-PAGE = 16
+from tessera.kernels import PAGE
+
 # Bytes of a page's key: two that are alike by chance are not expected in the life of any service.
 KEY_BYTES = 16
 

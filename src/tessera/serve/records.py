@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tessera.ir import Decision, Plan, Step
-from tessera.serve.pages import PAGE
+from tessera.kernels import PAGE
 from tessera.serve.text import Text
 
 if TYPE_CHECKING:

@@ -31,9 +31,10 @@ import torch
 
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, need_one_batch
+from tessera.kernels import PAGE
 from tessera.serve.answer import AnswerBuffer
 from tessera.serve.meters import Times
-from tessera.serve.pages import PAGE, PageCounts, PagePool, page_key, pages_for
+from tessera.serve.pages import PageCounts, PagePool, page_key, pages_for
 from tessera.serve.records import Ask, Shape, Token, step_name
 from tessera.serve.sampling import Pick
 from tessera.serve.sight import SeenPictures, Sight

@@ -22,11 +22,11 @@ from tessera.adapt.live import Decisions
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan
+from tessera.kernels import PAGE
 from tessera.serve.answer import Answer
 from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.keeper import Planner, capabilities_of
 from tessera.serve.meters import Observer
-from tessera.serve.pages import PAGE
 from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
 from tessera.serve.sampling import MAX_LOGPROBS, check_sampling
 from tessera.serve.sequences import ActiveRequest, SequenceBatch

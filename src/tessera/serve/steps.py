@@ -28,7 +28,8 @@ from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
 from tessera.execute.stepper import Tensors
 from tessera.ir import Cluster, DeviceKind, Step
-from tessera.serve.pages import PAGE, pages_for
+from tessera.kernels import PAGE
+from tessera.serve.pages import pages_for
 from tessera.serve.records import Shape
 
 # What is served where nobody says otherwise.

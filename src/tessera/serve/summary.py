@@ -8,7 +8,7 @@ over all of them is at least as good.
 from collections import defaultdict
 
 from tessera.ir import Objective, Plan
-from tessera.serve.pages import PAGE
+from tessera.kernels import PAGE
 from tessera.serve.planning import Average, Prepared
 from tessera.serve.steps import state_bytes
 

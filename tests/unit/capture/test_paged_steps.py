@@ -16,7 +16,7 @@ from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.replay import Replay, same_bits
 from tessera.ir import BufferKind, Step
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 
 BY_NAME = {model.name: model for model in MODELS}
 SEQUENCES, TOKENS, POSITIONS = 4, 12, 512

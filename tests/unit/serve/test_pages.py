@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tessera.serve.pages import PAGE, PagePool, page_key, pages_for
+from tessera.kernels import PAGE
+from tessera.serve.pages import PagePool, page_key, pages_for
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:

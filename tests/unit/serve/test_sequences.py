@@ -8,7 +8,8 @@ import pytest
 
 from serving_factory import GREEDY, SHAPE, toy_plans
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.serve.pages import PAGE, PageCounts
+from tessera.kernels import PAGE
+from tessera.serve.pages import PageCounts
 from tessera.serve.records import Ask, Shape
 from tessera.serve.sequences import ActiveRequest, Due, SequenceBatch, Steps
 from tessera.serve.text import ByteText

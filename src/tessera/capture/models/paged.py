@@ -55,7 +55,7 @@ from tessera.capture.tracing import traced
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 
 FLAT, ROWS, DENSE = "flat", "rows", "dense"
 # What a model raises that is called in a way it does not know.

@@ -20,8 +20,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
 
+import tessera.kernels.paged  # noqa: F401 - registers the operator
 from tessera.capture.models.cache import additive
-from tessera.kernels.paged import PAGE
+from tessera.kernels import PAGE
 
 # Pages of a layer before it is given others.
 NUM_FIRST_PAGES = 8
