@@ -15,10 +15,7 @@ import json
 import socket
 import sys
 from dataclasses import asdict, dataclass
-
-import h11
-
-from tessera.serve.load_client import ServerAddress, parse_address
+from urllib.parse import urlsplit
 
 SIP_BYTES, SIP_S = 512, 0.25
 BUFFER_BYTES = 4096
@@ -48,14 +45,17 @@ class BadClients:
     """Runs until cancelled; `is_up` is set when every kind is there."""
 
     def __init__(self, url: str, model: str, max_tokens: int) -> None:
-        self._target: ServerAddress = parse_address(url)
+        self._target = urlsplit(url)
         asked = {"model": model, "prompt": "once upon a time", "max_tokens": max_tokens, "stream": True}
         self._body = json.dumps(asked | {"logprobs": 5, "ignore_eos": True}).encode()
         self.counts = Counts()
         self.is_up = asyncio.Event()
 
     def _request(self) -> bytes:
-        return self._target.request("POST", "/v1/completions", self._body, h11.Connection(h11.CLIENT))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._target.netloc}\r\nContent-Type: application/json"
+        )
+        return f"{head}\r\nContent-Length: {len(self._body)}\r\n\r\n".encode() + self._body
 
     async def run(self, idle: int, slow: int, leave: int) -> None:
         """All of them together."""
@@ -78,7 +78,7 @@ class BadClients:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         try:
             loop = asyncio.get_running_loop()
-            await loop.sock_connect(sock, (self._target.host, self._target.port))
+            await loop.sock_connect(sock, (self._target.hostname, self._target.port))
             return await asyncio.open_connection(sock=sock, limit=BUFFER_BYTES)
         except OSError:
             sock.close()

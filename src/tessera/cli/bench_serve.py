@@ -74,8 +74,8 @@ def serve(
     _refuse("--burstiness", "--rate", burstiness != 1.0 and rate is None)
     _refuse("--speed", "--arrivals", speed != 1.0 and arrivals is None)
     _refuse("--distinct", "--verify", distinct is not None and not verify)
-    if find_spec("h11") is None:
-        raise MissingExtra("h11", "serve")
+    if find_spec("aiohttp") is None:
+        raise MissingExtra("aiohttp", "load")
     from tessera.serve.load import LoadOptions
 
     options = LoadOptions(

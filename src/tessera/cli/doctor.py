@@ -16,6 +16,7 @@ from tessera.cli.output import AsJson, console, print_json
 EXTRAS = {
     "hf": ("transformers", "safetensors"),
     "serve": ("fastapi", "uvicorn"),
+    "load": ("aiohttp",),
     "report": ("matplotlib",),
     "tables": ("aiconfigurator_core", "pyarrow"),
     "ray": ("ray",),

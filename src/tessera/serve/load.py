@@ -29,7 +29,7 @@ import numpy as np
 
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
-from tessera.serve.load_client import Api, Client, Generation, ServerAddress, generate
+from tessera.serve.load_client import Api, Client, Generation, ServerAddress, connected, generate
 
 # Tokens of a request whose user does not say, where the server has room for them.
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
@@ -125,8 +125,7 @@ class LoadRun:
 
 async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
     """Runs a load; `on_done` is called after every answer. LoadError if the server cannot be asked at all."""
-    client = Client(address, options.timeout_s)
-    try:
+    async with connected(address, options.timeout_s) as client:
         model, room = await _served(client, options.model)
         ruler = await _ruler(client, options, model)
         queries, num_cut = _queries(options, room, ruler)
@@ -135,15 +134,11 @@ async def measure(address: ServerAddress, options: LoadOptions, on_done: Callabl
             for query in queries[: options.num_distinct]:
                 alone.append(await _ask(client, options, model, query))
                 on_done("asked alone")
-    finally:
-        client.close()
-    outcomes: list[QueryOutcome] = []
-    start_s = time.perf_counter()
+        outcomes: list[QueryOutcome] = []
+        start_s = time.perf_counter()
 
-    async def work(waiting: Iterator[Query]) -> None:
-        """One client with a connection of its own, taking queries in their order."""
-        client = Client(address, options.timeout_s)
-        try:
+        async def work(waiting: Iterator[Query]) -> None:
+            """One after the other, in their order."""
             for query in waiting:
                 await asyncio.sleep(max(0.0, query.at_s - (time.perf_counter() - start_s)))
                 sent_s = time.perf_counter() - start_s
@@ -154,13 +149,11 @@ async def measure(address: ServerAddress, options: LoadOptions, on_done: Callabl
                     answer = error
                 outcomes.append(QueryOutcome(query, sent_s, answer))
                 on_done("asking")
-        finally:
-            client.close()
 
-    waiting = iter(queries)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(options.concurrency, len(queries))):
-            group.create_task(work(waiting))
+        waiting = iter(queries)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(options.concurrency, len(queries))):
+                group.create_task(work(waiting))
     duration_s = time.perf_counter() - start_s
     outcomes.sort(key=lambda outcome: outcome.query.number)
     return LoadRun(options, model, tuple(outcomes), duration_s, num_cut, tuple(alone))

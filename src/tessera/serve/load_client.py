@@ -1,30 +1,26 @@
-"""Asks a server of OpenAI's kind one question at a time over a kept connection, and times every event.
-
-A load generator shares the machine with the server it measures, so what it costs itself counts: h11 reads
-bytes where they arrive, and one future is woken an answer, not an event (httpx takes ten times as long).
+"""Asks a server of OpenAI's kind over kept connections, and times every event.
 
 The first token is the first event that carries text: a role, or text that is still held back, is none. A
 stream counts as answered only if it came to `[DONE]` with a finish reason; everything else is a LoadError
-with a kind to count by. Not handled: redirects, proxies, compression and HTTP/2.
+with a kind to count by. Not handled: redirects, proxies and HTTP/2.
 """
 
-import asyncio
 import json
-import ssl
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import h11
+import aiohttp
 
 from tessera.errors import LoadError
 
 # A connection that idled longer is not used again: the server may be closing it just now, and a request that
 # is sent a second time would hide one that the server dropped.
 MAX_IDLE_S = 1.0
-MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 64 << 20
 # Of a server's message, as much as a person wants to read.
 SHOWN_CHARS = 300
@@ -36,58 +32,37 @@ Api = Literal["chat", "completions"]
 class ServerAddress:
     """Where requests go, and what every one of them says."""
 
-    host: str
-    port: int
-    is_tls: bool
-    # Before every path; empty for most.
-    prefix: str
+    # Before every path.
+    base: str
     headers: tuple[tuple[str, str], ...] = ()
-
-    def request(self, method: str, path: str, body: bytes, http: h11.Connection) -> bytes:
-        """One request as it goes over the wire."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        headers = [("Host", f"{host}:{self.port}"), ("Accept", "*/*"), *self.headers]
-        if body:
-            headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        head = h11.Request(method=method, target=self.prefix + path, headers=headers)
-        events: tuple[h11.Event, ...] = (head, h11.Data(data=body), h11.EndOfMessage())
-        return b"".join(http.send(event) or b"" for event in events)
 
 
 def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
     """An address from what a user wrote: `http://host:port`, with or without a trailing `/v1`."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        port = parts.port
+        is_wrong = parts.port == 0
     except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        is_wrong = True
+    if parts.scheme not in ("http", "https") or not parts.hostname or is_wrong:
         raise LoadError("url", f"'{url}' is no address of a server", "Write http://127.0.0.1:8000.", "--url")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise LoadError("url", "the key has characters that no header can carry", place="--api-key")
-    is_tls = parts.scheme == "https"
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    path = parts.path.rstrip("/").removesuffix("/v1")
     headers = (("Authorization", f"Bearer {api_key}"),) if api_key else ()
-    return ServerAddress(parts.hostname, port or (443 if is_tls else 80), is_tls, prefix, headers)
+    return ServerAddress(f"{parts.scheme}://{parts.netloc}{path}", headers)
 
 
 class Reply:
     """One response, read as its bytes come."""
 
-    def __init__(self) -> None:
-        self.status = 0
+    def __init__(self, status: int = 200, is_events: bool = False) -> None:
+        self.status, self._is_events = status, is_events
         self.body = bytearray()
         # (when, data) of each server-sent event; only of a body that is a stream of events.
         self.events: list[tuple[float, bytes]] = []
         # When the first byte of the body came.
         self.first_s: float | None = None
-        self._is_events = False
-
-    def begin(self, head: h11.Response) -> None:
-        """The status and the headers."""
-        self.status = head.status_code
-        kinds = [value for name, value in head.headers if name == b"content-type"]
-        self._is_events = bool(kinds) and kinds[0].startswith(b"text/event-stream")
 
     def take(self, data: bytes, now_s: float) -> None:
         """Bytes of the body. Whole events leave it; what is left is the beginning of the next."""
@@ -115,110 +90,57 @@ class Reply:
         return found or _short(bytes(self.body)) or f"status {self.status} without a word"
 
 
-class _Connection(asyncio.Protocol):
-    """At most one reply is being read."""
-
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
-        self.reply = Reply()
-        self.done: asyncio.Future[Reply] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._read(data, "protocol")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
-        if exc is None:
-            self._read(b"", "closed")
-        elif self.done is not None and not self.done.done():
-            self.done.set_exception(LoadError("reset", str(exc)))
-
-    def _read(self, data: bytes, kind: str) -> None:
-        """The next bytes, or none if the connection is over; what is wrong with them is of this kind."""
-        done, now_s = self.done, time.perf_counter()
-        if done is None or done.done():
-            return
-        try:
-            self.http.receive_data(data)
-            while (event := self.http.next_event()) is not h11.NEED_DATA:
-                if isinstance(event, h11.Data):
-                    self.reply.take(event.data, now_s)
-                elif isinstance(event, h11.Response):
-                    self.reply.begin(event)
-                elif isinstance(event, h11.EndOfMessage):
-                    done.set_result(self.reply)
-                    return
-        except h11.RemoteProtocolError as error:
-            text = f"'{_short(data)}' is no HTTP/1.1: {error}"
-            if kind == "closed":
-                where = "in the middle of an answer" if self.reply.status else "before it answered"
-                text = f"the server closed the connection {where}"
-            done.set_exception(LoadError(kind, text))
-        except LoadError as error:
-            done.set_exception(error)
-
-
 class Client:
-    """Asks one server, one question at a time, over one connection that is made again when it must be."""
+    """Asks one server, over as many connections as there are questions at once; see `connected`."""
 
-    def __init__(self, address: ServerAddress, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
-        self._connection: _Connection | None = None
-        self._used_s = 0.0
-        # Made once, for it reads the machine's certificates.
-        self._tls = ssl.create_default_context() if address.is_tls else None
+    def __init__(self, session: aiohttp.ClientSession, address: ServerAddress) -> None:
+        self._session, self._address = session, address
 
-    async def ask(self, method: str, path: str, body: bytes = b"") -> Reply:
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
         """The whole answer; LoadError if there is none."""
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        reply: Reply | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._ask(method, path, body)
+            async with self._session.request(
+                method, self._address.base + path, data=body, headers=kind, allow_redirects=False
+            ) as response:
+                reply = Reply(response.status, response.content_type == "text/event-stream")
+                async for data in response.content.iter_any():
+                    reply.take(data, time.perf_counter())
+                return reply
         except TimeoutError:
-            self.close()
-            raise LoadError("timeout", f"no whole answer within {self._timeout_s:g} s") from None
-        except BaseException:
-            # Whatever is still under way must not be read as the next answer.
-            self.close()
-            raise
-
-    async def _ask(self, method: str, path: str, body: bytes) -> Reply:
-        if time.perf_counter() - self._used_s > MAX_IDLE_S:
-            self.close()
-        if self._connection is None or self._connection.transport is None:
-            self._connection = await self._connect()
-        connection = self._connection
-        assert connection.transport is not None
-        connection.reply = Reply()
-        connection.done = asyncio.get_running_loop().create_future()
-        connection.transport.write(self._address.request(method, path, body, connection.http))
-        reply = await connection.done
-        self._used_s = time.perf_counter()
-        if connection.http.our_state is connection.http.their_state is h11.DONE:
-            connection.http.start_next_cycle()
-        else:
-            self.close()
-        return reply
-
-    async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        host, port = self._address.host, self._address.port
-        try:
-            _, connection = await loop.create_connection(_Connection, host, port, ssl=self._tls)
+            limit_s = self._session.timeout.total
+            raise LoadError("timeout", f"no whole answer within {limit_s:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            place = self._address.base.partition("://")[2]
+            said = getattr(error, "os_error", error)
+            raise LoadError("connect", f"cannot connect: {said}", "Is the server running?", place) from None
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError) as error:
+            if isinstance(error, aiohttp.ClientPayloadError) and "Not enough data" not in str(error):
+                raise _no_http(error) from None
+            where = "before it answered" if reply is None else "in the middle of an answer"
+            raise LoadError("closed", f"the server closed the connection {where}") from None
+        except (aiohttp.ClientResponseError, aiohttp.http.HttpProcessingError) as error:
+            raise _no_http(error) from None
         except OSError as error:
-            remedy = "Is the server running?"
-            raise LoadError("connect", f"cannot connect: {error}", remedy, f"{host}:{port}") from None
-        return connection
+            raise LoadError("reset", str(error)) from None
 
-    def close(self) -> None:
-        """Drops the connection, if there is one."""
-        if self._connection is not None and self._connection.transport is not None:
-            self._connection.transport.abort()
-        self._connection = None
+
+@asynccontextmanager
+async def connected(address: ServerAddress, timeout_s: float) -> AsyncIterator[Client]:
+    """A client whose connections are closed in the end."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=MAX_IDLE_S),
+        headers=dict(address.headers),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    ) as session:
+        yield Client(session, address)
+
+
+def _no_http(error: Exception) -> LoadError:
+    return LoadError("protocol", f"what answers there is no HTTP/1.1: {_short(str(error).encode())}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,27 +4,24 @@ import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 
-import h11
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from load_factory import HEAD, answer, chunked, plain, serving
 from tessera.errors import LoadError
-from tessera.serve.load_client import MAX_HEAD_BYTES, Client, Reply, parse_address
+from tessera.serve.load_client import Reply, connected, parse_address
 
 ASKED = {"messages": [{"role": "user", "content": "héllo ☃"}], "max_completion_tokens": 5}
 BODY = (
     b"data: a\n\ndata:\xe2\x98\x83 b\r\n\r\n: ping\n\n"
     b"event: x\r\ndata: one\r\ndata: two\r\n\r\ndata: [DONE]\n\n"
 )
-STREAM = h11.Response(status_code=200, headers=[("Content-Type", "text/event-stream; charset=utf-8")])
 
 
 def read(*pieces: bytes) -> Reply:
     """The body of a stream, in pieces that come a second apart."""
-    reply = Reply()
-    reply.begin(STREAM)
+    reply = Reply(is_events=True)
     for number, piece in enumerate(pieces):
         reply.take(piece, float(number))
     return reply
@@ -34,11 +31,8 @@ def ask(*wire: bytes | None, times: int = 1) -> tuple[Sequence[Reply], int]:
     """Replies to questions that are all answered by these bytes, and the connections that it took."""
 
     async def run(url: str) -> list[Reply]:
-        client = Client(parse_address(url), timeout_s=10.0)
-        try:
+        async with connected(parse_address(url), timeout_s=10.0) as client:
             return [await client.ask("POST", "/v1/completions", b"{}") for _ in range(times)]
-        finally:
-            client.close()
 
     with serving(lambda path, asked: wire) as stub:
         replies = asyncio.run(run(stub.url))
@@ -103,7 +97,7 @@ def test_a_closed_connection_is_no_end_of_a_chunked_body() -> None:
 
 @pytest.mark.parametrize(
     "wire",
-    [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", HEAD + b"zz\r\n", b"x" * (MAX_HEAD_BYTES + 1)],
+    [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", HEAD + b"zz\r\n", b"x" * (64 << 10)],
 )
 def test_what_is_no_http_is_a_named_error(wire: bytes) -> None:
     """Another protocol's bytes give one clear error and no traceback."""
