@@ -260,10 +260,12 @@ def measure_case(
     print(f"          {shown} {row['capture_s']} + {row['measure_s']} s", flush=True)
 
 
-def run_probes(results: Results) -> None:
+def run_probes(results: Results, only: str = "") -> None:
     """Single operators, group by group."""
     for name, group in probes.GROUPS.items():
         case = Case("probe", name, 1, 1)
+        if only not in case.name:
+            continue
         run_case(results, case, "torch", by_torch, partial(probes.workload, name, group, "cuda:0"))
 
 
@@ -352,7 +354,7 @@ def main() -> None:
     fronts = options.fronts.split(",")
     chosen = [c for c in CASES if options.only in c.name and (not families or c.model in families)]
     if "probes" in fronts:
-        run_probes(results)
+        run_probes(results, options.only)
     for case in chosen if "torch" in fronts else ():
         run_case(results, case, "torch", by_torch)
     if "torch" in fronts and not options.only and not families:

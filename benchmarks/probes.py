@@ -50,6 +50,26 @@ def _decode(get: Get) -> None:
         aten._scaled_dot_product_flash_attention(q, k, v)
 
 
+def _masked(get: Get) -> None:
+    """Decodes as models with few key heads make them: four queries a head, and a row of the mask for each."""
+    for batch, keys in ((8, 1088), (16, 1088), (32, 1088), (64, 1088), (128, 1088), (8, 4096), (64, 4096)):
+        q = get("q", (batch, 8, 4, 128))
+        k, v = (get(name, (batch, 8, keys, 128)) for name in "kv")
+        mask = get("mask", (batch, 1, 1, keys)).expand(-1, -1, 4, -1)
+        aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False)
+        aten._scaled_dot_product_efficient_attention(q, k, v, mask.expand(-1, 8, -1, -1), False)
+
+
+def _single(get: Get) -> None:
+    """One query a head under a mask: models with as many key heads as query heads."""
+    for batch, keys in ((8, 1088), (64, 1088)):
+        q = get("q", (batch, 32, 1, 128))
+        k, v = (get(name, (batch, 32, keys, 128)) for name in "kv")
+        mask = get("mask", (batch, 1, 1, keys))
+        aten._scaled_dot_product_efficient_attention(q, k, v, mask.expand(-1, 32, -1, -1), False)
+        aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False)
+
+
 def _elementwise(get: Get) -> None:
     for dtype in (BF16, FP32):
         for batch, rows, width in ((4, 3000, 2048), (3, 700, 5120), (16, 1, 6144), (1, 12000, 3072)):
@@ -173,6 +193,8 @@ def _convolutions(get: Get) -> None:
 GROUPS: dict[str, Callable[[Get], None]] = {
     "attention": _attention,
     "decode": _decode,
+    "masked": _masked,
+    "single": _single,
     "elementwise": _elementwise,
     "rows": _rows,
     "choices": _choices,

@@ -3,8 +3,9 @@
 Torch picks it by device and build: on a CPU build every fake CUDA call would fall apart into the operators
 of the textbook formula, which no GPU would run. Here the choice is made as a CUDA build makes it for GPUs
 of compute capability 8.0 and above, with the kernels that run on all of them: flash, then memory-efficient,
-then the formula. cuDNN's attention, which newer GPUs prefer, is left out on real GPUs as well, because a
-launch must be able to run on every GPU of an unlike set.
+then the formula. cuDNN's attention, which newer GPUs prefer, is taken for a few queries under a mask alone,
+which is what a decode is: there the memory-efficient kernel leaves most of the memory's bandwidth unused
+(two thirds of an H200's at batch 8). A capture on a real GPU leaves it out.
 """
 
 import math
@@ -19,6 +20,9 @@ MASK_ALIGNMENT = 8
 # The flash kernel's widest head; it pads heads to a multiple of 8.
 MAX_FLASH_HEAD = 256
 FLASH_ALIGNMENT = 8
+# cuDNN's kernel under a mask: so many queries, and heads as wide as every GPU's takes.
+FEW_QUERIES = range(2, 9)
+MAX_CUDNN_HEAD = 128
 
 
 class TargetAttention(TorchFunctionMode):
@@ -46,6 +50,11 @@ def _attend(
     kind = choose(query, key, value, attn_mask, enable_gqa)
     if kind == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
+    if kind == "cudnn" and attn_mask is not None:
+        made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, _additive(attn_mask, query), False, dropout_p, is_causal, False, scale=scale
+        )
+        return made[0]  # type: ignore[no-any-return]
     if kind == "efficient":
         mask = None if attn_mask is None else _prepare_mask(attn_mask, query, key)
         made = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -64,7 +73,7 @@ def choose(
     mask: torch.Tensor | None = None,
     enable_gqa: bool = False,
 ) -> str:
-    """flash, efficient or math, as torch chooses for compute capability 8.0 and above."""
+    """flash, cudnn, efficient or math, for compute capability 8.0 and above."""
     alike = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype
     if query.device.type != "cuda" or not alike or any(n == 0 for n in (*query.shape, *key.shape)):
         return "math"
@@ -77,6 +86,9 @@ def choose(
     if is_grouped or not (half or query.dtype is torch.float32):
         return "math"
     alignment = 8 if half else 4
+    is_few = half and mask is not None and mask.dim() == 4 and query.shape[2] in FEW_QUERIES
+    if is_few and same_width and query.shape[-1] <= MAX_CUDNN_HEAD and query.shape[-1] % alignment == 0:
+        return "cudnn"
     return "efficient" if query.shape[-1] % alignment == 0 == value.shape[-1] % alignment else "math"
 
 
@@ -100,13 +112,18 @@ def _flash(
     return out[..., :width] if missing else out
 
 
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if mask.dtype is not torch.bool:
+        return mask
+    allowed, barred = (
+        torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, -math.inf)
+    )
+    return torch.where(mask, allowed, barred)
+
+
 def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """An additive mask with strides the kernel takes, as wide as the scores."""
-    if mask.dtype is torch.bool:
-        allowed, barred = (
-            torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, -math.inf)
-        )
-        mask = torch.where(mask, allowed, barred)
+    mask = _additive(mask, query)
     missing = -mask.shape[-1] % MASK_ALIGNMENT
     is_aligned = mask.stride(-1) == 1 and all(s % MASK_ALIGNMENT == 0 for s in mask.stride()[:-1])
     if not is_aligned and missing:
