@@ -87,6 +87,10 @@ class ClockedStepper:
         assert microbatch not in self.running
         del self.opened[microbatch]
 
+    def can_queue(self, microbatch: int) -> bool:
+        """One step at a time."""
+        return False
+
     def start(self, call: StepCall) -> None:
         """Ends in its own time."""
         assert call.microbatch not in self.running
@@ -152,6 +156,7 @@ class Jobs:
     lane: LoadedLane
     rows: int = 1
     can_move: bool = False
+    can_look_ahead: bool = False
     is_kept: bool = False
     left: dict[Job, list[int]] = field(default_factory=dict)
 

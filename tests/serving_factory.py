@@ -99,7 +99,10 @@ class Space:
     # Token by place; by row where state is kept so.
     pages: dict[int, int] = field(default_factory=dict)
     rows: dict[int, list[int]] = field(default_factory=dict)
-    step: StepCall | None = None
+    # What runs, and what is queued behind it.
+    steps: deque[StepCall] = field(default_factory=deque)
+    # What the last step chose, by the row of its outputs.
+    newest: list[int] = field(default_factory=list)
 
 
 class ToyStepper:
@@ -114,8 +117,9 @@ class ToyStepper:
         step_s: float = 0.0,
         plans: Sequence[Plan] = (),
         busy_s: Mapping[str, float] | None = None,
+        queues: bool = True,
     ) -> None:
-        self.shape = shape
+        self.shape, self._queues = shape, queues
         self.plans = tuple(plans) or toy_plans(policies, shape)
         self.lanes = Lanes(self.plans)
         self._random = random.Random(seed)
@@ -133,8 +137,8 @@ class ToyStepper:
         # (microbatch, policy)
         self.opened: list[tuple[int, int]] = []
         self.restarts = dict.fromkeys(TOYS, 0)
-        # Tokens read, of all steps.
-        self.num_tokens = 0
+        # Tokens read, of all steps; and steps that were started behind another.
+        self.num_tokens = self.num_queued = 0
 
     def __enter__(self) -> "ToyStepper":
         return self
@@ -164,13 +168,19 @@ class ToyStepper:
 
     def close(self, microbatch: int) -> None:
         """Only one that runs nothing is closed."""
-        assert self._spaces.pop(microbatch).step is None
+        assert not self._spaces.pop(microbatch).steps
+
+    def can_queue(self, microbatch: int) -> bool:
+        """Its lanes have one device each."""
+        return self._queues
 
     def start(self, call: StepCall) -> None:
-        """One step a microbatch at a time."""
+        """One step a microbatch runs, and one at most waits behind it."""
         space = self._spaces[call.microbatch]
-        assert space.step is None
-        space.step = call
+        assert len(space.steps) <= self._queues
+        inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
+        space.steps.append(replace(call, inputs=inputs))
+        self.num_queued += len(space.steps) > 1
 
     def take(self, timeout_s: float | None) -> StepperEvent | None:
         """Any of the steps that run."""
@@ -181,7 +191,7 @@ class ToyStepper:
             self._events.append(DeviceBack(back[1]))
         if self._events:
             return self._events.popleft()
-        running = [number for number, space in self._spaces.items() if space.step is not None]
+        running = [number for number, space in self._spaces.items() if space.steps]
         if not running:
             waits = [max(0.0, at - time.monotonic()) for at, _ in self._backs]
             self._is_awake.wait(min([*waits, *([] if timeout_s is None else [timeout_s])], default=None))
@@ -193,17 +203,19 @@ class ToyStepper:
 
     def _end(self, microbatch: int) -> StepperEvent:
         space = self._spaces[microbatch]
-        call = space.step
-        assert call is not None
+        call = space.steps[0]
         self.log.append((microbatch, int((call.inputs["lengths"] > 0).sum())))
         loss = self._losses.get(len(self.log))
         if loss is not None:
             for device in loss.devices or tuple(self.lanes.all[space.lane].devices):
                 self.lose(device, loss)
             return self._events.popleft()
-        space.step = None
+        space.steps.popleft()
         read = self._flat if self.shape.is_flat else self._by_row
-        logits = read(space, self.shape.sizes[call.step], {n: t.tolist() for n, t in call.inputs.items()})
+        inputs = {n: t.tolist() for n, t in call.inputs.items()}
+        inputs["tokens"] = [x if x >= 0 else space.newest[-1 - x] for x in inputs["tokens"]]
+        logits = read(space, self.shape.sizes[call.step], inputs)
+        space.newest = logits.argmax(-1).tolist()
         outputs = {"logits": logits, "next_tokens": logits.argmax(-1)}
         kept = {name: tensor for name, tensor in outputs.items() if name not in call.skips}
         here = {name: self.busy_s.get(name, 1e-3) for name in self.lanes.all[space.lane].devices}

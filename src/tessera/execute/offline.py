@@ -219,6 +219,11 @@ class _One:
         """It would begin from its first run."""
         return False
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """A run's inputs are made of what the one before gave."""
+        return False
+
     def add(self, request: int) -> None:
         """From its first run."""
         given, lane, run = self._run.requests[request], self._lane, self._run

@@ -89,6 +89,10 @@ class ReferenceStepper:
         """Its state is gone."""
         del self._states[microbatch]
 
+    def can_queue(self, microbatch: int) -> bool:
+        """One step at a time."""
+        return False
+
     def start(self, call: StepCall) -> None:
         """Runs when `take` is called next."""
         self._due.append(call)

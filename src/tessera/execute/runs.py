@@ -4,6 +4,9 @@ A step is one run of one program, ordered from all devices that take part in it.
 between two steps, the programs that do it run before the later step. A run that is cancelled goes on until
 its devices say that it is over; orders of its microbatch wait for that.
 
+On a lane of one device a step may be ordered while the one before it runs: the worker begins it when that has
+ended, without a word from here. Over several devices the second could overtake the first on a link.
+
 What a worker says it has done is held against the program it was given: one that answers for a run it has no
 part in, leaves an output out, or hands over one of another shape is lost, with the reason. Wrong values in
 tensors of the right shape are not found.
@@ -26,6 +29,21 @@ from tessera.ir import BufferKind, Plan, Program, Run, Trace
 
 
 @dataclass
+class OngoingStep:
+    """A step that was started."""
+
+    call: StepCall
+    # Indexes of the programs that are still to be ordered for it.
+    left: deque[int]
+    # When it was ordered, or when the one before it ended.
+    began_s: float
+    # What has come of it.
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    final: dict[str, torch.Tensor] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class OpenMicrobatch:
     """One that is open."""
 
@@ -33,16 +51,10 @@ class OpenMicrobatch:
     lane: LoadedLane
     # State that no run has used yet, by name.
     state: dict[str, torch.Tensor]
-    # Index of the program that ran last; -1: none.
+    # Index of the program that was ordered last; -1: none.
     at: int = -1
-    call: StepCall | None = None
-    # Indexes of the programs of this call that are still to run.
-    left: deque[int] = field(default_factory=deque)
-    began_s: float = 0.0
-    # What has come of this call.
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    final: dict[str, torch.Tensor] = field(default_factory=dict)
-    busy_s: dict[str, float] = field(default_factory=dict)
+    # Oldest first.
+    steps: deque[OngoingStep] = field(default_factory=deque)
 
 
 @dataclass
@@ -50,7 +62,7 @@ class Running:
     """One program that workers are at."""
 
     microbatch: OpenMicrobatch
-    index: int
+    step: OngoingStep
     program: Program
     missing: set[int]
     # By when it must be over.
@@ -99,57 +111,67 @@ class Runs:
         """Frees a microbatch that runs nothing."""
         if microbatch in self.dead:
             return
-        if self.opened[microbatch].call is not None:
+        if self.opened[microbatch].steps:
             raise TesseraError(f"microbatch {microbatch} is at work")
         del self.opened[microbatch]
+
+    def can_queue(self, microbatch: int) -> bool:
+        """True if a step of it may be ordered while another runs."""
+        opened = self.opened.get(microbatch)
+        return opened is not None and len(opened.lane.devices) == 1
 
     def start(self, call: StepCall) -> None:
         """Starts a step on every device that takes part in it."""
         if call.microbatch in self.dead:
             return
         opened = self.opened[call.microbatch]
-        if opened.call is not None:
+        if opened.steps and not self.can_queue(call.microbatch):
             raise TesseraError(f"microbatch {call.microbatch} is at work")
-        opened.left = deque(self._path(opened, call.step))
-        opened.call, opened.began_s = call, time.monotonic()
-        opened.outputs, opened.final, opened.busy_s = {}, {}, {}
-        self._run_next(opened)
+        step = OngoingStep(call, deque(self._path(opened, call.step)), time.monotonic())
+        opened.steps.append(step)
+        self._run_next(opened, step)
 
     def collect(self, device: int, done: Done) -> StepDone | str | None:
         """A device's share of a run: the step, when it was its last; or what is wrong with it."""
         running = self.running.get(done.run)
         if running is None:  # its microbatch was lost in the meantime
             return None
-        opened, program = running.microbatch, running.program
-        assert opened.call is not None, "a call is on"
-        is_step = not opened.left
-        skips = opened.call.skips if is_step else ()
+        opened, step, program = running.microbatch, running.step, running.program
+        is_step = not step.left
+        skips = step.call.skips if is_step else ()
         trace = self._plan.graphs[program.step].trace
-        wants_state = is_step and opened.call.wants_state
+        wants_state = is_step and step.call.wants_state
         wrong = problem_of(done, trace, program, device, running.missing, skips, wants_state)
         if wrong:
             return wrong
         running.missing.discard(device)
-        opened.outputs |= {name: unpack(packed) for name, packed in done.outputs.items()}
-        opened.final |= {name: unpack(packed) for name, packed in done.state.items()}
-        opened.busy_s[self._names[device]] = opened.busy_s.get(self._names[device], 0.0) + done.busy_s
+        step.outputs |= {name: unpack(packed) for name, packed in done.outputs.items()}
+        step.final |= {name: unpack(packed) for name, packed in done.state.items()}
+        step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
         if self.spans is not None:
             self.spans.add(device, done, program, opened.number, self._hub.clock_offset_s)
         if running.missing:
             return None
         del self.running[done.run]
-        opened.at = running.index
         for transfer in program.transfers:
             self.moved[self._names[transfer.src], self._names[transfer.dst]] += transfer.num_bytes
-        if opened.left:
-            self._run_next(opened)
+        if step.left:
+            self._run_next(opened, step)
             return None
         for one in participants(program, set()):
             self._hub.healthy(one)
-        call, opened.call = opened.call, None
-        seconds = time.monotonic() - opened.began_s
-        return StepDone(opened.number, call.step, opened.outputs, seconds, opened.final, opened.busy_s)
+        opened.steps.remove(step)
+        now_s = time.monotonic()
+        for other in self.running.values():  # what waited for this one begins now
+            if other.microbatch is opened:
+                other.step.began_s, other.until_s = now_s, self._due_s()
+        seconds = now_s - step.began_s
+        return StepDone(opened.number, step.call.step, step.outputs, seconds, step.final, step.busy_s)
+
+    def _due_s(self) -> float:
+        """By when what begins now must be over."""
+        return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def over(self, run: int, device: int) -> None:
         """A cancelled run has ended on a device."""
@@ -157,16 +179,15 @@ class Runs:
 
     def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
         """Closes microbatches; whoever still works for one is told to stop."""
+        held = {number for number in microbatches if self._held.pop(number, None) is not None}
         for run in [r for r, running in self.running.items() if running.microbatch.number in microbatches]:
             running = self.running.pop(run)
             number = running.microbatch.number
-            if self._held.pop(number, None) is not None:
+            if number in held:
                 continue  # nobody has heard of it
             for other in running.missing - set(gone):
                 self._ending.setdefault(number, set()).add((run, other))
                 self._hub.order(other, Cancel(run))
-        for number in microbatches:
-            self._held.pop(number, None)
         self._over(lambda run, device: device in gone)
         for number in microbatches:
             del self.opened[number]
@@ -187,12 +208,11 @@ class Runs:
         first = opened.at + 1 if opened.at >= 0 else index
         return [*(i for i in range(first, index) if i in moves), index]
 
-    def _run_next(self, opened: OpenMicrobatch) -> None:
-        """Orders the next program of a call from every device that takes part in it."""
-        assert opened.call is not None, "a call is on"
-        index = opened.left.popleft()
+    def _run_next(self, opened: OpenMicrobatch, step: OngoingStep) -> None:
+        """Orders the next program of a step from every device that takes part in it."""
+        index = opened.at = step.left.popleft()
         program = self.programs[opened.lane.number][index]
-        is_step, call = not opened.left, opened.call
+        is_step, call = not step.left, step.call
         wanted = self._inputs[opened.lane.number][index]
         read = frozenset().union(*wanted) if is_step else frozenset[str]()
         inputs = {name: pack(tensor) for name, tensor in call.inputs.items() if name in read}
@@ -200,8 +220,7 @@ class Runs:
         wants_state = is_step and call.wants_state
         devices = participants(program, {*fresh, *(d for _, d in program.homes if wants_state)})
         self._num_runs += 1
-        until_s = float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
-        self.running[self._num_runs] = Running(opened, index, program, set(devices), until_s)
+        self.running[self._num_runs] = Running(opened, step, program, set(devices), self._due_s())
         skips = call.skips if is_step else ()
         for device in devices:
             state = fresh.get(device, {})

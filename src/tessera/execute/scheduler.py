@@ -8,6 +8,10 @@ Round and round: seat who waits (`admission`), start the next step of every micr
 (`turns` may hold it back), wait for the next thing to happen, and settle it. What a microbatch holds and what
 comes next is its `Content`'s to say: the scheduler knows nothing of prompts, rows or tokens.
 
+Between two steps of a microbatch its devices wait for this loop. Another microbatch on them fills that gap;
+where there is none, the next step is started while one runs, if the content can name it by then
+(`can_look_ahead`) and the stepper can queue it.
+
 A microbatch is opened on a lane of the policy in force (`stepper.lanes`) when a request needs one, and closed
 when its content has no next step, unless the content is worth keeping (`is_kept`): then it stays open, idle,
 until a request comes or it is renewed. A switch of policy, new plans and a device that is back renew
@@ -26,8 +30,9 @@ Importing this imports no torch.
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from tessera.execute.admission import Occupancy, choose, slowdown_of, width_of
@@ -60,11 +65,15 @@ class Content(Occupancy, Protocol[R]):
     def state(self) -> Tensors | None:
         """What its state is when it is opened, asked once, after the first request was added; None: zeros."""
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """True if it can name a step before the one that runs has ended."""
+
     def next_step(self) -> StepCall | None:
-        """What it runs next; None: nothing, it has no requests."""
+        """What it runs next; None: nothing, it has no requests, or none to look ahead for."""
 
     def end(self, done: StepDone) -> Sequence[R]:
-        """The step that it named last has ended; the requests that leave by it."""
+        """The oldest step that it named has ended; the requests that leave by it."""
 
     def requests(self) -> list[R]:
         """Everybody in it; asked when its device was lost, or when all of them move."""
@@ -85,9 +94,10 @@ class Microbatch(Generic[R]):
     first_step: int
     # True if it is to be opened anew, when its turn comes.
     is_old: bool = False
-    # What it runs, or will when its turn comes.
-    call: StepCall | None = None
-    is_running: bool = False
+    # What it runs, and what is queued behind that.
+    running: deque[StepCall] = field(default_factory=deque)
+    # What it will run when its turn comes.
+    held: StepCall | None = None
     # True if it has no requests and is kept for what it holds.
     is_idle: bool = False
 
@@ -161,7 +171,7 @@ class Scheduler(Generic[R]):
         self._retries: dict[R, int] = {}
         self._turns = Turns(self._config.patience) if self._config.patience < math.inf else None
         self._costs: dict[int, tuple[StepCost, ...]] = {}
-        # Open microbatches that run nothing and are not held back.
+        # Open microbatches that run nothing and are not held back, or could look ahead.
         self._ready: list[Microbatch[R]] = []
         # Numbers of closed ones, smallest first; and the first number that was never used.
         self._unused: list[int] = []
@@ -250,13 +260,13 @@ class Scheduler(Generic[R]):
             pass
         self._ready, self._turns = [], None
         until_s = self.stepper.now_s() + timeout_s
-        while any(m.is_running for m in self.microbatches.values()):
+        while any(m.running for m in self.microbatches.values()):
             left_s = until_s - self.stepper.now_s()
             if left_s <= 0.0:
                 return
             event = self.stepper.take(left_s)
             if isinstance(event, StepDone):
-                self.microbatches[event.microbatch].is_running = False
+                self.microbatches[event.microbatch].running.popleft()
             elif isinstance(event, DeviceLost):
                 for number in event.microbatches:
                     self._close(self.microbatches[number])
@@ -333,6 +343,11 @@ class Scheduler(Generic[R]):
     # Steps.
 
     def _start(self, microbatch: Microbatch[R]) -> None:
+        if microbatch.running:
+            if self._can_look_ahead(microbatch) and (call := microbatch.content.next_step()) is not None:
+                microbatch.running.append(call)
+                self.stepper.start(call)
+            return
         if microbatch.is_old and microbatch.content.can_move and self._has_places(microbatch):
             self._move(microbatch)
             return
@@ -343,13 +358,30 @@ class Scheduler(Generic[R]):
                 self.stepper.close(microbatch.number)
                 self._close(microbatch)
             return
-        microbatch.call = call
         if self._turns is not None:
             cost = microbatch.costs[call.step - microbatch.first_step]
             if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
+                microbatch.held = call
                 return
-        microbatch.is_running = True
+        self._run(microbatch, call)
+
+    def _run(self, microbatch: Microbatch[R], call: StepCall) -> None:
+        """Its turn has come."""
+        microbatch.running.append(call)
         self.stepper.start(call)
+        if microbatch.content.can_look_ahead:
+            self._ready.append(microbatch)
+
+    def _can_look_ahead(self, microbatch: Microbatch[R]) -> bool:
+        """Nothing is queued yet, and nobody else keeps its devices busy while this loop is at work."""
+        devices, others = microbatch.lane.devices, self.microbatches.values()
+        return (
+            len(microbatch.running) == 1
+            and not microbatch.is_old
+            and microbatch.content.can_look_ahead
+            and self.stepper.can_queue(microbatch.number)
+            and all(m is microbatch or m.is_idle or not m.lane.devices & devices for m in others)
+        )
 
     def _has_places(self, old: Microbatch[R]) -> bool:
         """Can its requests all begin in microbatches of the policy in force, or in more of them?"""
@@ -372,20 +404,25 @@ class Scheduler(Generic[R]):
             return
         for held in self._turns.end(*numbers):
             microbatch = self.microbatches[held]
-            call = microbatch.call
+            call, microbatch.held = microbatch.held, None
             assert call is not None, "who is held back has a step to start"
+            self._count(microbatch, call)
+            self._run(microbatch, call)
+
+    def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
+        """A step has begun without having been held back."""
+        if self._turns is not None:
             cost = microbatch.costs[call.step - microbatch.first_step]
-            self._turns.start(held, cost, call.scale, self.stepper.now_s())
-            microbatch.is_running = True
-            self.stepper.start(call)
+            self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
 
     def _settle(self, done: StepDone) -> None:
         microbatch = self.microbatches[done.microbatch]
-        call, microbatch.call, microbatch.is_running = microbatch.call, None, False
-        assert call is not None, "what ends was started"
+        call = microbatch.running.popleft()
         if self._turns is not None:
             microbatch.costs[call.step - microbatch.first_step].seen(done.seconds / call.scale)
             self._free(done.microbatch)
+        if microbatch.running:
+            self._count(microbatch, microbatch.running[0])
         left = microbatch.content.end(done)
         self._ready.append(microbatch)
         if microbatch.content.takes:

@@ -6,7 +6,8 @@
 
 A stepper has plans loaded. A microbatch is opened on one lane of one of them, with state of its own, and runs
 one step at a time: `start` begins it, `take` tells its end. Microbatches run beside one another, which is
-what hides transfers. Which lane a microbatch gets is the scheduler's choice, out of `lanes`.
+what hides transfers; where `can_queue` says so, the next step of one can be started behind the one that runs,
+which hides this process. Which lane a microbatch gets is the scheduler's choice, out of `lanes`.
 
 A device that is lost takes the microbatches of its lanes with it; they are closed when `take` tells. The
 stepper brings the device back by itself, in the background, and tells that too.
@@ -127,8 +128,11 @@ class Stepper(Protocol):
     def close(self, microbatch: int) -> None:
         """Ends a microbatch that runs nothing. Its lane is the caller's to give back."""
 
+    def can_queue(self, microbatch: int) -> bool:
+        """True if a step of it can be started while another one runs: it begins when that has ended."""
+
     def start(self, call: StepCall) -> None:
-        """Begins a step of an open microbatch that runs nothing."""
+        """Begins a step of an open microbatch that runs nothing, or queues it."""
 
     def take(self, timeout_s: float | None) -> Event | None:
         """The next thing that happened; None after the timeout or a wake."""

@@ -86,6 +86,8 @@ class Worker:
         self._setup, self._orders, self._answers = setup, orders, answers
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
+        # Orders of microbatches whose run before is not over, oldest first.
+        self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
         # Run -> (transfer, start, arrival) of what has come; a run's transfers may come before its order.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
@@ -211,6 +213,9 @@ class Worker:
         return RunTransfer(order.lane, active.stand.program, order.microbatch, order.run, number)
 
     def _begin(self, order: Begin) -> None:
+        if any(active.order.microbatch == order.microbatch for active in self._active.values()):
+            self._waiting.append(order)
+            return
         stand = self._stand(order.microbatch, order.lane, order.index)
         for name, packed in (*order.inputs.items(), *order.state.items()):
             if name in stand.given:
@@ -245,6 +250,7 @@ class Worker:
         self._cancelled.add(run)
         self._arrivals.pop(run, None)
         self._transport.forget(run)
+        self._waiting = [order for order in self._waiting if order.run != run]
         if (active := self._active.pop(run, None)) is not None:
             self._queue.drop(run)
             self._progress[2 * active.order.microbatch] = -1
@@ -261,6 +267,10 @@ class Worker:
         told = moved if order.wants_spans else []
         self._answers.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s))
         self._progress[2 * order.microbatch] = -1
+        following = next((x for x in self._waiting if x.microbatch == order.microbatch), None)
+        if following is not None:
+            self._waiting.remove(following)
+            self._begin(following)
 
     def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
         held = {}

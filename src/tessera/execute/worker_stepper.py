@@ -144,6 +144,10 @@ class WorkerStepper:
         """Frees a microbatch that runs nothing."""
         self.runs.close(microbatch)
 
+    def can_queue(self, microbatch: int) -> bool:
+        """On a lane of one device."""
+        return self.runs.can_queue(microbatch)
+
     def start(self, call: StepCall) -> None:
         """Starts a step on every device that takes part in it."""
         self.runs.start(call)

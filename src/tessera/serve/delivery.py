@@ -111,15 +111,16 @@ class Delivery:
 
 def _noted(batch: SequenceBatch, done: StepDone, row: int, request: ActiveRequest) -> bool:
     """Takes down the logprobs of a prompt's next token, where they are wanted; False if a token is due."""
-    if request.wants_prompt:
-        at, num = batch.num_read(request), request.ask.prompt_logprobs or 0
-        if at == len(request.prompt_notes) + 1:
-            logs = done.outputs["logits"][row].float().log_softmax(-1)
-            values, tokens = logs.topk(num)
-            top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-            number = request.ask.prompt[at]
-            request.prompt_notes.append(Token(number, float(logs[number]), top))
-    return batch.num_read(request) < len(request.sequence)
+    if not request.wants_prompt:
+        return False
+    at, num = batch.num_read(request), request.ask.prompt_logprobs or 0
+    if at == len(request.prompt_notes) + 1:
+        logs = done.outputs["logits"][row].float().log_softmax(-1)
+        values, tokens = logs.topk(num)
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        number = request.ask.prompt[at]
+        request.prompt_notes.append(Token(number, float(logs[number]), top))
+    return True
 
 
 def _chosen(done: StepDone, due: Due) -> Sequence[Token | int | None]:

@@ -16,10 +16,16 @@ least to lose.
 
 Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step, and
 shares no pages.
+
+While a step runs, the one behind it can be planned (`can_look_ahead`): a token that nobody has seen yet is
+named by the row of the running step's outputs that it will be in, and the model finds it there itself. This
+needs that the model's own choice is what is taken. An answer that turns out to be over has read one token too
+many; nobody looks at what that gave, and its pages are written anew by whoever gets them, in a later step.
 """
 
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -157,8 +163,12 @@ class SeatedSequence:
     """A request in a microbatch: how far it was read there, and its pages."""
 
     __slots__ = (
+        "ahead",
         "is_begun",
+        "num_due",
         "num_pages",
+        "num_published",
+        "num_wanted",
         "read",
         "request",
         "row",
@@ -175,15 +185,26 @@ class SeatedSequence:
         self.tokens = request.sequence
         # False while it waits for pages; and whether it ever had some.
         self.is_begun = self.was_begun = False
-        # Tokens that the model has read.
+        # Tokens that the model has read, or will have when the steps that were started have ended.
         self.read = 0
+        # Tokens that those steps will give; and the row of the last one's outputs that has the newest.
+        self.num_due = self.ahead = 0
+        # Pages that others can find; and those it waits for, while it does.
+        self.num_published = self.num_wanted = 0
         self.table = np.zeros(0, dtype=np.int32)
         self.num_pages = 0
 
     @property
     def left(self) -> int:
-        """Tokens to read."""
-        return len(self.tokens) - self.read
+        """Tokens to read; one that is due and the last of its answer is not."""
+        request = self.request
+        is_last = request.num_out + self.num_due >= request.ask.max_tokens
+        return len(self.tokens) + self.num_due - self.read - (self.num_due > 0 and is_last)
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The next to read; below zero stands for one that is due, in that row (-1: the first)."""
+        found = self.tokens[self.read : self.read + count]
+        return found if len(found) == count else [*found, -1 - self.ahead]
 
     @property
     def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -192,7 +213,7 @@ class SeatedSequence:
 
     def begin(self, found: Sequence[int]) -> None:
         """It goes on behind these pages."""
-        self.is_begun, self.read = True, len(found) * PAGE
+        self.is_begun, self.read, self.num_published = True, len(found) * PAGE, len(found)
         self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.table[: len(found)] = found
         self.num_pages = len(found)
@@ -238,11 +259,7 @@ class StepInputs:
         """Of a step of this size, for so many tokens of these; side by side, or each in its row."""
         tokens: list[int] = []
         for sequence, count in planned:
-            first = sequence.read
-            if count == 1:
-                tokens.append(sequence.tokens[first])
-            else:
-                tokens += sequence.tokens[first : first + count]
+            tokens += sequence.next_tokens(count)
         counts, reads, num_pages = np.array([(n, s.read, s.num_pages) for s, n in planned]).T
         page_starts, query_ends = num_pages.cumsum() - num_pages, counts.cumsum()
         num_entries, total = int(num_pages.sum()), int(query_ends[-1])
@@ -279,6 +296,18 @@ Settle = Callable[["SequenceBatch", StepDone, Due], Sequence[ActiveRequest]]
 Planned = list[tuple[SeatedSequence, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was started."""
+
+    # (sequence, tokens)
+    planned: Planned
+    # Of each: whether its next token comes of this.
+    due: list[bool]
+    # True if the model's own choice is what everybody takes.
+    is_plain: bool
+
+
 class SequenceBatch:
     """What an open microbatch holds."""
 
@@ -309,9 +338,10 @@ class SequenceBatch:
         self._num_entries = 0
         # Pages that those aside will need.
         self._num_wanted = 0
-        # What runs: (sequence, tokens); or whose picture is encoded.
-        self._flight: Planned = []
+        # What runs, oldest first; whose picture is encoded; and whether tokens were read since the last one.
+        self._flights: deque[Flight] = deque()
         self._looking: SeatedSequence | None = None
+        self._has_read = False
 
     # For the scheduler.
 
@@ -371,35 +401,50 @@ class SequenceBatch:
             self._release(sequence)
         else:
             self._aside.remove(sequence)
-            self._num_wanted -= _pages_of(sequence)
+            self._num_wanted -= sequence.num_wanted
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """Where the model's own choice is what all take who are in the step that runs."""
+        return len(self._flights) == 1 and self._flights[0].is_plain
 
     def next_step(self) -> StepCall | None:
         """The next step; None: there is nothing to do."""
         if (call := self._look()) is not None:
             return call
-        self._flight = planned = self._plan()
-        if not planned:  # nobody is here, or all who are wait for a picture
+        planned = self._plan()
+        if not planned:  # nobody is here, or all who are wait for a picture or for what runs
             return self._look()
-        size = self._size_of(planned)
+        size, skips = self._size_of(planned), _skips(planned)
         inputs = self._inputs.fill(planned, size)
-        return self._steps.call(self.number, self._steps.number[size], inputs, _skips(planned))
+        due = [count == sequence.left for sequence, count in planned]
+        self._flights.append(Flight(planned, due, "logits" in skips and self._sight is None))
+        for row, ((sequence, count), is_due) in enumerate(zip(planned, due, strict=True)):
+            sequence.read += count
+            if is_due:
+                sequence.num_due += 1
+                sequence.ahead = row if self._shape.is_flat else sequence.row
+        self._has_read = True
+        return self._steps.call(self.number, self._steps.number[size], inputs, skips)
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
-        """The step that ran has ended; who leaves by it."""
+        """The oldest step that runs has ended; who leaves by it."""
         if self._looking is not None:
             assert self._looking.seen is not None, "only who sees looks"
             self._looking.seen.take(done.outputs["image"])
             self._looking = None
             return self._settle(self, done, ())
-        due = []
-        for number, (sequence, count) in enumerate(self._flight):
+        flight, looked_at = self._flights.popleft(), []
+        for number, ((sequence, _), is_due) in enumerate(zip(flight.planned, flight.due, strict=True)):
             request = sequence.request
-            if request.is_over:
-                continue
-            sequence.read += count
-            if not sequence.left or request.wants_prompt:
-                due.append((number if self._shape.is_flat else sequence.row, request))
-        return self._settle(self, done, due)
+            sequence.num_due -= is_due
+            if self._by_request.get(request) is sequence and (is_due or request.wants_prompt):
+                looked_at.append((number if self._shape.is_flat else sequence.row, request))
+        left = self._settle(self, done, looked_at)
+        for sequence, _ in flight.planned:
+            if sequence.is_begun:
+                self._publish(sequence, sequence.read)
+        return left
 
     def kind_of(self, step: int) -> str:
         """Of a step by its number: what it does, and of how many tokens."""
@@ -413,7 +458,7 @@ class SequenceBatch:
 
     def _look(self) -> StepCall | None:
         """A picture is encoded before its tokens are read; answers go on between two pictures."""
-        has_read, self._flight = bool(self._flight), []
+        has_read, self._has_read = self._has_read, False
         if self._sight is None or (not has_read and any(s.left == 1 for s in self._begun)):
             return None
         for sequence in self._begun:
@@ -437,14 +482,13 @@ class SequenceBatch:
                 budget -= count
         planned = [(sequence, count) for sequence, count in planned if sequence.is_begun]
         for sequence, count in planned:
-            if sequence.read % PAGE + count >= PAGE:
-                self._publish(sequence, count)
+            self._publish(sequence, sequence.read + count)
         # After the others are known, so that who begins can share what they fill in this very step.
         while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
             count = self._count(sequence, budget)
             if count:
                 planned.append((sequence, count))
-                self._publish(sequence, count)
+                self._publish(sequence, sequence.read + count)
                 budget -= count
         return planned
 
@@ -462,7 +506,7 @@ class SequenceBatch:
 
     def _count(self, sequence: SeatedSequence, budget: int) -> int:
         """Tokens that a sequence reads in the next step."""
-        count = min(len(sequence.tokens) - sequence.read, budget)
+        count = min(sequence.left, budget)
         if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
             count = 1
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
@@ -486,6 +530,8 @@ class SequenceBatch:
 
     def _begin(self, sequence: SeatedSequence) -> bool:
         """Gives one that waits its pages, if they are there and one more for each of the others."""
+        if sequence.num_due:  # put aside while a step was at its next token
+            return False
         request = sequence.request
         found, wanted, spare = self._found(request), _pages_of(sequence), len(self._begun)
         free = self.pool.num_free - self.pool.num_idle(found)
@@ -493,7 +539,7 @@ class SequenceBatch:
         if wanted - len(found) + spare > free or wanted + spare > entries:
             return False
         self._aside.remove(sequence)
-        self._num_wanted -= wanted
+        self._num_wanted -= sequence.num_wanted
         self.pool.share(found)
         sequence.begin(found)
         for _ in range(wanted - len(found)):
@@ -519,13 +565,17 @@ class SequenceBatch:
                 self._counts.preemptions += 1
         return sequence.is_begun
 
-    def _publish(self, sequence: SeatedSequence, count: int) -> None:
-        """Pages that the next step fills can be found from now on: whoever finds them reads them later."""
-        first, after = sequence.read // PAGE, (sequence.read + count) // PAGE
-        if self._is_caching:
+    def _publish(self, sequence: SeatedSequence, end: int) -> None:
+        """Pages that are full by then can be found from now on, as far as their tokens are known.
+
+        They are filled by steps that were planned; whoever finds them reads them later.
+        """
+        first, after = sequence.num_published, min(end, len(sequence.tokens)) // PAGE
+        if first < after and self._is_caching:
             keys = sequence.request.keys(after)
             for index in range(first, after):
                 self.pool.publish(int(sequence.table[index]), keys[index])
+            sequence.num_published = after
 
     def _release(self, sequence: SeatedSequence) -> None:
         """Its pages are free for others."""
@@ -536,19 +586,19 @@ class SequenceBatch:
 
     def _wait(self, sequence: SeatedSequence) -> None:
         """It is put aside, in the order of arrival."""
-        sequence.read = 0
+        sequence.read, sequence.num_wanted = 0, _pages_of(sequence)
         insort(self._aside, sequence, key=lambda s: s.turn)
-        self._num_wanted += _pages_of(sequence)
+        self._num_wanted += sequence.num_wanted
 
 
 def _is_part(sequence: SeatedSequence) -> bool:
     """True if it has more to read than the last token of an answer."""
-    return len(sequence.tokens) - sequence.read > 1
+    return sequence.left > 1
 
 
 def _pages_of(sequence: SeatedSequence) -> int:
     """Pages for all it has, and for the token that is due then."""
-    return pages_for(len(sequence.request.sequence) + 1)
+    return pages_for(len(sequence.tokens) + sequence.num_due + 1)
 
 
 def _skips(planned: Planned) -> tuple[str, ...]:

@@ -122,6 +122,10 @@ class VirtualStepper:
         """Nothing is left of it."""
         self._open.pop(microbatch, None)
 
+    def can_queue(self, microbatch: int) -> bool:
+        """Nothing waits for the scheduler here."""
+        return False
+
     def start(self, call: StepCall) -> None:
         """Its first launches are ready now."""
         here = self._open[call.microbatch]

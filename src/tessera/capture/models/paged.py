@@ -16,12 +16,16 @@ it, first of these that works:
 A model that fits none is refused. Layers with sliding windows keep all positions. A model's outputs are the
 logits of each sequence's newest token; those of unused sequences are any finite numbers.
 
+A token below zero is one that the step before has chosen (-1: of its first sequence), kept in the state
+`newest`: so the next step can be started before anybody has seen that token.
+
 `rotary`, `image` and `is_image` are further inputs of a model that sees: positions in time, height and width,
 and embeddings that stand in the places of some tokens (`vision` makes them).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,6 +68,10 @@ UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, 
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 # Of the examples: sequences with one new token, where others have more; tokens in whose place a picture is.
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
+# One of so many answers in the examples begins with a token that is known.
+SHARE_OF_KNOWN = 3
+# The tokens that the step before has chosen, by sequence.
+NEWEST = "newest"
 # Logits of the same tokens, read together and one by one, differ by less, relative to the largest.
 MAX_ERROR = 0.05
 # Different pages in a state that looks used; the others are like them.
@@ -345,26 +353,38 @@ class PagedSteps:
         held = {name: state[name] for name in self._layout.pages}
         held |= {name: state[name][: self._step.batch] for name in self._layout.rows}
         memory = exchanged(self._layout.memory, held)
-        logits, after = _run(self._model, self._layout.kind, self._step, memory, inputs)
+        given, newest = inputs["tokens"], state[NEWEST]
+        tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
+        logits, after = _run(
+            self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens}
+        )
         for name, tensor in tensors_of(after):
             if tensor is not held[name]:
                 held[name].copy_(tensor)
-        return choose(logits)
+        chosen = choose(logits)
+        newest[: self._step.batch].copy_(chosen["next_tokens"])
+        return chosen
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         """Sequences of different lengths, half of them or more; in a larger step, parts of prompts too."""
         parts = _example_parts(self._model, self._step, Random(seed))
-        return _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
+        made = _make_inputs(self._model, self._step, self._layout.kind, parts, seed)
+        firsts = accumulate((new for _, new in parts), initial=0)
+        for number, ((length, new), first) in enumerate(zip(parts, firsts, strict=False)):
+            if new == 1 < length and number % SHARE_OF_KNOWN:
+                made["tokens"][first] = -1 - number
+        return made
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
         """State that looks used."""
         random = torch.Generator().manual_seed(seed)
         sizes = [(self._layout.pages, self._step.reserve // PAGE), (self._layout.rows, num_rows(self._step))]
-        return {
+        used = {
             name: _used((count, *shape), dtype, random)
             for kinds, count in sizes
             for name, (shape, dtype) in kinds.items()
         }
+        return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
         """Other tokens of other sequences; answers go on with what was chosen, pictures as encoded."""

@@ -4,7 +4,7 @@ A run is one graph, launched in the order in which the engine's orders come: tha
 device, which is what keeps graphs that wait for one another from hanging (streams share the GPU's hardware
 queues; 32 of them are asked for before CUDA starts). To begin a run is to copy its inputs in, launch the
 graph and copy out what is asked for, all on the microbatch's stream; the CPU then only looks whether it has
-ended.
+ended. So a step that is ordered while the one before it runs is queued on the GPU itself.
 
 When a run is cancelled, its graph may wait for a peer that is gone: its flags are set from here, so that it
 ends and its flags are cleared; the microbatch is used again when that is so on every device.
@@ -15,6 +15,7 @@ costs say, times the scale.
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,8 +104,8 @@ class CudaWorker:
         # Oldest first.
         self._running: dict[int, _Running] = {}
         self._last_stop: Any = None
-        # (microbatch, step, name) -> pinned memory that an input passes through.
-        self._staged: dict[tuple[int, int, str], torch.Tensor] = {}
+        # (microbatch, step, name) -> pinned memory that an input passes through, and when it was read last.
+        self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
         self._load(setup.programs)
 
     def loop(self) -> None:
@@ -204,15 +205,19 @@ class CudaWorker:
     def _copy_in(
         self, key: tuple[int, int, str], storage: torch.UntypedStorage, given: PackedTensor, what: str
     ) -> None:
-        """Through pinned memory; the microbatch's step before has ended, so nobody reads that."""
+        """Through pinned memory that no copy reads any more."""
         data = np.frombuffer(given.data, dtype=np.uint8)
         if len(data) != storage.nbytes():
             message = f"{what} has {len(data)} bytes, the step {storage.nbytes()}"
             raise WorkerError(message, "Give tensors of the shapes that were captured.")
-        if key not in self._staged:
-            self._staged[key] = driver.pinned((storage.nbytes(),))
-        np.copyto(self._staged[key].numpy(), data)
-        bytes_of(storage, 0, storage.nbytes()).copy_(self._staged[key], non_blocking=True)
+        staged = self._staged.setdefault(key, deque())
+        if not staged or not staged[0][1].query():  # a step that is queued has not been copied yet
+            staged.appendleft((driver.pinned((storage.nbytes(),)), torch.cuda.Event()))
+        pinned, is_read = staged[0]
+        staged.rotate(-1)
+        np.copyto(pinned.numpy(), data)
+        bytes_of(storage, 0, storage.nbytes()).copy_(pinned, non_blocking=True)
+        is_read.record()
 
     def _state_of(self, room: MicrobatchRoom, program: Program) -> dict[str, torch.Tensor]:
         """State that lives here in a program, as flat bytes by name."""
