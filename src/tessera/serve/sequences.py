@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -255,22 +255,22 @@ class StepInputs:
             views["fresh"] = self.fresh[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
-    def fill(self, planned: "Planned", size: int) -> Tensors:
+    def fill(self, planned: "list[Part]", size: int) -> Tensors:
         """Of a step of this size, for so many tokens of these; side by side, or each in its row."""
         tokens: list[int] = []
-        for sequence, count in planned:
+        for sequence, count, _ in planned:
             tokens += sequence.next_tokens(count)
-        counts, reads, num_pages = np.array([(n, s.read, s.num_pages) for s, n in planned]).T
+        counts, reads, num_pages = np.array([(n, s.read, s.num_pages) for s, n, _ in planned]).T
         page_starts, query_ends = num_pages.cumsum() - num_pages, counts.cumsum()
         num_entries, total = int(num_pages.sum()), int(query_ends[-1])
-        np.concatenate([sequence.pages for sequence, _ in planned], out=self.pages[:num_entries])
+        np.concatenate([part.sequence.pages for part in planned], out=self.pages[:num_entries])
         positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
         pages = self.pages[np.repeat(page_starts, counts) + positions // PAGE].astype(np.int64)
         slots = pages * PAGE + positions % PAGE
         at: Any = slice(total)
         rows: Any = slice(len(planned))
         if not self._shape.is_flat:
-            at = rows = [sequence.row for sequence, _ in planned]
+            at = rows = [part.sequence.row for part in planned]
             self.query_starts[: size + 1] = range(size + 1)
             self.fresh[:size] = True
             self.fresh[rows] = reads == 0
@@ -285,7 +285,7 @@ class StepInputs:
             table[rows] = entries
         if self._sight is None:
             return self._tensors[size]
-        seen = [(s.seen, s.read, count) for s, count in planned if s.seen is not None]
+        seen = [(s.seen, s.read, count) for s, count, _ in planned if s.seen is not None]
         return {**self._tensors[size], **self._sight.inputs(seen, size)}
 
 
@@ -293,17 +293,22 @@ class StepInputs:
 # Gives the requests that leave by it.
 Due = Sequence[tuple[int, ActiveRequest]]
 Settle = Callable[["SequenceBatch", StepDone, Due], Sequence[ActiveRequest]]
-Planned = list[tuple[SeatedSequence, int]]
+
+
+class Part(NamedTuple):
+    """What a step reads of one sequence."""
+
+    sequence: SeatedSequence
+    num_tokens: int
+    # True if its next token comes of this.
+    is_due: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A step that was started."""
 
-    # (sequence, tokens)
-    planned: Planned
-    # Of each: whether its next token comes of this.
-    due: list[bool]
+    parts: list[Part]
     # True if the model's own choice is what everybody takes.
     is_plain: bool
 
@@ -417,9 +422,8 @@ class SequenceBatch:
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
         inputs = self._inputs.fill(planned, size)
-        due = [count == sequence.left for sequence, count in planned]
-        self._flights.append(Flight(planned, due, "logits" in skips and self._sight is None))
-        for row, ((sequence, count), is_due) in enumerate(zip(planned, due, strict=True)):
+        self._flights.append(Flight(planned, "logits" in skips and self._sight is None))
+        for row, (sequence, count, is_due) in enumerate(planned):
             sequence.read += count
             if is_due:
                 sequence.num_due += 1
@@ -435,13 +439,13 @@ class SequenceBatch:
             self._looking = None
             return self._settle(self, done, ())
         flight, looked_at = self._flights.popleft(), []
-        for number, ((sequence, _), is_due) in enumerate(zip(flight.planned, flight.due, strict=True)):
+        for number, (sequence, _, is_due) in enumerate(flight.parts):
             request = sequence.request
             sequence.num_due -= is_due
             if self._by_request.get(request) is sequence and (is_due or request.wants_prompt):
                 looked_at.append((number if self._shape.is_flat else sequence.row, request))
         left = self._settle(self, done, looked_at)
-        for sequence, _ in flight.planned:
+        for sequence, _, _ in flight.parts:
             if sequence.is_begun:
                 self._publish(sequence, sequence.read)
         return left
@@ -471,52 +475,53 @@ class SequenceBatch:
                 return self._steps.call(self.number, self._steps.encode, inputs)
         return None
 
-    def _plan(self) -> Planned:
+    def _plan(self) -> list[Part]:
         """Tokens of sequences for the next step; their pages are there."""
-        budget = self._budget()
-        planned: Planned = []
-        for sequence in sorted(self._begun, key=_is_part):
-            count = self._count(sequence, budget)
+        begun = [(left, sequence) for sequence in self._begun if (left := sequence.left)]
+        budget = self._budget(sum(left for left, _ in begun) + sum(s.left for s in self._aside))
+        planned: list[Part] = []
+        for left, sequence in (*(x for x in begun if x[0] == 1), *(x for x in begun if x[0] > 1)):
+            count = self._count(sequence, left, budget)
             if count and self._grow(sequence):
-                planned.append((sequence, count))
+                planned.append(Part(sequence, count, count == left))
                 budget -= count
-        planned = [(sequence, count) for sequence, count in planned if sequence.is_begun]
-        for sequence, count in planned:
+        planned = [part for part in planned if part.sequence.is_begun]
+        for sequence, count, _ in planned:
             self._publish(sequence, sequence.read + count)
         # After the others are known, so that who begins can share what they fill in this very step.
         while budget > 0 and self._aside and self._begin(sequence := self._aside[0]):
-            count = self._count(sequence, budget)
+            left = sequence.left
+            count = self._count(sequence, left, budget)
             if count:
-                planned.append((sequence, count))
+                planned.append(Part(sequence, count, count == left))
                 self._publish(sequence, sequence.read + count)
                 budget -= count
         return planned
 
-    def _budget(self) -> int:
+    def _budget(self, total: int) -> int:
         """Tokens of the next step, at most: those of a size that is well filled.
 
         A step costs what its size costs: where less than half of what a size has more than the one below it
         would be used, the one below is filled, and the rest comes with the next step.
         """
-        total = sum(s.left for s in self._begun) + sum(s.left for s in self._aside)
         for smaller, size in pairwise(self._part_sizes):
             if total <= (smaller + size) / 2:
                 return smaller
         return self._shape.sizes[-1]
 
-    def _count(self, sequence: SeatedSequence, budget: int) -> int:
-        """Tokens that a sequence reads in the next step."""
-        count = min(sequence.left, budget)
+    def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
+        """Tokens that a sequence reads in the next step, of those that are left."""
+        count = min(left, budget)
         if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
             count = 1
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 
-    def _size_of(self, planned: Planned) -> int:
+    def _size_of(self, planned: list[Part]) -> int:
         """The smallest size that holds them."""
         if not self._shape.is_flat:
-            num, sizes = 1 + max(sequence.row for sequence, _ in planned), list(self._shape.sizes)
+            num, sizes = 1 + max(part.sequence.row for part in planned), list(self._shape.sizes)
         else:
-            num = sum(count for _, count in planned)
+            num = sum(part.num_tokens for part in planned)
             sizes = self._part_sizes if num > len(planned) else list(self._shape.sizes)
         return next(size for size in sizes if size >= num)
 
@@ -591,21 +596,16 @@ class SequenceBatch:
         self._num_wanted += sequence.num_wanted
 
 
-def _is_part(sequence: SeatedSequence) -> bool:
-    """True if it has more to read than the last token of an answer."""
-    return sequence.left > 1
-
-
 def _pages_of(sequence: SeatedSequence) -> int:
     """Pages for all it has, and for the token that is due then."""
     return pages_for(len(sequence.tokens) + sequence.num_due + 1)
 
 
-def _skips(planned: Planned) -> tuple[str, ...]:
+def _skips(planned: list[Part]) -> tuple[str, ...]:
     """Outputs of a step that nobody looks at."""
-    if any(sequence.request.wants_prompt for sequence, _ in planned):
+    if any(part.sequence.request.wants_prompt for part in planned):
         return ()
-    due = [sequence.request for sequence, count in planned if count == sequence.left]
+    due = [part.sequence.request for part in planned if part.is_due]
     if not due:
         return "logits", "next_tokens"
     return ("logits",) if all(request.pick.is_plain for request in due) else ()

@@ -251,3 +251,19 @@ def test_a_rule_that_is_no_window_is_refused() -> None:
 
     with pytest.raises(ValueError, match="hide more"):
         _ = PageMask(mask_function=chunked, local_size=8).window
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba2"])
+def test_a_token_below_zero_is_one_that_the_step_before_chose(name: str, tmp_path: Path) -> None:
+    """The same bits as with the token itself, and the next step finds what this one chose."""
+    workload = folder_step(BY_NAME[name], tmp_path, LAYOUTS[name])
+    inputs = next(found for n in range(9) if ((found := workload.make_inputs(n))["tokens"] < 0).any())
+    state = workload.make_state(0)
+    known, tokens = {name: tensor.clone() for name, tensor in state.items()}, inputs["tokens"]
+    meant = torch.where(tokens < 0, state["newest"][(-1 - tokens).clamp_min(0)], tokens)
+    found = workload.run(inputs, state)
+    plain = workload.run({**inputs, "tokens": meant}, known)
+
+    assert torch.equal(plain["logits"], found["logits"])
+    assert all(torch.equal(known[name], tensor) for name, tensor in state.items())
+    assert torch.equal(found["next_tokens"], state["newest"][: len(found["next_tokens"])])

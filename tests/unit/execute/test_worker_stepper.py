@@ -1,11 +1,14 @@
 """Steps on worker processes: the undivided model's bits whatever the lane, the transport or the policy."""
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import engine_factory as made
 import stepper_factory as factory
@@ -13,7 +16,7 @@ from tessera.errors import MismatchError, TesseraError, UnknownName, WorkerError
 from tessera.execute.footprint import landing_bytes
 from tessera.execute.lower import lower
 from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import StepCall, StepDone
+from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
 from tessera.execute.transport import resolve
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Device, DeviceKind, Plan
@@ -194,3 +197,57 @@ def test_a_transport_is_chosen_by_what_the_devices_are() -> None:
             resolve(name, devices, is_local)
     with pytest.raises(UnknownName, match="auto, host, ipc, nvshmem, shm"):
         resolve("gloo", cpu, True)
+
+
+def test_a_step_that_is_queued_begins_when_the_one_before_has_ended() -> None:
+    """On a lane of one device two steps are ordered at once, and give what they give one by one."""
+    alone = made.plan_of([made.scattered(random.Random(0), [0]), made.scattered(random.Random(0), [1])], 2)
+    inputs = made.make_requests(1)[0].inputs(0, 0, {})
+    with workers(alone) as stepper:
+        found = []
+        for is_queued in (False, True):
+            stepper.open(0, 0)
+            outputs = []
+            for _ in range(2 if is_queued else 0):
+                stepper.start(StepCall(0, 0, inputs))
+            for _ in range(2):
+                if not is_queued:
+                    stepper.start(StepCall(0, 0, inputs))
+                done = stepper.take(60.0)
+                assert isinstance(done, StepDone)
+                outputs.append(done.outputs["y"])
+            stepper.close(0)
+            found.append(outputs)
+
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.equal(*found[0])
+
+
+def test_a_lane_over_several_devices_queues_nothing(stepper: WorkerStepper) -> None:
+    """The second step could overtake the first on a link."""
+    stepper.open(0, 0)
+    assert not stepper.can_queue(0)
+    stepper.close(0)
+
+
+def test_a_worker_that_is_killed_takes_what_was_queued_with_it() -> None:
+    """One loss is told, and the microbatch works again when the device is back."""
+    alone = made.plan_of([made.scattered(random.Random(0), [0])], 1)
+    inputs = made.make_requests(1)[0].inputs(0, 0, {})
+    with workers(alone) as stepper:
+        stepper.open(0, 0)
+        for _ in range(2):
+            stepper.start(StepCall(0, 0, inputs))
+        pid = next(iter(stepper.use().devices.values())).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        events = [stepper.take(60.0)]
+        while not isinstance(events[-1], DeviceBack):
+            events.append(stepper.take(60.0))
+        stepper.open(0, 0)
+        stepper.start(StepCall(0, 0, inputs))
+        done = stepper.take(60.0)
+
+    assert [(0,)] == [event.microbatches for event in events if isinstance(event, DeviceLost)]
+    assert isinstance(done, StepDone)
+    assert (done.outputs["y"] == made.undivided(0).outputs[0]["y"]).all()

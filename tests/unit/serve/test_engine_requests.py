@@ -381,3 +381,34 @@ def test_a_policy_by_name_is_kept() -> None:
 
         assert "wide" == service.snapshot().policy
     assert {1} == {policy for _, policy in stepper.opened}
+
+
+def test_the_next_step_is_started_while_one_runs() -> None:
+    """One request alone: every step but its first was queued behind another, and one ran in vain at most."""
+    stepper = ToyStepper(replace(SHAPE, slots=1))
+    with service_of(stepper) as service:
+        told = wait_for(read(service, LONG))
+
+    assert expected(LONG) == told.what
+    assert len(told.what[0]) - 2 <= stepper.num_queued
+    assert len(told.what[0]) == len(stepper.log)
+
+
+def test_who_chooses_otherwise_than_the_model_is_waited_for() -> None:
+    """A token that is drawn is known to nobody before its step has ended."""
+    stepper, drawn = ToyStepper(replace(SHAPE, slots=1)), replace(LONG, sampling=Sampling(1.0, seed=3))
+    with service_of(stepper) as service:
+        told = wait_for(read(service, drawn))
+
+    assert expected(drawn) == told.what
+    assert not stepper.num_queued
+
+
+def test_an_answer_that_is_over_has_read_one_token_too_many() -> None:
+    """The end was not foreseen; what the queued step gave is nobody's, and the next request is answered."""
+    ends = next(a for n in range(1, 9) if len(expected(a := Ask((n,), 45, GREEDY))[0]) < 45)
+    stepper = ToyStepper(replace(SHAPE, slots=1))
+    with service_of(stepper) as service:
+        told = [wait_for(read(service, ask)) for ask in (ends, LONG)]
+
+    assert [expected(ends), expected(LONG)] == [one.what for one in told]

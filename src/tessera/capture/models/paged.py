@@ -355,9 +355,7 @@ class PagedSteps:
         memory = exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
-        logits, after = _run(
-            self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens}
-        )
+        logits, after = _run(self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens})
         for name, tensor in tensors_of(after):
             if tensor is not held[name]:
                 held[name].copy_(tensor)
