@@ -43,6 +43,12 @@ def over_both() -> Prepared:
     return replace(prepared(), plans=(plan_by("attention-ffn"),))
 
 
+def built(made: Prepared) -> ServedModel:
+    """The model that was prepared, which was not kept from an earlier start."""
+    assert isinstance(made.model, ServedModel)
+    return made.model
+
+
 def script(model: ServedModel, seed: int) -> Script:
     """Tokens of some sequences in every size, and again; pages hold what the steps before left there."""
     return [

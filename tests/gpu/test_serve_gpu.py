@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from serving_factory import GREEDY, Told, random_ask, read_all
+from steps_factory import built
 from tessera.execute.cuda.probe import MPS_PIPE
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Objective
@@ -74,7 +75,7 @@ def calls(local: Local, microbatch: int) -> list[StepCall]:
     return [
         StepCall(microbatch, number, {n: t.cpu() for n, t in workload.make_inputs(microbatch + run).items()})
         for run in range(3)
-        for number, workload in enumerate(local.prepared.model.workloads)
+        for number, workload in enumerate(built(local.prepared).workloads)
     ]
 
 
@@ -166,7 +167,7 @@ def test_greedy_answers_are_the_models_own() -> None:
     ]
     with Local(prepared("cuda:0")) as made:
         told = answers(made, asks)
-        model = made.prepared.model.workloads[-1].module
+        model = built(made.prepared).workloads[-1].module
         for ask, answer in zip(asks, told, strict=True):
             assert 12 == len(answer.numbers)
             tokens = list(ask.prompt)

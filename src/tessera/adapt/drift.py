@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
-from scipy.optimize import linprog, nnls
 
 from tessera.adapt.capability import LaneLoad
 from tessera.ir import Costs, WorkUnit
@@ -79,6 +78,8 @@ Observations = Mapping[str, Sequence[tuple[Mapping[str, float], float]]]
 
 def corrected(observations: Observations, error: float) -> Factors:
     """The factors that explain what was measured; `error` is what the costs say of themselves."""
+    from scipy.optimize import nnls  # slow to import, and rarely needed
+
     known: dict[tuple[str, str], float] = {}
     usual: dict[str, float] = {}
     for device, rows in observations.items():
@@ -140,6 +141,8 @@ def rebalanced(lanes: Sequence[LaneLoad], factors: Factors) -> tuple[tuple[float
 
     with x_l runs a second along lane l. Lanes stay as they are, so neither state nor weights move.
     """
+    from scipy.optimize import linprog  # slow to import, and rarely needed
+
     loads = loads_s(lanes, factors)
     old = np.array([lane.rate_per_s for lane in lanes])
     shares = old / old.sum()

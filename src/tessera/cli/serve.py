@@ -119,10 +119,15 @@ def serve(
         raise TesseraError(
             f"{memory_share:g} is no share", "Use more than 0 and at most 1.", "--memory-share"
         )
+    from tessera.execute.forking import warm_up
+    from tessera.serve.limits import HttpLimits
+
+    limits = _within_files(HttpLimits(body_bytes=max_body, requests=max_requests, drain_s=drain))
+    if meeting is None and ray is None:
+        warm_up()  # which imports torch beside this process, under the same limit of files
     from tessera.execute.transport import check_name
     from tessera.serve.auth import read_keys
     from tessera.serve.kept_plans import default_folder
-    from tessera.serve.limits import HttpLimits
     from tessera.serve.planning import ServeSpec, objectives_of
     from tessera.serve.server import is_loopback
     from tessera.serve.start import ServeOptions
@@ -143,12 +148,12 @@ def serve(
         prefix_caching,
         read_keys(api_key or ()),
         is_loopback(host),
-        _within_files(HttpLimits(body_bytes=max_body, requests=max_requests, drain_s=drain)),
+        limits,
         default_folder() if plan_cache else None,
     )
     with gathered(devices or _own_devices(), model, meeting, ray) as (found, hub):
         from tessera.profile import wire
-        from tessera.serve.steps import sizes_for
+        from tessera.serve.records import sizes_for
 
         cluster = wire(found, link or [])
         usual = sizes_for(cluster)

@@ -24,7 +24,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -34,9 +33,9 @@ import torch.multiprocessing  # teaches pickle to pass tensors through shared me
 
 from tessera.errors import TesseraError
 from tessera.execute import messages, worker
+from tessera.execute.forking import FORKSERVER, warm_up
 from tessera.execute.handing import hand_over
 from tessera.execute.inbox import NOBODY, Hangup, Inbox, Outbox, Wake
-from tessera.execute.kernel_launch import handed_in
 from tessera.execute.messages import Failed, LoadLanes, Message, Relink, StoreGet, StoreSet, WorkerReady
 from tessera.execute.orders import Board
 from tessera.execute.setups import Setup
@@ -58,19 +57,6 @@ QUICK_FAILURES, FIRST_PAUSE_S, MAX_PAUSE_S = 2, 10.0, 300.0
 SLACK_BYTES = 64 << 20
 KEY_BYTES = 32
 LOOPBACK = "127.0.0.1"
-# How processes are started: from one that imports torch for all of them, which stays until the program ends.
-FORKSERVER = "forkserver"
-# What a worker imports: done once, by the process that workers are forked from.
-PRELOADED = ["tessera.execute.worker"]
-
-
-def warm_up() -> None:
-    """Starts the process that workers are forked from, if there is none; it imports what they need."""
-    interpret = handed_in()
-    also = [interpret.__module__] if interpret is not None else []
-    multiprocessing.get_context(FORKSERVER).set_forkserver_preload([*PRELOADED, *also])
-    forkserver.ensure_running()
-
 
 _hiding = threading.Lock()
 # The program itself first; one entry for everybody who hides it.

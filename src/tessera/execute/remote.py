@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection
 from tessera.errors import WorkerError
 from tessera.execute import messages
 from tessera.execute.briefing import Pieces, briefing_of, pack_briefing
+from tessera.execute.forking import FORKSERVER
 from tessera.execute.gate import Caller, Gate
 from tessera.execute.handshake import link_key
-from tessera.execute.hub import FORKSERVER, QUICK_FAILURES, START_TIMEOUT_S, Hub, Line, LostWorker, Up
+from tessera.execute.hub import QUICK_FAILURES, START_TIMEOUT_S, Hub, Line, LostWorker, Up
 from tessera.execute.messages import (
     ANY_RANK,
     Briefed,

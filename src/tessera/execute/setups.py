@@ -8,7 +8,7 @@ import torch
 
 from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.stepper import Tensors
-from tessera.ir import BufferKind, Cluster, Plan, Program, Trace
+from tessera.ir import BufferKind, Cluster, DeviceKind, Plan, Program, Trace
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,16 @@ def make_setups(
             is_profiled=is_profiled,
             us=tuple(tuple(row[device].us for row in costs.costs) for costs in plan.prices),
             weights=own,
+            interpret=handed_in() if interprets(plan, device) else None,
         )
         for device in range(len(plan.cluster.devices))
     ]
+
+
+def interprets(plan: Plan, device: int) -> bool:
+    """True if kernels with PTX run on a CPU there: their interpreter takes time to import."""
+    is_cuda = plan.cluster.devices[device].kind is DeviceKind.CUDA
+    return not is_cuda and any(kernel.ptx for graph in plan.graphs for kernel in graph.trace.kernels)
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:

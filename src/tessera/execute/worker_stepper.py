@@ -19,7 +19,8 @@ from typing import Any
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.blame import Positions, judge, whereabouts
 from tessera.execute.footprint import check_fits, footprints, ready_programs
-from tessera.execute.hub import FORKSERVER, Hub, LostWorker, Up, hidden_main
+from tessera.execute.forking import FORKSERVER
+from tessera.execute.hub import Hub, LostWorker, Up, hidden_main
 from tessera.execute.inbox import Hangup, Wake
 from tessera.execute.lanes import Lanes
 from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress, Where

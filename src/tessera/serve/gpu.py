@@ -34,6 +34,7 @@ from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
 from tessera.serve.kept_plans import find, keep, key_of
+from tessera.serve.pages import steady
 from tessera.serve.planning import Prepared, ServeSpec, counts_of, prepared_from, warn_kept
 from tessera.serve.rehearse import best_served
 from tessera.serve.steps import ServedModel, weight_bytes
@@ -94,13 +95,18 @@ def prepare_on_gpus(
     """
     check_gpus(cluster)
     card = str(driver.card(cluster.devices[0].ordinal))
+    room_bytes = [steady(spec.memory_share * room) for room in _room_bytes(cluster)]
+    key = key_of(place_of(model), spec, cluster, room_bytes, tuple(coarse), is_compiled)
+    again = find(key, kept) if kept is not None else None
+    if again is not None and again.model is not None:
+        return prepared_from(again.model, cluster, again)
     advance(f"building {model}")
     slots = spec.slots
     with _made_on(card, model, spec.seed):
         plain = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS).build(
             model,
             min_size=MIN_SIZE,
-            room_bytes=[spec.memory_share * room for room in _room_bytes(cluster)],
+            room_bytes=room_bytes,
             pool_bytes=float("inf"),
         )
     if plain.encode is not None:
@@ -108,15 +114,13 @@ def prepare_on_gpus(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
         )
     made = replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
-    key = key_of(place_of(model), spec, cluster, made.shape, tuple(coarse), is_compiled)
-    again = find(key, kept) if kept is not None else None
     if again is not None:
         return prepared_from(made, cluster, again)
     advance(f"capturing {len(made.workloads)} steps")
     begun_s = time.perf_counter()
     traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
     capture_s = time.perf_counter() - begun_s
-    unit = flow.make_unit(traces, counts_of(made, spec.average))
+    unit = flow.make_unit(traces, counts_of(made.shape, spec.average))
     still = Still(made.workloads)
     advance("pricing its launches")
     costs = _prices(unit, cluster, made.weights(), still, kernels)

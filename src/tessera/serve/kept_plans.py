@@ -2,32 +2,72 @@
 
 Plans lie under `$XDG_CACHE_HOME/tessera/plans`, in a folder named by a hash of everything that they depend
 on: this package's own code, the versions of torch, transformers and Triton, the model's files, the sizes, the
-devices. So nothing in it can be out of date; what cannot be read is made again, and a folder that cannot be
-written is done without. The newest `MAX_KEPT` are kept.
+devices and the memory that pages are given. So nothing in it can be out of date; what cannot be read is made
+again, and a folder that cannot be written is done without. The newest `MAX_KEPT` are kept.
 
-Weights are not: they are read from the model's own files at every start.
+A small model's weights lie beside them, as its steps read them, so that it is served without being built:
+to import what builds it takes longer than everything else. Larger ones are built at every start.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.ir import Plan, load, save
+from tessera.serve.records import ServableModel, Shape
+
+if TYPE_CHECKING:
+    from tessera.serve.pictures import Eyes
+    from tessera.serve.sight import Sight
 
 MAX_KEPT = 32
+# Of weights that are kept.
+MAX_WEIGHT_BYTES = 64 << 20
 # What captured steps and their costs come from, besides this package.
 PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
-_MORE = "more.json"
+_MORE, _WEIGHTS = "more.json", "weights.pt"
+_UNREADABLE = (
+    OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """What a service needs of a model that was built by an earlier start."""
+
+    shape: Shape
+    state_bytes: int
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: ServableModel) -> "KeptModel | None":
+        """What is worth keeping; None for large ones, and for those that see: their eyes are not kept."""
+        weights = model.weights()
+        if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
+            return None
+        return cls(model.shape, model.state_bytes, weights)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return dict(self.tensors)
+
+    def senses(self) -> "tuple[Sight, Eyes] | None":
+        """None."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -38,6 +78,8 @@ class KeptPlans:
     scale: float = 1.0
     # Policy -> tokens a second.
     rehearsed: Mapping[str, float] = field(default_factory=dict)
+    # None: it has to be built.
+    model: KeptModel | None = None
 
 
 def default_folder() -> Path:
@@ -63,11 +105,18 @@ def find(key: str, folder: Path | None = None) -> KeptPlans | None:
     try:
         more = json.loads((own / _MORE).read_text())
         plans = tuple(load(Plan, own / f"{n}.plan") for n in range(int(more["plans"])))
-        found = KeptPlans(plans, float(more["scale"]), dict(more["rehearsed"]))
+        found = KeptPlans(plans, float(more["scale"]), dict(more["rehearsed"]), _find_model(own, more))
         os.utime(own)
-    except (OSError, ValueError, LookupError, TypeError, TesseraError):
+    except (*_UNREADABLE, TesseraError):
         return None
     return found if plans else None
+
+
+def _find_model(own: Path, more: Mapping[str, Any]) -> KeptModel | None:
+    if more["shape"] is None:
+        return None
+    shape = Shape(**{**more["shape"], "sizes": tuple(more["shape"]["sizes"])})
+    return KeptModel(shape, int(more["state_bytes"]), torch.load(own / _WEIGHTS, weights_only=True))
 
 
 def keep(
@@ -78,21 +127,29 @@ def keep(
 ) -> None:
     """Keeps plans under this name, whole or not at all; `warn` hears why not."""
     home = folder or default_folder()
-    more = {"plans": len(found.plans), "scale": found.scale, "rehearsed": dict(found.rehearsed)}
+    model = found.model
+    more = {
+        "plans": len(found.plans),
+        "scale": found.scale,
+        "rehearsed": dict(found.rehearsed),
+        "shape": None if model is None else asdict(model.shape),
+        "state_bytes": 0 if model is None else model.state_bytes,
+    }
     part = None
     try:
         home.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=home))
         for number, plan in enumerate(found.plans):
             save(plan, part / f"{number}.plan")
+        if model is not None:
+            torch.save(dict(model.tensors), part / _WEIGHTS)
         (part / _MORE).write_text(json.dumps(more))
         shutil.rmtree(home / key, ignore_errors=True)
         part.rename(home / key)
-    except (OSError, TesseraError) as error:
+    except (OSError, RuntimeError, TesseraError) as error:
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
-        what = error.message if isinstance(error, TesseraError) else error.strerror
-        warn(f"{home}: {what}")
+        warn(f"{home}: {getattr(error, 'message', None) or getattr(error, 'strerror', None) or error}")
         return
     _drop_old(home)
 

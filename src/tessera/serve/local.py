@@ -6,10 +6,12 @@ started again by the stepper; a device that fails again and again is planned aro
 
 from types import TracebackType
 
-from tessera.execute.hub import FORKSERVER
+from tessera.execute.forking import FORKSERVER
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.serve.planning import Prepared
-from tessera.serve.steps import STEP_TIMEOUT_S
+
+# A step that takes longer than this will never end.
+STEP_TIMEOUT_S = 60.0
 
 
 class Local:

@@ -15,7 +15,6 @@ from importlib.resources import files
 from typing import Any
 
 from tessera.ir import Lane, Plan
-from tessera.plan import explain
 from tessera.serve.records import Snapshot, step_name
 
 # Decisions that are shown, the last ones.
@@ -59,6 +58,8 @@ def state_document(snapshot: Snapshot) -> dict[str, Any]:
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """One plan: where every step runs, what that should give, and why."""
+    from tessera.plan import explain  # slow to import, and a start does not need it
+
     found = explain(plan, is_brief=True)
     names = plan.cluster.names
     total = sum(lane.rate_per_s for lane in plan.lanes)

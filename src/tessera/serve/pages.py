@@ -10,6 +10,7 @@ Page 0 is never given out: padding writes there.
 Not handled: a beginning that is shared but does not fill a page.
 """
 
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from tessera.kernels import PAGE
 
 # Bytes of a page's key: two that are alike by chance are not expected in the life of any service.
 KEY_BYTES = 16
+# Bytes of a microbatch's pages on devices that compute on this machine's CPU, where nobody says otherwise.
+POOL_BYTES = 128 << 20
 
 
 def page_key(before: bytes, tokens: Sequence[int], seen: bytes = b"") -> bytes:
@@ -29,6 +32,18 @@ def page_key(before: bytes, tokens: Sequence[int], seen: bytes = b"") -> bytes:
 def pages_for(num_tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-num_tokens // PAGE)
+
+
+def modest_bytes(slots: int) -> int:
+    """Of each microbatch's pages, on devices that compute on this machine's CPU."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return min(POOL_BYTES, steady(free / 4 / slots))
+
+
+def steady(num_bytes: float) -> int:
+    """A little less, by 3 % at most: the same if a few bytes more or less are in use, so plans are found."""
+    whole = int(num_bytes)
+    return whole & -(1 << max(0, whole.bit_length() - 6))
 
 
 @dataclass(slots=True)

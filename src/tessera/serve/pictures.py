@@ -13,7 +13,7 @@ import binascii
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,9 @@ from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError, MissingExtra
 from tessera.serve.records import PromptPicture
 from tessera.serve.sight import GRID
-from tessera.serve.steps import ServedModel
+
+if TYPE_CHECKING:
+    from tessera.serve.steps import ServedModel
 
 # A character of no language.
 MARK = "\U0010fff1"
@@ -45,7 +47,7 @@ class Eyes:
     mark: str = MARK
 
     @classmethod
-    def of(cls, model: ServedModel) -> "Eyes":
+    def of(cls, model: "ServedModel") -> "Eyes":
         """The eyes of a served model that has them."""
         _pillow()  # now, and not with the first picture
         encode = model.encode
@@ -91,11 +93,6 @@ class Eyes:
             whole += [0] * PICTURE_TOKENS
             rest = rest[start + len(mark) :]
         return whole + rest, tuple(pictures)
-
-
-def eyes_of(model: ServedModel) -> Eyes | None:
-    """The eyes of a model that sees."""
-    return Eyes.of(model) if model.encode is not None else None
 
 
 def _decoded(url: str) -> Any:

@@ -1,6 +1,7 @@
 """prepare: a model and devices in, plans for serving out: captured, priced, planned and checked, not started.
 
 Only the process that workers are forked from is started, so that it has imported torch when they are wanted.
+What captures and plans is imported where it is needed: a start by plans that were kept needs none of it.
 
 The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
 their prompts need it, and the step that holds one token of each as often as an answer has tokens; every other
@@ -18,21 +19,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tessera import flow
 from tessera.adapt.avoid import without_devices
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
-from tessera.execute.hub import warm_up
+from tessera.execute.forking import warm_up
+from tessera.execute.setups import interprets
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
-from tessera.profile.measured import Clocks, Store, combine, default_store, measure, needs_measuring
-from tessera.serve.kept_plans import KeptPlans, find, keep, key_of
-from tessera.serve.records import step_name
-from tessera.serve.steps import ROWS, SLOTS, ServedModel, for_cpu, served
+from tessera.serve.kept_plans import KeptModel, KeptPlans, find, keep, key_of
+from tessera.serve.pages import modest_bytes
+from tessera.serve.records import ROWS, SLOTS, ServableModel, Shape, step_name
+
+if TYPE_CHECKING:
+    from tessera.serve.steps import ServedModel
 
 # Hears one line.
 Told = Callable[[str], None]
@@ -72,8 +76,10 @@ class ServeSpec:
     # Products of the same input are one.
     joined: bool = True
 
-    def build(self, model: str, **limits: Any) -> ServedModel:
+    def build(self, model: str, **limits: Any) -> "ServedModel":
         """The model in these sizes, within the limits of `served`."""
+        from tessera.serve.steps import served
+
         return served(
             model,
             slots=self.slots,
@@ -100,7 +106,7 @@ def objectives_of(policy: str) -> tuple[Objective, ...]:
 class Prepared:
     """A model with the plans to serve it by."""
 
-    model: ServedModel
+    model: ServableModel
     cluster: Cluster
     unit: WorkUnit
     costs: tuple[Costs, ...]
@@ -116,7 +122,7 @@ class Prepared:
     @property
     def kept(self) -> KeptPlans:
         """What another start needs of it."""
-        return KeptPlans(self.plans, self.scale, self.rehearsed)
+        return KeptPlans(self.plans, self.scale, self.rehearsed, KeptModel.of(self.model))
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
@@ -144,20 +150,27 @@ def prepare(
 ) -> Prepared:
     """Plans a service; `advance` hears what is done next, `store` keeps measurements, `kept` plans."""
     warm_up()  # beside the capture and the planning
+    pool_bytes = modest_bytes(spec.slots)
+    key = key_of(place_of(model), spec, cluster, pool_bytes)
+    found = find(key, kept) if kept is not None else None
+    if found is not None and found.model is not None:
+        return prepared_from(found.model, cluster, found)
+    from tessera import flow
+    from tessera.profile.measured import default_store
+    from tessera.serve.steps import for_cpu
+
     advance(f"building {model}")
     with blamed_for_run(model):
         room_bytes = [spec.memory_share * device.memory_bytes for device in cluster.devices]
-        made = spec.build(model, max_bytes=MAX_BYTES, room_bytes=room_bytes)
+        made = spec.build(model, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
         for_cpu(made)
-        key = key_of(place_of(model), spec, cluster, made.shape)
-        found = find(key, kept) if kept is not None else None
         if found is not None:
             return prepared_from(made, cluster, found)
         advance(f"capturing {len(made.workloads)} steps")
         begun_s = time.perf_counter()
         traces = [record(workload) for workload in made.workloads]
         capture_s = time.perf_counter() - begun_s
-    unit = flow.make_unit(traces, counts_of(made, spec.average))
+    unit = flow.make_unit(traces, counts_of(made.shape, spec.average, made.encode is not None))
     advance("pricing its launches")
 
     @cache
@@ -177,18 +190,19 @@ def warn_kept(what: str) -> None:
     print(f"warning: {what}; plans are not kept for the next start", file=sys.stderr)
 
 
-def prepared_from(model: ServedModel, cluster: Cluster, found: KeptPlans) -> Prepared:
+def prepared_from(model: ServableModel, cluster: Cluster, found: KeptPlans) -> Prepared:
     """A service by plans of an earlier start."""
     plans = found.plans
+    if any(interprets(plans[0], device) for device in range(len(cluster.devices))):
+        import_module("tessera.flow")  # hands in the interpreter
     needed = footprints(plans, [ready_programs(plan) for plan in plans])
     return Prepared(
         model, cluster, plans[0].unit, plans[0].costs, plans, needed, found.scale, found.rehearsed
     )
 
 
-def counts_of(model: ServedModel, average: Average) -> tuple[int, ...]:
+def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, ...]:
     """How often each step runs for `rows` average requests."""
-    shape = model.shape
     counts = dict.fromkeys(shape.sizes, 1)
     answers = next(size for size in shape.sizes if size >= shape.rows)
     counts[answers] = max(1, average.output - 1)
@@ -196,10 +210,13 @@ def counts_of(model: ServedModel, average: Average) -> tuple[int, ...]:
         counts[shape.sizes[-1]] = -(-shape.rows * min(average.prompt, shape.capacity) // shape.sizes[-1])
     else:
         counts[answers] += average.prompt
-    return (*([shape.rows] if model.encode is not None else []), *counts.values())
+    return (*([shape.rows] if sees else []), *counts.values())
 
 
 def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Told) -> Costs:
+    from tessera import flow
+    from tessera.profile.measured import Clocks, Store, combine, measure, needs_measuring
+
     found = {}
     for device in cluster.devices:
         if needs_measuring(device):
@@ -211,12 +228,14 @@ def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Tol
 
 
 def _planned(
-    model: ServedModel,
+    model: ServableModel,
     cluster: Cluster,
     unit: WorkUnit,
     costs: tuple[Costs, ...],
     policies: tuple[Objective, ...],
 ) -> Prepared:
+    from tessera import flow
+
     policies = policies if len(cluster.devices) > 1 else policies[:1]
     try:
         plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.slots) for x in policies)

@@ -11,7 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tessera.ir import Decision, Plan, Step
+from tessera.ir import Cluster, Decision, DeviceKind, Plan, Step
 from tessera.kernels import PAGE
 from tessera.serve.text import Text
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tessera.serve.grammar import Grammar, GrammarCompiler
     from tessera.serve.images import ImageService
     from tessera.serve.pictures import Eyes
+    from tessera.serve.sight import Sight
+
+# Microbatches, and rows of each, where nobody says otherwise.
+SLOTS, ROWS, GPU_ROWS = 2, 8, 64
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -57,6 +61,31 @@ class Shape:
     def max_tokens(self) -> int:
         """Tokens of a sequence, at most: those of a prompt and its answer, within the pool."""
         return min(self.capacity, self.pool_tokens - PAGE)
+
+
+def sizes_for(cluster: Cluster) -> tuple[int, int]:
+    """Microbatches, and rows of each, where nobody says: on one GPU there is nothing to overlap."""
+    if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
+        return SLOTS, ROWS
+    return min(SLOTS, len(cluster.devices)), GPU_ROWS
+
+
+class ServableModel(Protocol):
+    """What a service needs to know of a model: built (`steps.ServedModel`), or kept from an earlier start."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one microbatch."""
+
+    def weights(self) -> "dict[str, torch.Tensor]":
+        """By name."""
+
+    def senses(self) -> "tuple[Sight, Eyes] | None":
+        """How it sees; None for one that does not."""
 
 
 @dataclass(frozen=True, slots=True)

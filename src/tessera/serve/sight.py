@@ -9,6 +9,7 @@ Pictures are resized to one grid.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ import torch
 from tessera.capture.models.vision import PICTURE_TOKENS, grid_of
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
-from tessera.serve.steps import ServedModel
+
+if TYPE_CHECKING:
+    from tessera.serve.steps import ServedModel
 
 GRID = grid_of(PICTURE_TOKENS)
 # What text behind a picture is shifted by: its tokens count as many positions as its longer side.
@@ -96,7 +99,7 @@ class Sight:
         return {"rotary": torch.from_numpy(places), "image": image, "is_image": is_image}
 
 
-def sight_of(model: ServedModel) -> Sight | None:
+def sight_of(model: "ServedModel") -> Sight | None:
     """Of a model that sees; None for one that does not."""
     encode = model.encode
     if encode is None:

@@ -78,9 +78,7 @@ def started(
     from tessera.serve.app import create_app
     from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
-    from tessera.serve.pictures import eyes_of
     from tessera.serve.replan import PreparedPlanner
-    from tessera.serve.sight import sight_of
     from tessera.serve.summary import lines_of
 
     options = options or ServeOptions()
@@ -93,7 +91,8 @@ def started(
     advance("starting workers")
     made, shape = prepared.model, prepared.model.shape
     name = options.name or (Path(model).name if Path(model).is_dir() else model)
-    text, eyes, created = open_text(place_of(model), shape.vocab_size), eyes_of(made), int(time.time())
+    text, created = open_text(place_of(model), shape.vocab_size), int(time.time())
+    sight, eyes = made.senses() or (None, None)
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     with Local(prepared, transport=options.transport, hub=hub) as local:
         service = Service(
@@ -103,7 +102,7 @@ def started(
             model=name,
             config=ServiceConfig(max_waiting=options.max_waiting, prefix_caching=options.prefix_caching),
             observer=metrics,
-            sight=sight_of(made),
+            sight=sight,
             planner=PreparedPlanner(prepared),
         )
         endpoint = Endpoint(

@@ -10,11 +10,10 @@ steps of answers alone, and from there to the largest for those that read prompt
 below.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,13 +26,15 @@ from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.execute.reference import ReferenceStepper, plan_alone
 from tessera.execute.stepper import Tensors
-from tessera.ir import Cluster, DeviceKind, Step
+from tessera.ir import Step
 from tessera.kernels import PAGE
-from tessera.serve.pages import pages_for
-from tessera.serve.records import Shape
+from tessera.serve.pages import modest_bytes, pages_for
+from tessera.serve.records import ROWS, SLOTS, Shape
 
-# What is served where nobody says otherwise.
-SLOTS, ROWS, GPU_ROWS = 2, 8, 64
+if TYPE_CHECKING:
+    from tessera.serve.pictures import Eyes
+    from tessera.serve.sight import Sight
+
 # Tokens of the largest step, of a model that computes on a CPU.
 MAX_BATCH_TOKENS = 128
 # Tokens of a prompt and its answer, of a model that has no limit of its own.
@@ -41,17 +42,6 @@ CAPACITY = 32_768
 # Of steps: each one is so many times the one below. On a CPU, where padding costs as much as tokens, small
 # ones are worth their capture.
 RATIO, MIN_SIZE = 4, 8
-# Bytes of a microbatch's pages on devices that compute on this machine's CPU, where nobody says otherwise.
-POOL_BYTES = 128 << 20
-# A step that takes longer than this will never end.
-STEP_TIMEOUT_S = 60.0
-
-
-def sizes_for(cluster: Cluster) -> tuple[int, int]:
-    """Microbatches, and rows of each, where nobody says: on one GPU there is nothing to overlap."""
-    if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
-        return SLOTS, ROWS
-    return min(SLOTS, len(cluster.devices)), GPU_ROWS
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,19 @@ class ServedModel:
     def weights(self) -> dict[str, torch.Tensor]:
         """Of all steps."""
         return self.workloads[-1].weights()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one microbatch, without making them."""
+        return state_bytes(self.workloads[-1])
+
+    def senses(self) -> "tuple[Sight, Eyes] | None":
+        """How it sees; None for one that does not."""
+        from tessera.serve.pictures import Eyes
+        from tessera.serve.sight import sight_of
+
+        sight = sight_of(self)
+        return None if sight is None else (sight, Eyes.of(self))
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state of one microbatch before anything ran: zeros."""
@@ -128,7 +131,7 @@ def served(
     sizes = sizes_of(rows, max_batch_tokens or MAX_BATCH_TOKENS, is_flat, min_size)
     if pool_tokens is None:
         if pool_bytes is None:
-            pool_bytes = min(POOL_BYTES, _machine_bytes() / 4 / slots)
+            pool_bytes = modest_bytes(slots)
         each, fixed = _bytes_of_state(first, rows)
         room = min(pool_bytes, _room(first, room_bytes) / slots - fixed)
         pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
@@ -171,8 +174,6 @@ def _pool_tokens(fitting: float, rows: int, size: int, asked: int | None) -> int
     most = rows * PAGE * pages_for(size) + PAGE
     # Who asks for a length gets it; whether that fits, the planner says.
     least = PAGE * pages_for(min(size, asked or PAGE)) + PAGE
-    # A little less than fits, so that a few bytes more or less in use make no other plans.
-    fitting = fitting if fitting >= most else int(fitting) & -(1 << max(4, int(fitting).bit_length() - 6))
     return int(max(least, min(most, fitting // PAGE * PAGE)))
 
 
@@ -198,11 +199,6 @@ def state_bytes(workload: Workload) -> int:
     """Of one microbatch, without making them."""
     with torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         return sum(tensor.nbytes for tensor in workload.make_state(0).values())
-
-
-def _machine_bytes() -> int:
-    """Memory of this machine that is not in use."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def reference(model: ServedModel, num_threads: int | None = None) -> ReferenceStepper:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from tessera.ir import Objective, Plan
 from tessera.kernels import PAGE
 from tessera.serve.planning import Average, Prepared
-from tessera.serve.steps import state_bytes
 
 
 def lines_of(prepared: Prepared, average: Average) -> tuple[str, str, str]:
@@ -22,7 +21,7 @@ def _chosen(prepared: Prepared) -> str:
     shape, plan = prepared.model.shape, prepared.plans[0]
     sizes = ", ".join(f"{size:,}" for size in shape.sizes)
     when = f"captured in {prepared.capture_s:.1f} s" if prepared.capture_s else "as planned before"
-    held = shape.slots * state_bytes(prepared.model.workloads[-1])
+    held = shape.slots * prepared.model.state_bytes
     parts = [f"{name} {100 * share:.0f} %" for name, share in _shares(plan).items()]
     where = f"work on {', '.join(parts)}" if len(parts) > 1 else f"all work on {plan.cluster.names[0]}"
     return (

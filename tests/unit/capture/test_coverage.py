@@ -7,7 +7,7 @@ import pytest
 from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
 
-from tessera.execute.hub import FORKSERVER
+from tessera.execute.forking import FORKSERVER
 
 pytest.importorskip("transformers")
 

@@ -29,9 +29,10 @@ from tessera.execute.briefing import (
     weight_of,
 )
 from tessera.execute.footprint import ready_programs
+from tessera.execute.forking import FORKSERVER, warm_up
 from tessera.execute.gate import Gate
 from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
-from tessera.execute.hub import FIRST_PAUSE_S, FORKSERVER, Up, hidden_main, warm_up
+from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
 from tessera.execute.inbox import Hangup
 from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
 from tessera.execute.remote import RemoteHub

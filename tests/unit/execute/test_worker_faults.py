@@ -21,7 +21,8 @@ import stepper_factory as factory
 from tessera.errors import WorkerError
 from tessera.execute import hub as hubs
 from tessera.execute.blame import Verdict, judge
-from tessera.execute.hub import FORKSERVER, Hub, Line, pause_s
+from tessera.execute.forking import FORKSERVER
+from tessera.execute.hub import Hub, Line, pause_s
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.messages import Clear, StoreGet, Where
 from tessera.execute.setups import Setup

@@ -22,7 +22,7 @@ What = tuple[list[int], str, str]
 
 def undivided(asks: Sequence[Ask]) -> list[What]:
     """What the model itself answers."""
-    model = steps_factory.prepared().model
+    model = steps_factory.built(steps_factory.prepared())
     with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
         return [told.what for told in wait_for(read_all(service, asks))]
 

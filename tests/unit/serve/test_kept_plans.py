@@ -1,12 +1,22 @@
 """Plans between two starts of a service."""
 
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
 
 from serving_factory import toy_plans
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.kept_plans import MAX_KEPT, KeptPlans, find, keep, key_of
+from tessera.serve import kept_plans
+from tessera.serve.kept_plans import MAX_KEPT, KeptModel, KeptPlans, find, keep, key_of
+from tessera.serve.pages import steady
 from tessera.serve.planning import Average, ServeSpec, prepare
+from tessera.serve.records import Shape
+from tessera.serve.steps import served
 from tessera.serve.summary import lines_of
 
 FOUND = KeptPlans(toy_plans(["throughput", "latency"]), 2.5, {"throughput": 12.0})
@@ -51,16 +61,57 @@ def test_plans_have_another_name_when_a_file_of_the_model_changes(tmp_path: Path
     assert before != key_of(str(tmp_path), "sizes")
 
 
-def test_a_second_start_plans_nothing(tmp_path: Path) -> None:
-    """And serves by the very plans of the first."""
+@pytest.mark.parametrize(("most_bytes", "then"), [(1 << 30, []), (0, ["building tiny-llama"])])
+def test_a_second_start_plans_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, then: list[str]
+) -> None:
+    """And serves by the very plans and weights of the first; a small model is not even built."""
+    monkeypatch.setattr(kept_plans, "MAX_WEIGHT_BYTES", most_bytes)
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
     spec = ServeSpec(rows=2, capacity=32, max_batch_tokens=8)
     said: list[list[str]] = [[], []]
     first, second = (prepare("tiny-llama", cluster, spec, kept=tmp_path, advance=s.append) for s in said)
     assert "planning" in said[0]
-    assert said[1] == ["building tiny-llama"]
+    assert said[1] == then
     assert second.plans == first.plans
     assert second.footprints == first.footprints
+    assert second.model.shape == first.model.shape
+    assert second.model.state_bytes == first.model.state_bytes
+    weights, again = first.model.weights(), second.model.weights()
+    assert {n: t.stride() for n, t in again.items()} == {n: t.stride() for n, t in weights.items()}
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_model_that_sees_is_built_at_every_start() -> None:
+    assert KeptModel.of(served("tiny-qwen2.5-vl", slots=1, rows=1, capacity=64)) is None
+
+
+def test_weights_that_were_cut_short_are_not_found(tmp_path: Path) -> None:
+    model = KeptModel(Shape(1, 2, 32, (2, 8), 64, 258), 4096, {"w": torch.ones(64)})
+    keep("name", replace(FOUND, model=model), tmp_path)
+    found = find("name", tmp_path)
+    assert found is not None
+    assert found.model is not None
+    assert found.model.shape == model.shape
+    path = tmp_path / "name" / "weights.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+    assert find("name", tmp_path) is None
+
+
+def test_a_little_more_or_less_memory_finds_the_same_plans() -> None:
+    assert 0.96 * 139e9 < steady(139e9) <= 139e9
+    assert steady(139e9) == steady(139e9 - 2**20)
+    assert steady(139e9) != steady(100e9)
+
+
+def test_a_start_by_kept_plans_imports_no_model_code() -> None:
+    """What builds and plans takes longer to import than all the rest."""
+    code = (
+        "import sys, tessera.serve.app, tessera.serve.replan, tessera.serve.start; "
+        "sys.exit(str({'transformers', 'scipy', 'torch._dynamo', 'tessera.flow'} & sys.modules.keys() or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
 
 
 def test_what_was_chosen_is_said_in_three_lines(tmp_path: Path) -> None:

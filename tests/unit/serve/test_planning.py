@@ -8,7 +8,7 @@ from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
-from tessera.execute.hub import FORKSERVER
+from tessera.execute.forking import FORKSERVER
 from tessera.execute.lanes import check_alike, devices_of
 from tessera.execute.lower import lower
 from tessera.execute.worker_stepper import WorkerStepper
@@ -93,8 +93,8 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
 
 def test_counts_follow_the_average_request() -> None:
     """Parts of prompts are rounded up; a recurrent model reads its prompt as it answers."""
-    assert counts_of(factory.prepared().model, Average(prompt=17, output=5)) == (4, 5)
-    assert counts_of(served("tiny-mamba", rows=2), Average(prompt=10, output=5)) == (14,)
+    assert counts_of(factory.prepared().model.shape, Average(prompt=17, output=5)) == (4, 5)
+    assert counts_of(served("tiny-mamba", rows=2).shape, Average(prompt=10, output=5)) == (14,)
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:
@@ -194,8 +194,8 @@ def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
     made = factory.prepared(model, (Objective.THROUGHPUT,))
     plan = factory.plan_by("layer-pipeline", model)
     assert len(plan.used) == 2
-    steps = factory.script(made.model, 6)
-    with reference(made.model, 1) as whole:
+    steps = factory.script(factory.built(made), 6)
+    with reference(factory.built(made), 1) as whole:
         factory.opened(whole, 0)
         wanted = factory.play(whole, 0, steps)
     with WorkerStepper([plan], made.model.weights(), method=FORKSERVER) as stepper:

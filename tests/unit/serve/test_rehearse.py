@@ -23,7 +23,7 @@ def model(slots: int) -> ServedModel:
 @functools.cache
 def unit() -> WorkUnit:
     """Its steps, as often as four average requests need them."""
-    return make_unit([record(w) for w in model(1).workloads], counts_of(model(1), AVERAGE))
+    return make_unit([record(w) for w in model(1).workloads], counts_of(model(1).shape, AVERAGE))
 
 
 @functools.cache
