@@ -19,7 +19,7 @@ import torch
 
 from tessera.errors import MismatchError, RuleBroken, WorkerError
 from tessera.execute.messages import WeightBytes
-from tessera.execute.setups import Duty, Setup
+from tessera.execute.setups import Duty, Setup, interpreter
 from tessera.ir import AWAY, Device, verify
 from tessera.ir.codec import decode, encode
 
@@ -113,7 +113,8 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
             raise MismatchError(f"weight '{weight.name}' here is not the engine's", remedy)
         own[weight.name] = _laid_out(found.detach(), weight.stride)
     here = replace(duty, cluster=replace(duty.cluster, devices=tuple(map(_here, duty.cluster.devices))))
-    return Setup(**here.duty, weights=own, key=key, host=host)
+    interpret = interpreter(here.cluster.devices[here.device], here.traces)
+    return Setup(**here.duty, weights=own, key=key, host=host, interpret=interpret)
 
 
 def _here(device: Device) -> Device:

@@ -1,14 +1,14 @@
 """What each worker is born with, made from a plan and its programs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from tessera.execute.kernel_launch import Interpret, handed_in
 from tessera.execute.stepper import Tensors
-from tessera.ir import BufferKind, Cluster, DeviceKind, Plan, Program, Trace
+from tessera.ir import BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Setup(Duty):
     # progress[microbatch] = (run, position): where this worker is, in memory that the engine sees.
     progress: torch.Tensor | None = None
     # Runs kernels with PTX on the CPU; see `kernel_launch`.
-    interpret: Interpret | None = field(default_factory=handed_in)
+    interpret: Interpret | None = None
 
 
 def make_setups(
@@ -92,16 +92,20 @@ def make_setups(
             is_profiled=is_profiled,
             us=tuple(tuple(row[device].us for row in costs.costs) for costs in plan.prices),
             weights=own,
-            interpret=handed_in() if interprets(plan, device) else None,
+            interpret=interpreter(plan.cluster.devices[device], traces),
         )
         for device in range(len(plan.cluster.devices))
     ]
 
 
-def interprets(plan: Plan, device: int) -> bool:
-    """True if kernels with PTX run on a CPU there: their interpreter takes time to import."""
-    is_cuda = plan.cluster.devices[device].kind is DeviceKind.CUDA
-    return not is_cuda and any(kernel.ptx for graph in plan.graphs for kernel in graph.trace.kernels)
+def interprets(device: Device, traces: Sequence[Trace]) -> bool:
+    """True if kernels with PTX run on a CPU there."""
+    return device.kind is not DeviceKind.CUDA and any(k.ptx for trace in traces for k in trace.kernels)
+
+
+def interpreter(device: Device, traces: Sequence[Trace]) -> Interpret | None:
+    """What runs them, where there are any: it takes time to import."""
+    return handed_in() if interprets(device, traces) else None
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:

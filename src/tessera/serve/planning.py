@@ -193,7 +193,8 @@ def warn_kept(what: str) -> None:
 def prepared_from(model: ServableModel, cluster: Cluster, found: KeptPlans) -> Prepared:
     """A service by plans of an earlier start."""
     plans = found.plans
-    if any(interprets(plans[0], device) for device in range(len(cluster.devices))):
+    traces = [graph.trace for graph in plans[0].graphs]
+    if any(interprets(device, traces) for device in cluster.devices):
         import_module("tessera.flow")  # hands in the interpreter
     needed = footprints(plans, [ready_programs(plan) for plan in plans])
     return Prepared(
