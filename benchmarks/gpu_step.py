@@ -69,7 +69,8 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
 
     began = time.monotonic()
     pages = case.sequences * -(-case.length // PAGE) * case.room + 1
-    step = Step(model, "tokens", case.sequences, case.sequences * case.new, reserve=PAGE * pages)
+    num_tokens = case.sequences * case.new
+    step = Step(model, "tokens", case.sequences, num_tokens, reserve=PAGE * pages, joined_products=True)
     with torch.device("cuda"):
         workload = _build(step, layers)
     tables = lay_out(step, [(case.length, case.new)] * case.sequences, range(1, pages))
