@@ -34,8 +34,8 @@ from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.capability import capabilities, capacity_per_s
 from tessera.simulate.metrics import measured
 from tessera.simulate.online import SimulatedServer
+from tessera.simulate.stepper import Truth
 from tessera.simulate.study import Setting, adapt, compare, known_of
-from tessera.simulate.truth import Truth
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)

@@ -191,8 +191,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from tessera.analyze.accesses import triton_accesses
     from tessera.capture.inductor import record_inductor
     from tessera.execute.cuda.measure import Whole, whole_plan
-    from tessera.execute.offline import run_offline
-    from tessera.execute.pick import rate_per_s
+    from tessera.execute.offline import rate_per_s, run_offline
     from tessera.execute.worker_stepper import hidden_main
     from tessera.flow import UnitRequest, make_unit
 

@@ -21,8 +21,7 @@ from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.reference import InOrder
 from tessera.execute.cuda.stretch import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
-from tessera.execute.offline import RunResult, run_offline, timeline_of
-from tessera.execute.pick import rate_per_s
+from tessera.execute.offline import RunResult, rate_per_s, run_offline, timeline_of
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog

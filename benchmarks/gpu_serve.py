@@ -6,11 +6,8 @@
 Every device has a worker process, and processes on one card run side by side only under CUDA MPS. Parts, each
 in a process of its own with a time limit, its results written as they come:
 
-attention  one layer's attention of a decode step, written in several ways
-decode     the decode step as Tessera captures it and as torch.compile makes it of the Hugging Face model with
-           a static cache, both as CUDA graphs that feed themselves, in turn; where the time goes
-engine     the service's engine on one device, all rows decoding, in turn with the same Hugging Face loop,
-           which is a process of its own on the same card
+engine     the service's engine on one device, all rows decoding, in turn with the Hugging Face model with a
+           static cache under torch.compile, which is a process of its own on the same card
 pair       the engine on two stretched devices under a closed load: the plan, and coarser policies
 arrivals   a Poisson stream of requests on two stretched devices, for real and by the same engine in virtual
            time: what requests wait for their first token and for each after it
@@ -41,42 +38,11 @@ PAIR = ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4")
 COARSE = ("data-parallel", "single", "layer-pipeline")
 
 
-def attention(log: Log, args: argparse.Namespace) -> None:
-    """Ways to write a decode step's attention."""
-    from benchmarks.gpu_serve_steps import attention_ways
-
-    for batch in (args.batch, 8):
-        log.attempt(f"batch {batch}", partial(attention_ways, batch, args.capacity))
-
-
-def decode(log: Log, args: argparse.Namespace) -> None:
-    """Tessera's step and Hugging Face's, in turn."""
-    from benchmarks.gpu_serve_hf import Beside, tokens_per_s
-    from benchmarks.gpu_serve_steps import agreement, kernels_of, model_on_gpu, own_steps
-
-    with Beside({**sizes(args), "model": MODEL, "steps": args.steps, "mode": args.hf}) as theirs:
-        began, batch = time.monotonic(), args.batch
-        workload = model_on_gpu(MODEL, batch, args.capacity, args.layers)
-        start = args.capacity - args.steps - 8
-        own = own_steps(workload, start, args.portable)
-        log.put("model", {**sizes(args), "captured s": _since(began)})
-        log.attempt("same logits", lambda: agreement(workload, start))
-        log.put("hf", theirs.ready())
-        rates: dict[str, list[float]] = {"tessera": [], "hf": []}
-        for _ in range(args.rounds + 1):
-            rates["tessera"].append(tokens_per_s(*own, batch, args.steps))
-            rates["hf"].append(theirs.ask())
-            log.put("tokens per s", compared(rates, args.hf))
-        log.attempt("tessera, kernels", lambda: kernels_of(*own))
-        log.attempt("hf, kernels", lambda: theirs.ask("kernels"))
-
-
 def engine(log: Log, args: argparse.Namespace) -> None:
     """The service's engine on one device, in turn with Hugging Face's loop."""
     from benchmarks.gpu_execute import whole_card
-    from benchmarks.gpu_serve_hf import Beside
+    from benchmarks.gpu_serve_hf import Beside, named
     from benchmarks.gpu_serve_load import run_full, stepper_per_s
-    from benchmarks.gpu_serve_steps import named
 
     from tessera.serve.local import Local
     from tessera.serve.service import Service
@@ -104,8 +70,8 @@ def engine(log: Log, args: argparse.Namespace) -> None:
 
 def pair(log: Log, args: argparse.Namespace) -> None:
     """The engine on two stretched devices, under every policy in turn."""
+    from benchmarks.gpu_serve_hf import named
     from benchmarks.gpu_serve_load import run_load
-    from benchmarks.gpu_serve_steps import named
 
     from tessera.profile import make_cluster, parse_devices
     from tessera.serve.local import Local
@@ -143,7 +109,7 @@ def pair(log: Log, args: argparse.Namespace) -> None:
 
 def arrivals(log: Log, args: argparse.Namespace) -> None:
     """The same requests at the same moments, for real and in virtual time."""
-    from benchmarks.gpu_serve_steps import named
+    from benchmarks.gpu_serve_hf import named
 
     from tessera.profile import make_cluster, parse_devices
     from tessera.serve.local import Local
@@ -227,8 +193,6 @@ def _since(began: float) -> float:
 # All --------------------------------------------------------------------------------------------------------
 
 WHAT: dict[str, Callable[[Log, argparse.Namespace], None]] = {
-    "attention": attention,
-    "decode": decode,
     "engine": engine,
     "pair": pair,
     "arrivals": arrivals,
@@ -269,7 +233,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Serving on one GPU.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="serve")
-    parser.add_argument("--parts", default="decode,engine,pair,arrivals")
+    parser.add_argument("--parts", default="engine,pair,arrivals")
     parser.add_argument("--tag", default="", help="told apart from other runs of the same part")
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
     parser.add_argument("--layers", type=int, default=32)
@@ -290,7 +254,6 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--hf", default="reduce-overhead", help="or: default, own graph; or: max-autotune, own graph"
     )
-    parser.add_argument("--portable", action="store_true", help="attention that runs on every GPU")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)

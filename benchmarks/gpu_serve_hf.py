@@ -11,13 +11,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
+
+from benchmarks.gpu_capture import _build, as_graph
+
+from tessera.capture import Workload
+from tessera.capture.inductor import on_device
+from tessera.ir import Step
+
+Steps = tuple[Callable[[], Any], Callable[[], Any]]
+# What runs until the process ends.
+_OPEN = ExitStack()
 
 
 class StaticDecode:
@@ -69,11 +80,64 @@ class StaticDecode:
             elif length is not None:
                 layer.cumulative_length = self._start
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over keys and values of a decode step's state."""
-        for number, layer in enumerate(self.cache.layers):
-            layer.keys.copy_(state[f"keys.{number}"])
-            layer.values.copy_(state[f"values.{number}"])
+
+def named(model: str, layers: int) -> str:
+    """The name of a built-in model with fewer layers, made known."""
+    from tessera.capture.models import catalog, known_models, register
+    from tessera.capture.models.hf import CAUSAL_STEPS, SERVED_STEPS, built_in
+
+    family, sizes, dtype = catalog.LANGUAGE[model]
+    if sizes["num_hidden_layers"] == layers:
+        return model
+    name = f"{model}-of-{layers}"
+    if name not in known_models():
+        fewer = {**sizes, "num_hidden_layers": layers}
+        register(name, CAUSAL_STEPS, SERVED_STEPS)(built_in(family, fewer, dtype))
+    return name
+
+
+def model_on_gpu(model: str, batch: int, capacity: int, layers: int) -> Workload:
+    """The decode step with weights made on the GPU, and state that takes no time to make."""
+    with torch.device("cuda"):
+        workload = _build(Step(model, "decode", batch, capacity), layers)
+    return blank(on_device(workload, "cuda:0"))
+
+
+def blank(workload: Workload) -> Workload:
+    """The same step whose state is random numbers made on the GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        shapes = {n: (tuple(t.shape), t.dtype) for n, t in workload.make_state(0).items()}
+
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        random = torch.Generator("cuda").manual_seed(seed)
+        return {n: torch.randn(s, generator=random, device="cuda", dtype=d) for n, (s, d) in shapes.items()}
+
+    return replace(workload, make_state=state)
+
+
+def hf_steps(workload: Workload, capacity: int, start: int, mode: str) -> Steps:
+    """(step, reset) of the Hugging Face model with a static cache, compiled."""
+    with torch.no_grad():
+        decode = StaticDecode(workload.module, workload.step.batch, capacity, start)
+        if mode == "reduce-overhead":
+            call = torch.compile(decode.logits, mode="reduce-overhead", fullgraph=True)
+
+            def step() -> None:
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.no_grad():
+                    decode.advance(call().argmax(-1, keepdim=True))
+
+            for _ in range(3):
+                step()
+            return step, decode.reset
+        inner = None if mode.startswith("default") else "max-autotune-no-cudagraphs"
+        compiled = torch.compile(decode.step, mode=inner, fullgraph=True)
+        compiled()
+        graph = as_graph(compiled)
+    _OPEN.callback(lambda: compiled)  # its kernels are the graph's
+    return graph.replay, decode.reset
 
 
 def tokens_per_s(step: Callable[[], Any], reset: Callable[[], Any], batch: int, steps: int) -> float:
@@ -101,9 +165,7 @@ class Beside:
     def __enter__(self) -> "Beside":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(20.0)
@@ -114,12 +176,12 @@ class Beside:
             self._ready = self._answer()
         return self._ready
 
-    def ask(self, what: str = "rate") -> Any:
-        """Tokens a second of one round; or `kernels`."""
+    def ask(self) -> float:
+        """Tokens a second of one round."""
         self.ready()
         assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
-        return self._answer()[what]
+        self._process.stdin.write("\n")
+        return float(self._answer()["rate"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -132,8 +194,6 @@ class Beside:
 
 def main() -> None:
     """Builds, compiles, and runs a round for every line that comes."""
-    from benchmarks.gpu_serve_steps import hf_steps, kernels_of, model_on_gpu
-
     parser = argparse.ArgumentParser(description="Hugging Face's static cache, compiled.")
     parser.add_argument("--sizes", type=json.loads, required=True)
     sizes = parser.parse_args().sizes
@@ -141,10 +201,8 @@ def main() -> None:
     workload = model_on_gpu(sizes["model"], batch, sizes["capacity"], sizes["layers"])
     step, reset = hf_steps(workload, sizes["capacity"], sizes["capacity"] - steps - 8, sizes["mode"])
     print(json.dumps({"compiled s": round(time.monotonic() - began, 1)}), flush=True)
-    for line in sys.stdin:
-        what = line.strip()
-        found = kernels_of(step, reset) if what == "kernels" else tokens_per_s(step, reset, batch, steps)
-        print(json.dumps({what: found}), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps({"rate": tokens_per_s(step, reset, batch, steps)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,26 +20,17 @@ def table(whole: dict[str, Any]) -> str:
         "attention (`sdpa`, which repeats keys and values for every query head) under torch.compile, in a "
         "loop that feeds tokens back on the GPU; nobody reads them. Both are timed in turn on the same card.",
     ]
-    sections = {
-        "decode": _against, "engine": _against, "pair": _pair, "arrivals": _arrivals, "attention": _attention,
-    }  # fmt: skip
-    for kind, section in sections.items():
+    for kind, section in {"engine": _engine, "pair": _pair, "arrivals": _arrivals}.items():
         parts = {name: part for name, part in whole.items() if name.split(" ")[0] == kind}
         if parts:
-            lines += ["", *section(kind, parts)]
+            lines += ["", *section(parts)]
     notes = ["", "## Notes", "", *(f"- {note}" for note in whole["notes"])] if "notes" in whole else []
     return "\n".join([*lines, *notes, "", *_unfinished(whole)]).rstrip() + "\n"
 
 
-TITLES = {
-    "decode": "The decode step: CUDA graphs that feed themselves",
-    "engine": "The service's engine: every token handed to its reader, all rows decoding",
-}
-
-
-def _against(kind: str, parts: dict[str, Any]) -> list[str]:
+def _engine(parts: dict[str, Any]) -> list[str]:
     lines = [
-        f"## {TITLES[kind]}",
+        "## The service's engine: every token handed to its reader, all rows decoding",
         "",
         "| rows | positions | layers | tessera, tokens/s | hf, tokens/s | hf compiled by | tessera / hf |",
         f"|{'---|' * 7}",
@@ -51,19 +42,13 @@ def _against(kind: str, parts: dict[str, Any]) -> list[str]:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for name, part in parts.items():
         lines += ["", f"{name}: `{part['command']}`"]
-        for key in ("tessera, kernels", "hf, kernels"):
-            if "us a step" in part.get(key, {}):
-                lines += ["", f"{key} of a step of {part[key]['us a step']} us (us, launches):", ""]
-                lines += [f"- {us} us, {num}: `{what}`" for what, (us, num) in part[key]["kernels"].items()][
-                    :8
-                ]
         for key, value in part.items():
             if key.startswith(("engine,", "stepper")) and "error" not in value:
                 lines += ["", f"{key}: `{json.dumps(value)}`"]
     return lines
 
 
-def _pair(kind: str, parts: dict[str, Any]) -> list[str]:
+def _pair(parts: dict[str, Any]) -> list[str]:
     lines = [
         "## Two unlike devices: the engine under a closed load, all rows in use",
         "",
@@ -93,7 +78,7 @@ def _pair(kind: str, parts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _arrivals(kind: str, parts: dict[str, Any]) -> list[str]:
+def _arrivals(parts: dict[str, Any]) -> list[str]:
     lines = [
         "## Two unlike devices: a Poisson stream of requests, for real and in virtual time",
         "",
@@ -119,16 +104,6 @@ def _arrivals(kind: str, parts: dict[str, Any]) -> list[str]:
             cells = [key.partition(" ")[2], row["requests"], row["requests per s"]]
             cells += [row[wait][what] for wait in waits for what in ("real ms", "virtual ms", "ratio")]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
-
-
-def _attention(kind: str, parts: dict[str, Any]) -> list[str]:
-    lines = ["## Attention of one layer of a decode step, several ways (us)", ""]
-    for part in parts.values():
-        for key, ways in part.items():
-            if key.startswith("batch"):
-                found = {name: way["us"] for name, way in ways.items() if isinstance(way, dict)}
-                lines.append(f"- {key}: {json.dumps(found)}")
     return lines
 
 

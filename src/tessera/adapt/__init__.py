@@ -2,13 +2,24 @@
 
 from tessera.adapt.avoid import widened, without_devices
 from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
-from tessera.adapt.drift import Factors, corrected, rebalanced, scaled_costs
-from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, MeasuredLaunches, Returned, Ticked
+from tessera.adapt.drift import LEAST_GAIN, Factors, corrected, rebalanced, reshared, scaled_costs
+from tessera.adapt.events import (
+    Action,
+    Adopted,
+    Arrived,
+    Event,
+    Lost,
+    MeasuredLaunches,
+    MeasuredSteps,
+    Returned,
+    Ticked,
+    planned_us,
+)
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
-from tessera.adapt.timed import MeasuredSteps, planned_us
 
 __all__ = [
+    "LEAST_GAIN",
     "Action",
     "Adopted",
     "Arrived",
@@ -31,6 +42,7 @@ __all__ = [
     "crossing_per_s",
     "planned_us",
     "rebalanced",
+    "reshared",
     "scaled_costs",
     "widened",
     "without_devices",

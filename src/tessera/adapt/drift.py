@@ -17,10 +17,13 @@ from functools import cache
 import numpy as np
 
 from tessera.adapt.capability import LaneLoad
-from tessera.ir import Costs, WorkUnit
+from tessera.ir import Costs, Plan, WorkUnit
 
 # Relative error of one measured time.
 MEASURED_ERROR = 0.02
+# A new plan must do so many times as much. Capacities of one plan, measured with other requests of the same
+# kind, differ by up to one percent, so less might be a loss; and a change of plans has a price.
+LEAST_GAIN = 1.02
 # Lanes with less than this share of the work are left a trace of it: a plan's lanes all have a rate.
 LEAST_SHARE = 1e-3
 
@@ -38,7 +41,6 @@ class Factors:
     usual: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, kernel: str, device: str) -> float:
-        """The factor of a kernel type on a device."""
         return self.known.get((device, kernel), self.usual.get(device, 1.0))
 
     def times(self, older: "Factors") -> "Factors":
@@ -153,3 +155,9 @@ def rebalanced(lanes: Sequence[LaneLoad], factors: Factors) -> tuple[tuple[float
     rates = np.maximum(found.x, LEAST_SHARE * found.x.sum())
     rates /= max(1.0, float((rates @ loads).max()))
     return tuple(rates.tolist()), float(rates.sum()) / before
+
+
+def reshared(plan: Plan, rates_per_s: Sequence[float]) -> Plan:
+    """The same lanes at other rates."""
+    lanes = zip(plan.lanes, rates_per_s, strict=True)
+    return replace(plan, lanes=tuple(replace(lane, rate_per_s=rate) for lane, rate in lanes), lane_table=())

@@ -12,12 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.events import Action, Adopted, Arrived, Event, Ticked
+from tessera.adapt.events import Action, Adopted, Arrived, Event, MeasuredSteps, PlannedLane, Ticked
 from tessera.adapt.monitor import Monitor
-from tessera.adapt.timed import MeasuredSteps, PlannedLane
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, DeviceKind
 
@@ -49,7 +47,6 @@ class Decisions:
         self.counts: Counter[DecisionKind] = Counter()
 
     def add(self, decision: Decision) -> None:
-        """One more."""
         self.latest.append(decision)
         self.counts[decision.kind] += 1
 
@@ -76,9 +73,7 @@ class Live:
     def __enter__(self) -> "Live":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)
 
     @property
@@ -87,13 +82,11 @@ class Live:
         return self._monitor.current
 
     def arrived(self) -> None:
-        """One request has come."""
         with self._lock:
             self._num_requests += 1
             self._tell(Arrived(self._num_requests))
 
     def finished(self) -> None:
-        """One request has left."""
         with self._lock:
             self._num_requests -= 1
             self.poll()
@@ -115,7 +108,6 @@ class Live:
             self._tell(Adopted(tuple(capabilities), why))
 
     def poll(self) -> None:
-        """Time went by."""
         with self._lock:
             self._collect()
             for event in self._times.events():

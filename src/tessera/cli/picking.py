@@ -8,7 +8,7 @@ from tessera.errors import TesseraError
 from tessera.ir import DeviceKind, Plan, need_one_batch
 
 if TYPE_CHECKING:
-    from tessera.execute.pick import Trial
+    from tessera.execute.offline import Trial
 
 
 @dataclass(frozen=True)

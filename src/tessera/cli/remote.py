@@ -25,8 +25,7 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 
 if TYPE_CHECKING:
-    from tessera.execute.gate import Gate
-    from tessera.execute.remote import RemoteHub
+    from tessera.execute.remote import Gate, RemoteHub
     from tessera.execute.worker_stepper import MakeHub
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
@@ -95,7 +94,7 @@ class Meeting:
 
     def gate(self) -> "Gate":
         """For rank 0: where the others call."""
-        from tessera.execute.gate import Gate
+        from tessera.execute.remote import Gate
 
         gate = Gate(self.host, self.port, self.secret, _complain)
         if self.store is not None:

@@ -170,8 +170,7 @@ def _try_out(
     advance: Callable[[str], None],
 ) -> Picked:
     """Tries every plan on the requests over and over; rates are modelled where devices are stretched."""
-    from tessera.execute.offline import run_offline
-    from tessera.execute.pick import EACH, pick, try_all
+    from tessera.execute.offline import EACH, pick, run_offline, try_all
 
     advance("trying the plans out")
 

@@ -1,6 +1,6 @@
 """The worker's side of a rendezvous: calls the engine, is briefed, and works for it until it hangs up.
 
-It makes its weights itself where it can, and asks the engine for the others; see `briefing`. No code crosses
+It makes its weights itself where it can, and asks the engine for the others; see `setups`. No code crosses
 the network.
 """
 
@@ -15,7 +15,10 @@ import torch
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, worker
-from tessera.execute.briefing import (
+from tessera.execute.handshake import EngineCall, call_engine, has_hung_up, link_key, socket_of
+from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
+from tessera.execute.messages import Briefed, Failed, Refused, Want, WeightBytes, Welcome
+from tessera.execute.setups import (
     MAX_BRIEFING_BYTES,
     PIECE_BYTES,
     Briefing,
@@ -23,9 +26,6 @@ from tessera.execute.briefing import (
     setup_of,
     unpack_briefing,
 )
-from tessera.execute.handshake import EngineCall, call_engine, link_key
-from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
-from tessera.execute.messages import Briefed, Failed, Refused, Want, WeightBytes, Welcome
 from tessera.ir import Step
 
 # From the step of a trace to the weights of its model; raises TesseraError where it cannot be had here.
@@ -65,7 +65,7 @@ def serve_call(
         pipe.close()
         raise
     if messages.post(pipe, Briefed()):
-        threading.Thread(target=_leave_with, args=(_own_socket(pipe),), daemon=True).start()
+        threading.Thread(target=_leave_with, args=(socket_of(pipe),), daemon=True).start()
         worker.serve(setup, pipe)
 
 
@@ -92,27 +92,16 @@ def _weights(briefing: Briefing, make: MakeWeights, pipe: Connection, say: Say) 
     return found | {weight.name: fetch(weight, ask) for weight in missing}
 
 
-def _own_socket(pipe: Connection) -> socket.socket:
-    return socket.socket(fileno=os.dup(pipe.fileno()))
-
-
 def _own_host(pipe: Connection) -> str:
     """Under which the engine, and so the other workers, reach this machine."""
-    with _own_socket(pipe) as own:
+    with socket_of(pipe) as own:
         return str(own.getsockname()[0])
 
 
 def _leave_with(engine: socket.socket) -> None:
     """Ends a process whose engine has hung up and that does not notice; it computes for ever, perhaps."""
     with engine:
-        while True:
+        while not has_hung_up(engine):
             time.sleep(1.0)
-            try:
-                if engine.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
-                    break
-            except BlockingIOError:
-                continue
-            except OSError:
-                break
     time.sleep(STOP_TIMEOUT_S)
     os._exit(1)

@@ -164,13 +164,10 @@ class _Held:
         return self._versions[device].get(buffer)
 
     def put(self, device: int, buffer: int, version: int) -> None:
-        """A version has been written."""
         self._versions[device][buffer] = version
 
     def free(self, device: int, buffer: int) -> None:
-        """A buffer is needed no more."""
         self._versions[device][buffer] = FREED
 
     def is_freed(self, device: int, buffer: int) -> bool:
-        """True if it was freed on this device."""
         return self._versions[device].get(buffer) == FREED

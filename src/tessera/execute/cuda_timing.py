@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from tessera.errors import CannotTime, DeviceGone
-from tessera.execute.drawing import generator_buffer
-from tessera.execute.launcher import Launcher
+from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage
 from tessera.execute.timing import LAUNCH_ERRORS, Enough, Own, Tensors, Walk, copies_needed, first_line
 from tessera.ir import Trace
@@ -89,7 +88,6 @@ class CudaTimer:
             return Walk(self._trace, self._launcher, self._device, given)
 
     def identity(self) -> dict[str, str]:
-        """Model, SMs, driver and torch."""
         found = {
             "device": self._properties.name,
             "sms": str(self._num_sms or self._properties.multi_processor_count),
@@ -128,7 +126,6 @@ class CudaTimer:
         self._is_warm = True
 
     def run(self, launch: int) -> None:
-        """Brings the step up to the next launch."""
 
         def work() -> None:
             with torch.cuda.stream(self._stream):
@@ -137,7 +134,6 @@ class CudaTimer:
         self._guard(work)
 
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
-        """Microseconds of one launch, repeatedly."""
         return self._guard(lambda: self._time(launch, cold, enough))
 
     def whole(self, enough: Enough) -> list[float]:
@@ -296,7 +292,6 @@ class GraphPool:
         self._anchors: dict[Any, torch.cuda.CUDAGraph] = {}
 
     def capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        """A graph of some work."""
         if self._pool not in self._anchors:
             self._anchors[self._pool] = self._record(lambda: torch.zeros(8, device=self._device))
         return self._record(work)

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
+from tessera.execute.handshake import read_into, socket_of
+
 # Number of descriptors, and bytes of the object.
 _SIZES = struct.Struct("!QQ")
 # Linux takes 253 at a time.
@@ -58,7 +60,7 @@ def hand_over(pipe: Connection, value: Any) -> None:
         data = ForkingPickler.dumps(value)
     finally:
         context.set_spawning_popen(None)
-    with socket.socket(fileno=os.dup(pipe.fileno())) as link:
+    with socket_of(pipe) as link:
         link.sendall(_SIZES.pack(len(descriptors.found), len(data)))
         for start in range(0, len(descriptors.found), MAX_FDS):
             socket.send_fds(link, [b"."], descriptors.found[start : start + MAX_FDS])
@@ -67,7 +69,7 @@ def hand_over(pipe: Connection, value: Any) -> None:
 
 def take_over(pipe: Connection) -> Any:
     """Reads the object; raises EOFError if the other process is gone."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as link:
+    with socket_of(pipe) as link:
         num_fds, size = _SIZES.unpack(_read(link, _SIZES.size))
         fds: list[int] = []
         while len(fds) < num_fds:
@@ -87,10 +89,5 @@ def take_over(pipe: Connection) -> Any:
 
 def _read(link: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        got = link.recv_into(view[at:])
-        if not got:
-            raise EOFError
-        at += got
+    read_into(link, memoryview(data))
     return data

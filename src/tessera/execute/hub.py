@@ -278,7 +278,6 @@ class Hub:
             self.order(one, Relink(two, self._members[two].epoch))
 
     def status(self, device: int) -> DeviceStatus:
-        """How a device is."""
         member = self._members[device]
         # A worker that is lost has an epoch's successor, which has not started.
         return DeviceStatus(member.state, member.pid, max(0, member.epoch - (member.state == "lost")))
@@ -288,7 +287,6 @@ class Hub:
         return self._members[device].epoch
 
     def is_ready(self, device: int) -> bool:
-        """True if its worker takes orders."""
         return self._members[device].state == "ready"
 
     def progress(self, device: int) -> dict[int, tuple[int, int]]:

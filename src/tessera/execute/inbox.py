@@ -63,12 +63,10 @@ class Inbox:
         return thread
 
     def post(self, source: Hashable, message: Any) -> None:
-        """Puts a message in, from any thread."""
         self._queue.put((source, message))
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing waits to be taken."""
         return self._queue.empty()
 
     def take(self, block: bool, timeout_s: float | None = None) -> tuple[Any, Any] | None:

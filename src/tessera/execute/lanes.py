@@ -33,7 +33,6 @@ class LaneShares:
         return lane
 
     def give_back(self, lane: int) -> None:
-        """A microbatch of this lane is done."""
         self.open[lane] -= 1
 
 
@@ -60,7 +59,6 @@ class LoadedLane:
 
     @property
     def lane(self) -> Lane:
-        """Its record."""
         return self.plan.lanes[self.index]
 
 

@@ -2,20 +2,29 @@
 
 Arguments are prepared once per launch. What an operator returns must be laid out as it was when the trace
 was recorded, since later launches read it by offset and stride; anything else is an error, not a guess.
+
+A worker runs the same launches on the same memory over and over. What ran once is bound to the places of its
+buffers (`bind`): the operator with its tensors at hand. One with one result and an `out` variant of the same
+signature writes its result where it belongs; the results of the others are copied there. Not bound: launches
+that draw random numbers, kernels with PTX, those with a buffer that has no fixed place.
+
+Around a launch that draws random numbers the process's default generator of the device is exchanged
+(`drawing`): it starts from the bytes of the generator's buffer, which afterwards hold what is left. So a draw
+depends on its buffer alone, wherever and between whatever other draws it runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.bound import bind
-from tessera.execute.drawing import drawing, generator_buffer
 from tessera.execute.kernel_launch import Launchable, run_kernel
-from tessera.execute.memory import Memory, tensor_of
-from tessera.ir import Arg, Launch, Origin, Symbol, Trace, View
+from tessera.execute.memory import Memory, Storage, tensor_of
+from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
 
 Make = Callable[[Memory], Any]
 
@@ -164,3 +173,106 @@ def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
 def _empty(launch: Launch, view: View) -> set[int]:
     """A result of no elements touches no byte, but later launches still name it."""
     return {view.buffer} if view.num_elements == 0 else set()
+
+
+def bind(
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    keep: Sequence[tuple[int, View]],
+    place: Callable[[View], torch.Tensor],
+    name: str,
+) -> Callable[[], None]:
+    """The call of an operator on tensors that stay; `keep` are results with a place of their own."""
+    into = [(index, place(view), torch.Size(view.shape)) for index, view in keep]
+    if not into:
+        return lambda: operator(*args, **kwargs)
+    if len(into) == 1 and into[0][0] == 0:
+        out = out_variant(operator)
+        if out is not None:
+            return _written(out, args, kwargs, into[0][1], into[0][2], name)
+
+    def call() -> None:
+        result = operator(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        for index, held, shape in into:
+            if results[index].shape != shape:
+                raise _misshapen(name, results[index], shape)
+            held.copy_(results[index])
+
+    return call
+
+
+def _written(
+    out: Any, args: Sequence[Any], kwargs: dict[str, Any], held: torch.Tensor, shape: torch.Size, name: str
+) -> Callable[[], None]:
+    stride, start = held.stride(), held.data_ptr()
+
+    def call() -> None:
+        out(*args, **kwargs, out=held)
+        # An operator that finds another shape resizes what it was given, or puts it elsewhere.
+        if held.shape != shape or held.stride() != stride or held.data_ptr() != start:
+            raise _misshapen(name, held, shape)
+
+    return call
+
+
+def _misshapen(name: str, found: torch.Tensor, shape: torch.Size) -> WorkerError:
+    return WorkerError(
+        f"{name} gave a result of shape {tuple(found.shape)}, the trace has {tuple(shape)}",
+        "Capture the trace again with this version of torch.",
+    )
+
+
+@cache
+def out_variant(operator: Any) -> Any | None:
+    """The overload with the same arguments and one tensor `out` to write to; None if there is none."""
+    schema = operator._schema
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.is_mutable:
+        return None
+    if schema.name.endswith("_loss"):  # torch's mse_loss.out resizes `out` to its input's shape for a while
+        return None
+    packet = operator.overloadpacket
+    wanted = _signature(schema.arguments)
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        arguments = found._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        others = [a for a in arguments if not a.is_out]
+        if len(outs) == 1 and outs[0].name == "out" and _signature(others) == wanted:
+            return found
+    return None
+
+
+def _signature(arguments: Sequence[Any]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in arguments]
+
+
+def generator_buffer(trace: Trace, launch: Launch) -> int | None:
+    """The buffer of the generator that a launch draws from."""
+    return next((a.buffer for a in launch.accesses if trace.buffers[a.buffer].is_generator), None)
+
+
+@contextmanager
+def drawing(name: str, state: Storage) -> Iterator[None]:
+    """While entered, the generator called `name` is at `state`, which is then brought up to date."""
+    generator = _generator(name)
+    before = generator.get_state().clone()
+    flat = torch.empty(0, dtype=torch.uint8, device=state.device).set_(state)
+    generator.set_state(flat.cpu().clone())
+    try:
+        yield
+        flat.copy_(generator.get_state())
+    finally:
+        generator.set_state(before)
+
+
+def _generator(name: str) -> torch.Generator:
+    device = torch.device(name.removeprefix(GENERATOR))
+    if device.type == "cpu":
+        return torch.default_generator
+    if not torch.cuda.is_available():
+        message = f"the step draws from {name}, and this machine has no CUDA device"
+        raise WorkerError(message, "Capture it with --device cpu.")
+    torch.cuda.init()
+    return torch.cuda.default_generators[device.index or 0]

@@ -3,12 +3,9 @@
 A link carries frames one way, from the worker that opened it. Every worker listens: at a socket in the
 session's private folder where all workers are on one machine, at a TCP port of its host otherwise. It tells
 its address through the engine's store, under its device and epoch, so that nobody reaches an earlier worker
-of a device by mistake. Both ends prove that they know the session's key before anything else is read
-(HMAC-SHA-256 over both ends' names and random bytes), within a time, and so many at once: more callers push
-the oldest out.
+of a device by mistake. Both ends prove that they know the session's key (`handshake`).
 
 A frame is a header and its bytes. A header that no program could have sent closes the link with the reason.
-What is sent after the handshake is neither encrypted nor signed: use a private network.
 """
 
 import contextlib
@@ -18,29 +15,31 @@ import socket
 import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tessera.errors import TesseraError
-from tessera.execute.link_sockets import LinkLost, admit, call, end, prove, read_into, tune, words
+from tessera.execute import handshake
+from tessera.execute.handshake import Door, Unproved, end, prove, read_into, tune
 from tessera.execute.orders import key_of
-
-__all__ = ["KeyStore", "LinkFrame", "LinkLost", "Links", "Receiver"]
 
 # Run, transfer, bytes, when it was sent.
 _HEADER = struct.Struct("<qqqd")
+# Source device, its epoch, destination device: what a caller says of itself.
+_NAMES = struct.Struct("<qqq")
 # A run that there is not: the sender opens another link.
 BYE = -1
 # What a worker sets its address under; see `orders.key_of`.
 LINK = "link"
-# Calls in their handshake at one time.
-MAX_HANDSHAKES = 64
 # How long a link is tried to be opened: the other worker may be starting.
 OPEN_S, RETRY_S = 20.0, 0.05
 # Bytes that are thrown away are read in parts of this size; shorter frames are written at once.
 PART_BYTES = 1 << 16
+
+
+class LinkLost(TesseraError):
+    """A link that cannot be opened, or was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +120,21 @@ class Links:
         # Peer -> its link to this worker.
         self._ins: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
-        self._shaking: OrderedDict[socket.socket, None] = OrderedDict()
-        self._server: socket.socket | None = None
+        self.door: Door | None = None
         self._is_closed = False
 
     def start(self) -> None:
         """Listens, and tells where."""
         if self._host:
-            self._server = socket.create_server((self._host, 0), backlog=128)
-            address = f"tcp {self._host} {self._server.getsockname()[1]}"
+            server = socket.create_server((self._host, 0), backlog=128)
+            address = f"tcp {self._host} {server.getsockname()[1]}"
         else:
             path = os.path.join(self._folder, f"link-{self._device}-{self._epochs[self._device]}")
-            self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._server.bind(path)
-            self._server.listen(128)
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            server.bind(path)
+            server.listen(128)
             address = f"unix {path}"
-        self._spawn(self._listen, self._server)
+        self.door = Door(server, self._key, handshake.LINK, self._check, self._serve)
         self._store.set(key_of(LINK, self._device, self._epochs[self._device]), address.encode())
 
     def send(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
@@ -203,8 +201,8 @@ class Links:
     def close(self) -> None:
         """Ends all links, without a word to the receiver."""
         self._is_closed = True
-        if self._server is not None:
-            end(self._server)
+        if self.door is not None:
+            self.door.close()
         for out in self._outs:
             with out.lock:
                 self._drop(out)
@@ -284,8 +282,9 @@ class Links:
                 time.sleep(RETRY_S)
                 continue
             try:
-                prove(link, self._key, (self._device, self._epochs[self._device], peer))
-            except (OSError, LinkLost, EOFError) as error:
+                names = _NAMES.pack(self._device, self._epochs[self._device], peer)
+                prove(link, self._key, handshake.LINK, names)
+            except (OSError, Unproved, EOFError) as error:
                 link.close()
                 said = words(error)
                 time.sleep(RETRY_S)
@@ -293,8 +292,9 @@ class Links:
             return link
         raise LinkLost(f"no link could be opened: {said}")
 
-    def _check(self, src: int, epoch: int, dst: int) -> None:
+    def _check(self, names: bytes) -> None:
         """Who has the key must also be a peer's present worker."""
+        src, epoch, dst = _NAMES.unpack(names) if len(names) == _NAMES.size else (-1, 0, -1)
         if dst != self._device or not 0 <= src < len(self._epochs) or src == dst:
             raise LinkLost("it is no peer of this worker")
         with self._lock:
@@ -302,48 +302,20 @@ class Links:
                 raise LinkLost("it was given up")
             self._epochs[src] = epoch
 
-    def _listen(self, server: socket.socket) -> None:
-        while True:
-            try:
-                link, _ = server.accept()
-            except ConnectionError:
-                continue  # hung up before it was answered
-            except OSError:
-                if self._is_closed:
-                    server.close()
-                    return
-                time.sleep(RETRY_S)  # too many open files, perhaps; others will be closed
-                continue
-            with self._lock:
-                self._shaking[link] = None
-                is_full = len(self._shaking) > MAX_HANDSHAKES
-                oldest = self._shaking.popitem(last=False)[0] if is_full else None
-            if oldest is not None:
-                end(oldest)  # its thread ends; a worker's call takes milliseconds, and it calls again
-            self._spawn(self._serve, link)
-
-    def _serve(self, link: socket.socket) -> None:
-        """One call, in a thread of its own: who it is, then what it sends."""
-        peer = None
-        try:
-            tune(link)
-            peer = admit(link, self._key, self._check)
-        except (OSError, LinkLost, EOFError):
-            pass  # who has no key is no peer, and one that has calls again
-        finally:
-            with self._lock:
-                self._shaking.pop(link, None)
-                if peer is not None:
-                    stale, self._ins[peer] = self._ins.get(peer), link
-                    if stale is not None:
-                        end(stale)
-        why = self._receive(peer, link) if peer is not None else ""
+    def _serve(self, link: socket.socket, names: bytes, host: str) -> None:
+        """What one caller sends, in a thread of its own."""
+        peer = int(_NAMES.unpack(names)[0])
+        with self._lock:
+            stale, self._ins[peer] = self._ins.get(peer), link
+        if stale is not None:
+            end(stale)
+        why = self._receive(peer, link)
         link.close()
         with self._lock:
-            is_news = peer is not None and self._ins.get(peer) is link
-            if is_news and peer is not None:
+            is_news = self._ins.get(peer) is link
+            if is_news:
                 del self._ins[peer]
-        if is_news and peer is not None and why and not self._is_closed:
+        if is_news and why and not self._is_closed:
             self._receiver.gone(peer, why)
 
     def _receive(self, peer: int, link: socket.socket) -> str:
@@ -382,3 +354,25 @@ def _write_some(link: socket.socket, frame: LinkFrame, contents: memoryview) -> 
 def _say_bye(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         link.send(_HEADER.pack(BYE, 0, 0, 0.0), socket.MSG_DONTWAIT)
+
+
+def call(address: str) -> socket.socket:
+    """A socket to where a worker says that it listens."""
+    kind, *where = address.split(" ", 2)
+    if kind == "tcp":
+        link = socket.create_connection((where[0], int(where[1])), timeout=handshake.HANDSHAKE_S)
+    else:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.settimeout(handshake.HANDSHAKE_S)
+        link.connect(" ".join(where))
+    tune(link)
+    return link
+
+
+def words(error: BaseException) -> str:
+    """What went wrong with a link, for messages."""
+    if isinstance(error, EOFError):
+        return "the link was closed"
+    if isinstance(error, OSError):
+        return (error.strerror or str(error) or type(error).__name__).lower()
+    return getattr(error, "message", str(error))

@@ -28,6 +28,11 @@ def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:
     return empty.set_(storage, start, (stop - start,), (1,))
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values, row-major; its own memory where they lie so."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def allocate(size_bytes: int) -> Storage:
     """Fresh memory, aligned as torch aligns its own: results can depend on alignment."""
     return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
@@ -66,7 +71,7 @@ class Memory:
         """`make` gives memory to a buffer that is named before anybody has written it."""
         self._weights, self._make = weights, make
         self._own: dict[int, Storage] = {}
-        # Launch -> its call on this memory, where that can stay; see `bound`.
+        # Launch -> its call on this memory, where that can stay; see `launcher`.
         self.calls: dict[int, Callable[[], None]] = {}
 
     def get(self, buffer: int) -> Storage:
@@ -85,11 +90,9 @@ class Memory:
         return False
 
     def put(self, buffer: int, storage: Storage) -> None:
-        """A buffer's contents are here now."""
         self._own[buffer] = storage
 
     def free(self, buffer: int) -> None:
-        """A buffer is needed no more."""
         self._own.pop(buffer, None)
 
 

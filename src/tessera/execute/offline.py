@@ -6,6 +6,12 @@ and no device is tried again they fail, and so do those that wait. No request is
 
 Where lanes are of unlike batches the lane comes first: only then is a request asked for its inputs and state.
 Importing this imports no torch: tensors pass through.
+
+Costs and simulation know neither every contention on a device nor a card's own order of launches. So plans
+that are loaded together can be tried out before they are used (`try_all`, `pick`): each runs the same
+requests, in turns, so that a drift of the clock meets all alike. The first plan is kept unless another one is
+clearly faster. Give at least five requests a microbatch: of fewer, most are run while the pipeline fills or
+empties.
 """
 
 import math
@@ -150,7 +156,6 @@ class _Run(Watcher[int]):
         return OfflineRun(self.results, self._faults)
 
     def now_s(self) -> float:
-        """Since the start of the list."""
         return self._stepper.now_s() - self.origin_s
 
     def _switch(self) -> None:
@@ -161,13 +166,11 @@ class _Run(Watcher[int]):
             self._scheduler.switch(wanted)
 
     def finished(self, request: int) -> None:
-        """One has its result."""
         self._num_done += 1
         self._on_done(request)
         self._switch()
 
     def failed(self, request: int, message: str) -> None:
-        """One has none."""
         old = self.results[request]
         self.results[request] = RunResult(-1, self._scheduler.policy, restarts=old.restarts, error=message)
 
@@ -178,7 +181,6 @@ class _Run(Watcher[int]):
             self.spans.forget(request)
 
     def lost(self, lost: DeviceLost) -> None:
-        """For the faults."""
         self._faults.append(lost.said)
 
 
@@ -225,7 +227,6 @@ class _One:
         return False
 
     def add(self, request: int) -> None:
-        """From its first run."""
         given, lane, run = self._run.requests[request], self._lane, self._run
         self._held = request
         self._request = given.at(lane.lane.variant) if isinstance(given, AnyBatch) else given
@@ -239,11 +240,9 @@ class _One:
             run.spans.open(self._number, request)
 
     def state(self) -> Tensors | None:
-        """As its first run finds it."""
         return None if self._run.is_timed else self._request.state()
 
     def next_step(self) -> StepCall | None:
-        """The next run of its steps."""
         if self._held is None:
             return None
         step, run = self._left.pop()
@@ -267,7 +266,6 @@ class _One:
         return (left,)
 
     def requests(self) -> list[int]:
-        """The one."""
         return [] if self._held is None else [self._held]
 
 
@@ -286,3 +284,48 @@ def check_batches(plan: Plan, requests: Sequence[Request | AnyBatch]) -> None:
         batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
         message = f"the plan has lanes of batch {batches}, and a request says what it is at one batch only"
         raise MismatchError(message, "Give requests that have `at(variant)`, or plan for one batch.")
+
+
+ROUNDS = 2
+# Another plan must be faster by this share to be picked over the first.
+MARGIN = 0.02
+# Requests a microbatch in every round.
+EACH = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one plan reached."""
+
+    plan: int
+    policy: str
+    per_s: float
+
+
+def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) -> list[Trial]:
+    """Each plan's rate; `run(number)` runs the same requests under one of the plans."""
+    rates: list[list[float]] = [[] for _ in plans]
+    for _ in range(ROUNDS):
+        for number in range(len(plans)):
+            rates[number].append(rate_per_s(run(number)))
+    return [Trial(number, plan.policy, sum(rates[number]) / ROUNDS) for number, plan in enumerate(plans)]
+
+
+def pick(trials: Sequence[Trial]) -> Trial:
+    """The fastest; the first one where it is as good."""
+    best = max(trials, key=lambda t: t.per_s)
+    return trials[0] if trials[0].per_s * (1.0 + MARGIN) >= best.per_s else best
+
+
+def rate_per_s(results: Sequence[RunResult]) -> float:
+    """Requests per second while the system was full; of a list too short for that, over the whole of it.
+
+    Full is from when as many have ended as there are microbatches until the last one is begun.
+    """
+    stops = sorted(result.stop_s for result in results)
+    num = len({result.microbatch for result in results})
+    full_s, last_s = stops[min(num, len(stops)) - 1], max(result.start_s for result in results)
+    ended = [stop for stop in stops[num:] if stop <= last_s]
+    if not ended:
+        return len(stops) / (stops[-1] - min(result.start_s for result in results))
+    return len(ended) / (ended[-1] - full_s)

@@ -47,7 +47,6 @@ class WorkerStore:
         self._is_over = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Others can have it from now on."""
         self._answers.tell(StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
@@ -96,12 +95,10 @@ class Orders:
         return None if news is None else news[1]
 
     def post(self, news: Any) -> None:
-        """From any thread."""
         self._inbox.post(NOBODY, news)
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing waits to be taken."""
         return self._inbox.is_empty
 
     def _hear(self, source: Any, message: Any) -> bool:

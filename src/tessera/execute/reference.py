@@ -12,13 +12,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from tessera.errors import TesseraError
 from tessera.execute.lanes import Lanes
+from tessera.execute.memory import flat_bytes
 from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
 from tessera.ir import (
     Cluster,
@@ -68,9 +68,7 @@ class ReferenceStepper:
             torch.set_num_threads(self._num_threads)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._states = {}
 
     def load(self, plans: Sequence[Plan]) -> None:
@@ -79,14 +77,12 @@ class ReferenceStepper:
         self.lanes.load(plans)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """With a state of its own."""
         if microbatch in self._states:
             raise TesseraError(f"microbatch {microbatch} is open already")
         given = self._make_state() if state is None else state
         self._states[microbatch] = {name: tensor.clone() for name, tensor in given.items()}
 
     def close(self, microbatch: int) -> None:
-        """Its state is gone."""
         del self._states[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
@@ -111,19 +107,18 @@ class ReferenceStepper:
         outputs = self._run(call.step, call.inputs, state)
         seconds = time.monotonic() - begun_s
         self._busy_s += seconds
-        final = {name: _flat(tensor) for name, tensor in state.items()} if call.wants_state else {}
+        final = (
+            {name: flat_bytes(tensor).clone() for name, tensor in state.items()} if call.wants_state else {}
+        )
         return StepDone(call.microbatch, call.step, outputs, seconds, final, {self._device: seconds})
 
     def wake(self) -> None:
-        """Makes `take` return; from any thread."""
         self._wakes.put(None)
 
     def use(self) -> DeviceUse:
-        """Seconds of all steps; nothing moves."""
         return DeviceUse({self._device: self._busy_s}, {}, {self._device: DeviceStatus("ready")})
 
     def now_s(self) -> float:
-        """This machine's clock."""
         return time.monotonic()
 
 
@@ -146,7 +141,3 @@ def plan_alone(steps: Sequence[Step], microbatches: int, device: str = "cpu") ->
         bound_per_s=1.0,
         latency_us=0.0,
     )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()

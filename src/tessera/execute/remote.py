@@ -1,10 +1,10 @@
 """Workers of several machines: the engine has a gate, each worker calls there and says who it is.
 
-The call is authenticated both ways by a shared secret (see `handshake`) before anything else of it is
-looked at; after that only `messages` travel, of bounded length. Without a secret,
-only the loopback address is served. A worker is told what to do (see `briefing`) and works until the engine
-hangs up; then it calls again. So a worker that comes late, one that was lost and one on another machine are
-the same: a caller, taken in as soon as a device needs it, while the others go on.
+The call is authenticated both ways by a shared secret (see `handshake`); after that only `messages` travel,
+of bounded length. Without a secret, only the loopback address is served. A caller waits until a device needs
+it, is told what to do (see `setups`) and works until the engine hangs up; then it calls again. So a worker
+that comes late, one that was lost and one on another machine are the same: a caller, taken in as soon as a
+device needs it, while the others go on.
 
 Devices of the engine's own machine may have workers that it starts itself, as `Hub` does.
 
@@ -14,17 +14,25 @@ Clocks of machines are compared once, when a worker is ready, to the time that o
 import os
 import socket
 import struct
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
-from tessera.errors import WorkerError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages
-from tessera.execute.briefing import Pieces, briefing_of, pack_briefing
 from tessera.execute.forking import FORKSERVER
-from tessera.execute.gate import Caller, Gate
-from tessera.execute.handshake import link_key
+from tessera.execute.handshake import (
+    ENGINE,
+    Address,
+    Door,
+    has_hung_up,
+    link_key,
+    own_version,
+    socket_of,
+)
 from tessera.execute.hub import QUICK_FAILURES, START_TIMEOUT_S, Hub, Line, LostWorker, Up
 from tessera.execute.messages import (
     ANY_RANK,
@@ -36,17 +44,119 @@ from tessera.execute.messages import (
     Welcome,
     WorkerReady,
 )
-from tessera.execute.setups import Setup
+from tessera.execute.setups import Pieces, Setup, briefing_of, pack_briefing
 
 # How often a thread that waits looks whether anybody still waits for it.
 LOOK_S = 0.5
 # A device whose worker was lost and whose next does not call within this counts as lost again.
 ABSENT_S = 20.0
+# Complaints that are kept.
+NUM_COMPLAINTS = 16
 # Of what a worker says before it has started.
 MAX_ASKED_BYTES = 1 << 16
 SESSION_BYTES = 16
 # Workers that are lost while they are briefed, before this counts as a failure.
 MAX_BRIEFINGS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A worker that knows the secret and waits to be taken."""
+
+    pipe: Connection
+    hello: Hello
+    # Where it called from.
+    host: str
+
+    def is_there(self) -> bool:
+        with socket_of(self.pipe) as looked:
+            return not has_hung_up(looked)
+
+
+def _hello(words: bytes) -> Hello:
+    found = messages.decode(words)
+    if not isinstance(found, Hello):
+        raise TesseraError("it did not say who it is")
+    return found
+
+
+class Gate:
+    """Where workers call, from the moment it is made until it is closed."""
+
+    def __init__(
+        self, host: str, port: int, secret: bytes, complain: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._complain = complain
+        try:
+            server = socket.create_server((host, port), backlog=512)
+        except OSError as error:
+            place = f"{host}:{port}"
+            remedy = "Use this machine's address and a free port."
+            raise TesseraError(f"cannot listen: {error.strerror}", remedy, place) from error
+        self.address: Address = (host, int(server.getsockname()[1]))
+        # One line for every caller that was sent away, the last ones.
+        self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
+        self._callers: list[Caller] = []
+        self._is_closed = False
+        self._lock = threading.Condition()
+        self.door = Door(server, secret, ENGINE, _hello, self._welcome, self._note)
+
+    def take(self, choose: Callable[[Sequence[Caller]], Caller | None], timeout_s: float) -> Caller | None:
+        """The caller that is chosen of those that wait, as soon as there is one; None after the timeout."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                found = choose(self._waiting())
+                if found is not None:
+                    self._callers.remove(found)
+                    return found
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    return None
+                self._lock.wait(left)
+
+    def _waiting(self) -> Sequence[Caller]:
+        """Those that are still there, in the order they came."""
+        for caller in [c for c in self._callers if not c.is_there()]:
+            caller.pipe.close()
+            self._callers.remove(caller)
+        return self._callers
+
+    def send_away(self, caller: Caller, message: str, remedy: str) -> None:
+        """Tells a caller why it cannot be had, hangs up, and keeps the complaint."""
+        messages.post(caller.pipe, Refused(message, remedy))
+        caller.pipe.close()
+        self._note(caller.host, f"{message}. {remedy}" if remedy else message)
+
+    def close(self) -> None:
+        """Nobody can call any more; who still waits is hung up on."""
+        self.door.close()
+        with self._lock:
+            self._is_closed = True
+            for caller in self._callers:
+                caller.pipe.close()
+            self._callers.clear()
+
+    def _note(self, host: str, what: str) -> None:
+        line = f"{host}: {what}"
+        is_new = not self.complaints or self.complaints[-1] != line
+        self.complaints.append(line)
+        if is_new:  # a crowd is one line
+            self._complain(line)
+
+    def _welcome(self, link: socket.socket, words: bytes, host: str) -> None:
+        caller = Caller(Connection(link.detach()), _hello(words), host)
+        version = caller.hello.version
+        if version != own_version():
+            remedy = "Install the same version everywhere."
+            self.send_away(caller, f"it has Tessera {version}, the engine {own_version()}", remedy)
+            return
+        with self._lock:
+            if self._is_closed:
+                caller.pipe.close()
+            else:
+                self._callers.append(caller)
+                self._lock.notify_all()
 
 
 @dataclass
@@ -58,7 +168,7 @@ class Called:
     _socket: socket.socket = field(init=False)
 
     def __post_init__(self) -> None:
-        self._socket = socket.socket(fileno=os.dup(self.pipe.fileno()))
+        self._socket = socket_of(self.pipe)
         # When the engine hangs up it forgets the connection at once: a worker behind a link that was cut then
         # hears of it as soon as the link is whole.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

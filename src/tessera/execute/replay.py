@@ -21,7 +21,7 @@ import torch
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, tensor_of
+from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, flat_bytes, tensor_of
 from tessera.ir import BufferKind, Trace, Value
 
 Tensors = Mapping[str, torch.Tensor]
@@ -182,7 +182,7 @@ def differing_buffers(reference: Replayed, other: Replayed) -> set[int]:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True iff both hold the same bytes; a NaN equals itself here."""
-    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    one, other = flat_bytes(a), flat_bytes(b)
     return one.numel() == other.numel() and bool(torch.equal(one, other))
 
 

@@ -40,7 +40,6 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """True when every instruction has been issued."""
         return self.position == len(self.instructions)
 
     @property

@@ -63,7 +63,6 @@ class SpanLog:
             spans.append(Span(track, label, request, microbatch, begin, end, True))
 
     def timeline(self) -> Timeline:
-        """All spans in order of their start."""
         spans = sorted(
             (s for own in self._spans.values() for s in own), key=lambda s: (s.start_us, s.stop_us)
         )

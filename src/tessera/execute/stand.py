@@ -3,7 +3,7 @@
 `Ground` is the device's memory under all of them. Weights are there once. Every microbatch has its state
 once, by name, whatever program or lane runs on it, and one pool for everything else, since it runs one
 program at a time. A program takes its places from the pool when it is first used, and keeps them, so that
-launches stay bound (`bound`); what its list has freed serves the buffers of the same size behind it. A
+launches stay bound (`launcher`); what its list has freed serves the buffers of the same size behind it. A
 device's list runs in order, a send has taken its bytes when it returns, and what arrives waits in memory of
 the transport for its receive: so nobody waits for memory.
 """

@@ -6,6 +6,16 @@ step: `run` brings the step up to it. It works on copies of all that it writes, 
 Buffers that a real step finds outside the cache are given as several copies, taken in turn; before each round
 a larger piece of memory is read, so that each copy is out of the cache when its turn comes.
 
+A launch that follows the step's own run gets the step's own tensors. Where these do not exist (a trace of a
+model that cannot be built here, or a launch behind one that cannot run), tensors are made up (`made_up`) from
+the types and shapes that were recorded: normal numbers for floats, true and false for flags, and for integers
+what keeps the launch inside its memory:
+  gathers and scatters   random indices below the least extent of the tensors they index
+  grouped products       offsets that share the rows evenly among the groups
+  PTX kernels            zeros, which are inside any tensor
+  all others             small numbers above zero
+Refused: operators whose integers say how long things are in ways not listed here.
+
 Not handled: other work on this machine, which shows in the interval of the median only.
 """
 
@@ -19,11 +29,9 @@ from pathlib import Path
 import torch
 
 from tessera.errors import CannotTime, TesseraError
-from tessera.execute.drawing import generator_buffer
-from tessera.execute.feed import made_up
-from tessera.execute.launcher import Launcher
+from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage, constant, fresh
-from tessera.ir import BufferKind, Launch, Trace
+from tessera.ir import BufferKind, Kernel, Launch, Origin, Trace, View
 
 Tensors = Mapping[str, torch.Tensor]
 # Makes the weights, inputs and state of the step, by name, on the device; None, and words on why, where they
@@ -148,7 +156,6 @@ class CpuTimer:
         return torch.zeros(2 * self.cache_bytes // 4)
 
     def identity(self) -> dict[str, str]:
-        """Model, torch and threads."""
         return {"device": _cpu_name(), "torch": torch.__version__, "threads": "1"}
 
     def clock_mhz(self) -> float | None:
@@ -163,12 +170,10 @@ class CpuTimer:
         return int(high) / 1e3 if low == high else None
 
     def run(self, launch: int) -> None:
-        """Brings the step up to the next launch."""
         with _one_thread():
             self._walk.run(launch)
 
     def time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]:
-        """Microseconds of one launch, repeatedly."""
         try:
             with _one_thread(), torch.no_grad():
                 return self._time(launch, cold, enough)
@@ -266,3 +271,77 @@ def _cpu_name() -> str:
         text = ""
     names = [x.partition(":")[2].strip() for x in text.splitlines() if x.lower().startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+INDEXED = (
+    "embedding", "index", "index_select", "index_add", "index_copy", "index_put", "index_fill", "gather",
+    "scatter", "scatter_add", "scatter_reduce", "take", "take_along_dim", "_unsafe_index", "_index_put_impl",
+    "_unsafe_index_put", "masked_scatter",
+)  # fmt: skip
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm")
+# Integers among their arguments are lengths, offsets or page tables.
+LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag",
+           "paged_attention", "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip
+SMALL = 8
+
+
+def made_up(trace: Trace, index: int, device: torch.device) -> Memory:
+    """Memory that holds tensors made up for one launch."""
+    launch, kernel = trace.launches[index], trace.kernel_of(index)
+    if generator_buffer(trace, launch) is not None:
+        raise CannotTime(f"{kernel.name} draws random numbers, from a state that cannot be made up")
+    memory = Memory({})
+    # Of its own: torch's default one cannot be used again after a graph capture that broke.
+    chance = torch.Generator(device).manual_seed(index)
+    known: set[int] = set()
+    for view in launch.given:
+        if view.buffer not in known:
+            known.add(view.buffer)
+            size = trace.buffers[view.buffer].size_bytes
+            memory.put(view.buffer, _filled(kernel, launch, view, size, chance))
+    return memory
+
+
+def _filled(kernel: Kernel, launch: Launch, view: View, size_bytes: int, chance: torch.Generator) -> Storage:
+    dtype = getattr(torch, view.dtype)
+    flat = torch.empty(size_bytes, dtype=torch.uint8, device=chance.device)
+    count = size_bytes // dtype.itemsize
+    typed = flat[: count * dtype.itemsize].view(dtype)
+    if dtype is torch.bool:
+        typed.random_(0, 2, generator=chance)
+    elif dtype.is_floating_point or dtype.is_complex:
+        _fill_floats(typed, chance)
+    else:
+        typed.copy_(_integers(kernel, launch, view, count, chance))
+    return flat.untyped_storage()
+
+
+def _fill_floats(typed: torch.Tensor, chance: torch.Generator) -> None:
+    if typed.dtype.itemsize == 1:  # no generator for 8-bit floats; these bytes are small numbers
+        typed.view(torch.uint8).random_(32, 48, generator=chance)
+    else:
+        typed.normal_(generator=chance)
+
+
+def _integers(
+    kernel: Kernel, launch: Launch, view: View, count: int, chance: torch.Generator
+) -> torch.Tensor:
+    device = chance.device
+    if kernel.origin is not Origin.ATEN:
+        return torch.zeros(count, dtype=torch.int64, device=device)
+    base = kernel.name.split(".")[1].rstrip("_")
+    if any(base.startswith(name) for name in LENGTHS):
+        raise CannotTime(f"the integers of {kernel.name} are lengths or tables, which cannot be made up")
+    if base in GROUPED:
+        rows = next(v.shape[0] for v in launch.given if v.buffer != view.buffer)
+        steps = torch.arange(1, count + 1, device=device)
+        return steps * rows // count
+    if base in INDEXED:
+        return torch.randint(0, max(1, _least_extent(launch)), (count,), device=device, generator=chance)
+    return torch.randint(1, SMALL, (count,), device=device, generator=chance)
+
+
+def _least_extent(launch: Launch) -> int:
+    """An index below this is inside every tensor along every dimension that is longer than one."""
+    extents = [n for v in launch.given for n in v.shape if n > 1]
+    return min(extents, default=1)

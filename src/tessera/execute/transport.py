@@ -154,7 +154,6 @@ class _Linked:
         self._links.relink(device, epoch)
 
     def close(self) -> None:
-        """Ends the links."""
         self._links.close()
 
     def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
@@ -162,7 +161,6 @@ class _Linked:
         return None
 
     def arrived(self, peer: int, frame: LinkFrame) -> None:
-        """Tells the worker."""
         self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
 
     def gone(self, peer: int, why: str) -> None:

@@ -35,7 +35,6 @@ class StepCost:
     least_s: float | None = None
 
     def seen(self, seconds: float) -> None:
-        """It took so long."""
         if self.least_s is None or seconds < self.least_s:
             self.least_s = seconds
             self.alone_s = max(seconds, max(self.busy_s.values(), default=0.0))

@@ -21,6 +21,7 @@ On CPUs the operator is torch code that takes sequences alike together; on GPUs 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -149,37 +150,11 @@ def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None)
 
 
 @torch.library.impl("tessera::paged_attention", "cuda")
-def _on_cuda(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    page_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    query_starts: torch.Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
-    expected_length: int,
-    one_each: bool,
-) -> torch.Tensor:
+def _on_cuda(*given: Any) -> torch.Tensor:
     from tessera.kernels.paged_triton import attend
 
-    return attend(
-        query,
-        keys,
-        values,
-        pages,
-        page_starts,
-        lengths,
-        query_starts,
-        scale,
-        window,
-        soft_cap,
-        sinks,
-        one_each,
-    )
+    *step, _, one_each = given  # the expected length is for prices only
+    return attend(*step, one_each=one_each)
 
 
 @torch.library.register_fake("tessera::paged_attention")  # type: ignore[untyped-decorator]

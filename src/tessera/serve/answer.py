@@ -32,7 +32,6 @@ class AnswerBuffer:
         self._news.append((text, token))
 
     def finish(self, finish: Finish) -> None:
-        """The last thing."""
         self._finish = finish
 
     def take(self) -> Event | None:
@@ -66,7 +65,6 @@ class WakeUps:
             self._by_loop.setdefault(waiter.get_loop(), []).append(waiter)
 
     def flush(self) -> None:
-        """Wakes them."""
         waiting, self._by_loop = self._by_loop, {}
         for loop, waiters in waiting.items():
             try:
@@ -89,7 +87,6 @@ class Answer(AsyncGenerator[Event, None]):
         self._is_over = False
 
     async def asend(self, value: None) -> Event:
-        """The next event."""
         if self._is_over:
             raise StopAsyncIteration
         try:

@@ -18,14 +18,12 @@ import asyncio
 import json
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -33,9 +31,9 @@ from tessera.capture import build, place_of
 from tessera.capture.models import steps_of_model
 from tessera.capture.models.checkpoint import blamed_for_run, read_json
 from tessera.capture.models.hf import config_of
-from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing
+from tessera.errors import ArtifactError, ServiceBusy, ServiceClosing
 from tessera.ir import Step
-from tessera.serve.records import Ask, DeviceView, Events, Snapshot
+from tessera.serve.alone import AloneService
 
 # Of one computation: inputs, and tokens with those that fill shorter inputs up.
 MAX_ROWS, MAX_PADDED = 64, 8192
@@ -46,7 +44,6 @@ NO_LIMIT = 2**20
 POOLINGS = ("mean", "cls", "max", "lasttoken")
 # Folders of modules, as sentence-transformers names them.
 MODULE = re.compile(r"\d+_\w+")
-GENERATES = "this model makes embeddings and says nothing. Use /v1/embeddings."
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,32 +191,28 @@ class _Input:
     future: "Future[torch.Tensor]" = field(default_factory=Future)
 
 
-class EmbeddingService:
-    """Answers requests for embeddings; `embed` from any event loop. Use it in a `with` statement."""
-
-    failure = ""
+class EmbeddingService(AloneService):
+    """Answers requests for embeddings; `embed` from any event loop."""
 
     def __init__(self, encoder: Encoder, model: str) -> None:
-        self.encoder, self._model = encoder, model
+        super().__init__(model, encoder.device, "embeddings and says nothing. Use /v1/embeddings")
+        self.encoder = encoder
         self._waiting: deque[_Input] = deque()
         self._news = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="tessera-embeddings", daemon=True)
-        self._running = self._tokens = 0
-        self._busy_s, self._begun_s = 0.0, time.monotonic()
-        self._finished = dict.fromkeys(("stop", "cancelled"), 0)
 
-    def __enter__(self) -> "EmbeddingService":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.stop()
+    @property
+    def num_waiting(self) -> int:
+        """Inputs."""
+        return len(self._waiting)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Refuses what comes and what waits; what is being computed is waited for."""
+        """What is being computed is waited for."""
         with self._news:
             self._is_closed = True
             self._news.notify()
@@ -253,15 +246,13 @@ class EmbeddingService:
                 batch = self._next()
             if not batch:
                 continue
-            begun_s, self._running = time.monotonic(), len(batch)
             try:
-                vectors = self.encoder.encode([x.tokens for x in batch])
+                with self._computing(len(batch)):
+                    vectors = self.encoder.encode([x.tokens for x in batch])
             except Exception as error:  # noqa: BLE001 - a bug, or memory: these inputs are told, others go on
                 for x in batch:
                     x.future.set_exception(error)
                 continue
-            finally:
-                self._running, self._busy_s = 0, self._busy_s + time.monotonic() - begun_s
             for x, vector in zip(batch, vectors, strict=True):
                 x.future.set_result(vector)
                 self._tokens += len(x.tokens)
@@ -281,24 +272,3 @@ class EmbeddingService:
             else:
                 self._finished["cancelled"] += 1
         return batch
-
-    # As of a service that answers.
-
-    def answer(self, ask: Ask) -> Events:
-        """Refuses."""
-        raise AskError(GENERATES, place="model")
-
-    def snapshot(self) -> Snapshot:
-        """What it is doing now."""
-        share = self._busy_s / max(1e-9, time.monotonic() - self._begun_s)
-        return Snapshot(
-            model=self._model,
-            policy="undivided",
-            policies=("undivided",),
-            devices=(DeviceView(self.encoder.device, share, 0),),
-            links=(),
-            running=self._running,
-            waiting=len(self._waiting),
-            prompt_tokens=self._tokens,
-            finished=dict(self._finished),
-        )

@@ -40,7 +40,6 @@ class Guide:
         self._mask: bytes | None = mask
 
     def add(self, number: int) -> None:
-        """The next token of the answer."""
         self._matcher.consume_token(number)
         self._mask = None
 
@@ -74,7 +73,6 @@ class Grammar:
         self._matcher, self._mask = matcher, matcher.compute_bitmask()
 
     def start(self) -> Guide:
-        """For one answer."""
         return Guide(self._matcher.deep_copy(), self._mask)
 
 

@@ -15,11 +15,9 @@ import asyncio
 import inspect
 import io
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,12 +26,11 @@ from tessera.capture import place_of
 from tessera.capture.models.checkpoint import blamed, first_line, read_json
 from tessera.capture.models.diffusers import PIPELINE
 from tessera.errors import ArtifactError, AskError, MissingExtra, ServiceBusy, ServiceClosing
+from tessera.serve.alone import AloneService
 from tessera.serve.openai_read import ImageDraft
-from tessera.serve.records import Ask, DeviceView, Events, Snapshot
 
 # Requests that may wait.
 MAX_WAITING = 64
-SAYS_NOTHING = "this model makes pictures. Use /v1/images/generations."
 
 
 class _Gone(Exception):
@@ -50,7 +47,6 @@ class TextToImage:
 
     @classmethod
     def open(cls, model: str, device: str = "cpu") -> "TextToImage":
-        """The pipeline of a folder."""
         folder = Path(place_of(model))
         check_parts(folder)
         library = _diffusers()
@@ -127,29 +123,22 @@ def _diffusers() -> Any:
     return diffusers
 
 
-class ImageService:
-    """Answers requests for pictures, one at a time. Use it in a `with` statement, on one event loop."""
-
-    failure = ""
+class ImageService(AloneService):
+    """Answers requests for pictures, one at a time, on one event loop."""
 
     def __init__(self, pipeline: TextToImage, model: str) -> None:
-        self.pipeline, self._model = pipeline, model
+        super().__init__(model, pipeline.device, "pictures. Use /v1/images/generations")
+        self.pipeline = pipeline
         self._thread = ThreadPoolExecutor(1, "tessera-images")
-        self._waiting = self._running = 0
-        self._is_closed = False
-        self._busy_s, self._begun_s = 0.0, time.monotonic()
-        self._finished = dict.fromkeys(("stop", "cancelled"), 0)
+        self._inside, self._is_closed = 0, False
 
-    def __enter__(self) -> "ImageService":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.stop()
+    @property
+    def num_waiting(self) -> int:
+        """Requests."""
+        return max(0, self._inside - self._running)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Refuses what comes and what waits; a picture that is being made is waited for."""
+        """A picture that is being made is waited for."""
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
@@ -157,45 +146,24 @@ class ImageService:
         """The pictures of one request, encoded. Cancelled, it is left out or stopped at its next step."""
         if self._is_closed:
             raise ServiceClosing("the service is stopping", "Ask another one.")
-        if self._waiting >= MAX_WAITING:
-            raise ServiceBusy(f"{self._waiting} requests wait", "Try again later.")
+        if self._inside >= MAX_WAITING:
+            raise ServiceBusy(f"{self._inside} requests wait", "Try again later.")
         gone = threading.Event()
-        self._waiting += 1
+        self._inside += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._generate, draft, gone)
         finally:
             gone.set()
-            self._waiting -= 1
+            self._inside -= 1
 
     def _generate(self, draft: ImageDraft, gone: threading.Event) -> list[bytes]:
-        begun_s, self._running = time.monotonic(), 1
         reason = "cancelled"
         try:
-            pictures = self.pipeline.generate(draft, gone)
+            with self._computing(1):
+                pictures = self.pipeline.generate(draft, gone)
             reason = "stop"
             return pictures
         except _Gone:
             return []
         finally:
-            self._running, self._busy_s = 0, self._busy_s + time.monotonic() - begun_s
             self._finished[reason] += 1
-
-    # As of a service that answers.
-
-    def answer(self, ask: Ask) -> Events:
-        """Refuses."""
-        raise AskError(SAYS_NOTHING, place="model")
-
-    def snapshot(self) -> Snapshot:
-        """What it is doing now."""
-        share = self._busy_s / max(1e-9, time.monotonic() - self._begun_s)
-        return Snapshot(
-            model=self._model,
-            policy="undivided",
-            policies=("undivided",),
-            devices=(DeviceView(self.pipeline.device, share, 0),),
-            links=(),
-            running=self._running,
-            waiting=max(0, self._waiting - self._running),
-            finished=dict(self._finished),
-        )

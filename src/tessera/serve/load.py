@@ -238,7 +238,6 @@ def send_times(options: LoadOptions) -> tuple[float, ...]:
 
 
 def figures(run: LoadRun) -> dict[str, Any]:
-    """A run as one JSON document."""
     options = run.options
     answers = [x.answer for x in run.outcomes if isinstance(x.answer, Generation)]
     errors = [x.answer for x in run.outcomes if isinstance(x.answer, LoadError)]

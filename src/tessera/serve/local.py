@@ -4,8 +4,6 @@ They are processes of this machine, or of others, by the `hub` that is handed in
 started again by the stepper; a device that fails again and again is planned around by `keeper`.
 """
 
-from types import TracebackType
-
 from tessera.execute.forking import FORKSERVER
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.serve.planning import Prepared
@@ -41,7 +39,5 @@ class Local:
         self.stepper.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.stepper.__exit__(kind, error, tb)
+    def __exit__(self, *exc: object) -> None:
+        self.stepper.__exit__(None, None, None)

@@ -70,7 +70,6 @@ class Meters:
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
     def is_due(self) -> bool:
-        """True if the last look is old."""
         return time.monotonic() - self._looks[-1].at_s >= LOOK_S
 
     def look(self, use: DeviceUse) -> None:

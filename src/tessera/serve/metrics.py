@@ -93,7 +93,6 @@ class Metrics(Observer):
             self._per_token.observe(decode_s / (finish.output_tokens - 1))
 
     def render(self) -> bytes:
-        """The page that Prometheus reads."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:

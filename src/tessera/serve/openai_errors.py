@@ -58,7 +58,6 @@ class ApiError(Exception):
 
     @property
     def response(self) -> "JsonResponse":
-        """The error as it is sent."""
         return JsonResponse(self.shape, self.status, HEADERS.get(self.code, HEADERS.get(self.status)))
 
 
@@ -68,7 +67,6 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """A document in bytes."""
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -74,6 +75,16 @@ UNIONS = {
     "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
     "stop": f"a text, or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters",
 }
+# Fields of a request that are those of `Sampling`; where nobody says, its own.
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # Of a tool without parameters.
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -81,31 +92,41 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+)
 # JSON knows texts as keys only.
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _Body(BaseModel):
+class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class MessagePart(_Body):
+class _Body(_Part):
+    model: str | None = Field(None, description="The served model's name; may be left out.")
+
+
+class MessagePart(_Part):
     """A piece of a message: text, or a picture where the model sees."""
 
     type: str
     text: str | None = None
 
 
-class CalledFunction(_Body):
+class CalledFunction(_Part):
     """A function with the arguments of one call, in JSON."""
 
     name: ToolName
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(_Part):
     """A call of a tool that an assistant has made."""
 
     id: str | None = None
@@ -113,7 +134,7 @@ class ToolCall(_Body):
     function: CalledFunction
 
 
-class Message(_Body):
+class Message(_Part):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -133,7 +154,7 @@ class Message(_Body):
         return self
 
 
-class Function(_Body):
+class Function(_Part):
     """What a tool does, and the schema of its arguments."""
 
     name: ToolName
@@ -141,34 +162,34 @@ class Function(_Body):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Body):
+class Tool(_Part):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Body):
+class NamedFunction(_Part):
     """A function by its name."""
 
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(_Part):
     """The tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(_Body):
+class JsonSchema(_Part):
     """A schema that the answer follows."""
 
     name: str | None = None
     document: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(_Part):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -188,7 +209,7 @@ class ResponseFormat(_Body):
         return self
 
 
-class StreamOptions(_Body):
+class StreamOptions(_Part):
     """What else a stream tells."""
 
     include_usage: bool | None = None
@@ -197,7 +218,6 @@ class StreamOptions(_Body):
 class _GenerationRequest(_Body):
     """What both endpoints take. None is the same as not given."""
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -276,12 +296,7 @@ class ChatRequest(_GenerationRequest):
 class CompletionRequest(_GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-    )
+    prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
@@ -297,13 +312,8 @@ class CompletionRequest(_GenerationRequest):
             raise _invalid("max_tokens", "0 asks for no answer; use 1 or more, or echo")
         return self
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts apart."""
-        return _apart(self.prompt)
 
-
-def _apart(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def _apart(given: Prompts) -> list[str | list[int]]:
     """Prompts apart: a list of numbers is one prompt, a list of anything else several."""
     if isinstance(given, str):
         return [given]
@@ -314,7 +324,6 @@ def _apart(given: str | list[str] | list[int] | list[list[int]]) -> list[str | l
 class TokenizeRequest(_Body):
     """The body of /tokenize: a prompt or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096, fail_fast=True)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
@@ -333,20 +342,13 @@ class TokenizeRequest(_Body):
 class DetokenizeRequest(_Body):
     """The body of /detokenize."""
 
-    model: str | None = None
     tokens: list[TokenId] = Field(fail_fast=True)
 
 
 class EmbeddingRequest(_Body):
     """The body of /v1/embeddings."""
 
-    model: str | None = None
-    input: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-    )
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
     user: str | None = None
@@ -361,7 +363,6 @@ class EmbeddingRequest(_Body):
 class ImageRequest(_Body):
     """The body of /v1/images/generations."""
 
-    model: str | None = None
     prompt: str = Field(min_length=1, max_length=32_000)
     n: int | None = Field(None, ge=1, le=10)
     size: str | None = Field(None, pattern=r"^(auto|[1-9][0-9]{1,3}x[1-9][0-9]{1,3})$")
@@ -401,8 +402,7 @@ class Card:
     vector_sizes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True, tag=True):
     """One request in tokens. Of a prompt that is far too long only the beginning is there."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -437,8 +437,7 @@ class Draft:
         return bool(self.echoes) and self.sampling.logprobs is not None
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingDraft:
+class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
     """A request for embeddings, in tokens."""
 
     inputs: tuple[tuple[int, ...], ...]
@@ -447,8 +446,7 @@ class EmbeddingDraft:
     size: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ImageDraft:
+class ImageDraft(msgspec.Struct, frozen=True, tag=True):
     """A request for pictures."""
 
     prompt: str
@@ -460,17 +458,20 @@ class ImageDraft:
     options: dict[str, int | float | str | None]
 
 
-def parse(kind: type[Body], raw: bytes) -> Body:
-    """A body, or the first thing that is wrong with it."""
+def parse(kind: type[Body], raw: bytes, card: Card) -> Body:
+    """A body for this model, or the first thing that is wrong with it."""
     check_parts(raw)
     try:
-        return kind.model_validate_json(raw)
+        request = kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field, *rest = (str(x) for x in first["loc"] or ("",))
         is_union = field in UNIONS and bool(rest)
         place, text = (field, UNIONS[field]) if is_union else (".".join([field, *rest]), first["msg"])
         raise ApiError(400, f"{place}: {text}" if field else text, field or None, first["type"]) from None
+    if request.model not in (None, card.model):
+        raise no_such_model(str(request.model), card.model)
+    return request
 
 
 def no_such_model(name: str, served: str) -> ApiError:
@@ -479,15 +480,9 @@ def no_such_model(name: str, served: str) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-def _check_model(name: str | None, card: Card) -> None:
-    if name is not None and name != card.model:
-        raise no_such_model(name, card.model)
-
-
 def read_chat(raw: bytes, card: Card) -> Draft:
     """The body of /v1/chat/completions."""
-    request = parse(ChatRequest, raw)
-    _check_model(request.model, card)
+    request = parse(ChatRequest, raw, card)
     turns, urls = _turns(request.messages, card.mark)
     tools = request.callable_tools
     shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
@@ -511,12 +506,12 @@ def read_chat(raw: bytes, card: Card) -> Draft:
 
 def read_completion(raw: bytes, card: Card) -> Draft:
     """The body of /v1/completions."""
-    request = parse(CompletionRequest, raw)
-    _check_model(request.model, card)
-    n = request.n or 1
-    _check_number(len(request.prompts) * n)
+    request = parse(CompletionRequest, raw, card)
+    n, apart = request.n or 1, _apart(request.prompt)
+    if (num := len(apart) * n) > MAX_ASKS:
+        raise _invalid("n", f"{num} answers in one request; the most are {MAX_ASKS}")
     prompts, echoes = [], []
-    for given in request.prompts:
+    for given in apart:
         tokens = _tokens(given, card, "prompt")
         prompts.append(tokens)
         if request.echo and len(tokens) <= card.capacity:
@@ -547,8 +542,7 @@ def _tokens(given: str | list[int], card: Card, field: str) -> tuple[int, ...]:
 
 def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
     """The body of /v1/embeddings."""
-    request = parse(EmbeddingRequest, raw)
-    _check_model(request.model, card)
+    request = parse(EmbeddingRequest, raw, card)
     given, size = _apart(request.input), request.dimensions
     if len(given) > MAX_INPUTS:
         raise _invalid("input", f"{len(given)} inputs in one request; the most are {MAX_INPUTS}")
@@ -569,8 +563,7 @@ def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
 
 def read_image(raw: bytes, card: Card) -> ImageDraft:
     """The body of /v1/images/generations."""
-    request = parse(ImageRequest, raw)
-    _check_model(request.model, card)
+    request = parse(ImageRequest, raw, card)
     width = height = None
     if request.size not in (None, "auto"):
         width, height = map(int, str(request.size).split("x"))
@@ -588,8 +581,7 @@ def read_image(raw: bytes, card: Card) -> ImageDraft:
 
 def tokenize(raw: bytes, card: Card) -> bytes:
     """The answer of /tokenize to its body."""
-    request = parse(TokenizeRequest, raw)
-    _check_model(request.model, card)
+    request = parse(TokenizeRequest, raw, card)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
         tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()])
@@ -604,8 +596,7 @@ def tokenize(raw: bytes, card: Card) -> bytes:
 
 def detokenize(raw: bytes, card: Card) -> bytes:
     """The answer of /detokenize to its body."""
-    request = parse(DetokenizeRequest, raw)
-    _check_model(request.model, card)
+    request = parse(DetokenizeRequest, raw, card)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
         raise _invalid("tokens", f"token {wrong} is none of the model's {card.vocab_size}")
     return json.dumps({"prompt": card.text.decode(request.tokens)}).encode()
@@ -641,13 +632,10 @@ def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]]
     for number, message in enumerate(messages):
         content = message.content or ""
         parts = [MessagePart(type="text", text=content)] if isinstance(content, str) else content
-        try:
-            turn: dict[str, Any] = {"role": ROLES[message.role]}
-            turn["content"] = "".join(_part(part, mark, urls) for part in parts)
-            if message.tool_calls:
-                turn["tool_calls"] = [_call(call) for call in message.tool_calls]
-        except PydanticCustomError as error:
-            raise ApiError(400, f"messages.{number}: {error.message()}", "messages", error.type) from None
+        turn: dict[str, Any] = {"role": ROLES[message.role]}
+        turn["content"] = "".join(_part(part, mark, urls, number) for part in parts)
+        if message.tool_calls:
+            turn["tool_calls"] = [_call(call, number) for call in message.tool_calls]
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 turn[name] = value
@@ -655,34 +643,36 @@ def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]]
     return turns, urls
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
+    """Of a message."""
+    return ApiError(400, f"messages.{number}: {what}", "messages", code)
+
+
+def _call(call: ToolCall, number: int) -> dict[str, Any]:
     """A call as templates know it: with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
-        raise PydanticCustomError("invalid_value", "the arguments of a call are no JSON") from None
+        arguments = None
     if not isinstance(arguments, dict):
-        raise PydanticCustomError("invalid_value", "the arguments of a call are no JSON object")
+        raise _wrong(number, "the arguments of a call are no JSON object", "invalid_value")
     known = {} if call.id is None else {"id": call.id}
     return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _part(part: MessagePart, mark: str, urls: list[str]) -> str:
+def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
     """Text, in which nobody else has written the mark; or the mark of a picture, which `urls` gets."""
     if part.type == "text" and part.text is not None:
         return part.text.replace(mark, UNKNOWN) if mark else part.text
     if part.type != "image_url" or not mark:
         reads = "text and image_url" if mark else "text"
-        text = f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}"
-        raise PydanticCustomError("unsupported_value", "{text}", {"text": text})
+        raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
     found = (part.model_extra or {}).get("image_url")
     url = found.get("url") if isinstance(found, dict) else found
     if not isinstance(url, str):
-        shape = '{"url": "data:image/png;base64,..."}'
-        raise PydanticCustomError("invalid_value", "image_url is {shape}", {"shape": shape})
+        raise _wrong(number, 'image_url is {"url": "data:image/png;base64,..."}', "invalid_value")
     if len(urls) == MAX_PICTURES:
-        text = f"a request shows {MAX_PICTURES} pictures at most"
-        raise PydanticCustomError("unsupported_value", "{text}", {"text": text})
+        raise _wrong(number, f"a request shows {MAX_PICTURES} pictures at most")
     urls.append(url)
     return mark
 
@@ -713,23 +703,9 @@ def _draft(
 
 
 def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
-    return Sampling(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(0, request.top_k or 0),
-        seed=request.seed,
-        logprobs=logprobs,
-        min_p=request.min_p or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
-        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
-    )
-
-
-def _check_number(num: int) -> None:
-    if num > MAX_ASKS:
-        raise _invalid("n", f"{num} answers in one request; the most are {MAX_ASKS}")
+    given = {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
+    bias = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
+    return Sampling(top_k=max(0, request.top_k or 0), logprobs=logprobs, logit_bias=bias, **given)
 
 
 def _invalid(name: str, what: str) -> ApiError:

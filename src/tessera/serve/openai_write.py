@@ -247,7 +247,6 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) -> bytes:
-    """The document of all choices."""
     answers: list[list[Event]] = [[] for _ in batch.asks]
     async with aclosing(_events(service, batch.asks)) as events:
         async for index, event in events:
@@ -284,7 +283,6 @@ def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]
 
 
 async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
-    """The document of all pictures."""
     assert endpoint.images is not None, "only a pipeline is asked for pictures"
     pictures = await endpoint.images.generate(draft)
     shown = [{"b64_json": b64encode(picture).decode()} for picture in pictures]
@@ -293,7 +291,6 @@ async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
 
 
 async def send_document(document: bytes, send: Any) -> None:
-    """Sends a whole answer."""
     size = str(len(document)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", size)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -78,7 +78,6 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody uses."""
         return self.num_pages - 1 - self.num_free
 
     @property

@@ -21,9 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import MissingExtra, TesseraError
-from tessera.execute.gate import Gate
 from tessera.execute.handshake import EngineCall
-from tessera.execute.remote import RemoteHub
+from tessera.execute.remote import Gate, RemoteHub
 from tessera.ir import Device, DeviceKind
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -57,7 +56,7 @@ MEMORY_BYTES = 4 << 30
 THREADS = 4
 PROCESSES = max(4, os.cpu_count() or 1)
 
-# What becomes of a body; bytes are an answer that needs no model.
+# What becomes of a body; a document is an answer that needs no model.
 Found = Draft | EmbeddingDraft | ImageDraft | bytes
 READERS: dict[str, Callable[[bytes, Card], Found]] = {
     "chat": read_chat,
@@ -69,18 +68,20 @@ READERS: dict[str, Callable[[bytes, Card], Found]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBody:
-    """What a process made of a body: one of the first four, or an error."""
+class _Document(msgspec.Struct, frozen=True, tag=True):
+    raw: bytes
 
-    draft: Draft | None = None
-    embedding: EmbeddingDraft | None = None
-    image: ImageDraft | None = None
-    document: bytes | None = None
-    # Status, message, field and code.
-    error: tuple[int, str, str | None, str | None] | None = None
+
+class _Refusal(msgspec.Struct, frozen=True, tag=True):
+    status: int
+    message: str
+    param: str | None
+    code: str | None
     # Of a bug.
     trace: str = ""
+
+
+ReadBody = Draft | EmbeddingDraft | ImageDraft | _Document | _Refusal
 
 
 class Reading:
@@ -108,16 +109,13 @@ class Reading:
         async with self._forks:
             process = await loop.run_in_executor(self._threads, self.start)
             answer = await process.read(kind, raw)
-        if answer.trace:
-            log.error("a body could not be read\n%s", answer.trace)
-        if answer.error is not None:
-            raise ApiError(*answer.error)
-        found = answer.draft or answer.embedding or answer.image or answer.document
-        assert found is not None, "a body becomes a draft, an answer or an error"
-        return found
+        if isinstance(answer, _Refusal):
+            if answer.trace:
+                log.error("a body could not be read\n%s", answer.trace)
+            raise ApiError(answer.status, answer.message, answer.param, answer.code)
+        return answer.raw if isinstance(answer, _Document) else answer
 
     def close(self) -> None:
-        """Ends the process."""
         self._threads.shutdown(wait=False)
         if self._process is not None:
             self._process.close()
@@ -145,11 +143,9 @@ class ReadingProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._child.pid
 
     def is_alive(self) -> bool:
-        """False if it has died."""
         return self._child.poll() is None
 
     async def read(self, kind: str, raw: bytes) -> ReadBody:
@@ -164,14 +160,15 @@ class ReadingProcess:
             except OSError:  # it has died
                 answer = b""
         if not answer:
-            return ReadBody(error=_TOO_LARGE if self.is_alive() else _DEAD)
-        return msgspec.msgpack.decode(answer, type=ReadBody)
+            return _TOO_LARGE if self.is_alive() else _DEAD
+        found: ReadBody = msgspec.msgpack.decode(answer, type=ReadBody)
+        return found
 
 
 PROGRAM = "from tessera.serve.reading import main; main()"
 _LIMITS = f"{CPU_S} s of CPU time or {MEMORY_BYTES >> 30} GiB of memory"
-_TOO_LARGE = (400, f"the body takes more than {_LIMITS} to read", None, "request_too_large")
-_DEAD = (503, "the body could not be read. Try again.", None, "overloaded")
+_TOO_LARGE = _Refusal(400, f"the body takes more than {_LIMITS} to read", None, "request_too_large")
+_DEAD = _Refusal(503, "the body could not be read. Try again.", None, "overloaded")
 
 
 async def _exchanged(here: socket.socket, raw: bytes) -> bytes:
@@ -242,15 +239,11 @@ def _answer(kind: str, raw: bytes, card: Card) -> ReadBody:
     try:
         found = READERS[kind](raw, card)
     except MemoryError:
-        return ReadBody(error=_TOO_LARGE)
+        return _TOO_LARGE
     except (ApiError, TesseraError) as error:
         told = error if isinstance(error, ApiError) else api_error(error)
-        return ReadBody(error=(told.status, told.message, told.param, told.code))
+        return _Refusal(told.status, told.message, told.param, told.code)
     except Exception:  # noqa: BLE001 - the edge of a process: the server's log tells
-        told_so = (500, "an error inside the server; its log says more", None, None)
-        return ReadBody(error=told_so, trace=traceback.format_exc())
-    if isinstance(found, Draft):
-        return ReadBody(draft=found)
-    if isinstance(found, EmbeddingDraft):
-        return ReadBody(embedding=found)
-    return ReadBody(document=found) if isinstance(found, bytes) else ReadBody(image=found)
+        what = "an error inside the server; its log says more"
+        return _Refusal(500, what, None, None, traceback.format_exc())
+    return _Document(found) if isinstance(found, bytes) else found

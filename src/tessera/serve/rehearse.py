@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tessera.execute.pick import Trial, pick
+from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Plan
 from tessera.serve.engine import Engine

@@ -8,15 +8,12 @@ old one stays, with costs that are right.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tessera.adapt import Action, Factors
-from tessera.adapt.avoid import widened
+from tessera.adapt import LEAST_GAIN, Action, Factors, reshared, widened
 from tessera.ir import Costs, Objective, Plan, verify
 from tessera.serve.keeper import Plans
 from tessera.serve.planning import Average, Prepared
 from tessera.serve.rehearse import rehearse
 
-# A new plan must do so many times as much: a change of plans has a price, and a rehearsal is no proof.
-LEAST_GAIN = 1.02
 AVERAGE = Average()
 
 
@@ -47,9 +44,7 @@ class PreparedPlanner:
     def rebalanced(self, plan: Plan, action: Action) -> Plan | None:
         """The same lanes in the shares that the monitor wants, if a simulation agrees."""
         assert action.factors is not None, "a rebalance comes with factors"
-        rates = zip(plan.lanes, action.rates_per_s, strict=True)
-        lanes = tuple(replace(lane, rate_per_s=rate) for lane, rate in rates)
-        new = replace(plan, lanes=lanes, lane_table=())
+        new = reshared(plan, action.rates_per_s)
         costs = action.factors.apply(plan.unit, plan.costs)
         return new if self._gain(plan, new, costs) >= LEAST_GAIN else None
 

@@ -45,7 +45,6 @@ class TokenCounts:
         self._places = {number: place for place, number in enumerate(self.numbers)}
 
     def add(self, number: int) -> None:
-        """One more of the answer."""
         place = self._places.setdefault(number, len(self.numbers))
         if place == len(self.numbers):
             self.numbers.append(number)
@@ -110,7 +109,6 @@ class Pick:
             self.guide.mask()
 
     def add(self, number: int) -> None:
-        """A token was chosen."""
         self.num_out += 1
         if self.counts is not None:
             self.counts.add(number)

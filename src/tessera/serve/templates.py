@@ -48,7 +48,6 @@ class TemplateHere:
         self._filling = Filling(template, MAX_CHARS)
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation, or AskError."""
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         answer = self._filling.answer(dict(variables))
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -63,7 +62,6 @@ class ChatTemplate:
         self._child = self._start()
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation, or AskError."""
         with self._lock:
             return _text_of(self._ask(json.dumps(variables).encode()))
 

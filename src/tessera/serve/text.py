@@ -95,11 +95,9 @@ class ByteText:
         return tokens + list(b"assistant:\n")
 
     def reader(self) -> Reader:
-        """For one answer."""
         return ByteReader()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, all at once."""
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:

@@ -124,11 +124,9 @@ class FolderText:
             raise AskError("half a surrogate pair is no text", "Send valid Unicode.", "prompt") from error
 
     def reader(self) -> Reader:
-        """For one answer."""
         return WindowReader(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
         # A model's last rows may have no token: its vocabulary is often rounded up.
         size = self._tokenizer.size
         return self._tokenizer.decode([token for token in tokens if token < size])
@@ -166,11 +164,9 @@ class FastTokenizer:
         return list(self._made.encode(text, add_special_tokens=adds).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
         return str(self._made.decode(tokens, skip_special_tokens=True))
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself."""
         piece = self._made.id_to_token(token) or ""
         if self._by_letter and all(letter in self._by_letter for letter in piece):
             return bytes(self._by_letter[letter] for letter in piece)
@@ -188,11 +184,9 @@ class SlowTokenizer:
         self._made, self.size = made, len(made)
 
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        """As above."""
         return list(self._made(text, add_special_tokens=adds, split_special_tokens=plain)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """As above."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self._made.decode(list(tokens), **options))
 

@@ -66,7 +66,6 @@ class ForcedCalls:
         self._in_text = self._is_escaped = False
 
     def feed(self, text: str) -> list[Told]:
-        """What is new."""
         found: list[Told] = []
         given = 0
         for at, letter in enumerate(text):
@@ -117,7 +116,6 @@ class FoundCalls:
         self._is_json: bool | None = None
 
     def feed(self, text: str) -> list[Told]:
-        """What is new."""
         self._held += text
         if self._is_json is None and (begun := self._held.lstrip()):
             self._is_json = begun[0] in "[{"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tessera.adapt import (
+    LEAST_GAIN,
     Action,
     Adopted,
     Arrived,
@@ -22,24 +23,22 @@ from tessera.adapt import (
     Monitor,
     Returned,
     Ticked,
+    reshared,
 )
 from tessera.errors import TesseraError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import StepDone
 from tessera.ir import Costs, DecisionKind, Objective, Plan
 from tessera.simulate.capability import alone, capabilities, capacity_per_s
-from tessera.simulate.demand import Demand
 from tessera.simulate.online import SimulatedServer
-from tessera.simulate.truth import Truth
+from tessera.simulate.rows import Demand
+from tessera.simulate.stepper import Truth
 
 # (how wrong the costs were, devices that are gone) -> plans, by the names of the policies they replace
 Replan = Callable[[Factors, frozenset[str]], Sequence[tuple[str, Plan]]]
 
 # Looks at the costs in a window.
 TICKS_PER_WINDOW = 4
-# A new plan must do so many times as much. Capacities of one plan, measured with other requests of the same
-# kind, differ by up to one percent, so less might be a loss; and a change of plans has a price.
-LEAST_GAIN = 1.02
 
 
 @dataclass
@@ -115,9 +114,8 @@ class Adaptive:
 
     def _rebalance(self, server: SimulatedServer, action: Action) -> None:
         assert action.factors is not None, "a rebalance comes with factors"
-        old, rates = server.scheduler.plan, action.rates_per_s
-        lanes = tuple(replace(lane, rate_per_s=rate) for lane, rate in zip(old.lanes, rates, strict=True))
-        new = replace(old, lanes=lanes, lane_table=())
+        old = server.scheduler.plan
+        new = reshared(old, action.rates_per_s)
         if _is_better(old, new, action.factors, server.demand):
             server.adopt([new], old.policy)
             self._keep(server)

@@ -11,10 +11,10 @@ from tessera.errors import ArrivalsError
 from tessera.ir import Plan
 from tessera.simulate.arrivals import poisson
 from tessera.simulate.columns import LaunchStretch, Scripts, bus_names
-from tessera.simulate.demand import Demand
 from tessera.simulate.metrics import METRICS, LatencyLimit, measured
 from tessera.simulate.online import SimulatedServer
-from tessera.simulate.truth import Truth
+from tessera.simulate.rows import Demand
+from tessera.simulate.stepper import Truth
 
 # Full houses that pass through a policy while its capacity is measured, and at every load of its curve.
 TURNS = 8

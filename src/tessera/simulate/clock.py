@@ -24,7 +24,6 @@ class _Simulation(Core):
         self._weights: dict[int, float] = {}
 
     def run(self) -> Timeline:
-        """All requests, from first to last."""
         for slot in range(min(self._plan.slots, len(self._pending))):
             self._admit(slot, 0.0)
         while self.advance() is not None:

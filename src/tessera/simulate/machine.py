@@ -74,11 +74,9 @@ class _Loop(Core):
     def on_stretch(
         self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
     ) -> None:
-        """Counts busy time."""
         self.busy_us[device] += stop_us - self.devices[device].since_us
 
     def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
-        """Counts busy time."""
         self.busy_us[len(self.devices) + wire.bus] += stop_us - start_us
 
     @property

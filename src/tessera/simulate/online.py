@@ -19,10 +19,8 @@ from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Wa
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
 from tessera.execute.turns import PATIENCE
 from tessera.ir import Decision, Plan
-from tessera.simulate.demand import Demand, RequestLedger
-from tessera.simulate.rows import ModelledRows
-from tessera.simulate.stepper import FAIR, VirtualStepper, Weather
-from tessera.simulate.truth import Truth
+from tessera.simulate.rows import Demand, ModelledRows, RequestLedger
+from tessera.simulate.stepper import FAIR, Truth, VirtualStepper, Weather
 
 # Two moments closer than this are one, in microseconds: seconds are not exact to more.
 SAME_US = 1e-3
@@ -92,12 +90,10 @@ class SimulatedServer(Watcher[int]):
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
         return self.stepper.now_s()
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """By name."""
         return {plan.policy: plan for plan in self.stepper.plans}
 
     @property
@@ -110,7 +106,6 @@ class SimulatedServer(Watcher[int]):
         return bool(self.stepper.lanes.open(list(self.plans).index(name)))
 
     def switch(self, name: str) -> None:
-        """Puts another policy in force."""
         self.scheduler.switch(list(self.plans).index(name))
 
     def adopt(self, plans: Sequence[Plan], name: str) -> None:
@@ -120,12 +115,10 @@ class SimulatedServer(Watcher[int]):
         self.switch(name)
 
     def at(self, second: float, action: Callable[[], None]) -> None:
-        """Does something at a time to come."""
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
         self._next_us = min(self._next_us, second * 1e6)
 
     def run(self) -> SimulatedRun:
-        """Until the last request has left."""
         if self._driver is not None:
             self._driver.on_start(self)
         scheduler, machine = self.scheduler, self.stepper.machine
@@ -144,7 +137,6 @@ class SimulatedServer(Watcher[int]):
         )
 
     def _happen(self) -> None:
-        """What is due happens."""
         now_us, times = self.stepper.machine.now_us + SAME_US, self.demand.times_us
         while self._agenda and self._agenda[0][0] <= now_us:
             heapq.heappop(self._agenda)[2]()
@@ -168,16 +160,13 @@ class SimulatedServer(Watcher[int]):
     # What the scheduler tells.
 
     def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
-        """For the driver."""
         if self._driver is not None:
             self._driver.on_step(self, microbatch.lane, done)
 
     def failed(self, request: int, message: str) -> None:
-        """Counted."""
         self.ledger.num_failed += 1
 
     def retried(self, request: int, lost: DeviceLost) -> None:
-        """Counted."""
         self.ledger.num_restarted += 1
 
     def lost(self, lost: DeviceLost) -> None:
@@ -186,6 +175,5 @@ class SimulatedServer(Watcher[int]):
             self.at(self.now_s, partial(self._driver.on_lost, self, lost.device))
 
     def back(self, back: DeviceBack) -> None:
-        """Likewise."""
         if self._driver is not None:
             self.at(self.now_s, partial(self._driver.on_back, self, back.device))

@@ -1,5 +1,7 @@
 """Rows: the requests of a microbatch, modelled: a number each, and decodes to go.
 
+`Demand` is what requests ask of a work unit, `RequestLedger` what became of them.
+
 Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
 first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
 proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the
@@ -14,13 +16,73 @@ with its prompt and gets its next token by that, as in a service.
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.simulate.demand import Demand, RequestLedger
+from tessera.ir import Arrivals, WorkUnit
 
 # Heads are timed in this many parts of a whole one.
 PARTS = 16
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Requests as the simulator needs them."""
+
+    times_us: Sequence[float]
+    # Tokens that each one gives, and decodes that it takes.
+    tokens: Sequence[int]
+    decodes: Sequence[int]
+    # Of a whole head, what each one's prompt takes.
+    shares: Sequence[float]
+    # Requests that share a microbatch.
+    rows: int
+    # True if a head gives the first token.
+    head_speaks: bool
+    # Of a whole head, what a token takes that was given before and is read again.
+    per_token: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.times_us)
+
+
+def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Demand:
+    """What arrivals ask of a work unit; `rows` requests share a microbatch, by default the captured batch."""
+    steps = [graph.trace.step for graph in unit.graphs]
+    is_decode = steps[-1].kind == "decode"
+    head_speaks = is_decode and any(s.kind == "prefill" for s in steps[:-1])
+    rows = rows or max(1, steps[-1].batch)
+    num = len(arrivals.times_s)
+    usual = unit.counts[-1] + head_speaks if is_decode else 1
+    tokens = arrivals.outputs if arrivals.outputs and is_decode else (usual,) * num
+    context = max((s.context for s in steps if s.kind == "prefill"), default=0)
+    shares = (
+        [prompt / (context * rows) for prompt in arrivals.prompts]
+        if context and arrivals.prompts
+        else [1.0 / rows] * num
+    )
+    decodes = [n - head_speaks for n in tokens] if is_decode else [0] * num
+    per_token = 1.0 / (context * rows) if context else 0.0
+    return Demand([t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks, per_token)
+
+
+@dataclass
+class RequestLedger:
+    """What happened to each request; times in microseconds, negative: it did not."""
+
+    first_us: list[float]
+    done_us: list[float]
+    num_restarted: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    max_waiting: int = 0
+    # Decodes that a request had when it left a microbatch before its end: it goes on from there.
+    decoded: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(num: int) -> "RequestLedger":
+        return RequestLedger([-1.0] * num, [-1.0] * num)
 
 
 class ModelledRows:
@@ -54,7 +116,6 @@ class ModelledRows:
 
     @property
     def num_used(self) -> int:
-        """Requests that sit here or join."""
         return len(self._seats) + len(self._joining)
 
     @property
@@ -89,7 +150,6 @@ class ModelledRows:
         return False
 
     def add(self, request: int) -> None:
-        """Joins now."""
         self._joining.append(request)
 
     def state(self) -> None:

@@ -1,14 +1,326 @@
 """SteadyRates: the rate of a plan with all microbatches full, from a short stretch of simulated time.
 
-The same loop as `simulate`, without a timeline (`window`). A verdict simulates every launch, of fewer
-requests where programs are long; a quick look at long programs, and a verdict on very long ones that would
-take a second, simulates samples (`fluid`).
+The same loop as `simulate`, without a timeline, watched for a stretch of work instead of to an end
+(`Window`). Slots start spread over their requests, so the system is full at once and a quarter of a request's
+time with four slots sees every phase of a request once. Work is counted as fractions of a request: a
+stretch's share of its request's busy time, times the work units in the request.
+
+A verdict simulates every launch, of fewer requests where programs are long. A quick look at long programs,
+and a verdict on very long ones that would take a second, simulates samples (`Fluid`): while every slot stays
+in its step, each goes on at a steady pace, and what a few hundred stretches show holds for the thousands that
+follow. Some stretches are simulated to settle, then some to measure each slot's pace; then all slots are
+moved ahead at their paces, until just before the first of them comes to the end of its step, which is always
+simulated. Work and time of what is skipped are those of the sample, times how often it fits. Not seen: what
+differs along a program beyond the samples, which fall on other launches every time.
 """
 
-from tessera.ir import Plan
-from tessera.simulate.columns import Script, Scripts
-from tessera.simulate.fluid import Fluid
-from tessera.simulate.window import Window, WindowExtent, extent_of
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tessera.execute.lanes import LaneShares, shares_of
+from tessera.execute.schedule import Job
+from tessera.ir import Plan, Recv
+from tessera.simulate.columns import LaunchStretch, Script, Scripts
+from tessera.simulate.core import Core, Flight, Work
+
+# Runs of each slot, at least: before the clock counts, and while it does.
+MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
+# With fewer slots than this, less work is looked at.
+MANY_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WindowExtent:
+    """Requests' worth of work before the clock counts, and while it does."""
+
+    warm_up: float
+    window: float
+
+
+def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
+    """How much of a plan is looked at: less with few slots, but some runs of each."""
+    few, num_runs = min(1.0, plan.slots / MANY_SLOTS), sum(plan.unit.counts)
+    each = mean_weight(plan)
+    return WindowExtent(
+        each * max(few * wanted.warm_up, plan.slots * MIN_WARM_UP_RUNS / num_runs),
+        each * max(few * wanted.window, plan.slots * MIN_WINDOW_RUNS / num_runs),
+    )
+
+
+def weights_of(plan: Plan) -> list[float]:
+    """Work units in a request of each lane; 1 where all are of one batch."""
+    return [plan.weight_of(lane) if plan.variants else 1.0 for lane in plan.lanes]
+
+
+def mean_weight(plan: Plan) -> float:
+    """Work units in an average request."""
+    rates = [lane.rate_per_s for lane in plan.lanes]
+    return sum(r * weight for r, weight in zip(rates, weights_of(plan), strict=True)) / sum(rates)
+
+
+def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> tuple[list[Work], float]:
+    """What a request runs, last first, but for a share of it; and work units a microsecond of busy time."""
+    runs = [(script, 1.0) for script in scripts for _ in range(script.count)]
+    total = sum(script.busy_us for script, _ in runs)
+    first, spent = 0, 0.0
+    while first < len(runs) - 1:
+        spent += runs[first][0].busy_us
+        if spent > skipped * total:
+            break
+        first += 1
+    return runs[first:][::-1], weight / total if total else 0.0
+
+
+class Window(Core):
+    """All slots full; `rate_per_us` says how fast work is done."""
+
+    def __init__(
+        self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
+    ) -> None:
+        super().__init__(len(plan.cluster.devices), scripts.wires.num_buses)
+        self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
+        self._lanes, self._slots, self._extent = lanes, plan.slots, extent
+        self._weights = weights_of(plan)
+        self._done = self._target = self._skipped_us = 0.0
+        self._count = 0  # stretches so far; a subclass may start again
+        self._flights: dict[int, Flight] = {}
+        # Slot -> the run that it is in: its script, its ticket and its busy time so far.
+        self._script: dict[int, Script] = {}
+        self._ticket: dict[int, int] = {}
+        self._run_us: dict[int, float] = {}
+
+    def rate_per_us(self) -> float:
+        for slot in range(self._slots):
+            self._admit(slot, 0.0, slot / self._slots)
+        since_us, since = self._until(self._extent.warm_up)
+        until_us, until = self._until(since + self._extent.window)
+        return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
+
+    def _until(self, work: float) -> tuple[float, float]:
+        """Runs on until so much work is done: (time, work done)."""
+        self._target = work
+        now: float | None = 0.0
+        while self._done < work and now is not None:
+            now = self.advance()
+        return self._stand(now)
+
+    def _stand(self, now: float | None) -> tuple[float, float]:
+        """(time, work done), stretches that run counted as far as they are: those of a prefill are long."""
+        at = now or 0.0
+        return at + self._skipped_us, self._so_far(at)[0]
+
+    def _admit(self, slot: int, now: float, skipped: float = 0.0) -> None:
+        """A request begins; of the first ones, the runs that make up the skipped share are left out."""
+        lane = self._table.take()
+        runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
+        flight = Flight(0, slot, lane, runs, per_us=per_us)
+        self._flights[slot] = flight
+        self.begin(flight, now)
+
+    def begin(self, flight: Flight, now: float) -> None:
+        slot = flight.microbatch
+        self._script[slot], self._ticket[slot] = flight.left[-1][0], self._order + 1
+        self._run_us[slot] = 0.0
+        super().begin(flight, now)
+
+    def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
+        """(work done, slot -> busy time of its run), with what the devices are at."""
+        done, run_us = self._done, dict(self._run_us)
+        for device in self.devices:
+            if device.job is not None:
+                flight = self._running[device.job.ticket][0]
+                done += (now - device.since_us) * flight.per_us
+                run_us[flight.microbatch] += now - device.since_us
+        return done, run_us
+
+    def on_stretch(
+        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
+    ) -> None:
+        us = stop_us - self.devices[device].since_us
+        self._count += 1
+        self._done += us * flight.per_us
+        self._run_us[flight.microbatch] += us
+
+    def on_end(self, flight: Flight, now: float) -> None:
+        """The slot takes the next request."""
+        self._table.give_back(flight.lane)
+        self._admit(flight.microbatch, now)
+
+
+# Stretches that settle and that are measured: of each slot on average, where there are no more than these.
+SETTLE, SAMPLE = 10, 30
+# A skip shorter than this many samples is not worth the settling behind it.
+MIN_SKIP = 1.0
+
+
+@dataclass(eq=False)
+class Cuts:
+    """The places where a run of one script can be taken up, as if the launches before some launch were done.
+
+    A cut is a number of launches in trace order. Behind it every launch has run and what it sent has
+    arrived. Transfers that would be under way at that moment count as arrived; that is all that is lost.
+    """
+
+    script: Script
+
+    @cached_property
+    def done_us(self) -> list[float]:
+        """[launches done]: busy time of the run so far, over all devices."""
+        lists = [
+            next((x.ends_us for x in c.items if isinstance(x, LaunchStretch)), None)
+            for c in self.script.columns
+        ]
+        return np.sum([x for x in lists if x is not None], axis=0).tolist() if any(lists) else [0.0]
+
+    @cached_property
+    def _sent(self) -> tuple[list[int], list[int]]:
+        """(launches done when it leaves, transfer), in that order."""
+        stretches = [x for c in self.script.columns for x in c.items if isinstance(x, LaunchStretch)]
+        found = sorted((x.stop, wire.number) for x in stretches for wire in x.sends)
+        return [stop for stop, _ in found], [number for _, number in found]
+
+    @cached_property
+    def _stretches(self) -> list[tuple[list[int], list[int]]]:
+        """[device]: (where its stretches stop, their places in its list)."""
+        found = []
+        for column in self.script.columns:
+            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchStretch)]
+            found.append(([stop for stop, _ in listed], [n for _, n in listed]))
+        return found
+
+    def at(self, busy_us: float) -> int:
+        """The last cut with no more busy time behind it."""
+        return max(0, bisect_right(self.done_us, busy_us) - 1)
+
+    def job(self, device: int, cut: int, slot: int, ticket: int) -> Job | None:
+        """What a device still has to do behind the cut; None if nothing."""
+        column = self.script.columns[device]
+        stops, places = self._stretches[device]
+        first = bisect_right(stops, cut)
+        if first == len(places):
+            return None
+        at = places[first]
+        item = column.items[at]
+        assert isinstance(item, LaunchStretch), "only stretches are listed"
+        spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
+        while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
+            at -= 1  # it may have to wait for what is read next
+        left_at, numbers = self._sent
+        arrived = set(numbers[: bisect_right(left_at, cut)])
+        return Job(slot, ticket, column.items, at, arrived, column.until_wait_us, spent)
+
+
+class Fluid(Window):
+    """Skips ahead by the paces of a sample."""
+
+    def __init__(
+        self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
+    ) -> None:
+        super().__init__(plan, scripts, lanes, extent)
+        few = min(plan.slots, MANY_SLOTS)
+        self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
+        self._due = self._settled  # stretches until something is to be done about the sample
+        # Slot -> runs begun since the sample began; time, work and busy times of runs when it did.
+        self._begun: dict[int, int] = dict.fromkeys(range(self._slots), 0)
+        self._mark: tuple[float, float, dict[int, float]] | None = None
+        self._cuts: dict[Script, Cuts] = {}
+
+    def begin(self, flight: Flight, now: float) -> None:
+        """Starts a run; a slot that comes to another step ends the sample."""
+        slot = flight.microbatch
+        if self._script.get(slot) is flight.left[-1][0]:
+            self._begun[slot] += 1
+        else:
+            self._start_again()
+        super().begin(flight, now)
+
+    def _until(self, work: float) -> tuple[float, float]:
+        """As a window does, with skips."""
+        self._target = work
+        now: float | None = 0.0
+        while self._done < work and now is not None:
+            now = self.advance()
+            if self._count >= self._due and now is not None:
+                self._watch(now)
+        return self._stand(now)
+
+    def _start_again(self) -> None:
+        """Whatever was sampled no longer holds."""
+        self._count, self._mark, self._due = 0, None, self._settled
+
+    def _watch(self, now: float) -> None:
+        """Settled: a sample begins, or ends in a skip."""
+        if self._mark is None:
+            done, run_us = self._so_far(now)
+            self._mark, self._due = (now, done, run_us), self._sampled
+            self._begun = dict.fromkeys(self._begun, 0)
+        else:
+            self._skip(self._mark, now)
+            self._start_again()
+
+    def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
+        """Moves every slot ahead by as many samples as fit before a step ends or the work is done."""
+        if not all(script.busy_us for script in self._script.values()):
+            return  # state is under way: nothing to measure its pace by
+        done, run_us = self._so_far(now)
+        moved = {
+            slot: run_us[slot] - mark[2][slot] + self._begun[slot] * self._script[slot].busy_us
+            for slot in self._flights
+        }
+        if done <= mark[1]:
+            return
+        most = (self._target - done) / (done - mark[1])
+        times = min((self._left_us(x) - run_us[x]) / us - 1.0 for x, us in moved.items() if us > 0.0)
+        if times < min(most, MIN_SKIP):
+            return
+        times = min(times, most)
+        self._skipped_us += times * (now - mark[0])
+        self._done = done + times * (done - mark[1])
+        self._clear(now)
+        for slot, us in moved.items():
+            self._take_up(slot, run_us[slot] + times * us)
+        for device in range(len(self.devices)):
+            self._look(device, now)
+
+    def _left_us(self, slot: int) -> float:
+        """Busy time from the beginning of the run to the end of its step."""
+        script = self._script[slot]
+        same = 0
+        for other, _ in reversed(self._flights[slot].left):
+            if other is not script:
+                break
+            same += 1
+        return (1 + same) * script.busy_us
+
+    def _clear(self, now: float) -> None:
+        """Nothing runs, nothing is under way."""
+        self._events.clear()
+        self._bus_free = [now] * len(self._bus_free)
+        for device in self.devices:
+            device.job, device.epoch = None, device.epoch + 1
+            for job in list(device.queue):
+                device.queue.drop(job.ticket)
+
+    def _take_up(self, slot: int, busy_us: float) -> None:
+        """A slot's run, or the later one of its step, where so much is done since its beginning."""
+        flight, ticket, script = self._flights[slot], self._ticket[slot], self._script[slot]
+        cuts = self._cuts.setdefault(script, Cuts(script))
+        runs, rest = divmod(busy_us, script.busy_us)
+        if runs:
+            del flight.left[len(flight.left) - int(runs) :]
+        cut = cuts.at(rest)
+        flight.waiting = 0
+        for index, device in enumerate(self.devices):
+            job = cuts.job(index, cut, slot, ticket)
+            if job is not None:
+                device.queue.add(job)
+                flight.waiting += 1
+        self._run_us[slot] = cuts.done_us[cut]
+
 
 # Requests' worth of work before the clock counts, and while it does: microbatches that start spread over
 # their requests fall in and out of step over several of them.
@@ -29,7 +341,6 @@ class SteadyRates:
         self._known: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
-        """The rate of one plan."""
         return 1e6 * self._rate(plan, is_quick=False)
 
     def glance(self, plan: Plan) -> float:

@@ -6,17 +6,22 @@ transfers take at true costs, times its `scale`; with jitter each one varies. St
 elsewhere than a later one wants it moves before the later one runs, in as large a part as the earlier one
 was; what a step of rows that join leaves behind never moves back. Deterministic by seed.
 
+What launches really take (`Truth`) is not what plans believe: it is a price list of its own, by which all
+plans are timed, whatever costs they were made with.
+
 Not handled: bytes moved are not counted, and memory is not watched.
 """
 
 import heapq
+import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from types import TracebackType
 
 import numpy as np
 
+from tessera.adapt import scaled_costs
 from tessera.execute.lanes import Lanes
 from tessera.execute.stepper import (
     DeviceBack,
@@ -28,10 +33,43 @@ from tessera.execute.stepper import (
     StepDone,
     Tensors,
 )
-from tessera.ir import Plan
+from tessera.ir import Cluster, Plan
+from tessera.simulate.columns import Scripts
 from tessera.simulate.core import Work
 from tessera.simulate.machine import VirtualMachine
-from tessera.simulate.truth import Truth
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What each launch really takes: the costs of a plan, times factors by kernel type and by device.
+
+    Every kernel type is mispriced on every device by a factor drawn from the seed; devices may be slow.
+    """
+
+    plan: Plan
+    noise: float = 0.0
+    seed: int = 0
+    # (device, factor) of devices that are slower than they should be.
+    slow: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.plan.cluster
+
+    def factor(self, kernel: str, device: str) -> float:
+        """How many times as long as modelled a kernel type takes on a device; its logarithm is normal."""
+        found = math.prod(factor for name, factor in self.slow if name == device)
+        if not self.noise:
+            return found
+        words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
+        return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
+
+    def scripts(self) -> tuple[Scripts, ...]:
+        """Makes what devices do of placements, at the costs that hold: one a variant of the plan."""
+        return tuple(
+            Scripts(variant.unit, scaled_costs(variant.unit, variant.costs, self.factor), self.cluster)
+            for variant in self.plan.every_variant
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +142,7 @@ class VirtualStepper:
     def __enter__(self) -> "VirtualStepper":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         pass
 
     def load(self, plans: Sequence[Plan]) -> None:
@@ -115,11 +151,9 @@ class VirtualStepper:
         self.plans = tuple(plans)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """Its state is nowhere in particular."""
         self._open[microbatch] = _Open(lane)
 
     def close(self, microbatch: int) -> None:
-        """Nothing is left of it."""
         self._open.pop(microbatch, None)
 
     def can_queue(self, microbatch: int) -> bool:
@@ -127,7 +161,6 @@ class VirtualStepper:
         return False
 
     def start(self, call: StepCall) -> None:
-        """Its first launches are ready now."""
         here = self._open[call.microbatch]
         here.works = self._works_of(here, call)
         here.call, here.since_us = call, self.machine.now_us
@@ -158,7 +191,6 @@ class VirtualStepper:
         return DeviceUse(busy, {}, status)
 
     def now_s(self) -> float:
-        """Since the stepper was made."""
         return self.machine.now_us * 1e-6
 
     @property

@@ -12,11 +12,10 @@ from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import Arrivals, Plan, ServingReport, need_one_batch
 from tessera.simulate.adaptive import Adaptive, Replan
 from tessera.simulate.capability import capabilities, capacity_per_s, check_limits
-from tessera.simulate.demand import Demand, demand_of
 from tessera.simulate.metrics import LatencyLimit, report_of
 from tessera.simulate.online import SimulatedRun, SimulatedServer
-from tessera.simulate.stepper import FAIR, Weather
-from tessera.simulate.truth import Truth
+from tessera.simulate.rows import Demand, demand_of
+from tessera.simulate.stepper import FAIR, Truth, Weather
 
 USUAL = MonitorConfig()
 
@@ -36,7 +35,6 @@ class Setting:
     max_waiting: int | None = None
 
     def demand(self, plan: Plan) -> Demand:
-        """What the arrivals ask of a plan."""
         return demand_of(plan.unit, self.arrivals, self.rows)
 
     def truth(self, plan: Plan) -> Truth:

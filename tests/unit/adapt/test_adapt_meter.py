@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tessera.adapt.meter import Meter
+from tessera.adapt.monitor import Meter
 
 
 def meter(window_s: float = 10.0, before_per_s: float = 0.0) -> Meter:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.execute import link_sockets, links
+from tessera.execute import handshake, links
 from tessera.execute.links import LinkFrame, LinkLost, Links
 
 KEY = b"k" * 32
@@ -222,19 +222,19 @@ def test_who_has_another_key_gets_nothing(pair: Pair) -> None:
 
 def test_a_crowd_of_silent_callers_holds_nobody_up(pair: Pair) -> None:
     """The oldest are pushed out, and a worker gets through at once."""
-    crowd = [link_sockets.call(pair.address(1)) for _ in range(links.MAX_HANDSHAKES + 40)]
+    crowd = [links.call(pair.address(1)) for _ in range(handshake.MAX_HANDSHAKES + 40)]
     start = time.monotonic()
     pair.ends[0].send(1, LinkFrame(0, 0, 0, 0.0), memoryview(b""))
     until(lambda: bool(pair.ears[1].got))
-    assert time.monotonic() - start < link_sockets.HANDSHAKE_S
-    assert len(pair.ends[1]._shaking) <= links.MAX_HANDSHAKES + 1
+    assert time.monotonic() - start < handshake.FIRST_BYTE_S
+    assert len(pair.ends[1].door.answering) <= handshake.MAX_HANDSHAKES + 1
     for one in crowd:
         one.close()
 
 
 def test_noise_at_the_door_is_not_heard(pair: Pair) -> None:
     """Bytes without a proof end the call."""
-    with link_sockets.call(pair.address(1)) as call:
+    with links.call(pair.address(1)) as call:
         call.sendall(b"\0" * 4096)
         call.settimeout(10.0)
         with contextlib.suppress(ConnectionError):

@@ -12,12 +12,12 @@ from multiprocessing.connection import Client, Connection
 import pytest
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
-from tessera.execute import gate as gates
 from tessera.execute import handshake, messages
-from tessera.execute.gate import Caller, Gate
-from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine, check_secret
+from tessera.execute.handshake import ENGINE, LOOPBACK_SECRET, EngineCall, call_engine, check_secret, prove
 from tessera.execute.messages import Cancel, Hello, Refused
+from tessera.execute.remote import Caller, Gate
 
+OWN = handshake.own_version()
 SECRET = b"a secret of more than sixteen bytes"
 
 
@@ -80,11 +80,10 @@ def test_a_false_engine_is_found_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as false:
 
         def answer() -> None:
-            pipe = Connection(false.accept()[0].detach())
-            pipe.send_bytes(handshake.GREETING + os.urandom(32))
-            proof = pipe.recv_bytes()
-            pipe.send_bytes(proof[32:])  # all it can do: send the caller's own proof back
-            pipe.close()
+            with false.accept()[0] as calling:
+                calling.sendall(ENGINE + os.urandom(32))
+                proof = calling.recv(4096)
+                calling.sendall(proof[-32:])  # all it can do: send the caller's own proof back
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(MismatchError, match="another secret"):
@@ -96,8 +95,8 @@ def test_something_else_at_the_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
-            with other.accept()[0] as calling:
-                calling.sendall(struct.pack("!i", 16) + b"220 mail.example")
+            with other.accept()[0] as calling, suppress(ConnectionError):
+                calling.sendall(b"220 mail.example")
                 calling.recv(1)
 
         threading.Thread(target=answer, daemon=True).start()
@@ -159,17 +158,16 @@ def test_a_crowd_holds_up_nobody(says: bytes) -> None:
 
         assert 2 == taken(gate).hello.rank
         assert time.monotonic() - start_s < 5.0 < handshake.HANDSHAKE_S
-        assert len(gate._answering) < gates.MAX_HANDSHAKES
+        assert len(gate.door.answering) < handshake.MAX_HANDSHAKES
     kept.close()
     gate.close()
 
 
 def test_a_crowd_pushes_out_only_itself(gate: Gate) -> None:
     """One that is slow keeps its place while others of another address come and go."""
-    slow = handshake.pipe_of(socket.create_connection(gate.address))
-    with crowd(gate, 2 * gates.MAX_HANDSHAKES, "127.0.0.2"):
-        handshake.enter(slow, EngineCall(gate.address, SECRET))
-        slow.send_bytes(messages.encode(Hello(1, "", handshake.own_version())))
+    slow = socket.create_connection(gate.address)
+    with crowd(gate, 2 * handshake.MAX_HANDSHAKES, "127.0.0.2"):
+        prove(slow, SECRET, ENGINE, messages.encode(Hello(1, "", handshake.own_version())))
 
         assert 1 == taken(gate).hello.rank
     slow.close()
@@ -191,12 +189,10 @@ def test_one_that_says_nothing_is_soon_hung_up_on(gate: Gate, monkeypatch: pytes
 
 
 def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
-    """Another message, garbage or silence after the handshake is a complaint."""
+    """Another message, garbage or nothing in its place is a complaint."""
     for said in (messages.encode(Cancel(1)), b"\x02\0\0\0[]", b""):
-        pipe = handshake.pipe_of(socket.create_connection(gate.address))
-        handshake.enter(pipe, EngineCall(gate.address, SECRET))
-        if said:
-            pipe.send_bytes(said)
+        with socket.create_connection(gate.address) as calling, pytest.raises(EOFError):
+            prove(calling, SECRET, ENGINE, said)
 
         assert "127.0.0.1: " in complaint(gate)
     assert gate.take(first, 0.0) is None
@@ -204,14 +200,13 @@ def test_one_with_the_secret_must_say_who_it_is(gate: Gate) -> None:
 
 def test_another_version_is_refused_with_both_named(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller is told which versions there are."""
-    pipe = handshake.pipe_of(socket.create_connection(gate.address))
-    handshake.enter(pipe, EngineCall(gate.address, SECRET))
-    pipe.send_bytes(messages.encode(Hello(0, "", "9.9 (format 99)")))
+    monkeypatch.setattr(handshake, "own_version", lambda: "9.9 (format 99)")
+    pipe = come_in(gate)
     answer = messages.decode(pipe.recv_bytes())
 
     assert isinstance(answer, Refused)
     assert "9.9" in answer.message
-    assert handshake.own_version() in answer.message
+    assert OWN in answer.message
 
 
 def test_one_that_left_while_it_waited_is_not_taken(gate: Gate) -> None:

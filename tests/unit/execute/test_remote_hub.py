@@ -17,9 +17,18 @@ import engine_factory as made
 import stepper_factory as factory
 from calling_worker import Given, serve
 from tessera.errors import MismatchError, WorkerError
-from tessera.execute import briefing, messages, remote
-from tessera.execute.briefing import (
+from tessera.execute import messages, remote
+from tessera.execute import setups as told_setups
+from tessera.execute.footprint import ready_programs
+from tessera.execute.forking import FORKSERVER, warm_up
+from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
+from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
+from tessera.execute.inbox import Hangup
+from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
+from tessera.execute.remote import Gate, RemoteHub
+from tessera.execute.setups import (
     Pieces,
+    Setup,
     briefing_of,
     fetch,
     fingerprint,
@@ -28,15 +37,6 @@ from tessera.execute.briefing import (
     unpack_briefing,
     weight_of,
 )
-from tessera.execute.footprint import ready_programs
-from tessera.execute.forking import FORKSERVER, warm_up
-from tessera.execute.gate import Gate
-from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
-from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
-from tessera.execute.inbox import Hangup
-from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
-from tessera.execute.remote import RemoteHub
-from tessera.execute.setups import Setup
 from tessera.execute.worker_stepper import WorkerStepper, make_setups
 from tessera.ir import Plan
 
@@ -145,7 +145,7 @@ def test_weights_that_are_others_are_named(plan: Plan) -> None:
 
 def test_weights_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in order, whatever their size and strides; only those that the worker reads."""
-    monkeypatch.setattr(briefing, "PIECE_BYTES", 64)
+    monkeypatch.setattr(told_setups, "PIECE_BYTES", 64)
     there = {"a": torch.randn(7, 5).t(), "b": torch.arange(3), "c": torch.empty(0, 4), "d": torch.tensor(1.5)}
     pieces, sizes = Pieces(there), []
 

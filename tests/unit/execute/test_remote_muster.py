@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.execute.gate import Caller
 from tessera.execute.messages import ANY_RANK, Hello
-from tessera.execute.remote import Muster
+from tessera.execute.remote import Caller, Muster
 
 PIPE, _ = multiprocessing.Pipe()
 

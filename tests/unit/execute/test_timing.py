@@ -13,10 +13,9 @@ from tessera.capture import Workload, build, record
 from tessera.capture.function import capture
 from tessera.errors import CannotTime, DeviceGone
 from tessera.execute.cuda_timing import CudaTimer
-from tessera.execute.feed import made_up
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import tensor_of
-from tessera.execute.timing import CpuTimer, Own, Walk, copies_needed
+from tessera.execute.timing import CpuTimer, Own, Walk, copies_needed, made_up
 from tessera.ir import Buffer, BufferKind, Step, Trace
 
 CPU = torch.device("cpu")

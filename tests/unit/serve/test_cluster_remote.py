@@ -18,9 +18,8 @@ import steps_factory
 from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import remote
-from tessera.execute.gate import Gate
 from tessera.execute.handshake import EngineCall
-from tessera.execute.remote import RemoteHub
+from tessera.execute.remote import Gate, RemoteHub
 from tessera.execute.stepper import DeviceStatus
 from tessera.ir import Step
 from tessera.serve.joining import ModelHere, keep_working

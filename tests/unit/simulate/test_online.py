@@ -10,10 +10,10 @@ from online_factory import RUN_US, alone_plan, at_us, serve, split_plan
 from tessera.ir import Arrivals, BufferKind, Plan
 from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.demand import demand_of
 from tessera.simulate.machine import VirtualMachine
 from tessera.simulate.metrics import measured
 from tessera.simulate.online import SimulatedServer
+from tessera.simulate.rows import demand_of
 from tessera.simulate.stepper import Weather
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from tessera.errors import ArrivalsError, RuleBroken, UnknownName
 from tessera.ir import Arrivals, verify
-from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.recorded import read_arrivals
+from tessera.simulate.arrivals import make_arrivals, read_arrivals
 
 BURST_GPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log

@@ -9,12 +9,11 @@ from online_factory import RUN_US, alone_plan, at_us, both_plans, serve, split_p
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.demand import Demand, demand_of
 from tessera.simulate.metrics import LatencyLimit
 from tessera.simulate.online import SimulatedRun, SimulatedServer
-from tessera.simulate.stepper import Loss, Weather
+from tessera.simulate.rows import Demand, demand_of
+from tessera.simulate.stepper import Loss, Truth, Weather
 from tessera.simulate.study import Setting, checked, compare
-from tessera.simulate.truth import Truth
 
 STATE_BYTES = 64_000
 

@@ -9,8 +9,7 @@ from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
 from tessera.simulate.columns import DeviceColumn, LaunchStretch, Script, Scripts, Wires, column_of
-from tessera.simulate.fluid import Cuts, Fluid
-from tessera.simulate.window import Window, WindowExtent
+from tessera.simulate.steady import Cuts, Fluid, Window, WindowExtent
 
 CROSSING = [0, 1, 0, 0, 1, 1]
 
