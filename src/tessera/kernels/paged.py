@@ -153,8 +153,9 @@ def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None)
 def _on_cuda(*given: Any) -> torch.Tensor:
     from tessera.kernels.paged_triton import attend
 
-    *step, _, one_each = given  # the expected length is for prices only
-    return attend(*step, one_each=one_each)
+    *step, expected_length, one_each = given
+    del expected_length  # for prices only
+    return attend(*(*step, one_each))
 
 
 @torch.library.register_fake("tessera::paged_attention")  # type: ignore[untyped-decorator]
