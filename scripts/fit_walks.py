@@ -30,7 +30,7 @@ SOFT = 0.15
 # Where the search begins, and where a whisper of a prior holds terms that the rows do not tell apart: cycles
 # an element, or a factor; a row or a key is many elements.
 START = {Scope.ALL: 0.5, Scope.ONE: 3.0, Scope.FLOOR: 2000.0, Scope.FACTOR: 1.3}
-START_OF_MANY = {"row": 50.0, "efficient_key": 50.0}
+START_OF_MANY = {"row": 50.0}
 PRIOR = 0.02
 # The error of a term that one family alone has: its fit follows few launches too well to be believed.
 ONE_FAMILY_ERROR = 0.25
@@ -39,13 +39,14 @@ ONE_FAMILY_ERROR = 0.25
 def fit_walks(rows: Sequence[Row], gpu_name: str) -> Walks:
     """The coefficients that price these launches best; no errors yet."""
     spec = gpu(gpu_name)
-    used = [row for row in rows if row.work.walk]
+    used = [row for row in rows if any(TERMS[t] is not Scope.STREAM for t, _ in row.work.walk)]
     works = [row.work for row in used]
     base = [cost.us for cost in price_many(works, gpu_name)]
     floors = [model_of(work, spec).params.t0_us for work in works]
     measured = np.array([row.us for row in used])
     weight = np.clip((measured / FULL_WEIGHT_US) ** 0.5, LEAST_WEIGHT, MOST_WEIGHT)
-    terms = [t for t in TERMS if any(t == name for work in works for name, _ in work.walk)]
+    present = {name for work in works for name, _ in work.walk}
+    terms = [t for t, scope in TERMS.items() if t in present and scope is not Scope.STREAM]
     start = np.log([START_OF_MANY.get(t, START[TERMS[t]]) for t in terms])
 
     def off(theta: Array) -> Array:

@@ -51,8 +51,9 @@ def _attend(
     if kind == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if kind == "cudnn" and attn_mask is not None:
+        # With the sums of the softmax: without them the operator returns None in their place on a GPU alone.
         made = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, _additive(attn_mask, query), False, dropout_p, is_causal, False, scale=scale
+            query, key, value, _additive(attn_mask, query), True, dropout_p, is_causal, False, scale=scale
         )
         return made[0]  # type: ignore[no-any-return]
     if kind == "efficient":

@@ -16,6 +16,7 @@ from tessera.profile import (
     Gpu,
     Tables,
     best_sources,
+    borrowed,
     coverage,
     gpu,
     installed_tables,
@@ -46,6 +47,7 @@ def gpus(
 
 def _document(g: Gpu, tables: Tables | None, in_full: bool) -> dict[str, Any]:
     document = dataclasses.asdict(g) | {"usd_per_hour": g.usd_per_hour}
+    document["borrowed_from"] = list(borrowed(g.name))
     document["sources"] = {op.value: source.value for op, source in best_sources(g.name, tables).items()}
     if in_full:
         document["coverage"] = [_row(c) for c in coverage(g.name, tables)]
@@ -64,7 +66,7 @@ def _table(found: tuple[Gpu, ...], tables: Tables | None) -> Table:
     caption = (
         "Rates: sustained / data sheet (bf16; fp16 where there is none). Costs: how many classes of kernels"
         " have a public table / a model fitted to that GPU / only the class model; by class and with sources:"
-        " tessera gpus NAME"
+        " tessera gpus NAME. Models: of matrix products, fitted to it or borrowed from its nearest relatives"
     )
     if tables is None:
         caption += f". {escape(missing_note())}"
@@ -74,6 +76,7 @@ def _table(found: tuple[Gpu, ...], tables: Tables | None) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("price of")
     table.add_column("costs", justify="right", no_wrap=True)
+    table.add_column("models")
     for g in found:
         sustained = g.effective
         flops = g.bf16_tflops or g.fp16_tflops
@@ -87,6 +90,7 @@ def _table(found: tuple[Gpu, ...], tables: Tables | None) -> Table:
             f"{g.usd_per_hour:.2f}" if g.usd_per_hour is not None else "-",
             g.price_provider or "-",
             " / ".join(str(n) for n in counts),
+            f"borrowed: {', '.join(lent)}" if (lent := borrowed(g.name)) else "own",
         )
     return table
 

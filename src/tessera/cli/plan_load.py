@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from tessera.cli.output import console, print_json, progress
+from tessera.cli.plan_text import sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Step, save
 from tessera.plan import BATCHES, LoadPlan, Option, Room, Target, explain
@@ -86,6 +87,7 @@ def document(found: LoadPlan) -> dict[str, Any]:
         "ratio_to_best_baseline": chosen.tokens_per_s / best.tokens_per_s if best else None,
         "ratio_to_data_parallel": chosen.tokens_per_s / parallel.tokens_per_s if parallel else None,
         "frontier": [asdict(option) for option in found.frontier],
+        "costs": sure(found.plan),
         "memory": {room.device: _room(room) for room in explain(found.plan, is_brief=True).memory},
     }
 
@@ -129,6 +131,7 @@ def show(found: LoadPlan) -> None:
         memory.add_row(name, *(size(room[key]) for key in ("weights", "state", "temporaries", "capacity")))
     out.print(memory)
     _curve(found)
+    out.print(f"Costs: {shown['costs']['sentence']}", markup=False)
     if shown["ratio_to_best_baseline"] is None:
         return
     if found.plan.policy == shown["best_baseline"]:

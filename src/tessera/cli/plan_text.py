@@ -52,7 +52,22 @@ def document(made: Plan) -> dict[str, Any]:
         "baseline_latency_us": {b.name: b.latency_us for b in made.baselines},
         "baseline_usd_per_1k_units": {b.name: b.usd_per_1k_units for b in made.baselines},
         "baseline_joules_per_unit": {b.name: b.joules_per_unit for b in made.baselines},
+        "costs": sure(made),
     } | _latency(made)
+
+
+def sure(made: Plan) -> dict[str, Any]:
+    """How sure the costs are that the plan rests on."""
+    from tessera.profile import sureness
+
+    found = sureness(made)
+    return {
+        "rel_error": found.rel_error,
+        "wide_share": found.wide_share,
+        "by_source": found.by_source,
+        "parts": [asdict(part) for part in found.parts],
+        "sentence": found.sentence,
+    }
 
 
 def _latency(made: Plan) -> dict[str, float]:
@@ -93,6 +108,7 @@ def show(made: Plan) -> None:
     out.print(devices_table(made))
     out.print(comparison_table(made))
     out.print(explain(made).verdict, markup=False)
+    out.print(f"Costs: {sure(made)['sentence']}", markup=False)
     for line in _money(made):
         out.print(line, markup=False)
 

@@ -6,19 +6,23 @@ estimate                      trace x devices -> costs, without any of the hardw
 notes                         what a reader of those costs should know
 known_gpus, gpu               the table of GPUs
 coverage, best_sources        which sources price each class on one of them
+sureness                      which part of a plan's time rests on which source
+borrowed                      whose models price a GPU that nobody measured
 installed_tables              public measured tables, if the extra `tables` is installed
 """
 
 from tessera.profile.counts import OpClass, Work, class_of, work_of
-from tessera.profile.coverage import Covered, best_sources, coverage, rejected_tables
+from tessera.profile.coverage import Covered, best_sources, borrowed, coverage, rejected_tables
 from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices
 from tessera.profile.estimate import estimate, notes, works
 from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
+from tessera.profile.sureness import Part, Sureness, sureness
 from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
 from tessera.profile.wiring import wire
 
 __all__ = [
-    "LINKS", "SYSTEMS", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Tables", "Work",
-    "best_sources", "class_of", "coverage", "estimate", "gpu", "installed_tables", "known_gpus",
-    "make_cluster", "missing_note", "notes", "parse_devices", "rejected_tables", "wire", "work_of", "works",
+    "LINKS", "SYSTEMS", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Part", "Sureness", "Tables",
+    "Work", "best_sources", "borrowed", "class_of", "coverage", "estimate", "gpu", "installed_tables",
+    "known_gpus", "make_cluster", "missing_note", "notes", "parse_devices", "rejected_tables", "sureness",
+    "wire", "work_of", "works",
 ]  # fmt: skip

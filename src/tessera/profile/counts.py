@@ -19,7 +19,7 @@ from functools import cache
 from tessera.ir import Arg, Kernel, Launch, Origin, View, arg_views
 from tessera.ir.trace import item_bytes
 from tessera.profile.operators import CAUSAL_ARG, OPERATORS
-from tessera.profile.walks import Walk, attention_walk, copies_first, walk_of
+from tessera.profile.walks import Walk, attention_walk, copies_first, fused_walk, walk_of
 
 # Attention with at most this many queries a sequence streams the KV cache; above, it computes.
 MAX_DECODE_QUERIES = 8
@@ -85,11 +85,14 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
         flops, shape = _gemm(op, _base(kernel.name), launch, views)
     elif op is OpClass.CONV:
         flops = _conv_flops(launch, views)
-    num_bytes, walk = _bytes(op, kernel, launch, views), _walk(op, kernel, launch, views)
+    num_bytes = _bytes(op, kernel, launch, views)
+    walk = _walk(op, kernel, launch, views, num_bytes)
     return Work(op, _dtype(launch, views), flops, num_bytes, shape, walk)
 
 
-def _walk(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Walk:
+def _walk(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...], num_bytes: int) -> Walk:
+    if kernel.name.startswith(tuple(INDUCTOR)):
+        return fused_walk(kernel.name, num_bytes)
     if kernel.origin is not Origin.ATEN or op is OpClass.ALLOCATION:
         return ()
     return walk_of(op.value, _base(kernel.name), launch, views, _outputs(launch))
@@ -240,7 +243,9 @@ def _attention(kernel: Kernel, launch: Launch, views: tuple[View, ...]) -> Work:
     flops = 2.0 * query.shape[0] * query.shape[heads] * pairs * width
     op = OpClass.DECODE if num_q <= MAX_DECODE_QUERIES else OpClass.PREFILL
     shape = (query.shape[0], num_q, num_k, query.shape[heads], key.shape[heads], query.shape[3], int(causal))
-    walk = attention_walk(base, num_q, num_k, MAX_DECODE_QUERIES)
+    walk = attention_walk(
+        base, op is OpClass.DECODE, len(launch.args) > 3 and isinstance(launch.args[3], View)
+    )
     return Work(op, query.dtype, flops, num_bytes, shape, walk)
 
 
@@ -263,7 +268,9 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
     pages = sequences * read * kv_heads * (width + value_width) * item_bytes(keys.dtype)
     num_bytes = pages + _size(query) + sum(_size(v) for v in _outputs(launch))
     op = OpClass.DECODE if queries <= MAX_DECODE_QUERIES else OpClass.PREFILL
-    return Work(op, query.dtype, flops, num_bytes, (sequences, queries, read, heads, kv_heads, width, 1))
+    walk: Walk = (("paged_stream", 1.0),) if op is OpClass.DECODE else ()
+    shape = (sequences, queries, read, heads, kv_heads, width, 1)
+    return Work(op, query.dtype, flops, num_bytes, shape, walk)
 
 
 def _is_causal(base: str, launch: Launch) -> bool:

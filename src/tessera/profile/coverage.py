@@ -73,6 +73,11 @@ def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, st
     return tuple(sorted(found))
 
 
+def borrowed(gpu_name: str) -> tuple[str, ...]:
+    """The GPUs whose rows stand in for this one's in matrix products; none if it has rows of its own."""
+    return model_for(gpu_name, OpClass.GEMM, family_of(OpClass.GEMM, "bfloat16")).lenders
+
+
 def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, Source]:
     """The best source of each class in 16 bits, by the tables that are there; none is read or checked."""
     best: dict[OpClass, Source] = {}

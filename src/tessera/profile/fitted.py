@@ -11,7 +11,7 @@ that this rule makes on GPUs that do have a row. A class without any row takes a
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from statistics import fmean
@@ -104,6 +104,8 @@ class Model:
     why: str
     # Added for kernels that memory bounds.
     memory_error: float = 0.0
+    # The GPUs that it was fitted to, where it is not this one.
+    lenders: tuple[str, ...] = ()
 
     def wider(self, added: float, why: str) -> "Model":
         """The same numbers, used for something they were not fitted to."""
@@ -114,6 +116,7 @@ class Model:
             self.long_error + added,
             f"{why}; {self.why}",
             self.memory_error,
+            self.lenders,
         )
 
 
@@ -190,7 +193,7 @@ def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
         error += OTHER_VENDOR_ERROR
     alike = "" if kinship == "any" else f", same {kinship},"
     why = f"{spec.name} has no rows: {', '.join(f.gpu for f in nearest)}{alike} on its data sheet"
-    return _model(nearest, Source.CLASS, error, error, why)
+    return replace(_model(nearest, Source.CLASS, error, error, why), lenders=tuple(f.gpu for f in nearest))
 
 
 def _model(rows: list[Fit], source: Source, error: float, long_error: float, why: str) -> Model:

@@ -106,6 +106,12 @@ def _gpu(row: dict[str, Any], doc: dict[str, Any]) -> Gpu:
     )
 
 
+def clock_ghz(spec: Gpu) -> float:
+    """The boost clock, from the data sheet's fp32 rate: two operations a lane and cycle."""
+    old = spec.compute_capability.startswith("7.") or spec.compute_capability == "8.0"
+    return spec.fp32_tflops * 1e3 / (2 * (64 if old else 128) * spec.num_sms)
+
+
 def known_gpus() -> tuple[Gpu, ...]:
     """Every GPU, in the order of the table."""
     return tuple(_table().values())

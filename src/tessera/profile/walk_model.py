@@ -9,7 +9,8 @@ fit. Other GPUs take the same cycles at their own number of SMs and clock, with 
 
 The tables' attention kernels are those of serving stacks: FlashAttention 3 and newer from Hopper on,
 FlashAttention 2 before, which is PyTorch's `flash` kernel everywhere. So PyTorch's `flash` is slower than the
-tables on new GPUs and equal to them on old ones; this was measured on Hopper alone.
+tables on new GPUs and equal to them on old ones; this was measured on Hopper alone. Attention of a few
+queries has a model of its own (`streams.py`).
 """
 
 import json
@@ -21,8 +22,10 @@ from importlib.resources import files
 
 from tessera.ir import Cost, Source
 from tessera.profile.counts import Work
-from tessera.profile.fitted import model_of
-from tessera.profile.gpus import Gpu, gpu
+from tessera.profile.fitted import model_of, peaks_of
+from tessera.profile.gpus import Gpu, clock_ghz, gpu
+from tessera.profile.model import loads_of, predict
+from tessera.profile.streams import Stream, fitted_streams, stream_of, streamed_us
 from tessera.profile.walks import TERMS, Scope, Walk
 
 # Added on GPUs other than the one that was measured: an assumption.
@@ -57,12 +60,6 @@ def fitted_walks() -> Walks:
         {name: row["coefficient"] for name, row in terms.items()},
         {name: row["rel_error"] for name, row in terms.items()},
     )
-
-
-def clock_ghz(spec: Gpu) -> float:
-    """The boost clock, from the data sheet's fp32 rate: two operations a lane and cycle."""
-    old = spec.compute_capability.startswith("7.") or spec.compute_capability == "8.0"
-    return spec.fp32_tflops * 1e3 / (2 * (64 if old else 128) * spec.num_sms)
 
 
 def walked(us: float, t0_us: float, walk: Walk, spec: Gpu, walks: Walks) -> float:
@@ -105,6 +102,11 @@ def apply_walks(
 
 
 def _applied(work: Work, cost: Cost, spec: Gpu, walks: Walks) -> Cost:
+    stream = stream_of(work, fitted_streams())
+    if stream is not None:
+        if work.walk[0][0] == "flash_stream" and spec.arch not in NEW_ATTENTION:
+            return cost  # the kernel of the GPU's own rows
+        return _streamed(work, cost, spec, stream)
     # A table of grouped GEMMs stands for them as it is.
     walk = tuple(x for x in work.walk if x[0] != "grouped" or cost.source is not Source.TABLE)
     known = [term for term, _ in walk if term in walks.coefficients]
@@ -118,4 +120,16 @@ def _applied(work: Work, cost: Cost, spec: Gpu, walks: Walks) -> Cost:
     rel_error = math.hypot(cost.rel_error * share, error * (1.0 - share)) if share < 1.0 else cost.rel_error
     scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
     said = f"{', '.join(known)} as measured on {walks.gpu}{scaled}"
+    return replace(cost, us=us, rel_error=rel_error, detail=f"{cost.detail}; {said}" if cost.detail else said)
+
+
+def _streamed(work: Work, cost: Cost, spec: Gpu, stream: Stream) -> Cost:
+    """By the kernel's own model; where a table has the GPU's times, by their ratio to the fitted ones."""
+    params, here = model_of(work, spec).params, spec.name == fitted_streams().gpu
+    fitted = float(predict(params, loads_of([work]), peaks_of(spec, work.dtype))[0])
+    us = streamed_us(stream, work, spec, params, here) * cost.us / fitted
+    added = 0.0 if here else OTHER_GPU_ERROR
+    rel_error = stream.rel_error if here else math.hypot(cost.rel_error, stream.rel_error, added)
+    kernel = next(term for term, _ in work.walk)
+    said = f"{kernel} as measured on {fitted_streams().gpu}"
     return replace(cost, us=us, rel_error=rel_error, detail=f"{cost.detail}; {said}" if cost.detail else said)

@@ -6,8 +6,9 @@ amounts by name (`TERMS`); `walk_model.py` says what each costs.
 
 The rules follow PyTorch's CUDA kernels: an elementwise operator on dense operands of one dtype and one order
 is vectorised and has no walk; else each element pays for its index, once a dimension that is left after
-dimensions which are contiguous in all operands are joined. Not handled: Triton and CUDA kernels, whose code
-says nothing simple here (their walk is empty), operands on the host, and alignment of the first element.
+dimensions which are contiguous in all operands are joined. Of Inductor's kernels the name says what was
+fused; a few operators make them compute rather than load. Not handled: other Triton and CUDA kernels (their
+walk is empty), operands on the host, and alignment of the first element.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class Scope(Enum):
     ONE = "cycles, one after the other"
     FLOOR = "cycles, added to everything else"
     FACTOR = "factor of the whole time"
+    STREAM = "a model of its own"  # see `streams.py`
 
 
 # Every term, and what its amount counts.
@@ -52,6 +54,7 @@ TERMS: dict[str, Scope] = {
     "argmax_floor": Scope.FLOOR,
     "sort": Scope.ONE,  # elements of a row sorted
     "sort_floor": Scope.FLOOR,
+    "topk": Scope.ONE,  # elements of a row searched
     "topk_floor": Scope.FLOOR,
     "scan": Scope.ALL,  # elements summed up
     "scan_floor": Scope.FLOOR,
@@ -59,7 +62,17 @@ TERMS: dict[str, Scope] = {
     "put_floor": Scope.FLOOR,
     "conv": Scope.ALL,  # elements made by a dense convolution
     "depthwise": Scope.ALL,  # elements made times filter taps
-    "efficient_key": Scope.ONE,  # keys that one block of the memory-efficient kernel reads, few queries
+    # Kernels of Inductor's, by what they fuse; bytes, or 1.
+    "fused_angle": Scope.ALL,  # sines and cosines
+    "fused_softmax": Scope.ALL,  # over rows that are put together on the way
+    "fused_index": Scope.ALL,  # gathered and masked
+    "fused_argmax": Scope.FLOOR,  # one block a row
+    # Attention of a few queries, by kernel.
+    "efficient_stream": Scope.STREAM,
+    "flash_stream": Scope.STREAM,
+    "cudnn_stream": Scope.STREAM,
+    "masked_stream": Scope.STREAM,  # cuDNN's kernel with a mask
+    "paged_stream": Scope.STREAM,
     "flash": Scope.FACTOR,
     "efficient": Scope.FACTOR,
     "cudnn": Scope.FACTOR,
@@ -102,11 +115,27 @@ def walk_of(op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tup
     return tuple(sorted(terms.items()))
 
 
-def attention_walk(base: str, num_queries: int, num_keys: int, few: int) -> Walk:
-    """Which library's kernel computes the attention; few queries stream the keys through one block each."""
-    if "efficient" in base:
-        return (("efficient_key", float(num_keys)),) if num_queries <= few else (("efficient", 1.0),)
-    return next((((name, 1.0),) for name in ("cudnn", "flash") if name in base), ())
+def attention_walk(base: str, is_few: bool, is_masked: bool) -> Walk:
+    """Which library's kernel computes the attention; a few queries stream the keys through one block each."""
+    kernel = next((name for name in ("efficient", "cudnn", "flash") if name in base), "")
+    if kernel and is_few:
+        kernel = f"{'masked' if kernel == 'cudnn' and is_masked else kernel}_stream"
+    return ((kernel, 1.0),) if kernel else ()
+
+
+def fused_walk(name: str, num_bytes: int) -> Walk:
+    """The walk of a kernel of Inductor's, whose name lists the operators it fuses."""
+    words = set(name.split("_"))
+    terms: dict[str, float] = {}
+    if words & {"cos", "sin"}:
+        terms["fused_angle"] = num_bytes
+    if {"red", "softmax", "cat"} <= words:
+        terms["fused_softmax"] = num_bytes
+    elif {"index", "masked", "fill"} <= words:
+        terms["fused_index"] = num_bytes
+    if "argmax" in words:
+        terms["fused_argmax"] = 1.0
+    return tuple(sorted(terms.items()))
 
 
 def copies_first(op: str, kernel_name: str, ins: Sequence[View]) -> bool:
@@ -174,8 +203,8 @@ def _sampling(terms: dict[str, float], kind: str, view: View, out: View) -> None
     terms[f"{kind}_floor"] = 1.0
     if kind == "argmax":
         terms["argmax"] = view.num_elements
-    elif kind == "sort":
-        terms["sort"] = view.shape[-1] if view.shape else 1
+    else:
+        terms[kind] = view.shape[-1] if view.shape else 1
 
 
 def _indexed(terms: dict[str, float], op: str, ins: tuple[View, ...], out: View) -> None:

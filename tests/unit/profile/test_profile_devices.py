@@ -83,10 +83,10 @@ def test_every_link_says_where_its_figures_come_from() -> None:
 
 
 def test_all_gpus_are_known_with_their_sources() -> None:
-    """Twenty-three GPUs, each with figures that make sense and words on where they come from."""
+    """Twenty-eight GPUs, each with figures that make sense and words on where they come from."""
     gpus = known_gpus()
 
-    assert 23 == len({g.name for g in gpus}) == len(gpus)
+    assert 28 == len({g.name for g in gpus}) == len(gpus)
     assert all(g.memory_bytes > 1e9 and g.memory_gbps > 100 and g.fp32_tflops > 1 for g in gpus)
     assert all(g.spec_source and g.price_source and g.effective_source for g in gpus)
 

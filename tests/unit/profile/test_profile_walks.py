@@ -1,17 +1,21 @@
 """Walks: what launches do beside moving bytes, and what that costs."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+from scripts.launch_rows import read
 
 from profile_factories import Shape, TraceMaker, attention_trace, contiguous, emulated, unary_trace
 from tessera.ir import Arg, Origin, Source, Trace, View
 from tessera.profile import Work, estimate, works
 from tessera.profile.estimate import price_works
-from tessera.profile.gpus import gpu, known_gpus
+from tessera.profile.gpus import clock_ghz, gpu, known_gpus
 from tessera.profile.strides import joined_dims
-from tessera.profile.walk_model import Walks, apply_walks, clock_ghz, fitted_walks
-from tessera.profile.walks import TERMS
+from tessera.profile.walk_model import Walks, apply_walks, fitted_walks
+from tessera.profile.walks import TERMS, fused_walk
+
+ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "launches_h200_202611.json"
 
 
 def strided(make: TraceMaker, shape: Shape, stride: Shape, dtype: str = "bfloat16") -> View:
@@ -226,3 +230,32 @@ def test_work_with_a_walk_still_prices_by_source() -> None:
     work: Work = works(broadcast_trace(1 << 20))[0]
 
     assert price_works([work], "h100", None)[0].source in (Source.FITTED, Source.CLASS)
+
+
+@pytest.mark.parametrize(
+    ("name", "term"),
+    [
+        ("triton_poi_fused_add_cat_cos_mul_sin_3", "fused_angle"),
+        ("triton_red_fused__softmax_add_cat_exp_7", "fused_softmax"),
+        ("triton_poi_fused_add_clamp_index_masked_fill_2", "fused_index"),
+        ("triton_red_fused_argmax_9", "fused_argmax"),
+    ],
+)
+def test_a_fused_kernels_name_says_what_it_computes(name: str, term: str) -> None:
+    """Inductor lists the operators that it fuses; a few of them take longer than their bytes."""
+    assert term in dict(fused_walk(name, 4096))
+
+
+def test_fused_kernels_of_plain_arithmetic_have_no_walk() -> None:
+    """Additions and products hide behind the loads."""
+    assert () == fused_walk("triton_poi_fused_add_mul_silu_1", 4096)
+
+
+@pytest.mark.parametrize("step", ["gpt-oss-20b prefill, inductor", "llama-3-8b decode, inductor"])
+def test_a_compiled_step_adds_up_to_what_was_measured(step: str) -> None:
+    """Every launch timed on the H200, by the models alone; the first was 45 % low by bytes alone."""
+    rows = [row for row in read(ROWS) if row.step == step]
+    costs = price_works([row.work for row in rows], "h200", None)
+    modelled = sum(cost.us * row.count for cost, row in zip(costs, rows, strict=True))
+
+    assert sum(row.us * row.count for row in rows) == pytest.approx(modelled, rel=0.1)
