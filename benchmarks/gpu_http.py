@@ -11,6 +11,7 @@ are its workers; the load comes from this one. Random weights: tokens mean nothi
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -114,6 +115,17 @@ def ask(url: str, load: Load, seed: int) -> dict[str, Any]:
     return dict(figures(run))
 
 
+def continuous_batching(model: str) -> dict[str, Any]:
+    """The first load by Hugging Face's continuous batching, in a process of its own."""
+    script = str(Path(__file__).resolve().parent / "gpu_http_hf.py")
+    done = subprocess.run(
+        [sys.executable, script, "--model", model], capture_output=True, text=True, timeout=240.0, check=False
+    )
+    if done.returncode:
+        return {"error": done.stderr[-2000:]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def main() -> None:
     """The card, then every load."""
     parser = argparse.ArgumentParser(description="A model behind HTTP on one GPU.")
@@ -123,6 +135,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda:0")
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
+    parser.add_argument("--hf", action="store_true", help="Hugging Face's continuous batching after it")
     parser.add_argument("more", nargs="*", help="further options of tessera serve, behind --")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -153,6 +166,8 @@ def main() -> None:
                 name = f"{load.prompt} in, {load.output} out, {load.at_once} at once"
                 row = {"tokens per s": per_s, "limit": limit, "share": round(per_s / limit, 4)}
                 put(name, {**row, "seconds": round(time.monotonic() - began, 1), "figures": got})
+    if args.hf:
+        put("hugging face, 512 in, 128 out, 64 at once", continuous_batching(args.model))
 
 
 if __name__ == "__main__":
