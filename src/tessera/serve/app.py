@@ -30,24 +30,22 @@ from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
 from tessera.ir import Plan
-from tessera.serve.asking import make_asks
 from tessera.serve.auth import CLIENT, Keys
 from tessera.serve.limits import ClientGone, HeldBody, HttpLimits, RequestLimiter, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
-from tessera.serve.openai_errors import ApiError, JsonResponse, add_handlers
-from tessera.serve.openai_read import (
-    Card,
+from tessera.serve.openai.asking import make_asks
+from tessera.serve.openai.bodies import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    EmbeddingDraft,
     EmbeddingRequest,
-    ImageDraft,
     ImageRequest,
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai_write import (
+from tessera.serve.openai.errors import ApiError, JsonResponse, add_handlers
+from tessera.serve.openai.read import Card, EmbeddingDraft, ImageDraft
+from tessera.serve.openai.write import (
     Writer,
     answer_embedding,
     answer_image,

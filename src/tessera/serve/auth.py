@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera.errors import TesseraError
-from tessera.serve.openai_errors import AMBIGUOUS, ApiError
+from tessera.serve.openai.errors import AMBIGUOUS, ApiError
 
 OPEN = frozenset({"/", "/health"})
 # Where the name of the client is kept for the queue, in which clients take turns.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tessera.serve.openai_errors import ApiError
+from tessera.serve.openai.errors import ApiError
 
 # So much of every body is not counted: large bodies never keep out small ones.
 FREE_BYTES = 64 * 2**10

@@ -30,8 +30,8 @@ from contextlib import suppress
 import msgspec
 
 from tessera.errors import TesseraError
-from tessera.serve.openai_errors import ApiError, api_error
-from tessera.serve.openai_read import (
+from tessera.serve.openai.errors import ApiError, api_error
+from tessera.serve.openai.read import (
     Card,
     Draft,
     EmbeddingDraft,

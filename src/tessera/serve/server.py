@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tessera.errors import TesseraError
 from tessera.serve.limits import HttpLimits
-from tessera.serve.openai_errors import ApiError
+from tessera.serve.openai.errors import ApiError
 
 # Descriptors that are not connections: workers, files, the loop itself.
 OWN_FILES = 256

@@ -20,8 +20,8 @@ from http_factory import Running, Scripted, running, serving, wait_until  # noqa
 from tessera.errors import ArtifactError  # noqa: E402
 from tessera.serve.embedding import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
-from tessera.serve.openai_errors import ApiError  # noqa: E402
-from tessera.serve.openai_read import Card, read_embedding  # noqa: E402
+from tessera.serve.openai.errors import ApiError  # noqa: E402
+from tessera.serve.openai.read import Card, read_embedding  # noqa: E402
 from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.text import ByteText, open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402

@@ -17,14 +17,12 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from http_factory import Running, Scripted, running, wait_until  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
 from tessera.serve.limits import HttpLimits  # noqa: E402
-from tessera.serve.openai_errors import ApiError  # noqa: E402
-from tessera.serve.openai_read import Card, CompletionRequest, parse  # noqa: E402
+from tessera.serve.openai.bodies import CompletionRequest, parse  # noqa: E402
+from tessera.serve.openai.errors import ApiError  # noqa: E402
 from tessera.serve.server import bind, is_loopback, raise_file_limit  # noqa: E402
-from tessera.serve.text import ByteText  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LONG = CHAT | {"max_tokens": 200}
-CARD = Card("toy", ByteText(), 64, 300)
 LIMITS = HttpLimits(
     body_bytes=2000, body_s=0.5, requests=6, stall_s=0.5, connections=60, idle_s=1.0, drain_s=5.0
 )
@@ -293,7 +291,7 @@ def test_a_body_of_a_million_parts_is_refused_before_they_are_made(item: str, fi
     tracemalloc.start()
     try:
         with pytest.raises(ApiError, match="lists, objects and texts"):
-            parse(CompletionRequest, body, CARD)
+            parse(CompletionRequest, body, "toy")
         assert tracemalloc.get_traced_memory()[1] < 16 * len(body)
     finally:
         tracemalloc.stop()
@@ -303,4 +301,4 @@ def test_a_text_with_many_brackets_is_a_text() -> None:
     """Only what stands outside of texts counts."""
     said = '{"[\\\\",' * 50_000
 
-    assert said == parse(CompletionRequest, json.dumps({"prompt": said}).encode(), CARD).prompt
+    assert said == parse(CompletionRequest, json.dumps({"prompt": said}).encode(), "toy").prompt

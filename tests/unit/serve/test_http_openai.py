@@ -12,7 +12,7 @@ openai = pytest.importorskip("openai", reason="needs openai")
 
 from http_factory import CAPACITY, MODEL, Running, Scripted, letters, running  # noqa: E402
 from tessera.errors import ServiceBusy, ServiceClosing  # noqa: E402
-from tessera.serve.openai_read import REFUSED  # noqa: E402
+from tessera.serve.openai.bodies import REFUSED  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 Document = dict[str, Any]

@@ -21,8 +21,8 @@ from http_factory import MODEL, Running, Scripted, serving, wait_until  # noqa: 
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve import reading  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
-from tessera.serve.openai_errors import ApiError  # noqa: E402
-from tessera.serve.openai_read import Card, Draft  # noqa: E402
+from tessera.serve.openai.errors import ApiError  # noqa: E402
+from tessera.serve.openai.read import Card, Draft  # noqa: E402
 from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
 from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.text import ByteText, Text, open_text  # noqa: E402

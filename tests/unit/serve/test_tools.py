@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.serve.openai.tools import CLOSE, OPEN, ForcedCalls, FoundCalls, Told, calls_form
 from tessera.serve.text import ByteText
-from tessera.serve.tools import CLOSE, OPEN, ForcedCalls, FoundCalls, Told, calls_form
 
 NAMES = ("weather", "add")
 CALL = '{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}'

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from tessera.errors import MissingExtra
 from tessera.serve.grammar import Grammar
-from tessera.serve.openai_errors import ApiError
-from tessera.serve.openai_read import MAX_INT, Draft
+from tessera.serve.openai.bodies import MAX_INT
+from tessera.serve.openai.errors import ApiError
+from tessera.serve.openai.read import Draft
 from tessera.serve.records import Ask, Endpoint, PromptPicture
 
 # OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.

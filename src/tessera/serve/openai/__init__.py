@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies, what is asked by them, and the documents that answer."""

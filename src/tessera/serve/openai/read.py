@@ -1,0 +1,357 @@
+"""From a body to a draft: what a client asks for, in tokens.
+
+    read_chat, read_completion, read_embedding, read_image    (raw body, card) -> a draft
+    tokenize, detokenize                                      (raw body, card) -> the answer itself
+
+These run beside the event loop, in a thread or in a process of their own (`reading`); `asking` makes asks of
+a draft. Prompts and choices multiply: two prompts with n = 3 are six asks, in OpenAI's order.
+
+A message's parts are joined as they come; a mark stands for a picture until the prompt is in tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tessera.serve.openai.bodies import (
+    ROLES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ImageRequest,
+    Message,
+    MessagePart,
+    NamedTool,
+    TokenizeRequest,
+    Tool,
+    ToolCall,
+    apart,
+    invalid,
+    parse,
+)
+from tessera.serve.openai.errors import ApiError
+from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
+from tessera.serve.records import Sampling
+from tessera.serve.text import Text
+
+# Of a request: pictures that it shows, answers (each takes a place in the queue), and texts to embed.
+MAX_PICTURES, MAX_ASKS, MAX_INPUTS = 16, 128, 2048
+# Of one picture that is made.
+MAX_PIXELS = 2**22
+UNKNOWN = "\ufffd"
+# Of a tool without parameters.
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# Fields of a request that are those of `Sampling`; where nobody says, its own.
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What reading has to know of the model behind the address."""
+
+    model: str
+    text: Text
+    # Tokens of a prompt and its answer together, at most; tokens have numbers below this.
+    capacity: int
+    vocab_size: int
+    # Stands for a picture in a conversation; empty: the model reads text only.
+    mark: str = ""
+    # Of an encoder: stands before every text, and the lengths that a vector may be cut to (0: any).
+    prefix: str = ""
+    vector_sizes: tuple[int, ...] = ()
+
+
+class Draft(msgspec.Struct, frozen=True, tag=True):
+    """One request in tokens. Of a prompt that is far too long only the beginning is there."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    # Answers a prompt.
+    n: int
+    # None: nobody said.
+    max_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    ignores_end: bool
+    min_tokens: int
+    is_chat: bool
+    is_stream: bool
+    includes_usage: bool
+    # Of each ask: the prompt's text to give back before the answer; empty without `echo`.
+    echoes: tuple[str, ...] = ()
+    # Alternatives to report for each token of the prompt after its first; None: nothing.
+    prompt_logprobs: int | None = None
+    # Addresses of the pictures that marks stand for.
+    urls: tuple[str, ...] = ()
+    # The form of the answer, as a grammar, and the field that asked for it; empty: any form.
+    grammar: str = ""
+    place: str = ""
+    # Tools that the answer may call, and whether it must.
+    tools: tuple[str, ...] = ()
+    is_forced: bool = False
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """True if the prompt is given back with those of its tokens."""
+        return bool(self.echoes) and self.sampling.logprobs is not None
+
+
+class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
+    """A request for embeddings, in tokens."""
+
+    inputs: tuple[tuple[int, ...], ...]
+    is_base64: bool
+    # Numbers of a vector; None: all.
+    size: int | None
+
+
+class ImageDraft(msgspec.Struct, frozen=True, tag=True):
+    """A request for pictures."""
+
+    prompt: str
+    n: int
+    seed: int | None
+    # png, jpeg or webp.
+    form: str
+    # What else a pipeline is told, by its own names; None: nothing.
+    options: dict[str, int | float | str | None]
+
+
+def read_chat(raw: bytes, card: Card) -> Draft:
+    """The body of /v1/chat/completions."""
+    request = parse(ChatRequest, raw, card.model)
+    turns, urls = _turns(request.messages, card.mark)
+    tools = request.callable_tools
+    shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
+    prompt = tuple(card.text.chat(turns, shown, card.capacity))
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    most = request.max_completion_tokens or request.max_tokens
+    grammar, place = _form(request, tools)
+    names = tuple(tool.function.name for tool in tools)
+    return _draft(
+        request,
+        (prompt,),
+        most,
+        logprobs,
+        urls=tuple(urls),
+        grammar=grammar,
+        place=place,
+        tools=names,
+        is_forced=request.is_forced,
+    )
+
+
+def read_completion(raw: bytes, card: Card) -> Draft:
+    """The body of /v1/completions."""
+    request = parse(CompletionRequest, raw, card.model)
+    n, given_prompts = request.n or 1, apart(request.prompt)
+    if (num := len(given_prompts) * n) > MAX_ASKS:
+        raise invalid("n", f"{num} answers in one request; the most are {MAX_ASKS}")
+    prompts, echoes = [], []
+    for given in given_prompts:
+        tokens = _tokens(given, card, "prompt")
+        prompts.append(tokens)
+        if request.echo and len(tokens) <= card.capacity:
+            echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
+    grammar, place = _form(request, ())
+    return _draft(
+        request,
+        tuple(prompts),
+        request.max_tokens,
+        request.logprobs,
+        echoes=tuple(echoes),
+        grammar=grammar,
+        place=place,
+    )
+
+
+def _tokens(given: str | list[int], card: Card, field: str) -> tuple[int, ...]:
+    """A prompt in tokens; of one that is far too long, some more than there is room for."""
+    if isinstance(given, str):
+        found = tuple(card.text.encode(given, card.capacity))
+        if not found:
+            raise invalid(field, "a prompt without a token")
+        return found
+    if (wrong := max(given)) >= card.vocab_size:
+        raise invalid(field, f"token {wrong} is none of the model's {card.vocab_size}")
+    return tuple(given[: card.capacity + 1])
+
+
+def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
+    """The body of /v1/embeddings."""
+    request = parse(EmbeddingRequest, raw, card.model)
+    given, size = apart(request.input), request.dimensions
+    if len(given) > MAX_INPUTS:
+        raise invalid("input", f"{len(given)} inputs in one request; the most are {MAX_INPUTS}")
+    if size is not None and size not in card.vector_sizes and 0 not in card.vector_sizes:
+        known = f"use {', '.join(map(str, card.vector_sizes))}" if card.vector_sizes else "leave it out"
+        raise invalid("dimensions", f"this model's vectors are not made to be cut to {size}; {known}")
+    inputs = []
+    for one in given:
+        if one == "":
+            raise invalid("input", "an empty text")
+        inputs.append(_tokens(card.prefix + one if isinstance(one, str) else one, card, "input"))
+    longest = max(map(len, inputs))
+    if longest > card.capacity:
+        message = f"This model's maximum context length is {card.capacity} tokens. An input has more."
+        raise ApiError(400, message, "input", "context_length_exceeded")
+    return EmbeddingDraft(tuple(inputs), request.encoding_format == "base64", size)
+
+
+def read_image(raw: bytes, card: Card) -> ImageDraft:
+    """The body of /v1/images/generations."""
+    request = parse(ImageRequest, raw, card.model)
+    width = height = None
+    if request.size not in (None, "auto"):
+        width, height = map(int, str(request.size).split("x"))
+        if width * height > MAX_PIXELS:
+            raise invalid("size", f"more than {MAX_PIXELS:,} pixels")
+    options = {
+        "width": width,
+        "height": height,
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+    }
+    return ImageDraft(request.prompt, request.n or 1, request.seed, request.output_format or "png", options)
+
+
+def tokenize(raw: bytes, card: Card) -> bytes:
+    """The answer of /tokenize to its body."""
+    request = parse(TokenizeRequest, raw, card.model)
+    if request.messages is not None:
+        turns, _ = _turns(request.messages, card.mark)
+        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()])
+    else:
+        tokens = card.text.encode(request.prompt or "", adds=request.add_special_tokens is not False)
+    strings = None
+    if request.return_token_strs:
+        strings = [card.text.token_bytes(token).decode(errors="replace") for token in tokens]
+    found = {"count": len(tokens), "max_model_len": card.capacity, "tokens": tokens, "token_strs": strings}
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def detokenize(raw: bytes, card: Card) -> bytes:
+    """The answer of /detokenize to its body."""
+    request = parse(DetokenizeRequest, raw, card.model)
+    if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
+        raise invalid("tokens", f"token {wrong} is none of the model's {card.vocab_size}")
+    return json.dumps({"prompt": card.text.decode(request.tokens)}).encode()
+
+
+def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
+    """The grammar of the answer and the field that asked for it; nothing if any text will do."""
+    form = request.response_format
+    schema = None if form is None else form.schema_of_answer
+    answer = "" if schema is None else answer_form(schema)
+    if not isinstance(request, ChatRequest) or not (request.is_forced or (tools and answer)):
+        return (f"start: {answer}", "response_format") if answer else ("", "")
+    is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
+    schemas = {x.function.name: x.function.parameters or NO_PARAMETERS for x in tools}
+    calls = calls_form(schemas, 1 if is_single else MAX_CALLS)
+    if request.is_forced:
+        return f"start: calls\n{calls}", "tools"
+    return f"start: answer | calls\nanswer: {answer}\n{calls}", "response_format"
+
+
+def _shown_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates know it."""
+    function = tool.function
+    described = {} if function.description is None else {"description": function.description}
+    parameters = function.parameters or NO_PARAMETERS
+    return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The conversation as templates know it, with a mark for each picture, and their addresses."""
+    turns: list[dict[str, Any]] = []
+    urls: list[str] = []
+    for number, message in enumerate(messages):
+        content = message.content or ""
+        parts = [MessagePart(type="text", text=content)] if isinstance(content, str) else content
+        turn: dict[str, Any] = {"role": ROLES[message.role]}
+        turn["content"] = "".join(_part(part, mark, urls, number) for part in parts)
+        if message.tool_calls:
+            turn["tool_calls"] = [_call(call, number) for call in message.tool_calls]
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                turn[name] = value
+        turns.append(turn)
+    return turns, urls
+
+
+def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
+    """Of a message."""
+    return ApiError(400, f"messages.{number}: {what}", "messages", code)
+
+
+def _call(call: ToolCall, number: int) -> dict[str, Any]:
+    """A call as templates know it: with its arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _wrong(number, "the arguments of a call are no JSON object", "invalid_value")
+    known = {} if call.id is None else {"id": call.id}
+    return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
+    """Text, in which nobody else has written the mark; or the mark of a picture, which `urls` gets."""
+    if part.type == "text" and part.text is not None:
+        return part.text.replace(mark, UNKNOWN) if mark else part.text
+    if part.type != "image_url" or not mark:
+        reads = "text and image_url" if mark else "text"
+        raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
+    found = (part.model_extra or {}).get("image_url")
+    url = found.get("url") if isinstance(found, dict) else found
+    if not isinstance(url, str):
+        raise _wrong(number, 'image_url is {"url": "data:image/png;base64,..."}', "invalid_value")
+    if len(urls) == MAX_PICTURES:
+        raise _wrong(number, f"a request shows {MAX_PICTURES} pictures at most")
+    urls.append(url)
+    return mark
+
+
+def _draft(
+    request: ChatRequest | CompletionRequest,
+    prompts: tuple[tuple[int, ...], ...],
+    max_tokens: int | None,
+    logprobs: int | None,
+    **more: Any,
+) -> Draft:
+    options = request.stream_options
+    return Draft(
+        prompts,
+        request.n or 1,
+        max_tokens,
+        _sampling(request, logprobs),
+        (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        tuple(request.stop_token_ids or ()),
+        bool(request.ignore_eos),
+        request.min_tokens or 0,
+        isinstance(request, ChatRequest),
+        bool(request.stream),
+        bool(options and options.include_usage),
+        prompt_logprobs=request.prompt_logprobs,
+        **more,
+    )
+
+
+def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
+    given = {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
+    bias = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
+    return Sampling(top_k=max(0, request.top_k or 0), logprobs=logprobs, logit_bias=bias, **given)
