@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tessera.errors import DeviceMemoryError
-from tessera.execute.check_program import check_programs
-from tessera.execute.lower import lower
+from tessera.execute.lower import check_programs, lower
 from tessera.ir import BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace
 
 # programs[lane][index]

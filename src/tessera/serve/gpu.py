@@ -3,7 +3,7 @@
 Steps are captured from compiled code, so that they run at its speed. Launches are measured on real cards and
 parts of one; on stretched devices they are priced by the cost model, and the run has a time scale (see
 `execute.cuda.stretch`): what is measured there is modelled time, stretched by that scale. The plan for
-throughput is rehearsed against simpler ones, and the best of them is served by; see `rehearse`.
+throughput is rehearsed against simpler ones, and the best of them is served by; see `replan`.
 
 A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make;
 workers of the same card are handed that very memory. Not handled: GPUs beside CPUs, and real cards beside
@@ -36,7 +36,7 @@ from tessera.profile.measured import combine
 from tessera.serve.kept_plans import find, keep, key_of
 from tessera.serve.pages import steady
 from tessera.serve.planning import Prepared, ServeSpec, counts_of, prepared_from, warn_kept
-from tessera.serve.rehearse import best_served
+from tessera.serve.replan import best_served
 from tessera.serve.steps import ServedModel, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.

@@ -14,6 +14,7 @@ simulated. Work and time of what is skipped are those of the sample, times how o
 differs along a program beyond the samples, which fall on other launches every time.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Window(Core):
         self._weights = weights_of(plan)
         self._done = self._target = self._skipped_us = 0.0
         self._count = 0  # stretches so far; a subclass may start again
+        self._due = math.inf  # stretches until something is to be done about them
         self._flights: dict[int, Flight] = {}
         # Slot -> the run that it is in: its script, its ticket and its busy time so far.
         self._script: dict[int, Script] = {}
@@ -106,7 +108,12 @@ class Window(Core):
         now: float | None = 0.0
         while self._done < work and now is not None:
             now = self.advance()
+            if self._count >= self._due and now is not None:
+                self._watch(now)
         return self._stand(now)
+
+    def _watch(self, now: float) -> None:
+        """So many stretches have passed as were waited for."""
 
     def _stand(self, now: float | None) -> tuple[float, float]:
         """(time, work done), stretches that run counted as far as they are: those of a prefill are long."""
@@ -223,7 +230,7 @@ class Fluid(Window):
         super().__init__(plan, scripts, lanes, extent)
         few = min(plan.slots, MANY_SLOTS)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
-        self._due = self._settled  # stretches until something is to be done about the sample
+        self._due = self._settled
         # Slot -> runs begun since the sample began; time, work and busy times of runs when it did.
         self._begun: dict[int, int] = dict.fromkeys(range(self._slots), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
@@ -237,16 +244,6 @@ class Fluid(Window):
         else:
             self._start_again()
         super().begin(flight, now)
-
-    def _until(self, work: float) -> tuple[float, float]:
-        """As a window does, with skips."""
-        self._target = work
-        now: float | None = 0.0
-        while self._done < work and now is not None:
-            now = self.advance()
-            if self._count >= self._due and now is not None:
-                self._watch(now)
-        return self._stand(now)
 
     def _start_again(self) -> None:
         """Whatever was sampled no longer holds."""

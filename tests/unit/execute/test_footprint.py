@@ -9,9 +9,8 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from models import random_placement
 from tessera.analyze import build_graph
 from tessera.errors import DeviceMemoryError
-from tessera.execute.check_program import check_programs
 from tessera.execute.footprint import ALIGN, check_fits, footprints, ready_programs, touched
-from tessera.execute.lower import lower
+from tessera.execute.lower import check_programs, lower
 from tessera.execute.memory import Storage
 from tessera.execute.stand import Ground, Stand
 from tessera.ir import BufferKind, Plan, Program
