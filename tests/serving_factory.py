@@ -268,6 +268,8 @@ class ToyStepper:
         return logits
 
     def _by_row(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
+        if size > self.shape.rows:
+            return self._part(space, size, inputs)
         logits = torch.zeros(size, VOCAB)
         for row in range(size):
             assert inputs["query_starts"][row] == row
@@ -279,6 +281,16 @@ class ToyStepper:
                 read.append(inputs["tokens"][row])
                 logits[row] = toy_logits(read)
         return logits
+
+    def _part(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
+        """Of one prompt, whose row it is; the other rows stay as they are."""
+        (row,), (is_fresh,), (length,) = inputs["row"], inputs["fresh"], inputs["lengths"]
+        assert is_fresh or not self.shape.is_first_only
+        assert inputs["query_starts"] == [0, size]
+        read = [] if is_fresh else space.rows[row]
+        assert inputs["positions"] == list(range(len(read), length))
+        space.rows[row] = [*read, *inputs["tokens"]]
+        return toy_logits(space.rows[row])[None]
 
     def wake(self) -> None:
         """From any thread."""

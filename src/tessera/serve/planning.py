@@ -207,10 +207,17 @@ def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, 
     counts = dict.fromkeys(shape.sizes, 1)
     answers = next(size for size in shape.sizes if size >= shape.rows)
     counts[answers] = max(1, average.output - 1)
+    prompt = min(average.prompt, shape.capacity)
     if shape.is_flat:
-        counts[shape.sizes[-1]] = -(-shape.rows * min(average.prompt, shape.capacity) // shape.sizes[-1])
+        counts[shape.sizes[-1]] = -(-shape.rows * prompt // shape.sizes[-1])
     else:
-        counts[answers] += average.prompt
+        for size in reversed(shape.part_sizes):
+            num = min(1, prompt // size) if shape.is_first_only else prompt // size
+            counts[size] = max(1, shape.rows * num)
+            prompt -= num * size
+            if num and shape.is_first_only:
+                break
+        counts[answers] += prompt
     return (*([shape.rows] if sees else []), *counts.values())
 
 

@@ -49,8 +49,20 @@ class Shape:
     # Positions of a microbatch's pages, those of page 0 included, which nobody gets.
     pool_tokens: int
     vocab_size: int
-    # False if state is kept by row: a sequence keeps its row, and reads one token a step.
+    # False if state is kept by row: a sequence keeps its row, and reads one token a step, or alone as many
+    # as a step of more than `rows` tokens has.
     is_flat: bool = True
+    # True if such a step can only be a sequence's first.
+    is_first_only: bool = False
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Sizes in which a sequence may have more than one token."""
+        return tuple(size for size in self.sizes if size > self.rows)
+
+    def num_sequences(self, size: int) -> int:
+        """Sequences that a step of this size has at most."""
+        return min(size, self.rows) if self.is_flat or size <= self.rows else 1
 
     @property
     def num_page_entries(self) -> int:

@@ -15,7 +15,8 @@ when there is room. The one that came first is never put aside, so everybody end
 least to lose.
 
 Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step, and
-shares no pages.
+shares no pages. If the model can read a part of one prompt at once, that is a step of its own, of exactly as
+many tokens; answers go on between two of them.
 
 While a step runs, the one behind it can be planned (`can_look_ahead`): a token that nobody has seen yet is
 named by the row of the running step's outputs that it will be in, and the model finds it there itself. This
@@ -237,11 +238,12 @@ class StepInputs:
         self.page_starts, self.lengths = (np.zeros(rows, dtype=np.int32) for _ in range(2))
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
         self.fresh = np.zeros(rows, dtype=np.bool_)
+        self.row = np.zeros(1, dtype=np.int64)
         self._sight = sight
         self._tensors = {size: self._views(size) for size in shape.sizes}
 
     def _views(self, size: int) -> dict[str, torch.Tensor]:
-        rows = min(size, self._shape.rows)
+        rows = self._shape.num_sequences(size)
         views = {
             "tokens": self.tokens[:size],
             "positions": self.positions[:size],
@@ -253,6 +255,8 @@ class StepInputs:
         }
         if not self._shape.is_flat:
             views["fresh"] = self.fresh[:rows]
+        if not self._shape.is_flat and size > self._shape.rows:
+            views["row"] = self.row
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
@@ -269,12 +273,13 @@ class StepInputs:
         slots = pages * PAGE + positions % PAGE
         at: Any = slice(total)
         rows: Any = slice(len(planned))
-        if not self._shape.is_flat:
+        if not self._shape.is_flat and size <= self._shape.rows:
             at = rows = [part.sequence.row for part in planned]
             self.query_starts[: size + 1] = range(size + 1)
             self.fresh[:size] = True
             self.fresh[rows] = reads == 0
         else:
+            self.fresh[0], self.row[0] = reads[0] == 0, planned[0].sequence.row
             self.query_starts[1 : len(planned) + 1] = query_ends
             self.query_starts[len(planned) + 1 :] = total
         for held, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots)):
@@ -302,6 +307,10 @@ class Part(NamedTuple):
     num_tokens: int
     # True if its next token comes of this.
     is_due: bool
+
+    def row_in(self, shape: Shape, number: int) -> int:
+        """Of the step's outputs, if this is the step's so-many-th part."""
+        return number if shape.is_flat or self.num_tokens > 1 else self.sequence.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +341,9 @@ class SequenceBatch:
         self.pool = PagePool(shape.pool_tokens // PAGE, self._is_caching)
         self._inputs = StepInputs(shape, sight)
         # Sizes in which a sequence may have more than one token.
-        self._part_sizes = [size for size in shape.sizes if size > shape.rows] if shape.is_flat else []
+        self._part_sizes = shape.part_sizes
+        # True if the newest step read a part of a prompt alone.
+        self._was_part = False
         # Those that have pages, and those that wait for them, each in the order of arrival.
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
@@ -368,7 +379,7 @@ class SequenceBatch:
     @property
     def can_move(self) -> bool:
         """By parts; a model that reads token by token reads again what it has at the pace of an answer."""
-        return bool(self._part_sizes)
+        return bool(self._part_sizes) and not self._shape.is_first_only
 
     @property
     def is_kept(self) -> bool:
@@ -423,11 +434,11 @@ class SequenceBatch:
         size, skips = self._size_of(planned), _skips(planned)
         inputs = self._inputs.fill(planned, size)
         self._flights.append(Flight(planned, "logits" in skips and self._sight is None))
-        for row, (sequence, count, is_due) in enumerate(planned):
-            sequence.read += count
-            if is_due:
-                sequence.num_due += 1
-                sequence.ahead = row if self._shape.is_flat else sequence.row
+        for number, part in enumerate(planned):
+            part.sequence.read += part.num_tokens
+            if part.is_due:
+                part.sequence.num_due += 1
+                part.sequence.ahead = part.row_in(self._shape, number)
         self._has_read = True
         return self._steps.call(self.number, self._steps.number[size], inputs, skips)
 
@@ -439,11 +450,11 @@ class SequenceBatch:
             self._looking = None
             return self._settle(self, done, ())
         flight, looked_at = self._flights.popleft(), []
-        for number, (sequence, _, is_due) in enumerate(flight.parts):
-            request = sequence.request
-            sequence.num_due -= is_due
-            if self._by_request.get(request) is sequence and (is_due or request.wants_prompt):
-                looked_at.append((number if self._shape.is_flat else sequence.row, request))
+        for number, part in enumerate(flight.parts):
+            sequence, request = part.sequence, part.sequence.request
+            sequence.num_due -= part.is_due
+            if self._by_request.get(request) is sequence and (part.is_due or request.wants_prompt):
+                looked_at.append((part.row_in(self._shape, number), request))
         left = self._settle(self, done, looked_at)
         for sequence, _, _ in flight.parts:
             if sequence.is_begun:
@@ -477,6 +488,32 @@ class SequenceBatch:
 
     def _plan(self) -> list[Part]:
         """Tokens of sequences for the next step; their pages are there."""
+        if self._shape.is_flat or not self._part_sizes:
+            return self._plan_mixed()
+        is_answering = any(sequence.left == 1 for sequence in self._begun)
+        planned = [] if self._was_part and is_answering else self._plan_part()
+        self._was_part = bool(planned)
+        if not planned:
+            planned = self._plan_mixed() or self._plan_part()
+        return planned
+
+    def _plan_part(self) -> list[Part]:
+        """A part of the first prompt that has enough left for one, where state is kept by row."""
+        while self._aside and self._begin(self._aside[0]):
+            pass
+        for sequence in self._begun:
+            left = sequence.left
+            if self._can_read_part(sequence, left):
+                count = max(size for size in self._part_sizes if size <= left)
+                return [Part(sequence, count, count == left)]
+        return []
+
+    def _can_read_part(self, sequence: SeatedSequence, left: int) -> bool:
+        is_early = sequence.read == 0 or not self._shape.is_first_only
+        return left >= self._part_sizes[0] and is_early and not sequence.request.wants_prompt
+
+    def _plan_mixed(self) -> list[Part]:
+        """Some tokens of everybody, or one each."""
         begun = [(left, sequence) for sequence in self._begun if (left := sequence.left)]
         budget = self._budget(sum(left for left, _ in begun) + sum(s.left for s in self._aside))
         planned: list[Part] = []
@@ -512,17 +549,19 @@ class SequenceBatch:
     def _count(self, sequence: SeatedSequence, left: int, budget: int) -> int:
         """Tokens that a sequence reads in the next step, of those that are left."""
         count = min(left, budget)
-        if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
+        if not self._shape.is_flat and self._part_sizes and sequence.read == 0:
+            count = 0 if self._can_read_part(sequence, left) else count  # its first part comes next
+        if count > 1 and (not self._shape.is_flat or not self._part_sizes or sequence.request.wants_prompt):
             count = 1
         return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
 
     def _size_of(self, planned: list[Part]) -> int:
         """The smallest size that holds them."""
-        if not self._shape.is_flat:
-            num, sizes = 1 + max(part.sequence.row for part in planned), list(self._shape.sizes)
-        else:
-            num = sum(part.num_tokens for part in planned)
-            sizes = self._part_sizes if num > len(planned) else list(self._shape.sizes)
+        num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes
+        if num > len(planned):
+            sizes = self._part_sizes
+        elif not self._shape.is_flat:
+            num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
     # Pages.

@@ -121,14 +121,15 @@ def served(
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)
     config = config.get_text_config()
-    layout = layout_of(first.module).kind
-    is_flat = layout == FLAT
+    found = layout_of(first.module)
+    layout, parts, is_flat = found.kind, found.parts, found.kind == FLAT
     most = max_positions(first.module)
     if capacity is not None and most and capacity > most:
         message = f"a length of {capacity} is beyond the {most} positions of {model}"
         raise CaptureError(message, f"Use at most {most}.")
     size = capacity or most or CAPACITY
-    sizes = sizes_of(rows, max_batch_tokens or MAX_BATCH_TOKENS, is_flat, min_size)
+    most_tokens = max_batch_tokens or MAX_BATCH_TOKENS
+    sizes = sizes_of(rows, most_tokens if is_flat else min(most_tokens, parts.most), is_flat, min_size)
     if pool_tokens is None:
         if pool_bytes is None:
             pool_bytes = modest_bytes(slots)
@@ -138,13 +139,15 @@ def served(
     steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
     pool_tokens = PAGE * pages_for(pool_tokens)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=min(expected_length, size))
-    steps += [replace(pages, batch=min(x, rows), context=x) for x in sizes]
     if layout == DENSE:  # a row sees so many tokens and no more
         size = min(size, num_dense(first.module, pages))
         if capacity is not None and size < capacity:
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
-    shape = Shape(slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat)
+    shape = Shape(
+        slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat, not is_flat and parts.is_first_only
+    )
+    steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
 
 
@@ -157,8 +160,8 @@ def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MI
     while sizes[0] // RATIO >= min_size:
         sizes.insert(0, _power(sizes[0] // RATIO))
     larger: list[int] = []
-    size = max(max_batch_tokens, 2 * rows)
-    while is_flat and size > rows and (not larger or size >= 2 * min_size):
+    size = max(max_batch_tokens, 2 * rows) if is_flat else max_batch_tokens
+    while size > rows and (not larger or size >= 2 * min_size):
         larger.insert(0, size)
         size = _power(size // RATIO)
     return (*sizes, *larger)

@@ -1,5 +1,6 @@
 """Steps of tokens: any mix of sequences over shared pages gives what transformers generates."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ from benchmarks.coverage_models import MODELS, Model
 from paged_mixer import Mixer, generated
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another
-from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of
+from tessera.capture.models.paged import DENSE, FLAT, ROWS, Parts, layout_of
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.replay import Replay, same_bits
@@ -82,6 +83,29 @@ def test_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
 def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str) -> None:
     """The names of the catalogue."""
     check_answers(build(step_of(name, layout)), num=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("mamba", Parts(16, is_first_only=True)),
+        ("mamba2", Parts(128)),
+        ("jamba", Parts(16, is_first_only=True)),
+        ("qwen3_next", Parts(128)),
+        ("bamba", Parts(128)),
+        ("recurrent_gemma", Parts(16, is_first_only=True)),
+    ],
+)
+def test_prompts_of_models_that_recur_are_read_in_parts(name: str, parts: Parts, tmp_path: Path) -> None:
+    """As far as the model's own cache can; answers are those of generate, and other rows stay as they are."""
+    workload = folder_step(BY_NAME[name], tmp_path, ROWS)
+    one = replace(workload.step, batch=1, context=5, rows=SEQUENCES)
+    prompts = prompts_of(7)
+    mixer = Mixer(workload, part=another(workload, one))
+
+    assert parts == layout_of(workload.module).parts
+    assert generated(workload, prompts, NUM_NEW) == mixer.answers(prompts, NUM_NEW)
+    assert mixer.num_parts > 3
 
 
 def test_what_is_kept_is_what_attention_reads(tmp_path: Path) -> None:

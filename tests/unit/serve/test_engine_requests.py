@@ -30,9 +30,11 @@ from tessera.serve.records import Ask, Finish, Sampling, Shape
 from tessera.serve.service import Service, ServiceConfig
 
 BY_ROW = replace(SHAPE, sizes=(2, 3), is_flat=False)
+IN_PARTS = replace(BY_ROW, sizes=(2, 3, 4, 8))
+FIRST_ONLY = replace(IN_PARTS, is_first_only=True)
 # Too few pages for two long answers: somebody is put aside again and again.
 TINY_POOL = replace(SHAPE, pool_tokens=16 * 4)
-SHAPES = st.sampled_from([SHAPE, BY_ROW, TINY_POOL])
+SHAPES = st.sampled_from([SHAPE, BY_ROW, IN_PARTS, FIRST_ONLY, TINY_POOL])
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 

@@ -1,5 +1,6 @@
 """From a model and devices to plans for serving, and to others around a device."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -94,7 +95,15 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
 def test_counts_follow_the_average_request() -> None:
     """Parts of prompts are rounded up; a recurrent model reads its prompt as it answers."""
     assert counts_of(factory.prepared().model.shape, Average(prompt=17, output=5)) == (4, 5)
-    assert counts_of(served("tiny-mamba", rows=2).shape, Average(prompt=10, output=5)) == (14,)
+    shape = served("tiny-mamba", rows=2).shape
+    assert counts_of(dataclasses.replace(shape, sizes=(2,)), Average(prompt=10, output=5)) == (14,)
+    assert (2, 32, 128) == shape.sizes
+    assert counts_of(shape, Average(prompt=300, output=5)) == (4 + 12, 2, 4)
+    assert counts_of(dataclasses.replace(shape, is_first_only=True), Average(prompt=300, output=5)) == (
+        4 + 172,
+        1,
+        2,
+    )
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:

@@ -15,6 +15,7 @@ from tessera.serve.sequences import ActiveRequest, Due, SequenceBatch, Steps
 from tessera.serve.text import ByteText
 
 WIDE = replace(SHAPE, rows=4, capacity=512, sizes=(4, 16, 64), pool_tokens=PAGE * 200)
+IN_PARTS = replace(WIDE, sizes=(4, 8, 16), is_flat=False)
 
 
 def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
@@ -213,6 +214,35 @@ def test_a_row_is_kept_for_life() -> None:
     assert [0, 1, 1, 0] == call.inputs["positions"].tolist()
     assert [1, 2, 2, 0] == call.inputs["lengths"].tolist()
     assert [True, False, False, True] == call.inputs["fresh"].tolist()
+
+
+def lengths_by_step(shape: Shape, num: int, *prompts: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """(size, tokens that each sequence of the step has then) of the first steps, where state has rows."""
+    batch, found = batch_of(shape), []
+    added(batch, *prompts)
+    for _ in range(num):
+        call = batch.next_step()
+        assert call is not None
+        lengths = call.inputs["lengths"].tolist()
+        found.append((shape.sizes[call.step], [length for length in lengths if length]))
+        if "row" in call.inputs:
+            assert call.inputs["fresh"].tolist() == [lengths[0] == shape.sizes[call.step]]
+        batch.end(StepDone(0, call.step, {}, 0.0))
+    return found
+
+
+def test_a_part_of_one_prompt_is_a_step_of_its_own_where_state_has_rows() -> None:
+    """Who answers goes on between two of them, and what is too short for one is read token by token."""
+    found = lengths_by_step(IN_PARTS, 5, [1], range(27))
+
+    assert [(16, [16]), (4, [1, 17]), (8, [25]), (4, [2, 26]), (4, [3, 27])] == found
+
+
+def test_only_the_first_part_is_read_at_once_by_a_model_that_forgets() -> None:
+    """It waits for that part rather than read a single token before it."""
+    found = lengths_by_step(replace(IN_PARTS, is_first_only=True), 5, [1], range(20), range(9))
+
+    assert [(16, [16]), (4, [1, 17]), (8, [8]), (4, [2, 18, 9]), (4, [3, 19, 10])] == found
 
 
 def test_a_prompt_whose_logprobs_are_wanted_is_read_token_by_token() -> None:

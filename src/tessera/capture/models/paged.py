@@ -9,7 +9,8 @@ it, first of these that works:
     flat   all tokens side by side, as one row: every layer keeps keys by position, and its attention is one
            of transformers' registered functions, in whose place the operator is put
     rows   one token of each sequence, row i always the same sequence: some layer recurs. State that is not
-           in pages has a row for each sequence, and counts as zeros where `fresh` says so
+           in pages has a row for each sequence, and counts as zeros where `fresh` says so. Or some tokens of
+           one sequence, whose row is an input, where the model's cache can do that (`Parts`)
     dense  as rows, for a model with attention of its own: keys and values are gathered from pages, a fixed
            number a row, of which the newest is the last, and masked; see `num_dense`
 
@@ -24,7 +25,7 @@ and embeddings that stand in the places of some tokens (`vision` makes them).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -32,6 +33,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.models.causal import choose
 from tessera.capture.models.examples import tokens as make_tokens
@@ -74,6 +76,11 @@ SHARE_OF_KNOWN = 3
 NEWEST = "newest"
 # Logits of the same tokens, read together and one by one, differ by less, relative to the largest.
 MAX_ERROR = 0.05
+# States of 32 bits that were reached in two ways differ by less.
+MAX_ROUNDING = 1e-3
+# Tokens of one sequence with a row that a call reads, at most: more of them are slow to compile, and what
+# some models make of them between operators is large. Of a model that loops over tokens, fewer.
+MAX_PART, MAX_LOOPED_PART = 128, 16
 # Different pages in a state that looks used; the others are like them.
 NUM_USED_PAGES = 64
 # Where configurations say how many positions there are.
@@ -81,6 +88,16 @@ LIMITS = ("max_position_embeddings", "max_seq_len")
 
 
 # Layouts ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one call reads of one sequence whose state has a row: found by calling the model so."""
+
+    # Tokens, at most; 1: one by one.
+    most: int = 1
+    # True if only a sequence's first tokens can be read so: the model begins anew in such a call.
+    is_first_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,8 @@ class Layout:
     # name -> shape of one page, of one row; and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    # Where state has rows.
+    parts: Parts = Parts()
 
 
 _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, Layout]" = WeakKeyDictionary()
@@ -153,9 +172,76 @@ def _try(model: Any, kind: str) -> Layout:
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
         raise ValueError("it gives no logits for each sequence")
     layout = _describe_layout(kind, left)
-    if kind == DENSE and model.device.type != "meta" and not isinstance(logits, FakeTensor):
-        _check_dense(model, layout, step)
+    if kind == FLAT or model.device.type == "meta" or isinstance(logits, FakeTensor):
+        return layout
+    if kind == ROWS:
+        return replace(layout, parts=_find_parts(model, layout))
+    _check_dense(model, layout, step)
     return layout
+
+
+def _find_parts(model: Any, layout: Layout) -> Parts:
+    """Reads two tokens one by one and at once, of a new sequence and of one that goes on.
+
+    Both must leave the same state; where only what goes on differs, the model forgets in such a call what was
+    before it. The state at first looks used, so that what is forgotten, or not, is large.
+    """
+    try:
+        (one_by_one, _), (at_once, few), (_, many) = (
+            _read_part(model, layout, num, each, is_new=True) for num, each in ((2, 1), (2, 2), (4, 4))
+        )
+        if not _alike(one_by_one, at_once):
+            return Parts()
+        after = [_read_part(model, layout, 2, each, is_new=False)[0] for each in (1, 2)]
+    except UNFIT:
+        return Parts()
+    return Parts(MAX_PART if many <= few else MAX_LOOPED_PART, is_first_only=not _alike(*after))
+
+
+def _read_part(
+    model: Any, layout: Layout, num: int, each: int, is_new: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The state after some tokens of one sequence, so many a call; and operators of a call."""
+    step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
+    workload = PagedSteps(model, step, layout).workload()
+    begin = 0 if is_new else num
+    with torch.device("cpu"):
+        words = make_tokens(model.config, (num,), torch.Generator().manual_seed(0)).to(model.device)
+        state = {name: t.to(model.device) for name, t in workload.make_state(0).items()}
+    counted = OperatorCount()
+    for at in range(0, num, each):
+        with torch.device("cpu"):
+            tables = lay_out(step, [(begin + at + each, each)], range(1, step.reserve // PAGE))
+            tables["fresh"] = torch.tensor([begin + at == 0])
+            if each > 1:
+                tables["row"] = torch.zeros(1, dtype=torch.long)
+        inputs = {"tokens": words[at : at + each], **{n: t.to(model.device) for n, t in tables.items()}}
+        with counted, forked():
+            workload.run(inputs, state)
+    return {name: tensor for name, tensor in state.items() if name != NEWEST}, counted.num // (num // each)
+
+
+def _alike(states: Tensors, others: Tensors) -> bool:
+    """True if two ways to the same state are, but for rounding."""
+    for name, held in states.items():
+        error = MAX_ERROR if held.dtype.itemsize < 4 else MAX_ROUNDING
+        if float((held - others[name]).abs().max()) > error * float(held.abs().max()):
+            return False
+    return True
+
+
+class OperatorCount(TorchDispatchMode):
+    """While entered, counts operators: those of a loop over tokens are more for more tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _check_dense(model: Any, layout: Layout, step: Step) -> None:
@@ -238,7 +324,7 @@ def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> Tables:
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
     """Of each sequence's newest token, which alone goes through the head."""
     tokens, positions = inputs["tokens"], inputs["positions"]
-    if kind != FLAT:
+    if kind != FLAT and "row" not in inputs:
         by_row: torch.Tensor = _forward(model, tokens[:, None], positions[:, None], cache).logits
         return by_row[:, -1]
     newest = (inputs["query_starts"][1:] - 1).clamp_min(0)
@@ -314,11 +400,14 @@ def paged_workload(model: Any, step: Step) -> Workload:
     _check_sizes(step)
     layout = layout_of(model)
     if layout.kind != FLAT and step.context != step.batch:
-        raise CaptureError(
-            f"{step.model} reads one token of each sequence a step: {step.context} tokens of "
-            f"{step.batch} sequences are no step of it",
-            "Use as many tokens as sequences.",
-        )
+        most = layout.parts.most
+        if step.batch > 1 or step.context > most:
+            also = f", or up to {most} of one sequence" if most > 1 else ""
+            raise CaptureError(
+                f"{step.model} reads one token of each sequence a step{also}: {step.context} tokens of "
+                f"{step.batch} sequences are no step of it",
+                "Use as many tokens as sequences.",
+            )
     if layout.kind == DENSE and not num_dense(model, step):
         raise CaptureError(
             f"{step.reserve} positions are too few for {num_rows(step)} sequences",
@@ -351,13 +440,17 @@ class PagedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         held = {name: state[name] for name in self._layout.pages}
-        held |= {name: state[name][: self._step.batch] for name in self._layout.rows}
+        row = inputs.get("row")
+        own = slice(self._step.batch) if row is None else row
+        held |= {name: state[name][own] for name in self._layout.rows}
         memory = exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
         logits, after = _run(self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens})
         for name, tensor in tensors_of(after):
-            if tensor is not held[name]:
+            if row is not None and name in self._layout.rows:
+                state[name][row] = tensor
+            elif tensor is not held[name]:
                 held[name].copy_(tensor)
         chosen = choose(logits)
         newest[: self._step.batch].copy_(chosen["next_tokens"])
@@ -434,6 +527,8 @@ def _make_inputs(
     made = {"tokens": words, **lay_out(step, parts, free)}
     if kind != FLAT:
         made["fresh"] = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
+        if step.context > step.batch:
+            made["row"] = torch.randint(num_rows(step), (1,), generator=random)
     if model.config.model_type == "qwen2_5_vl":
         size = (step.context, model.config.text_config.hidden_size)
         made["rotary"] = made["positions"].repeat(3, 1)
