@@ -29,9 +29,10 @@ Array = npt.NDArray[np.float64]
 GPU = "h200"
 # Kernels that give the keys of few sequences to several blocks.
 SPLIT = ("cudnn", "flash", "paged")
-# Where the search begins, and what a weak prior holds: floor, reach, chain, wave, tail.
-START = np.log([0.9, 1.1, 40.0, 20.0, 1000.0])
-PRIOR = np.array([0.02, 0.2, 0.02, 0.02, 0.02])
+# Where the search begins, and what a prior holds: floor, reach, tail, chain, wave. A kernel is taken to stream
+# as the GPU's own rows do unless its launches say otherwise; cycles decide where those cannot.
+START = np.log([1.0, 1.0, 1.0, 40.0, 5.0])
+PRIOR = np.array([0.05, 0.5, 0.05, 0.02, 0.02])
 # Nothing is believed to be known better than this.
 LEAST_ERROR = 0.05
 
@@ -72,14 +73,14 @@ def fit(rows: Sequence[Timed], splits: bool) -> Stream:
         us = [streamed_us(_stream(theta, splits), work, spec, params, True) for work, _ in rows]
         return np.concatenate([np.log(np.array(us) / measured), PRIOR * (theta - START)])
 
-    starts = (START + np.array([0, 0, 0, wave, 0]) for wave in (-1.5, 0.0, 1.0))
+    starts = (START + np.array([0, 0, 0, 0, wave]) for wave in (0.0, 1.5, 2.5))
     found = min((least_squares(off, x, loss="soft_l1", f_scale=0.1) for x in starts), key=lambda f: f.cost)
     return _stream(found.x, splits, digits=4)
 
 
 def _stream(theta: Array, splits: bool, digits: int = 15) -> Stream:
-    floor, reach, chain, wave, tail = (float(f"{x:.{digits}g}") for x in np.exp(theta))
-    return Stream(floor, reach, chain, wave, tail, splits)
+    floor, reach, tail, chain, wave = (float(f"{x:.{digits}g}") for x in np.exp(theta))
+    return Stream(floor, reach, tail, chain, wave, splits)
 
 
 def errors(rows: Sequence[Timed], splits: bool) -> Iterator[float]:

@@ -1,14 +1,14 @@
 """Attention of a few queries: keys and values stream through blocks, one for each sequence and key head.
 
-    us = floor * t0 + sqrt(M^2 + S^2) + tail * blocks / SMs
+    us = floor * t0 + sqrt(M^2 + S^2) + tail * row_us * blocks
     M  = bytes / (bandwidth * em * reach)
     S  = keys of a block * max(chain, wave * ceil(blocks / SMs))
 
-Each kernel has its own numbers, in cycles: `chain` is what one block takes for a key when it is alone on its
-SM, `wave` what a key takes when blocks share one, `tail` what beginning and ending a block takes. Few blocks
-leave SMs idle: kernels that split the keys then give every SM a part (`splits`), the others wait for the
-longest block. `floor` and `reach` are ratios to the GPU's own fitted t0 and em of decode attention; on other
-GPUs than the one that was measured no kernel is taken to reach more than those rows do.
+Each kernel has its own numbers: `chain` is how many cycles one block takes for a key when it is alone on its
+SM, `wave` how many a key takes when blocks share one. Few blocks leave SMs idle: kernels that split the keys
+then give every SM a part (`splits`), the others wait for the longest block. `floor`, `reach` and `tail` are
+ratios to the GPU's own fitted t0, em and row_us of decode attention, which are of serving stacks' kernels; on
+other GPUs than the one that was measured no kernel is taken to reach more than those rows do.
 
 `streams.json` is made by scripts/fit_streams.py from launches timed on one GPU.
 """
@@ -40,10 +40,10 @@ class Stream:
 
     floor: float
     reach: float
+    tail: float
     # Cycles.
     chain: float
     wave: float
-    tail: float
     splits: bool
     # Mean relative error on launches left out of the fit, one at a time.
     rel_error: float = 0.0
@@ -86,8 +86,4 @@ def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_measur
     memory = work.num_bytes / (spec.memory_gbps * min(MOST, params.em * reach) * 1e3)
     waves = math.ceil(blocks / spec.num_sms)
     serial = keys * max(stream.chain, stream.wave * waves) / per_us
-    return (
-        stream.floor * params.t0_us
-        + math.hypot(memory, serial)
-        + stream.tail * blocks / spec.num_sms / per_us
-    )
+    return stream.floor * params.t0_us + math.hypot(memory, serial) + stream.tail * params.row_us * blocks
