@@ -131,6 +131,64 @@ def make_batched_plan(
     return solve_batches(variants, cluster, config, rates, advance)
 
 
+@dataclass(eq=False)
+class LoadSteps:
+    """The steps of a request at every batch: recorded at some, and written down for the others."""
+
+    # At any batch.
+    steps: Sequence[Step]
+    # Runs of each in a request.
+    counts: Sequence[int]
+    anchors: Sequence[int] = ANCHORS
+    advance: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        self._units = {batch: self.recorded(batch) for batch in self.anchors}
+        graphs = zip(*(unit.graphs for unit in self._units.values()), strict=True)
+        self._families = [Rebatched(*pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
+
+    def recorded(self, batch: int) -> WorkUnit:
+        """As the model runs at that batch."""
+        self.advance(f"recording batch {batch}")
+        traces = [record_step(replace(step, batch=batch), "fake") for step in self.steps]
+        return make_unit(traces, self.counts)
+
+    def at(self, batch: int) -> WorkUnit:
+        """As it should be at that batch."""
+        if batch not in self._units:
+            graphs = tuple(family.at(batch) for family in self._families)
+            self._units[batch] = WorkUnit(graphs, tuple(self.counts))
+        return self._units[batch]
+
+    def check(self, plan: Plan) -> None:
+        """Raises unless the plan's own batches, recorded, are what was planned with."""
+        for variant in plan.every_variant:
+            if variant.batch in self.anchors:
+                continue
+            if self.recorded(variant.batch).graphs != variant.unit.graphs:
+                raise MismatchError(
+                    f"what is recorded at batch {variant.batch} is not what {self.anchors} foretell",
+                    f"Plan with --batch {variant.batch}, or from traces of the batches that are wanted.",
+                )
+
+
+def plan_for(
+    variant_at: Callable[[int], Variant],
+    cluster: Cluster,
+    target: Target,
+    batches: Sequence[int] = BATCHES,
+    max_microbatches: int | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> LoadPlan:
+    """Batch, microbatches and placement for a load, judged by simulation."""
+
+    def rates() -> tuple[Simulate, Simulate]:
+        made = SteadyRates()
+        return made, made.glance
+
+    return plan_load(variant_at, cluster, target, rates, batches, max_microbatches, advance)
+
+
 def make_load_plan(
     steps: Sequence[Step],
     cluster: Cluster,
@@ -139,38 +197,16 @@ def make_load_plan(
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
 ) -> LoadPlan:
-    """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch.
-
-    They are recorded at two batches and written down for the others; the plan's own batches are recorded too,
-    and must be what was planned with.
-    """
-
-    def recorded(batch: int) -> WorkUnit:
-        advance(f"recording batch {batch}")
-        traces = [record_step(replace(step, batch=batch), "fake") for step in steps]
-        return make_unit(traces, counts)
-
+    """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch."""
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
-    anchors = ANCHORS if len(batches) > 1 else tuple(batches)
-    units = {batch: recorded(batch) for batch in anchors}
-    pairs = zip(*(unit.graphs for unit in units.values()), strict=True) if len(anchors) > 1 else ()
-    families = [Rebatched(*pair) for pair in pairs]
+    recorded = LoadSteps(steps, counts, ANCHORS if len(batches) > 1 else tuple(batches), advance)
 
     def variant_at(batch: int) -> Variant:
-        unit = units.get(batch) or WorkUnit(tuple(family.at(batch) for family in families), tuple(counts))
+        unit = recorded.at(batch)
         return Variant(unit, price(unit, cluster))
 
-    def rates() -> tuple[Simulate, Simulate]:
-        made = SteadyRates()
-        return made, made.glance
-
-    found = plan_load(variant_at, cluster, target, rates, batches, max_microbatches, advance)
-    for variant in found.plan.every_variant:
-        if variant.batch not in units and recorded(variant.batch).graphs != variant.unit.graphs:
-            raise MismatchError(
-                f"what is recorded at batch {variant.batch} is not what {anchors} foretell",
-                f"Plan with --batch {variant.batch}, or from traces of the batches that are wanted.",
-            )
+    found = plan_for(variant_at, cluster, target, batches, max_microbatches, advance)
+    recorded.check(found.plan)
     return found
 
 

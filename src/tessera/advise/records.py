@@ -10,6 +10,11 @@ from tessera.plan.rent import Basket
 # Milliseconds to the first token, and of a token after it; None where there are no tokens.
 Times = tuple[float | None, float | None]
 
+# What is asked of a model where nothing is said: tokens of a prompt and of an answer; of a diffusion model
+# the tokens of an image of 1024 x 1024 pixels, and the steps that its makers recommend.
+TOKENS = (1024, 256)
+IMAGE = (4096, 40)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -17,6 +22,7 @@ class Load:
 
     model: str
     rate_per_s: float
+    # Tokens of a prompt and of an answer; of a diffusion model, tokens of an image and denoising steps.
     prompt: int
     output: int
     # Objectives of latency; None: any.
@@ -24,6 +30,8 @@ class Load:
     tpot_ms: float | None = None
     # Share of the rate that is kept free above it.
     margin: float = 0.1
+    # Is a request an image?
+    is_image: bool = False
 
     @property
     def needed_per_s(self) -> float:
@@ -31,14 +39,16 @@ class Load:
         return self.rate_per_s * (1 + self.margin)
 
     @property
-    def has_objective(self) -> bool:
-        """Is there a latency to keep?"""
-        return self.ttft_ms is not None or self.tpot_ms is not None
+    def unit(self) -> str:
+        """What is counted, for people."""
+        return "images" if self.is_image else "requests"
 
-    def stretch(self, capacity_per_s: float, most: float) -> float:
-        """How much the others in flight slow a batch down at the offered rate, if they share one server."""
-        free = 1.0 - self.rate_per_s / capacity_per_s
-        return min(most, 1.0 / free) if free > 0 else most
+    @property
+    def words(self) -> str:
+        """What one of them is."""
+        if self.is_image:
+            return f"images of {self.prompt} tokens in {self.output} steps"
+        return f"{self.prompt} + {self.output} tokens"
 
     def excess(self, times_ms: Times) -> float:
         """The largest part of an objective that (first token, a token after it) take; above one: missed."""
@@ -59,8 +69,10 @@ class Market:
     max_devices: int = 4
     provider: str = ""
     link: str = "pcie4"
-    slots: int = 4
-    batches: tuple[int, ...] = (1, 8, 64)
+    # Microbatches in flight, at most; None: as many as help.
+    slots: int | None = None
+    # Batches to choose among; empty: powers of two, as far as memory goes.
+    batches: tuple[int, ...] = ()
     # Share of a GPU's memory that the model may fill; the rest is the driver's and the allocator's.
     memory_share: float = 0.9
 
@@ -70,7 +82,9 @@ class Choice:
     """A basket that carries the load, with its plan."""
 
     basket: Basket
-    batch: int
+    # Rows of a microbatch on each device, by the device's name.
+    batch: dict[str, int]
+    microbatches: int
     plan: Plan
     # Requests per second that it could carry.
     capacity_per_s: float
@@ -117,11 +131,13 @@ def check(load: Load, market: Market) -> None:
             raise TesseraError(
                 f"{slo} ms is no objective", "Give a number above zero, or leave it out.", name
             )
+    if load.is_image and (load.ttft_ms is not None or load.tpot_ms is not None):
+        raise TesseraError("an image has no tokens to wait for", "Leave the objectives of latency out.")
     if market.max_devices < 1:
         raise TesseraError(f"{market.max_devices} devices carry nothing", "Allow one.", "--max-devices")
-    if market.slots < 1:
+    if market.slots is not None and market.slots < 1:
         raise TesseraError(f"{market.slots} batches in flight carry nothing", "Allow one.", "--slots")
-    if not market.batches or min(market.batches) < 1:
+    if market.batches and min(market.batches) < 1:
         raise TesseraError("a batch has at least one request", "Write them as 1,4,16.", "--batches")
     if not 0 < market.memory_share <= 1:
         raise TesseraError(f"{market.memory_share} is no share", "Give 0 to 1.", "--memory-share")

@@ -1,218 +1,244 @@
 """advise: a load in, the cheapest GPUs that carry it out, on a machine without any.
 
-The model's steps are recorded at several batches without weights, and every launch is priced on every GPU
-that has a rent. Baskets of GPUs are looked at from the cheapest: those that cannot carry the rate even with
-free transfers are discarded, the others are planned by the policy `quick` and simulated. The first that
-carries the rate (and keeps the objectives of latency) is the advice, the next the runner-up. To keep the
-search short, a basket is also passed over if it would have to come nearer to its limit, by a twentieth, than
-any basket planned before it; so a cheaper one may be missed that splits far better than those did. The last
-few plans are kept for baskets whose GPUs carry the rate each by itself, so that a runner-up is found. Of
-several batches that would carry the rate on one basket the smallest is taken: it makes nobody wait longer.
+The model's steps are recorded at two batches without weights, written down for the others, and every launch
+is priced on every GPU that has a rent. Then, from what is known at once to what takes seconds:
 
-A work unit is one batch of requests that go together. Its first token comes after the batch has filled
-(batch - 1 arrivals) and been prefilled. Both phases are stretched by the others in flight, as if the basket
-were one server that they share: by 1 / (1 - offered rate / capacity), at most by what a full system makes a
-batch wait by Little's law. A basket on which one batch alone misses an objective, or
-would unless it were slowed down less than any planned before it, is passed over. All figures
-are modelled. Not modelled: the wait for a free slot, batches that change while they run, prompts of unlike
-lengths, and arrivals in bursts, for which `margin` is kept free.
+  apart      every basket of GPUs, each serving requests of its own at its own best batch: sums of times that
+             are known, so all baskets are looked at. The cheapest is an answer before anything is planned
+  together   baskets cheaper than that, in which GPUs share the launches of a request. Those that cannot carry
+             the rate even with free transfers are discarded, the others planned as `tessera plan MODEL` does,
+             cheapest first, while there is time
+
+So the advice is never dearer than the cheapest card, or set of cards, that carries the load by itself, at the
+same limits of memory and latency. All figures are modelled. Not modelled: prompts of unlike lengths, and
+arrivals in bursts, for which `margin` is kept free.
 """
 
-import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tessera.advise.offers import offers_of
-from tessera.advise.records import Advice, Choice, Load, Market, Times, check, in_ms
-from tessera.advise.sizes import Size
-from tessera.capture import known_models, record_step
+from tessera.advise.records import Advice, Choice, Load, Market, check, in_ms
+from tessera.advise.sizes import Size, apart
+from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible
-from tessera.flow import make_unit
-from tessera.ir import Cluster, Objective, Step, Trace
-from tessera.plan import PlanConfig, solve
-from tessera.plan.rent import Basket, baskets, phases_us
+from tessera.flow import ANCHORS, LoadSteps, plan_for
+from tessera.ir import Cluster, Step, Variant
+from tessera.plan import BATCHES, LoadPlan, Target
+from tessera.plan.rent import Basket, baskets, shortest_us
 from tessera.profile import estimate, gpu, make_cluster, parse_devices
-from tessera.simulate import SteadyRates
 
-# Baskets that are planned before the search gives up; each takes seconds.
-MAX_PLANNED = 8
-# Batches of one basket that are planned, and plans after which baskets are passed over by experience.
-MAX_BATCHES, NUM_LEARNED = 2, 3
-# Plans kept for sets that carry the rate without dividing a request.
-NUM_KEPT = 2
-# How much better than any before it a basket is given the chance to be.
-CHANCE = 1.05
+# Seconds after which no further basket is planned.
+SEARCH_S = 30.0
+# Batches at which one basket is planned.
+MAX_BATCHES = 2
+# Plans after which a basket is passed over that would have to come nearer to its limit, by a twentieth, than
+# any before it.
+NUM_LEARNED, CHANCE = 2, 1.05
 # Sets that are advised: the choice and the runner-up.
 NUM_ADVISED = 2
 
 Advance = Callable[[str], None]
+# A basket that carries the load, as soon as it is known: what is known of it, in words.
+Show = Callable[[str], None]
 
 
-def advise(load: Load, market: Market, advance: Advance = lambda what: None) -> Advice:
+def advise(
+    load: Load, market: Market, advance: Advance = lambda what: None, show: Show = lambda text: None
+) -> Advice:
     """The cheapest baskets that carry the load; PlanInfeasible says how far the best falls short."""
     check(load, market)
-    for name in market.gpus or ():
+    for name in market.gpus:
         gpu(name)  # a name that nobody knows is told before anything is recorded
-    traces = {}
-    for batch in market.batches:
-        advance(f"recording {load.model} at batch {batch}")
-        traces[batch] = _record(load, batch)
-    offers, skipped = offers_of(market, traces[market.batches[0]])
+    steps, counts = steps_of(load)
+    batches = market.batches or BATCHES
+    recorded = LoadSteps(steps, counts, market.batches or ANCHORS, advance)
+    offers, skipped = offers_of(market, [g.trace for g in recorded.at(recorded.anchors[0]).graphs])
     devices = parse_devices(",".join(f"emu:{offer.gpu}" for offer in offers))
-    sizes = []
-    for batch, steps in traces.items():
-        advance(f"pricing batch {batch} on {len(offers)} GPUs")
-        unit = make_unit(steps, _counts(load, steps))
-        sizes.append(Size(batch, unit, tuple(estimate(g.trace, devices) for g in unit.graphs)))
     listed = baskets(offers, market.max_devices, market.provider)
-    found = _search(load, market, sizes, listed, advance)
-    if not found.choices:
-        raise _shortfall(load, market, sizes, listed, found)
+    most = max(_memory(basket, market) for basket in listed)
+    search = _Search(load, market, [], advance, show)
+    for batch in batches:
+        advance(f"pricing batch {batch} on {len(offers)} GPUs")
+        unit = recorded.at(batch)
+        size = Size(batch, unit, tuple(estimate(g.trace, devices) for g in unit.graphs))
+        if search.sizes and size.needs_bytes > most:
+            break
+        search.sizes.append(size)
+    search.run(listed)
+    if not search.choices:
+        raise search.shortfall(listed)
     source = gpu(offers[0].gpu).price_source
-    return Advice(tuple(found.choices), tuple(skipped), len(listed), found.num_planned, source, found.caveat)
+    made = tuple(search.choices)
+    return Advice(made, tuple(skipped), len(listed), search.num_planned, source, search.caveat)
 
 
-def _record(load: Load, batch: int) -> list[Trace]:
-    """The steps of one batch of requests: prefill and decode, or the denoising step of a diffusion model."""
-    kinds = known_models().get(load.model, ("prefill", "decode"))
-    if "decode" in kinds:
-        first = Step(load.model, "prefill", batch, load.prompt, 0, load.output)
-        second = Step(load.model, "decode", batch, load.prompt + load.output)
-        return [record_step(first, "fake"), record_step(second, "fake")]
-    return [record_step(Step(load.model, kinds[0], batch, load.prompt), "fake")]
+def steps_of(load: Load) -> tuple[list[Step], list[int]]:
+    """The steps of one request at any batch, and how often each runs."""
+    if load.is_image:
+        return [Step(load.model, steps_of_model(load.model)[0], 1, load.prompt)], [load.output]
+    prefill = Step(load.model, "prefill", 1, load.prompt, 0, load.output)
+    return [prefill, Step(load.model, "decode", 1, load.prompt + load.output)], [1, load.output]
 
 
-def _counts(load: Load, traces: Sequence[Trace]) -> tuple[int, ...]:
-    return (1, load.output) if len(traces) > 1 else (load.output,)
+def _memory(basket: Basket, market: Market) -> float:
+    return sum(gpu(name).memory_bytes for name in basket.gpus) * market.memory_share
 
 
 @dataclass
-class _Found:
-    """What the search knows so far."""
-
-    choices: list[Choice]
-    # The best that does not carry the load.
-    near: Choice | None = None
+class _Search:
+    load: Load
+    market: Market
+    # By batch, ascending.
+    sizes: list[Size]
+    advance: Advance
+    show: Show
+    choices: list[Choice] = field(default_factory=list)
     num_planned: int = 0
+    # Cheaper baskets that might carry the load and were not planned.
+    num_left: int = 0
+    # The best that was planned and does not carry the load.
+    near: Choice | None = None
     # The largest share of its limit that a basket has reached.
     reached: float = 0.0
-    # The smallest multiple of its shortest time that a basket has taken.
-    slowed: float = math.inf
 
-    @property
-    def is_over(self) -> bool:
-        return len(self.choices) == NUM_ADVISED or self.num_planned >= MAX_PLANNED
-
-    @property
-    def may_try(self) -> bool:
-        """Are there plans left for baskets that might not carry the rate?"""
-        return self.num_planned < MAX_PLANNED - NUM_KEPT
+    def run(self, listed: Sequence[Basket]) -> None:
+        """Finds the choice and the runner-up."""
+        began = time.perf_counter()
+        sure = self._sure(listed)
+        if sure:
+            per_s, basket = sure[0]
+            self.show(f"{basket} at {basket.usd_per_hour:.2f} USD an hour carries {per_s:.4g}/s apart")
+        dearest = sure[0][1].usd_per_hour if sure else float("inf")
+        for basket in listed:
+            if basket.usd_per_hour >= dearest or len(self.choices) == NUM_ADVISED:
+                break
+            if len(basket.gpus) < 2 or not (promising := self._promising(basket)):
+                continue
+            if time.perf_counter() - began > SEARCH_S and (sure or self.choices):
+                self.num_left += 1
+                continue
+            self._try(basket, promising)
+        for _, basket in sure:
+            if len(self.choices) >= NUM_ADVISED:
+                break
+            self._try(basket, sorted({*apart(self.load, self.market, self.sizes, basket.gpus)[1]} - {0}))
+        self.choices.sort(key=lambda choice: choice.basket.usd_per_hour)
 
     @property
     def caveat(self) -> str:
         """Why there may be something cheaper; empty if there is no such reason."""
-        if self.may_try:
+        if not self.num_left:
             return ""
-        tried = MAX_PLANNED - NUM_KEPT
-        if len(self.choices) < NUM_ADVISED:
-            return f"the search ended after {self.num_planned} plans; no runner-up was found by then"
-        return f"after {tried} plans only sets were tried whose GPUs carry the rate each by itself"
+        return f"{self.num_left} cheaper sets that might carry it together were not planned for lack of time"
 
-    @property
-    def has_learned(self) -> bool:
-        """What does not fit teaches nothing."""
-        return self.num_planned >= NUM_LEARNED and self.reached > 0
+    def _sure(self, listed: Sequence[Basket]) -> list[tuple[float, Basket]]:
+        """(requests per second, basket) of the cheapest baskets that carry the load each card by itself."""
+        found = []
+        best = {name: self._alone(name) for name in {n for basket in listed for n in basket.gpus}}
+        for basket in listed:
+            per_s = sum(best[name] for name in basket.gpus)
+            # A card that can do nothing by itself is not rented.
+            if per_s >= self.load.needed_per_s and all(best[name] > 0 for name in basket.gpus):
+                found.append((per_s, basket))
+                if len(found) == NUM_ADVISED:
+                    break
+        return found
 
-    @property
-    def hope(self) -> float:
-        """The share of its limit that a basket may be hoped to reach."""
-        return min(1.0, CHANCE * self.reached) if self.has_learned else 1.0
+    def _alone(self, name: str) -> float:
+        rates = (s.alone_per_s(name) for s in self.sizes if s.keeps(self.load, name, self.market))
+        return max(rates, default=0.0)
 
-    @property
-    def slowness(self) -> float:
-        """The multiple of its shortest time that a basket may be hoped to take."""
-        has_learned = self.has_learned and self.slowed < math.inf
-        return max(1.0, self.slowed / CHANCE) if has_learned else 1.0
-
-
-def _search(load: Load, market: Market, sizes: list[Size], listed: list[Basket], advance: Advance) -> _Found:
-    """Baskets that carry the load, cheapest first."""
-    found = _Found([])
-    for basket in listed:
-        for limit, size in _promising(load, market, sizes, basket, found):
-            if found.is_over:
-                return found
-            advance(f"planning {basket} at batch {size.batch}")
-            found.num_planned += 1
-            choice = _plan(load, market, size, basket)
-            if choice is None:
-                continue
-            found.reached = max(found.reached, choice.capacity_per_s / limit)
-            least = load.excess(size.least_ms(load, basket, market))
-            if least and len(basket.gpus) > 1:  # one GPU meets its shortest time, and says nothing of several
-                found.slowed = min(found.slowed, load.excess(choice.times_ms) / least)
-            if choice.capacity_per_s >= load.needed_per_s and load.is_kept(choice.times_ms):
-                found.choices.append(choice)
+    def _promising(self, basket: Basket) -> list[int]:
+        """The batches at which the basket might carry the load, the most hopeful few."""
+        memory, hopes = _memory(basket, self.market), []
+        share = min(1.0, CHANCE * self.reached) if self.num_planned >= NUM_LEARNED and self.reached else 1.0
+        for size in self.sizes:
+            if size.needs_bytes > memory:
                 break
-            found.near = max(found.near or choice, choice, key=lambda one: _nearness(load, one))
-    return found
+            if size.batch * size.limit.hope_per_s(basket.gpus) * share < self.load.needed_per_s:
+                continue
+            limit = size.batch * size.limit.per_s(basket.gpus)
+            if limit * share >= self.load.needed_per_s and self._is_quick(size, basket):
+                hopes.append((limit, size.batch))
+        return sorted(batch for _, batch in sorted(hopes, reverse=True)[:MAX_BATCHES])
 
+    def _is_quick(self, size: Size, basket: Basket) -> bool:
+        """False where no plan keeps the limits even for a batch alone and with free transfers."""
+        if len(size.costs) < 2:
+            return True
+        columns = sorted({size.limit.column_of[name] for name in basket.gpus})
+        first, each = (
+            shortest_us(graph, costs, columns, len(basket.gpus)) / 1e3
+            for graph, costs in zip(size.unit.graphs, size.costs, strict=True)
+        )
+        return self.load.is_kept((first, each))
 
-def _nearness(load: Load, choice: Choice) -> tuple[bool, float]:
-    """Larger is nearer: the rate comes first, then the latency."""
-    if choice.capacity_per_s < load.needed_per_s:
-        return False, choice.capacity_per_s
-    return True, -load.excess(choice.times_ms)
+    def _try(self, basket: Basket, batches: Sequence[int]) -> None:
+        """Plans a basket; it is a choice if it carries the load."""
+        self.advance(f"planning {basket} at batch {', '.join(map(str, batches))}")
+        self.num_planned += 1
+        try:
+            choice = self._planned(basket, batches)
+        except PlanInfeasible:
+            return
+        limit = max(s.batch * s.limit.per_s(basket.gpus) for s in self.sizes if s.batch in batches)
+        self.reached = max(self.reached, choice.capacity_per_s / limit)
+        if choice.capacity_per_s >= self.load.needed_per_s * (1 - 1e-9):
+            self.choices.append(choice)
+            self.show(
+                f"{basket} at {basket.usd_per_hour:.2f} USD an hour carries {choice.capacity_per_s:.4g}/s"
+            )
+        elif self.near is None or choice.capacity_per_s > self.near.capacity_per_s:
+            self.near = choice
 
+    def _planned(self, basket: Basket, batches: Sequence[int]) -> Choice:
+        cluster, load = _cluster(basket, self.market), self.load
+        sizes = {size.batch: size for size in self.sizes}
 
-def _promising(
-    load: Load, market: Market, sizes: list[Size], basket: Basket, found: _Found
-) -> list[tuple[float, Size]]:
-    """(limit in requests per second, batch) at which the basket may carry the load, smallest batch first."""
-    memory = sum(gpu(name).memory_bytes for name in basket.gpus) * market.memory_share
-    rated, sure = [], []
-    for size in sorted(sizes, key=lambda x: x.batch):
-        if size.needs_bytes(market.slots) > memory:
-            continue
-        if size.batch * size.limit.hope_per_s(basket.gpus) < load.needed_per_s:
-            continue
-        limit = size.batch * size.limit.per_s(basket.gpus)
-        is_sure = size.is_sure(load, basket, market)
-        if is_sure or (found.may_try and _is_hopeful(load, market, size, basket, limit, found)):
-            rated.append((limit, size))
-            sure += [len(rated)] if is_sure else []
-    if sure:  # no larger one is needed
-        return rated[: sure[0]]
-    if load.has_objective:  # the larger batches may keep what the smaller ones do not
-        return rated
-    best = sorted(rated, key=lambda x: -x[0])[:MAX_BATCHES]
-    return sorted(best, key=lambda x: x[1].batch)
+        def variant_at(batch: int) -> Variant:
+            return Variant(sizes[batch].unit, sizes[batch].on(cluster))
 
+        target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
+        found: LoadPlan | None = None
+        for batch in batches:  # each by itself: what lies between was not priced
+            made = plan_for(variant_at, cluster, target, (batch,), self.market.slots)
+            if found is None or made.chosen.tokens_per_s > found.chosen.tokens_per_s:
+                found = made
+        assert found is not None
+        option = found.chosen
+        times = (None, None) if load.is_image else (option.ttft_ms, option.tpot_ms)
+        per_s = option.tokens_per_s / target.output_tokens
+        return Choice(basket, option.batch, option.microbatches, found.plan, per_s, *times)
 
-def _is_hopeful(load: Load, market: Market, size: Size, basket: Basket, limit: float, found: _Found) -> bool:
-    """Would the basket carry the load if it came a little nearer to its limits than any before it?"""
-    if limit * found.hope < load.needed_per_s:
-        return False
-    return load.excess(size.least_ms(load, basket, market)) * found.slowness <= 1.0
-
-
-def _plan(load: Load, market: Market, size: Size, basket: Basket) -> Choice | None:
-    """The basket's plan at one batch; None if it does not fit."""
-    cluster = _cluster(basket, market)
-    config = PlanConfig(Objective.THROUGHPUT, market.slots, policy="quick", shown_slots=())
-    try:
-        made = solve(size.unit, size.on(cluster), cluster, config, SteadyRates())
-    except PlanInfeasible:
-        return None
-    capacity = size.batch * made.simulated_per_s
-    phases = phases_us(made)
-    full = max(1.0, market.slots * 1e6 / made.simulated_per_s / made.latency_us)
-    stretch = load.stretch(capacity, full)
-    ttft = tpot = None
-    if "prefill" in phases:
-        ttft = size.filling_ms(load) + stretch * phases["prefill"] / 1e3
-        tpot = stretch * phases["decode"] / 1e3
-    return Choice(basket, size.batch, made, capacity, ttft, tpot)
+    def shortfall(self, listed: Sequence[Basket]) -> PlanInfeasible:
+        """Which constraint, and by how much."""
+        load, market = self.load, self.market
+        what = f"no set of up to {market.max_devices} of these GPUs carries {load.needed_per_s:.4g} {load.unit}/s"
+        remedy = "Raise --max-devices, or lower the rate or the margin."
+        most = max(_memory(basket, market) for basket in listed)
+        if self.sizes[0].needs_bytes > most:
+            have = f"the largest set has {most / 1e9:.3g} GB that may be filled"
+            memory = f"the model needs {self.sizes[0].needs_bytes / 1e9:.3g} GB at the smallest batch; {have}"
+            return PlanInfeasible(memory, "Raise --max-devices, or allow larger GPUs.")
+        if self.near is not None:
+            near = f"{self.near.basket} carries {self.near.capacity_per_s:.4g}"
+            return PlanInfeasible(f"{what}: {near}", remedy)
+        if load.ttft_ms is not None or load.tpot_ms is not None:
+            names = {name for basket in listed for name in basket.gpus}
+            fastest = min(names, key=lambda name: load.excess(self.sizes[0].times_ms(name)))
+            first, each = self.sizes[0].times_ms(fastest)
+            if first is not None and each is not None and load.excess((first, each)) > 1:
+                slow = (
+                    f"{fastest} takes {in_ms(first)} to the first token and {in_ms(each)} a token by itself"
+                )
+                return PlanInfeasible(
+                    f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}"
+                )
+        hopes = ((s.batch * s.limit.hope_per_s(b.gpus), str(b)) for s in self.sizes for b in listed[-64:])
+        limit, name = max(hopes)
+        return PlanInfeasible(f"{what}: even with free transfers {name} carries {limit:.4g}", remedy)
 
 
 def _cluster(basket: Basket, market: Market) -> Cluster:
@@ -223,52 +249,3 @@ def _cluster(basket: Basket, market: Market) -> Cluster:
         for d in devices
     )
     return make_cluster(usable, market.link)
-
-
-def _shortfall(
-    load: Load, market: Market, sizes: list[Size], listed: list[Basket], found: _Found
-) -> PlanInfeasible:
-    """Which constraint, and by how much."""
-    near, needed = found.near, load.needed_per_s
-    what = f"no set of up to {market.max_devices} of these GPUs carries {needed:.4g} requests/s"
-    remedy = "Raise --max-devices, or lower the rate or the margin."
-    if not found.may_try:
-        what = (
-            f"none of {found.num_planned} plans, of the cheapest sets first, carries {needed:.4g} requests/s"
-        )
-        remedy = "Name fewer or larger GPUs with --gpus."
-    least = min(size.needs_bytes(market.slots) for size in sizes)
-    most = max(sum(gpu(n).memory_bytes for n in b.gpus) for b in listed) * market.memory_share
-    if least > most:
-        have = f"the largest set has {most / 1e9:.3g} GB that may be filled"
-        memory = f"the model needs {least / 1e9:.3g} GB at the smallest batch; {have}"
-        return PlanInfeasible(memory, "Raise --max-devices, allow larger GPUs, or lower --slots.")
-    if near is not None and near.capacity_per_s >= needed:
-        times = f"{_times(near.times_ms)}, at batch {near.batch}"
-        slow = f"{near.basket} does with {times}"
-        return PlanInfeasible(f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}")
-    if near is not None:
-        return PlanInfeasible(f"{what}: {near.basket} carries {near.capacity_per_s:.4g}", remedy)
-    if found.num_planned:
-        what = f"none of {found.num_planned} plans, of the cheapest sets first, fits into the memory"
-        return PlanInfeasible(what, "Name fewer or larger GPUs with --gpus, or smaller --batches.")
-    limit, basket = max((s.batch * s.limit.hope_per_s(b.gpus), str(b)) for s in sizes for b in listed[-64:])
-    if limit >= needed:
-        return _too_slow(load, market, what, sizes, listed)
-    return PlanInfeasible(f"{what}: even with free transfers {basket} carries {limit:.4g}", remedy)
-
-
-def _too_slow(
-    load: Load, market: Market, what: str, sizes: list[Size], listed: list[Basket]
-) -> PlanInfeasible:
-    """No set was worth planning, for its latency: the fastest, and what it takes at least."""
-    timed = [(s.least_ms(load, b, market), b) for s in sizes for b in listed]
-    remedy = "Loosen it, raise --max-devices, or name larger GPUs with --gpus or smaller --batches."
-    times, basket = min(timed, key=lambda x: load.excess(x[0]))
-    slow = f"{basket} takes {_times(times)} for one batch alone, even with free transfers"
-    return PlanInfeasible(f"{what} within the latency asked for; {slow}", remedy)
-
-
-def _times(times_ms: Times) -> str:
-    first, each = ("n/a" if ms is None else in_ms(ms) for ms in times_ms)
-    return f"{first} to the first token and {each} a token"

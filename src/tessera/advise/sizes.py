@@ -1,13 +1,13 @@
-"""Size: the work at one batch, priced on one device of each GPU, and what is known of it before planning."""
+"""Size: the work at one batch, priced on one device of each GPU, and what each GPU makes of it by itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from tessera.advise.records import Load, Market, Times
-from tessera.ir import BufferKind, Cluster, Costs, WorkUnit
-from tessera.plan.rent import Basket, Limit, limit_of, shortest_us
-from tessera.profile import gpu
+from tessera.ir import Cluster, Costs, WorkUnit
+from tessera.plan.rent import Limit, alone_bytes, limit_of
+from tessera.profile import gpu, make_cluster
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,8 +17,6 @@ class Size:
     batch: int
     unit: WorkUnit
     costs: tuple[Costs, ...]
-    # (kinds of GPU, how many devices) -> kind of step -> its shortest time.
-    _floors: dict[tuple[frozenset[str], int], dict[str, float]] = field(default_factory=dict)
 
     @cached_property
     def limit(self) -> Limit:
@@ -26,78 +24,63 @@ class Size:
         return limit_of(self.unit, self.costs)
 
     @cached_property
-    def weight_bytes(self) -> int:
-        """Of all weights."""
-        return _total(self.unit, BufferKind.WEIGHT)
+    def needs_bytes(self) -> float:
+        """Weights, and state and temporaries of one batch, on one device."""
+        first = make_cluster(self.costs[0].devices[:1], "pcie4")
+        return alone_bytes(self.unit, self.on(first), first)
 
     @cached_property
-    def state_bytes(self) -> int:
-        """Of one batch in flight."""
-        return _total(self.unit, BufferKind.STATE)
+    def _step_us(self) -> dict[str, list[float]]:
+        """GPU -> microseconds of each step."""
+        devices = self.costs[0].devices
+        return {
+            device.gpu: [sum(row[place].us for row in listed.costs) for listed in self.costs]
+            for place, device in enumerate(devices)
+        }
 
-    def needs_bytes(self, slots: int) -> int:
-        """Weights, and the state of so many batches."""
-        return self.weight_bytes + slots * self.state_bytes
+    def fits(self, name: str, market: Market) -> bool:
+        """Does one GPU hold the model and a batch?"""
+        return self.needs_bytes <= int(gpu(name).memory_bytes * market.memory_share)
 
-    def apart_per_s(self, gpus: Sequence[str], market: Market) -> float:
-        """Requests per second of the GPUs that can, each doing whole batches of its own."""
-        return self.batch * sum(self.limit.per_s((g,)) for g in self._able(gpus, market))
+    def alone_per_s(self, name: str) -> float:
+        """Requests per second of one GPU by itself."""
+        taken = sum(us * n for us, n in zip(self._step_us[name], self.unit.counts, strict=True))
+        return self.batch * 1e6 / taken
 
-    def _able(self, gpus: Sequence[str], market: Market) -> list[str]:
-        """The GPUs that hold the model, each with its part of the batches in flight."""
-        need = self.needs_bytes(_each(market, gpus))
-        return [g for g in gpus if need <= gpu(g).memory_bytes * market.memory_share]
+    def times_ms(self, name: str) -> Times:
+        """(to the first token, a token after it) of one GPU by itself."""
+        steps = self._step_us[name]
+        if len(steps) < 2:
+            return None, None
+        return steps[0] / 1e3, steps[-1] / 1e3
 
-    def is_sure(self, load: Load, basket: Basket, market: Market) -> bool:
-        """True if the GPUs carry the load without dividing a request, and each keeps the objectives."""
-        apart = self.apart_per_s(basket.gpus, market)
-        if apart < load.needed_per_s or not load.has_objective:
-            return apart >= load.needed_per_s
-        stretch = load.stretch(apart, _each(market, basket.gpus))
-        kinds = set(basket.gpus)
-        return kinds == set(self._able(basket.gpus, market)) and all(
-            load.is_kept(self._times_ms(load, frozenset((kind,)), 1, stretch)) for kind in kinds
-        )
+    def keeps(self, load: Load, name: str, market: Market) -> bool:
+        """May one GPU serve this batch by itself?"""
+        return self.fits(name, market) and load.is_kept(self.times_ms(name))
 
     def on(self, cluster: Cluster) -> tuple[Costs, ...]:
         """The prices of the devices of a cluster."""
-        at = [self.limit.column_of[d.gpu] for d in cluster.devices]
+        column_of = {device.gpu: n for n, device in enumerate(self.costs[0].devices)}
+        at = [column_of[d.gpu] for d in cluster.devices]
         return tuple(
             Costs(c.trace_digest, cluster.devices, tuple(tuple(row[i] for i in at) for row in c.costs))
             for c in self.costs
         )
 
-    def filling_ms(self, load: Load) -> float:
-        """How long the first request of a batch waits for the last."""
-        return (self.batch - 1) / load.rate_per_s * 1e3
 
-    def least_ms(self, load: Load, basket: Basket, market: Market) -> Times:
-        """(to the first token, a token after it) that no plan undercuts; None where there are no tokens."""
-        num = len(basket.gpus)
-        limit = self.batch * self.limit.per_s(basket.gpus)
-        # Several GPUs may serve others beside a batch without slowing it.
-        stretch = load.stretch(limit, market.slots) if num == 1 else 1.0
-        return self._times_ms(load, frozenset(basket.gpus), num, stretch)
+def apart(load: Load, market: Market, sizes: Sequence[Size], gpus: Sequence[str]) -> tuple[float, list[int]]:
+    """(requests per second, batch of each GPU) if every GPU serves requests of its own, at its best batch.
 
-    def _times_ms(self, load: Load, kinds: frozenset[str], num: int, stretch: float) -> Times:
-        if (kinds, num) not in self._floors:
-            columns = [self.limit.column_of[name] for name in sorted(kinds)]
-            self._floors[kinds, num] = {
-                graph.trace.step.kind: shortest_us(graph, costs, columns, num)
-                for graph, costs in zip(self.unit.graphs, self.costs, strict=True)
-            }
-        floors = self._floors[kinds, num]
-        if "prefill" not in floors:
-            return None, None
-        first = self.filling_ms(load) + stretch * floors["prefill"] / 1e3
-        return first, stretch * floors["decode"] / 1e3
-
-
-def _each(market: Market, gpus: Sequence[str]) -> int:
-    """Batches in flight on one of several GPUs that do not work together."""
-    return -(-market.slots // len(gpus))
-
-
-def _total(unit: WorkUnit, kind: BufferKind) -> int:
-    sizes = {b.name: b.size_bytes for g in unit.graphs for b in g.trace.buffers if b.kind is kind}
-    return sum(sizes.values())
+    Of the batches that carry the load together, the smallest: they make nobody wait longer.
+    """
+    per_s, chosen = 0.0, [0] * len(gpus)
+    best = [0.0] * len(gpus)
+    for size in sizes:
+        for place, name in enumerate(gpus):
+            rate = size.alone_per_s(name)
+            if rate > best[place] and size.keeps(load, name, market):
+                best[place], chosen[place] = rate, size.batch
+        per_s = sum(best)
+        if per_s >= load.needed_per_s:
+            break
+    return per_s, chosen

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from tessera.cli.capture import MODEL_HELP
@@ -17,14 +18,19 @@ from tessera.ir import save
 if TYPE_CHECKING:
     from tessera.advise import Advice, Choice, Load
 
+# Recordings and batches that the bar is made for.
+NUM_RECORDED, NUM_BATCHES = 2, 10
+
 
 def advise(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    rate: Annotated[float, typer.Option(help="Requests per second to carry.")],
+    rate: Annotated[float, typer.Option(help="Requests (of a diffusion model: images) per second to carry.")],
     prompt: Annotated[
-        int, typer.Option(help="Tokens of a prompt (of a diffusion model: of an image).")
-    ] = 1024,
-    output: Annotated[int, typer.Option(help="Tokens to generate (of a diffusion model: steps).")] = 256,
+        int | None, typer.Option(help="Tokens of a prompt.", show_default="1024; of an image: 4096")
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(help="Tokens to generate.", show_default="256; of an image: 40 steps")
+    ] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Milliseconds to the first token.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Milliseconds a token after it.")] = None,
     gpus: Annotated[str, typer.Option(help="GPUs to choose among, as a100,l40s.", show_default="all")] = "",
@@ -33,26 +39,38 @@ def advise(
         str, typer.Option(help="Rent from this provider only, as RunPod.", show_default="any one")
     ] = "",
     link: Annotated[str, typer.Option(help="What would join the GPUs.")] = "pcie4",
-    slots: Annotated[int, typer.Option(help="Batches in flight.")] = 4,
-    batches: Annotated[str, typer.Option(help="Batches to choose among.")] = "1,8,64",
+    slots: Annotated[
+        int | None, typer.Option(help="Microbatches in flight, at most.", show_default="chosen")
+    ] = None,
+    batches: Annotated[
+        str, typer.Option(help="Batches to choose among, as 1,8,64.", show_default="2 to 1024")
+    ] = "",
     margin: Annotated[float, typer.Option(help="Capacity to keep free, as a share of the rate.")] = 0.1,
     memory_share: Annotated[float, typer.Option(help="Share of the GPUs' memory to fill.")] = 0.9,
     folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the cheapest GPUs, of one kind or of several, that carry a load. No GPU is needed."""
+    """Find the cheapest GPUs, of one kind or of several, that carry a load. No GPU is needed.
+
+    Batches, microbatches and placement are chosen as by `tessera plan MODEL`. Answers are shown as they come.
+    """
     started = time.perf_counter()
     listed = _batches(batches)
-    with progress("importing torch", 2 * len(listed) + 4) as advance:
+    with progress("importing torch", NUM_RECORDED + NUM_BATCHES + 4) as advance:
         from tessera.advise import Load, Market
         from tessera.advise import advise as search
+        from tessera.advise.records import IMAGE, TOKENS
         from tessera.capture import place_of
+        from tessera.capture.models import steps_of_model
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
-        load = Load(place_of(model), rate, prompt, output, slo_ttft_ms, slo_tpot_ms, margin)
+        is_image = "decode" not in steps_of_model(model)
+        usual = IMAGE if is_image else TOKENS
+        sizes = (usual[0] if prompt is None else prompt, usual[1] if output is None else output)
+        load = Load(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         names = tuple(word.strip() for word in gpus.split(",") if word.strip())
         market = Market(names, max_devices, provider, link, slots, listed, memory_share)
-        found = search(load, market, advance)
+        found = search(load, market, advance, _say)
     files = _save(found, folder) if folder else []
     if as_json:
         seconds = round(time.perf_counter() - started, 3)
@@ -61,7 +79,14 @@ def advise(
         _show(load, found, files)
 
 
+def _say(text: str) -> None:
+    """An answer as soon as it is known, while the search for a cheaper one goes on."""
+    Console(stderr=True).print(f"so far: {text}", markup=False, highlight=False)
+
+
 def _batches(text: str) -> tuple[int, ...]:
+    if not text:
+        return ()
     try:
         return tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError:
@@ -84,6 +109,7 @@ def _document(load: "Load", found: "Advice") -> dict[str, Any]:
         "rate": load.rate_per_s,
         "prompt": load.prompt,
         "output": load.output,
+        "unit": load.unit,
         "margin": load.margin,
         "slo": {"ttft_ms": load.ttft_ms, "tpot_ms": load.tpot_ms},
         "choice": first,
@@ -102,8 +128,9 @@ def _choice(choice: "Choice") -> dict[str, Any]:
         "provider": choice.basket.provider,
         "usd_per_hour": choice.basket.usd_per_hour,
         "usd_per_1k_requests": choice.usd_per_1k_requests,
-        "batch": choice.batch,
-        "slots": choice.plan.slots,
+        "batch": choice.plan.batch,
+        "batches": choice.batch,
+        "microbatches": choice.microbatches,
         "capacity": choice.capacity_per_s,
         "ttft_ms": choice.ttft_ms,
         "tpot_ms": choice.tpot_ms,
@@ -115,13 +142,14 @@ def _show(load: "Load", found: "Advice", files: list[str]) -> None:
     from tessera.advise.records import in_ms
     from tessera.plan import explain
 
-    title = f"{load.rate_per_s:g} requests/s of {load.model}, {load.prompt} + {load.output} tokens (modelled)"
+    title = f"{load.rate_per_s:g} {load.unit}/s of {load.model}, {load.words} (modelled)"
     table = Table("", "GPUs", "USD an hour", "carries", "batch", "first token", "a token", title=title)
     for name, choice in zip(("choice", "runner-up"), found.choices, strict=False):
         times = ("n/a" if ms is None else in_ms(ms) for ms in choice.times_ms)
         rent = f"{choice.basket.usd_per_hour:.2f} ({choice.basket.provider})"
         carries = f"{choice.capacity_per_s:.4g}/s"
-        table.add_row(name, str(choice.basket), rent, carries, str(choice.batch), *times)
+        rows = ", ".join(str(n) for n in dict.fromkeys(choice.batch.values()))
+        table.add_row(name, str(choice.basket), rent, carries, rows, *times)
     out = console()
     out.print(table)
     for name, choice in zip(("choice", "runner-up"), found.choices, strict=False):

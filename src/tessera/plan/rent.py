@@ -15,7 +15,6 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Floats
-from tessera.plan.latency import Clock
 from tessera.plan.problem import build, spread_us
 
 
@@ -101,6 +100,13 @@ def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
     return Limit({d.gpu: n for n, d in enumerate(costs[0].devices)}, load)
 
 
+def alone_bytes(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> float:
+    """Weights, state and temporaries of one batch in flight, all on one device."""
+    problem = build(unit, costs, cluster)
+    fixed, each = problem.footprint((problem.column(np.zeros(problem.num_nodes, dtype=np.int64)),))
+    return float(fixed[0] + each[0])
+
+
 def shortest_us(graph: ir.Graph, costs: ir.Costs, columns: Sequence[int], num_devices: int) -> float:
     """No placement runs the step faster on so many devices of the GPUs in these columns of the costs."""
     fastest = [min(row[column].us for column in columns) for row in costs.costs]
@@ -116,18 +122,3 @@ def shortest_us(graph: ir.Graph, costs: ir.Costs, columns: Sequence[int], num_de
         for reader in made.get(launch, ()):
             ready[reader] = max(ready[reader], end)
     return max(longest, sum(fastest) / num_devices)
-
-
-def phases_us(plan: ir.Plan) -> dict[str, float]:
-    """Kind of step -> one run of it for one request alone, mean over the lanes (modelled)."""
-    problem = build(plan.unit, plan.costs, plan.cluster)
-    clock = Clock(problem)
-    total = sum(lane.rate_per_s for lane in plan.lanes)
-    found: dict[str, float] = {}
-    for lane in plan.lanes:
-        labels = problem.labels(lane.placement)
-        for step, graph in enumerate(plan.unit.graphs):
-            kind = graph.trace.step.kind
-            us = clock.step_us(step, labels)
-            found[kind] = found.get(kind, 0.0) + us * lane.rate_per_s / total
-    return found
