@@ -168,7 +168,7 @@ def test_answers_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_search_that_has_no_time_left_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cheapest set whose cards carry the rate by themselves is advised, and what was not tried is counted."""
+    """The cheapest set whose cards carry the rate apart is advised, and what was not tried is counted."""
     monkeypatch.setattr(search, "SEARCH_S", -1.0)
     one = advised("--rate", "1", "--gpus", "l4", "--max-devices", "1", capsys=capsys)["choice"]["capacity"]
     names = ("--gpus", "l4,l40s", "--max-devices", "4")

@@ -215,7 +215,8 @@ class _Search:
     def shortfall(self, listed: Sequence[Basket]) -> PlanInfeasible:
         """Which constraint, and by how much."""
         load, market = self.load, self.market
-        what = f"no set of up to {market.max_devices} of these GPUs carries {load.needed_per_s:.4g} {load.unit}/s"
+        needed = f"{load.needed_per_s:.4g} {load.unit}/s"
+        what = f"no set of up to {market.max_devices} of these GPUs carries {needed}"
         remedy = "Raise --max-devices, or lower the rate or the margin."
         most = max(_memory(basket, market) for basket in listed)
         if self.sizes[0].needs_bytes > most:
