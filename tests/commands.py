@@ -1,6 +1,8 @@
-"""Commands of `tessera` in this process, with what they print."""
+"""Commands of `tessera`: in this process, with what they print, and the surroundings of others."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,3 +23,9 @@ def answer(*words: object, capsys: pytest.CaptureFixture[str]) -> Any:
     code, out, err = call(*words, "--json", capsys=capsys)
     assert 0 == code, err
     return json.loads(out)
+
+
+def without_transformers(folder: Path) -> dict[str, str]:
+    """The surroundings of processes that are sent weights: what builds models takes seconds to import."""
+    (folder / "transformers.py").write_text("raise ImportError\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", ".")])}

@@ -1,7 +1,6 @@
 """`tessera run` on several machines: processes that meet at an address, in network namespaces too."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 import netns
+from commands import without_transformers
 from tessera.cli import _main
 
 TESSERA = [sys.executable, "-m", "tessera"]
@@ -37,9 +37,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def answers(commands: Sequence[Sequence[str]]) -> Any:
+def answers(plan: Path, commands: Sequence[Sequence[str]]) -> Any:
     """Runs the ranks together; the JSON document of the first."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = without_transformers(plan.parent)
     running = [
         subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for c in commands
@@ -65,7 +65,7 @@ def ranks(plan: Path, address: str, *more: str) -> list[list[str]]:
 
 def test_two_processes_meet_on_loopback(plan: Path) -> None:
     """Without a secret, on this machine only: the same bits over TCP."""
-    found = answers(ranks(plan, f"127.0.0.1:{free_port()}"))
+    found = answers(plan, ranks(plan, f"127.0.0.1:{free_port()}"))
 
     assert found["verified"] is True
     assert (4, 0) == (found["requests"], found["lost"])
@@ -77,7 +77,7 @@ def test_torchrun_starts_the_same_program(plan: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
     rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = ["-m", "tessera", "run", str(plan), "--torchrun", "--requests", "3", "--verify", "--json"]
-    found = answers([[*launcher, *rendezvous, *command]])
+    found = answers(plan, [[*launcher, *rendezvous, *command]])
 
     assert found["verified"] is True
     assert 0 == found["lost"]
@@ -87,7 +87,7 @@ def test_two_network_namespaces_run_one_plan(plan: Path) -> None:
     """Nothing is shared but the wire and the secret, and every bit is the same."""
     commands = ranks(plan, "10.99.0.1:29500", "--secret-file", str(plan.with_name("secret")))
     with netns.joined("10.99.0") as hosts:
-        found = answers([[*netns.within(n), *c] for n, c in zip(hosts, commands, strict=True)])
+        found = answers(plan, [[*netns.within(n), *c] for n, c in zip(hosts, commands, strict=True)])
 
     assert found["verified"] is True
     assert (4, 0) == (found["requests"], found["lost"])

@@ -1,7 +1,6 @@
 """`tessera serve` on several machines: two hosts in network namespaces; how processes of torchrun meet."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -39,11 +38,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def go(command: Sequence[str]) -> "subprocess.Popen[str]":
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with (tmp_path / f"{len(running)}.log").open("w") as log:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-            )
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         running.append(process)
         return process
 

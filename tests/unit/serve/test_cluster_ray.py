@@ -8,6 +8,7 @@ import pytest
 
 import engine_factory as made
 import stepper_factory as factory
+from commands import without_transformers
 from tessera.errors import MissingExtra, TesseraError
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Device, DeviceKind
@@ -16,7 +17,13 @@ from tessera.serve import ray_cluster
 from tessera.serve.ray_cluster import check_room, counted, demands
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed")
-SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
+# Nobody looks at pages. A node that is killed is found out by five calls that are refused, within a second.
+HEAD: dict[str, Any] = {
+    "include_dashboard": False,
+    "no_monitor": True,
+    "_system_config": {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200},
+}
 # Three nodes as Ray describes them.
 NODES: list[dict[str, float]] = [
     {"CPU": 8.0, "GPU": 2.0, "accelerator_type:A100": 1.0},
@@ -26,13 +33,16 @@ NODES: list[dict[str, float]] = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two nodes with one CPU each, which say whose times they keep."""
     from ray.cluster_utils import Cluster
 
-    found: Any = Cluster(initialize_head=True, head_node_args={**SMALL, "resources": {"a100": 1}})
-    yield found
-    found.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        bare = without_transformers(tmp_path_factory.mktemp("ray"))
+        patch.setenv("PYTHONPATH", bare["PYTHONPATH"])
+        found: Any = Cluster(initialize_head=True, head_node_args={**SMALL, **HEAD, "resources": {"a100": 1}})
+        yield found
+        found.shutdown()
 
 
 def emulated(gpu: str) -> Device:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import steps_factory
+from commands import without_transformers
 from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import remote
@@ -87,13 +88,13 @@ class Away:
 
 
 def start_worker(gate: Gate, folder: Path) -> Host:
-    """`tessera worker`, as from another machine."""
+    """`tessera worker`, as from another machine, which cannot build the model and is sent its weights."""
     secret = folder / "secret"
     secret.write_bytes(SECRET)
     words = ["worker", "--rendezvous", f"127.0.0.1:{gate.address[1]}", "--secret-file", str(secret)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tessera", *words]
-    return Host(subprocess.Popen(command, env=environment, start_new_session=True, text=True))
+    bare = without_transformers(folder)
+    return Host(subprocess.Popen(command, env=bare, start_new_session=True, text=True))
 
 
 @pytest.fixture(scope="module")
