@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,18 @@ def answer(*words: object, capsys: pytest.CaptureFixture[str]) -> Any:
     code, out, err = call(*words, "--json", capsys=capsys)
     assert 0 == code, err
     return json.loads(out)
+
+
+@contextmanager
+def within_s(seconds: int) -> Iterator[None]:
+    """As by Ctrl-C, what is not over by then is ended."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def without_transformers(folder: Path) -> dict[str, str]:

@@ -1,7 +1,10 @@
 """`tessera bench paper`: the contract of its JSON, its files, and one line for every mistake."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,31 +18,38 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "paper-cache"))
 
 
-def test_throughput_rows_have_the_keys_that_are_promised(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Two figures, by a command each, into one folder; the document of the second."""
+    folder = tmp_path_factory.mktemp("figures")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "paper-cache"))
+        for name in ("heterogeneity", "throughput"):
+            words = [*TINY, "--pairs", "a100+l40s", "--only", name, "--json", "-o", str(folder)]
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                assert 0 == _main(words)
+    return json.loads(out.getvalue()), folder
+
+
+def test_throughput_rows_have_the_keys_that_are_promised(made: tuple[dict[str, Any], Path]) -> None:
     """Model, pair, link, policies, the best baseline, the ratio to it and the source."""
-    code = _main([*TINY, "--pairs", "a100+l40s", "--only", "throughput", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found, _ = made
 
     (row,) = found["throughput"]
     keys = {"model", "pair", "link", "policies", "best_baseline", "ratio_to_best_baseline", "source"}
-    assert 0 == code
     assert keys <= set(row)
     assert row["ratio_to_best_baseline"] >= 0.995
     assert "arXiv 2604.10180" == found["published"]["throughput"]["cited"]
 
 
-def test_a_folder_keeps_the_figures_of_earlier_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_folder_keeps_the_figures_of_earlier_runs(made: tuple[dict[str, Any], Path]) -> None:
     """Each figure by a command of its own gives one document and a plot each."""
     pytest.importorskip("matplotlib")
-    for name in ("heterogeneity", "links"):
-        assert 0 == _main([*TINY, "--pairs", "a100+l40s", "--only", name, "-o", str(tmp_path)])
-    capsys.readouterr()
+    _, folder = made
 
-    found = json.loads((tmp_path / "paper.json").read_text())
-    assert {"heterogeneity", "links"} == set(found["figures"])
-    assert (tmp_path / "links.png").exists()
+    found = json.loads((folder / "paper.json").read_text())
+    assert {"heterogeneity", "throughput"} == set(found["figures"])
+    assert (folder / "throughput.png").exists()
 
 
 def test_json_needs_no_matplotlib(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import answer, call
+from commands import answer, call, within_s
 from tessera.cli import _main
 from tessera.ir import Plan, Trace, load
 
@@ -64,10 +64,8 @@ def test_state_larger_than_a_pipe_does_not_stall_a_run(tmp_path: Path) -> None:
     assert 0 == _main(["capture", "tiny-llama", "--batch", "8", "--context", "512", "-o", trace])
     divide = ["--devices", "emu:a100,emu:l40s", "--policy", "data-parallel"]
     assert 0 == _main(["plan", trace, *divide, "-o", plan])
-    run = [sys.executable, "-m", "tessera", "run", plan, "--verify", "--requests", "6"]
-    found = subprocess.run(run, capture_output=True, text=True, timeout=180, check=False)
-
-    assert 0 == found.returncode, found.stderr
+    with within_s(180):
+        assert 0 == _main(["run", plan, "--verify", "--requests", "6"])
 
 
 def test_capture_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,23 @@
 """`tessera demo`: the main job, from model to verified bits."""
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tessera.cli import _main
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run of the demo."""
     folder = tmp_path_factory.mktemp("demo")
-    words = [sys.executable, "-m", "tessera", "demo", "--json", "--tokens", "4"]
-    found = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    assert 0 == found.returncode, found.stderr
-    return json.loads(found.stdout), folder
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        assert 0 == _main(["demo", "--json", "--tokens", "4"])
+    return json.loads(out.getvalue()), folder
 
 
 def test_demo_is_verified(demo: tuple[dict[str, Any], Path]) -> None:

@@ -83,6 +83,7 @@ def test_torchrun_starts_the_same_program(plan: Path) -> None:
     assert 0 == found["lost"]
 
 
+@pytest.mark.slow  # by default a service does so: test_serve_remote
 def test_two_network_namespaces_run_one_plan(plan: Path) -> None:
     """Nothing is shared but the wire and the secret, and every bit is the same."""
     commands = ranks(plan, "10.99.0.1:29500", "--secret-file", str(plan.with_name("secret")))
