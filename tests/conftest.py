@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import importlib.util
 import os
 
@@ -29,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Several processes keep the order of files: the slowest have few tests, and xdist runs them last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    gc.disable()  # until tests are collected: what is imported stays
     is_whole = bool(config.getoption("--whole"))
     sampling.set_whole(is_whole)
     if importlib.util.find_spec("hypothesis") is not None:
@@ -54,3 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in item.nodeid for part in TIMED):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.enable()

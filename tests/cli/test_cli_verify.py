@@ -25,6 +25,7 @@ FAMILIES = [
     ("tiny-qwen2.5-vl", "prefill"),
     ("tiny-sd3.5", "denoise"),
 ]
+SAMPLE = one_of_each(FAMILIES, lambda row: row[0])
 
 
 def call(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -53,7 +54,7 @@ def broken(trace: Trace, kernel: str) -> Trace:
     return dataclasses.replace(trace, launches=launches)
 
 
-@pytest.mark.parametrize(("model", "kind"), one_of_each(FAMILIES, lambda row: row[0]))
+@pytest.mark.parametrize(("model", "kind"), SAMPLE)
 def test_the_tiny_model_of_a_family_holds(
     model: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,8 @@ openai = pytest.importorskip("openai", reason="needs openai")
 from tessera.cli.output import progress  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
 
+# The command, where what is over soon is told too.
+TESSERA = "import tessera.cli.output as output; output.QUIET_S = 0.0; from tessera.cli import main; main()"
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -33,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> tuple[dict[str, Any], list[float], str]:
     """What the command said first, the vector that it gave, and all that it wrote to standard error."""
-    words = (sys.executable, "-m", "tessera", "serve", str(folder), "--port", "0", "--json")
+    words = (sys.executable, "-c", TESSERA, "serve", str(folder), "--port", "0", "--json")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
@@ -54,7 +56,9 @@ def test_an_encoder_is_served_by_its_folder(told: tuple[dict[str, Any], list[flo
 
 
 def test_progress_is_plain_lines_where_nobody_watches(told: tuple[dict[str, Any], list[float], str]) -> None:
-    """No bars of ours and none of transformers', which loads the weights."""
+    """Each thing that is done is told; no bars of ours and none of transformers', which loads weights."""
+    lines = told[2].splitlines()
+    assert ["tessera: serving", "tessera: building"] == [line.rpartition(" ")[0] for line in lines[:2]]
     assert not any(letter in told[2] for letter in "\r\x1b█%")
 
 

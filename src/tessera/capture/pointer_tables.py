@@ -88,9 +88,14 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 def _memory() -> list[tuple[int, int, torch.Tensor]]:
     """(address, bytes, tensor) of every storage that some tensor of this process holds."""
     found: dict[int, tuple[int, int, torch.Tensor]] = {}
+    kinds = _with_subclasses(torch.Tensor) - _with_subclasses(FakeTensor)
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and not isinstance(item, FakeTensor):
+        if type(item) in kinds:  # of a million objects: as quick as can be
             with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
                 storage = item.untyped_storage()
                 found[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), item
     return list(found.values())
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

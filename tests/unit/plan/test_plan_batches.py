@@ -1,6 +1,7 @@
 """Batch as a decision: mixes over several batches, their bound, memory and baselines."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -9,6 +10,7 @@ from scipy.optimize import linprog
 
 from batches_factory import at_batch, random_variants, unlike_memory
 from plan_factories import Draft, make_cluster, make_costs, make_unit
+from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan import Batched, PlanConfig, Simulate, explain, solve, solve_batches
@@ -30,6 +32,12 @@ def rates() -> tuple[Simulate, Simulate]:
 def batched(variants: list[ir.Variant], cluster: ir.Cluster, config: PlanConfig = CONFIG) -> Batched:
     """Judged by simulation."""
     return solve_batches(variants, cluster, config, rates)
+
+
+@cache
+def unlike() -> Batched:
+    """Where memory is unlike."""
+    return batched(*unlike_memory())
 
 
 def joint(variants: list[ir.Variant], cluster: ir.Cluster, slots: int = 4) -> JointTask:
@@ -115,9 +123,7 @@ def test_bound_of_a_mix_is_above_that_of_every_batch() -> None:
 
 def test_unlike_memory_gets_unlike_batches() -> None:
     """The small device can only take the small batch and the large one gains from the large: both do."""
-    variants, cluster = unlike_memory()
-
-    found = batched(variants, cluster)
+    found = unlike()
 
     plan = found.plan
     single = max(t.figure(ir.Objective.THROUGHPUT) for t in found.tried)
@@ -127,7 +133,7 @@ def test_unlike_memory_gets_unlike_batches() -> None:
     assert plan.bound_per_s >= plan.throughput_per_s >= plan.simulated_per_s * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(3, 1)))
 def test_never_below_one_batch_nor_a_coarse_policy(seed: int) -> None:
     """In rows a second, whatever the costs."""
     variants, cluster = random_variants(seed, batches=(1, 2, 4))
@@ -145,10 +151,8 @@ def test_never_below_one_batch_nor_a_coarse_policy(seed: int) -> None:
 
 def test_data_parallel_has_a_batch_a_device() -> None:
     """The baseline is not held to one batch, and the policy can be asked for."""
-    variants, cluster = unlike_memory()
-
-    best = batched(variants, cluster).plan
-    asked = batched(variants, cluster, replace(CONFIG, policy="data-parallel")).plan
+    best = unlike().plan
+    asked = batched(*unlike_memory(), replace(CONFIG, policy="data-parallel")).plan
 
     baseline = next(b for b in best.baselines if b.name == "data-parallel")
     assert baseline.throughput_per_s is not None
@@ -172,8 +176,7 @@ def test_weights_are_held_once_for_all_batches() -> None:
 
 def test_plan_fits_the_memory_of_every_device() -> None:
     """With every slot on its lane; the plan says how many would fit."""
-    variants, cluster = unlike_memory()
-    plan = batched(variants, cluster).plan
+    plan = unlike().plan
 
     assert plan.max_slots is not None
     assert plan.slots <= plan.max_slots

@@ -17,6 +17,7 @@ from plan_factories import (
     make_unit,
     random_case,
 )
+from sampling import examples
 from tessera import ir
 from tessera.errors import PlanInfeasible, UnknownName
 from tessera.plan import PlanConfig, solve
@@ -43,7 +44,7 @@ def rates(plan: ir.Plan) -> dict[str, float]:
     return {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s is not None}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(examples(8, 3)))
 @pytest.mark.parametrize("judged", [False, True])
 def test_throughput_plan_is_never_below_a_baseline(seed: int, judged: bool) -> None:
     """Bound >= throughput >= simulated >= every coarse policy under the same costs and the same judge."""

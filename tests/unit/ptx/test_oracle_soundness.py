@@ -124,7 +124,7 @@ ld.param.u64 %out, [out]; ld.param.u64 %idx, [idx];
 ret; }}"""
 
 
-@settings(max_examples=examples(120, 40), deadline=None)
+@settings(max_examples=examples(120, 15), deadline=None)
 @given(
     kernels(),
     st.integers(1, 4),

@@ -7,6 +7,7 @@ import pytest
 
 from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, both_plans, split_plan
+from sampling import one_of_each
 from tessera.adapt import Capability, Factors, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
@@ -37,7 +38,10 @@ def mean_s(report: ServingReport) -> float:
     return report.normalised_s.mean
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.7, 0.8, 0.9, 1.1, 1.5, 1.8, 2.5])
+SHARES = [0.1, 0.4, 0.6, 0.7, 0.8, 0.9, 1.1, 1.5, 1.8, 2.5]
+
+
+@pytest.mark.parametrize("share", one_of_each(SHARES, round))
 def test_adaptive_is_never_much_worse_than_the_better_fixed_policy(
     share: float, known: tuple[Capability, ...]
 ) -> None:
@@ -48,7 +52,7 @@ def test_adaptive_is_never_much_worse_than_the_better_fixed_policy(
     assert mean_s(adaptive) <= 1.05 * min(mean_s(r) for r in compare(both_plans(), wanted))
 
 
-@pytest.mark.parametrize("share", [0.4, 0.8, 1.2])
+@pytest.mark.parametrize("share", one_of_each([0.8, 0.4, 1.2], bool))
 def test_adaptive_keeps_up_with_bursts(share: float, known: tuple[Capability, ...]) -> None:
     """The same when the load jumps to four times its mean and back, and switches happen."""
     wanted = setting(f"bursty:{share * ALONE_PER_S},4,0.1,0.05", 4000)
