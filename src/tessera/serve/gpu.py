@@ -29,7 +29,6 @@ from tessera.errors import PlanInfeasible, TesseraError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.graphs import Kernels
 from tessera.execute.cuda.measure import measure, scale_of
-from tessera.execute.footprint import footprints, ready_programs
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
@@ -135,9 +134,8 @@ def prepare_on_gpus(
         plans = (best, *plans[1:])
     plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
-    found = footprints(plans, [ready_programs(plan) for plan in plans])
     torch.cuda.empty_cache()  # what was needed for capture and measurement is the workers'
-    prepared = Prepared(made, cluster, unit, costs, plans, found, scale, rehearsed, capture_s)
+    prepared = Prepared(made, cluster, unit, costs, plans, scale, rehearsed, capture_s)
     if kept is not None:
         keep(key, prepared.kept, kept, warn_kept)
     return prepared

@@ -27,7 +27,7 @@ from tessera.adapt.avoid import without_devices
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
-from tessera.execute.footprint import Footprint, check_fits, footprints, ready_programs
+from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.forking import warm_up
 from tessera.execute.setups import interprets
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
@@ -111,7 +111,6 @@ class Prepared:
     unit: WorkUnit
     costs: tuple[Costs, ...]
     plans: tuple[Plan, ...]
-    footprints: tuple[Footprint, ...]
     # Measured time = modelled time x scale; 1 where no device is stretched.
     scale: float = 1.0
     # Policy -> tokens a second when served, modelled, where that was looked at.
@@ -196,10 +195,7 @@ def prepared_from(model: ServableModel, cluster: Cluster, found: KeptPlans) -> P
     traces = [graph.trace for graph in plans[0].graphs]
     if any(interprets(device, traces) for device in cluster.devices):
         import_module("tessera.flow")  # hands in the interpreter
-    needed = footprints(plans, [ready_programs(plan) for plan in plans])
-    return Prepared(
-        model, cluster, plans[0].unit, plans[0].costs, plans, needed, found.scale, found.rehearsed
-    )
+    return Prepared(model, cluster, plans[0].unit, plans[0].costs, plans, found.scale, found.rehearsed)
 
 
 def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, ...]:
@@ -247,11 +243,10 @@ def _planned(
     policies = policies if len(cluster.devices) > 1 else policies[:1]
     try:
         plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.slots) for x in policies)
-        found = footprints(plans, [ready_programs(plan) for plan in plans])
-        check_fits(plans, found)
+        check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
     except (PlanInfeasible, DeviceMemoryError) as error:
         shape = model.shape
         now = f"now {shape.slots}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
         remedy = f"Lower --slots, --rows, --max-len or --max-batch-tokens ({now}), or add a device."
         raise type(error)(error.message, remedy, error.place) from error
-    return Prepared(model, cluster, unit, costs, plans, found)
+    return Prepared(model, cluster, unit, costs, plans)
