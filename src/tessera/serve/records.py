@@ -54,6 +54,8 @@ class Shape:
     is_flat: bool = True
     # True if such a step can only be a sequence's first.
     is_first_only: bool = False
+    # Positions that a token sees, itself included, where every layer has such a limit; else 0.
+    window: int = 0
 
     @property
     def part_sizes(self) -> tuple[int, ...]:

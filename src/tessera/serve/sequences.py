@@ -12,7 +12,8 @@ Sequences hold pages of a pool (`pages`). One begins when there are pages for al
 pages of others that began alike, also from those that the same step fills. When pages run out, the sequence
 that came last is put aside: its pages go back to the pool, where they can still be found, and it begins again
 when there is room. The one that came first is never put aside, so everybody ends; and who came last has the
-least to lose.
+least to lose. Pages behind the window of all layers, where there is such a thing, go back to the pool as soon
+as the next token does not see them: steps of a microbatch run in order, so whoever gets them writes later.
 
 Where a model keeps state by row (`is_flat` is False), a sequence keeps its row, reads one token a step, and
 shares no pages. If the model can read a part of one prompt at once, that is a step of its own, of exactly as
@@ -166,6 +167,7 @@ class SeatedSequence:
     __slots__ = (
         "ahead",
         "is_begun",
+        "num_behind",
         "num_due",
         "num_pages",
         "num_published",
@@ -194,6 +196,8 @@ class SeatedSequence:
         self.num_published = self.num_wanted = 0
         self.table = np.zeros(0, dtype=np.int32)
         self.num_pages = 0
+        # Its first pages that went back because no token sees them any more; 0 stands in the table for each.
+        self.num_behind = 0
 
     @property
     def left(self) -> int:
@@ -217,7 +221,15 @@ class SeatedSequence:
         self.is_begun, self.read, self.num_published = True, len(found) * PAGE, len(found)
         self.table = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.table[: len(found)] = found
-        self.num_pages = len(found)
+        self.num_pages, self.num_behind = len(found), 0
+
+    def pass_by(self, window: int) -> list[int]:
+        """The pages that its next token does not see, which are its own no more."""
+        first, after = self.num_behind, max(self.num_behind, (self.read - window + 1) // PAGE)
+        passed: list[int] = self.table[first:after].tolist()
+        self.table[first:after] = 0
+        self.num_behind = after
+        return passed
 
     def append(self, page: int) -> None:
         """One more page."""
@@ -428,6 +440,9 @@ class SequenceBatch:
         """The next step; None: there is nothing to do."""
         if (call := self._look()) is not None:
             return call
+        if self._shape.window:
+            for sequence in self._begun:
+                self.pool.give_back(sequence.pass_by(self._shape.window))
         planned = self._plan()
         if not planned:  # nobody is here, or all who are wait for a picture or for what runs
             return self._look()
@@ -617,14 +632,14 @@ class SequenceBatch:
         first, after = sequence.num_published, min(end, len(sequence.tokens)) // PAGE
         if first < after and self._is_caching:
             keys = sequence.request.keys(after)
-            for index in range(first, after):
+            for index in range(max(first, sequence.num_behind), after):
                 self.pool.publish(int(sequence.table[index]), keys[index])
             sequence.num_published = after
 
     def _release(self, sequence: SeatedSequence) -> None:
         """Its pages are free for others."""
         self._begun.remove(sequence)
-        self.pool.give_back(sequence.pages.tolist())
+        self.pool.give_back(sequence.pages[sequence.num_behind :].tolist())
         self._num_entries -= sequence.num_pages
         sequence.is_begun = False
 

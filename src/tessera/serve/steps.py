@@ -145,7 +145,15 @@ def served(
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
-        slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat, not is_flat and parts.is_first_only
+        slots,
+        rows,
+        size,
+        sizes,
+        pool_tokens,
+        config.vocab_size,
+        is_flat,
+        is_first_only=parts.is_first_only,
+        window=found.window,
     )
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))

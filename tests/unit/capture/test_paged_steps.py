@@ -85,6 +85,15 @@ def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str
     check_answers(build(step_of(name, layout)), num=5)
 
 
+@pytest.mark.parametrize(("name", "window"), [("mistral", 6), ("gpt_oss", 0), ("llama", 0)])
+def test_a_window_is_that_of_all_layers(name: str, window: int, tmp_path: Path) -> None:
+    """Of a model with layers that see everything, there is none."""
+    sizes = {**BY_NAME[name].sizes, **({"sliding_window": window} if window else {})}
+    workload = folder_step(replace(BY_NAME[name], sizes=sizes), tmp_path, FLAT)
+
+    assert window == layout_of(workload.module).window
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [

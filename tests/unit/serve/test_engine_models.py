@@ -2,13 +2,17 @@
 
 import asyncio
 import copy
+import dataclasses
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.coverage_models import MODELS
 
+from paged_mixer import plain_model
 from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling
 from tessera.serve.service import Service
@@ -107,3 +111,23 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> 
     assert alone.text == crowd[-1].text
     for one, other in zip(alone.tokens, crowd[-1].tokens, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_pages_behind_the_window_are_given_to_others(tmp_path: Path) -> None:
+    """Answers that would not fit side by side go on side by side, and are Hugging Face's own."""
+    mistral = next(model for model in MODELS if model.name == "mistral")
+    dataclasses.replace(mistral, sizes={**mistral.sizes, "sliding_window": 20}).write(tmp_path)
+    sizes: dict[str, Any] = {"capacity": 128, "max_batch_tokens": 8, "random_weights": True}
+    made = served(str(tmp_path), slots=1, rows=4, pool_tokens=16 * 14, **sizes)
+    plain = plain_model(served(str(tmp_path), slots=1, rows=4, joined=False, **sizes).workloads[-1].module)
+    rng = random.Random(5)
+    asks = [
+        Ask(tuple(rng.randrange(3, 90) for _ in range(n)), 90, GREEDY, ignores_end=True) for n in (3, 9, 17)
+    ]
+    with own_code(made, num_threads=1) as stepper, Service(stepper, made.shape, ByteText()) as service:
+        found = [told.numbers for told in wait_for(read_all(service, asks))]
+        snapshot = service.snapshot()
+
+    assert made.shape.window == 20
+    assert [generated(plain, ask) for ask in asks] == found
+    assert snapshot.preemptions == 0

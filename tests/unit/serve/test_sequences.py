@@ -216,6 +216,23 @@ def test_a_row_is_kept_for_life() -> None:
     assert [True, False, False, True] == call.inputs["fresh"].tolist()
 
 
+def test_pages_that_no_token_sees_any_more_go_back() -> None:
+    """Where every layer has a window: those wholly behind it, as soon as the next token is planned."""
+    batch = batch_of(replace(WIDE, window=20), is_caching=False)
+    added(batch, range(4 * PAGE + 3))
+    used = []
+    for _ in range(16):
+        stepped(batch)
+        used.append(batch.pool.num_used)
+    sequence = batch._begun[0]
+
+    assert (5, 3) == (used[0], used[-1])
+    assert [0, 0, 0] == sequence.pages[: sequence.num_behind].tolist()
+    assert all(sequence.pages[sequence.num_behind :])
+    batch.leave(sequence.request)
+    assert batch.pool.num_used == 0
+
+
 def lengths_by_step(shape: Shape, num: int, *prompts: Sequence[int]) -> list[tuple[int, list[int]]]:
     """(size, tokens that each sequence of the step has then) of the first steps, where state has rows."""
     batch, found = batch_of(shape), []

@@ -14,7 +14,8 @@ it, first of these that works:
     dense  as rows, for a model with attention of its own: keys and values are gathered from pages, a fixed
            number a row, of which the newest is the last, and masked; see `num_dense`
 
-A model that fits none is refused. Layers with sliding windows keep all positions. A model's outputs are the
+A model that fits none is refused. Where every layer has a sliding window, nobody reads the pages behind the
+widest (`Layout.window`); where only some have one, all keep all positions. A model's outputs are the
 logits of each sequence's newest token; those of unused sequences are any finite numbers.
 
 A token below zero is one that the step before has chosen (-1: of its first sequence), kept in the state
@@ -112,6 +113,8 @@ class Layout:
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     # Where state has rows.
     parts: Parts = Parts()
+    # Positions that a token sees, itself included, where every layer with pages has such a limit; else 0.
+    window: int = 0
 
 
 _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, Layout]" = WeakKeyDictionary()
@@ -276,7 +279,8 @@ def _describe_layout(kind: str, memory: Memory) -> Layout:
         (pages if id(tensor) in in_pages else rows)[name] = (tuple(tensor.shape[1:]), tensor.dtype)
     if not pages and not rows:
         raise ValueError("it remembers nothing")
-    return Layout(kind, memory, pages, rows)
+    windows = memory.cache.windows
+    return Layout(kind, memory, pages, rows, window=0 if 0 in windows else max(windows, default=0))
 
 
 # Calls -----------------------------------------------------------------------------------------------------

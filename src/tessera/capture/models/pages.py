@@ -2,7 +2,8 @@
 
 A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
 hold keys and values; layers of other kinds (convolutions, recurrences) stay transformers' own. A layer with a
-sliding window keeps all positions, and one with latent keys what it expands them to.
+sliding window keeps the positions of all pages, and one with latent keys what it expands them to. The windows
+that attention had are noted: pages behind all of them can be given to others.
 
 While a call runs, every registered attention function is the operator over pages. Masks are not made: what
 stands for one, up to the layers it is for, is the model's own rule of who sees whom (`PageMask`), and a rule
@@ -171,6 +172,8 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
         self.layers = Layers(_paged_layer(layer) for layer in self.layers)
+        # Of attention over pages: how far back it looks, 0 for all positions.
+        self.windows: frozenset[int] = frozenset()
 
     @property
     def paged(self) -> list[PagedLayer]:
@@ -260,6 +263,8 @@ def attend_pages(
     tables = layer.tables
     assert tables is not None
     batch, heads, num, width = query.shape
+    window = (sliding_window or 0) if attention_mask is None else attention_mask.window
+    cache.windows |= {window}
     out = torch.ops.tessera.paged_attention(
         query.transpose(1, 2).flatten(0, 1),
         layer.keys,
@@ -269,7 +274,7 @@ def attend_pages(
         tables.lengths,
         tables.query_starts,
         width**-0.5 if scaling is None else scaling,
-        (sliding_window or 0) if attention_mask is None else attention_mask.window,
+        window,
         softcap or 0.0,
         s_aux,
         tables.expected_length,
