@@ -220,7 +220,7 @@ def test_orders_to_a_stopped_worker_keep_nobody_waiting() -> None:
 
 def test_a_worker_that_never_gets_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped while it starts is found by the clock."""
-    monkeypatch.setattr(hubs, "START_TIMEOUT_S", 6.0)
+    monkeypatch.setattr(hubs, "START_TIMEOUT_S", 3.0)
     plan = one_way()
 
     def make(setups: Sequence[Setup]) -> Killing:

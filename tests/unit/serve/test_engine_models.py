@@ -89,8 +89,8 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     begin = tuple(rng.randrange(256) for _ in range(20))
     lengths = (0, 1, 3, 5, 7, 2)
     prompts = [begin + tuple(rng.randrange(256) for _ in range(length)) for length in lengths]
-    asks = [Ask(prompt, 40, GREEDY, ignores_end=True) for prompt in prompts]
-    few = served(model.model, slots=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 8)
+    asks = [Ask(prompt, 24, GREEDY, ignores_end=True) for prompt in prompts]
+    few = served(model.model, slots=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 6)
     with own_code(few, num_threads=1) as stepper, Service(stepper, few.shape, ByteText()) as service:
         found = [told.numbers for _ in range(2) for told in wait_for(read_all(service, asks))]
         snapshot = service.snapshot()

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from http_factory import Running, serving, wait_until  # noqa: E402
+from sampling import examples  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
@@ -202,7 +203,7 @@ def test_metrics_count_what_was_answered(client: Any, server: Running) -> None:
 
 POSITIVE = [schemathesis.GenerationMode.POSITIVE]
 QUICK = settings(
-    max_examples=10,
+    max_examples=examples(10, 4),
     derandomize=True,
     deadline=None,
     database=None,
