@@ -120,7 +120,8 @@ def _bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
 
 
 def _capture(self: Any) -> Any:
-    self.issue(is_rehearsal=True)
+    if not self._is_rehearsed:
+        self.issue(is_rehearsal=True)
 
     class Again:
         def replay(again) -> None:

@@ -107,6 +107,9 @@ class _Open:
     call: StepCall | None = None
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
+    is_running: bool = False
+    # What begins when it has ended.
+    queued: StepCall | None = None
 
 
 class VirtualStepper:
@@ -157,12 +160,19 @@ class VirtualStepper:
         self._open.pop(microbatch, None)
 
     def can_queue(self, microbatch: int) -> bool:
-        """Nothing waits for the scheduler here."""
-        return False
+        """As workers do: on a lane of one device."""
+        here = self._open.get(microbatch)
+        return here is not None and len(self.lanes.all[here.lane].devices) == 1
 
     def start(self, call: StepCall) -> None:
         here = self._open[call.microbatch]
-        here.works = self._works_of(here, call)
+        if here.is_running:
+            here.queued = call
+        else:
+            self._begin(here, call)
+
+    def _begin(self, here: _Open, call: StepCall) -> None:
+        here.is_running, here.works = True, self._works_of(here, call)
         here.call, here.since_us = call, self.machine.now_us
         self.machine.start(call.microbatch, here.works)
 
@@ -212,6 +222,10 @@ class VirtualStepper:
                 self._busy_s[work] = busy_s
         outputs = self._outputs(call) if self._outputs is not None else {}
         seconds = (self.machine.now_us - here.since_us) * 1e-6
+        here.is_running = False
+        if here.queued is not None:
+            queued, here.queued = here.queued, None
+            self._begin(here, queued)
         return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
 
     def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:

@@ -1,6 +1,7 @@
 """GPU workers with a stand-in for the GPU: bits, lanes, transports, faults; see `cuda_stub`."""
 
 import functools
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,6 +11,9 @@ import torch
 import cuda_stub
 from tessera.capture import build, record
 from tessera.errors import WorkerError
+from tessera.execute.cuda.graph import ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs
+from tessera.execute.cuda.ipc import PeerAway
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
@@ -123,6 +127,57 @@ def test_a_lost_worker_comes_back_and_its_peers_find_its_new_memory() -> None:
         results = run_offline(stepper, [request(n % 2) for n in range(8)], on_done=on_done).results
         assert all(is_right(n % 2, result) for n, result in enumerate(results))
         assert stepper.use().devices[lost].restarts >= 1
+
+
+def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that could not be launched here, after its peer had sent for it: those flags are cleared."""
+    refused: list[int] = []
+    plain, is_away = DeviceGraphs.graph, threading.Event()
+
+    def graph(self: DeviceGraphs, microbatch: int, number: int) -> ShareGraph | None:
+        if self.device.number == 0 and is_away.is_set():
+            assert self.transport is not None
+            self.transport.release(microbatch)  # what the peer has sent
+            refused.append(microbatch)
+            raise PeerAway("its memory is gone", 1)
+        return plain(self, microbatch, number)
+
+    monkeypatch.setattr(DeviceGraphs, "graph", graph)
+    with opened("attention-ffn") as stepper:
+
+        def die() -> None:
+            while not refused and not over.wait(0.005):
+                pass
+            is_away.clear()
+            cuda_stub.cut_off(stepper, 1)
+
+        run_offline(stepper, [request(1)])
+        is_away.set()
+        over, thread = threading.Event(), threading.Thread(target=die)
+        thread.start()
+        try:
+            (result,) = run_offline(stepper, [request(0)]).results
+        finally:
+            over.set()
+            thread.join()
+        assert [0] == refused
+        assert result.restarts == 1
+        assert is_right(0, result)
+
+
+def test_plans_that_come_while_a_request_runs_leave_its_state_alone() -> None:
+    """Graphs of the new plan are captured in a microbatch that is at work; its launches are not run on it."""
+    with opened("data-parallel") as stepper:
+        number = 0
+
+        def on_done(done: int) -> None:
+            nonlocal number
+            number += 1
+            if number == 1:  # two others are between their steps
+                stepper.load([plan("attention-ffn")])
+
+        results = run_offline(stepper, [request(n % 2) for n in range(6)], on_done=on_done).results
+        assert all(is_right(n % 2, result) for n, result in enumerate(results))
 
 
 def test_stamped_runs_report_launches_and_sends() -> None:

@@ -9,8 +9,9 @@ compute stream in program order, sends to a stream for each destination.
     a launch waits for the sends whose bytes it overwrites.
 
 Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
-be handed out again while a send still reads it. The launches run once before the capture, without sends and
-waits, so that libraries and kernels set themselves up.
+be handed out again while a send still reads it. The launches of a program run once before its first capture,
+without sends and waits, so that libraries and kernels set themselves up. That is a rehearsal, in which state
+is memory that nobody has: a microbatch may be at work on its own, under another plan.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, fresh, tensor_of
-from tessera.ir import Free, Program, Recv, Region, Run, Send, Trace
+from tessera.ir import BufferKind, Free, Program, Recv, Region, Run, Send, Trace
 
 
 @dataclass
@@ -65,8 +66,10 @@ class ShareGraph:
         clockwork: Clockwork,
         transport: GpuTransport | None,
         is_short: bool = False,
+        is_rehearsed: bool = False,
     ) -> None:
         """`number`: of the program among those that the transport knows. `base`: what is there at first."""
+        self._is_rehearsed = is_rehearsed
         self.program, self.trace, self.room = program, trace, room
         self._number, self._device, self._base, self._launcher = number, device, base, launcher
         self._transport = transport
@@ -89,8 +92,9 @@ class ShareGraph:
         return self.outputs
 
     def _capture(self) -> Any:
-        with torch.no_grad(), torch.cuda.stream(self.room.origin):
-            self.issue(is_rehearsal=True)
+        if not self._is_rehearsed:
+            with torch.no_grad(), torch.cuda.stream(self.room.origin):
+                self.issue(is_rehearsal=True)
         self._device.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
@@ -159,7 +163,23 @@ class _Issue:
             self._compute.wait_event(self._leaving.pop(number))
         with torch.cuda.stream(self._compute):
             self._enter(launch)
+            stand_ins = self._put_stand_ins(launch) if self._is_rehearsal else ()
             self._share._launcher.run(launch, self._memory)
+            for buffer in stand_ins:
+                self._memory.free(buffer)
+
+    def _put_stand_ins(self, launch: int) -> list[int]:
+        """Zeros in the place of the state that a launch names."""
+        trace = self._share.trace
+        named = {view.buffer for view in trace.launches[launch].views}
+        named |= {access.buffer for access in trace.launches[launch].accesses}
+        state = sorted(named.intersection(trace.buffers_of(BufferKind.STATE)))
+        for buffer in state:
+            zeros = torch.zeros(
+                trace.buffers[buffer].size_bytes, dtype=torch.uint8, device=self._share._device.card
+            )
+            self._memory.put(buffer, zeros.untyped_storage())
+        return state
 
     def _enter(self, launch: int) -> None:
         """Time starts for a launch: after its arrivals' latency, and when its device is free."""

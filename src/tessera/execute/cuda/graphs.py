@@ -77,6 +77,8 @@ class DeviceGraphs:
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
+        # Programs whose launches have set themselves up.
+        self._rehearsed: set[int] = set()
 
     def add(self, programs: Sequence[Program]) -> list[int]:
         """Makes room for the programs of a lane; gives their numbers, which the transport counts too."""
@@ -115,6 +117,7 @@ class DeviceGraphs:
                 with suppress(PeerAway):  # captured when it is back, and asked for
                     self.graph(microbatch, number)
         self.device.synchronize()
+        torch.cuda.empty_cache()  # of rehearsals
 
     def forget(self, microbatch: int, first: int) -> None:
         """Lets go of a microbatch's graphs that no program from number `first` on shares."""
@@ -151,7 +154,7 @@ class DeviceGraphs:
         trace = self.traces[program.step]
         if self.transport is not None:
             self.transport.meet(number)
-        return ShareGraph(
+        made = ShareGraph(
             program,
             number,
             trace,
@@ -162,7 +165,10 @@ class DeviceGraphs:
             self._clockwork,
             self.transport,
             self._is_short(program.step),
+            number in self._rehearsed,
         )
+        self._rehearsed.add(number)
+        return made
 
     def _is_short(self, step: int) -> bool:
         """True of a step that takes less than half as long as the longest; it goes before long ones."""

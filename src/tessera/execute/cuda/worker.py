@@ -103,6 +103,8 @@ class CudaWorker:
         self._clock = Calibration.of(self._graphs.device) if setup.is_profiled else None
         # Oldest first.
         self._running: dict[int, _Running] = {}
+        # Runs that could not be launched, since a peer was away.
+        self._refused: dict[int, Begin] = {}
         self._last_stop: Any = None
         # (microbatch, step, name) -> pinned memory that an input passes through, and when it was read last.
         self._staged: dict[tuple[int, int, str], deque[tuple[torch.Tensor, Any]]] = {}
@@ -174,6 +176,7 @@ class CudaWorker:
         try:
             graph = self._graphs.graph(order.microbatch, number)
         except PeerAway as error:
+            self._refused[order.run] = order
             self._answers.tell(PeerLost(error.device, error.message))
             return
         start, stop, done = (torch.cuda.Event(enable_timing=timed) for timed in (True, True, False))
@@ -276,9 +279,10 @@ class CudaWorker:
         self._over(run, is_cancelled=True)
         if running is not None:
             self._end_stuck(running)
-            if self._graphs.transport is not None:
-                order = running.order
-                self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
+        # What was not launched here may have been sent to: its peer was there when it began, and died then.
+        order = running.order if running is not None else self._refused.pop(run, None)
+        if order is not None and self._graphs.transport is not None:
+            self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
         self._answers.tell(Cancelled(run))
 
     def _end_stuck(self, running: _Running) -> None:
