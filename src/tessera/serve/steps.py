@@ -247,7 +247,7 @@ def weight_bytes(place: str) -> int:
     if Path(place).is_dir() and (files := checkpoint.weight_bytes(Path(place))):
         return files
     with torch.device("meta"):
-        return sum(tensor.nbytes for tensor in build(Step(place, "decode", 1, 1)).weights().values())
+        return sum(tensor.nbytes for tensor in build(Step(place, "call", 1, 1)).weights().values())
 
 
 def _check_bytes(model: str, size: int, most: int) -> None:

@@ -490,16 +490,31 @@ class NoReads(TorchDispatchMode):
         return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
 
 
+def call_on_meta(model: Any) -> None:
+    """Runs a model of text on two rows of three tokens that have shapes alone, on the meta device.
+
+    That is quick, and does not do where it has tensors that are neither parameters nor buffers.
+    """
+    _call_on(model, {name: t.to("meta") for name, t in _held(model).items()}, torch.device("meta"))
+
+
 def call_on_fakes(model: Any) -> None:
-    """Runs a model of text on two rows of three tokens that have shapes alone."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """The same on fake tensors of its own device."""
+    held = _held(model)
     mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[str, torch.Tensor] = {
-        n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()
-    }
-    with torch.no_grad(), forked(), traced(), attributes_kept(model), mode, NoReads():
-        words = torch.zeros((2, 3), dtype=torch.long, device=model.device)
-        torch.func.functional_call(model, fakes, (), {"input_ids": words, "use_cache": False})
+    with mode:
+        fakes = {n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()}
+        _call_on(model, fakes, model.device)
+
+
+def _held(model: Any) -> Tensors:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
+    with torch.no_grad(), forked(), traced(), attributes_kept(model), device, NoReads():
+        words = torch.zeros((2, 3), dtype=torch.long, device=device)
+        torch.func.functional_call(model, dict(held), (), {"input_ids": words, "use_cache": False})
 
 
 def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -20,8 +20,8 @@ from tessera.ir import Step
 
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
-# What a model has besides when it is served; see `paged`.
-SERVED_STEPS = ("tokens",)
+# What a model has besides when it is served (see `paged`), and what needs no call to be built.
+SERVED_STEPS = ("tokens", "call")
 
 
 def built_in(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Callable[[Step], Workload]:
@@ -139,10 +139,10 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
     model = _model(config, step, dtype, folder)
     if step.joined_products:
-        from tessera.capture.models.generic import call_on_fakes
+        from tessera.capture.models.generic import call_on_fakes, call_on_meta
         from tessera.capture.models.joined import join_products
 
-        join_products(model, partial(call_on_fakes, model))
+        join_products(model, partial(call_on_meta, model), partial(call_on_fakes, model))
     return _maker(config, step)(model, step)
 
 

@@ -17,7 +17,7 @@ run, as where a result is viewed in a way that only whole tensors can be.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,13 +122,14 @@ class _Kind:
 _Group = tuple[str, _Kind]
 
 
-def join_products(model: torch.nn.Module, call: Callable[[], object]) -> int:
-    """Joins what the example shows to read the same input; tells how many joined products there are."""
+def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
+    """Joins what an example, the first that runs, shows to read the same input; tells how many products."""
     joinable = _joinable(model)
-    try:
-        with _called(joinable) as inputs:
+    for call in calls:
+        with suppress(*UNFIT), _called(joinable) as inputs:
             call()
-    except UNFIT:
+            break
+    else:
         return 0
     groups = _groups(model, joinable, inputs)
     first_of = {kind: path for path, kind in reversed(groups)}
