@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench venv clean
+.PHONY: help demo test test-all coverage check bench venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,11 @@ test: $(READY) ## run every test that needs no GPU
 
 test-all: $(READY) ## the same with slow tests, whole proofs and new random examples
 	$(BIN)/python -m pytest -n 2 --dist loadfile --whole
+
+coverage: $(READY) ## run the tests, and say how much of each package they run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pytest-cov
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=json:build/coverage.json
+	$(BIN)/python scripts/coverage_by_package.py build/coverage.json
 
 check: $(READY) ## lint, types and import contracts
 	$(BIN)/ruff check src tests benchmarks scripts examples corpus
