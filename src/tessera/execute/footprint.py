@@ -5,7 +5,7 @@
                      outputs that a program has there at one time, each counted until its `Free`
 
 That is what a GPU's memory pool holds and what the planner counts. A worker on a CPU may take somewhat more
-of its machine's memory: what is freed there serves buffers of the same size only; see `stand`. Memory is
+of its machine's memory: what is freed there serves buffers of the same size only; see `memory`. Memory is
 counted in multiples of `ALIGN`, as torch gives it out.
 
 Weights of several plans over the same model are counted once by name; constants of a trace are counted for

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.scheduler import Scheduler, SchedulerConfig, Watcher
+from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import DeviceLost, StepCall, StepDone, Stepper, Tensors
 from tessera.ir import Plan, Timeline
@@ -184,8 +184,8 @@ class _Run(Watcher[int]):
         self._faults.append(lost.said)
 
 
-class _One:
-    """A microbatch of one request."""
+class _One(Content[int]):
+    """A microbatch of one request; a run's inputs are made of what the one before gave."""
 
     def __init__(self, run: _Run, number: int, lane: LoadedLane) -> None:
         self._run, self._number, self._lane = run, number, lane
@@ -205,25 +205,6 @@ class _One:
     @property
     def takes(self) -> bool:
         """Never: the next one opens a microbatch of its own."""
-        return False
-
-    @property
-    def is_kept(self) -> bool:
-        """A request begins with state of its own."""
-        return False
-
-    def overlap(self, request: int) -> int:
-        """It has nothing of another."""
-        return 0
-
-    @property
-    def can_move(self) -> bool:
-        """It would begin from its first run."""
-        return False
-
-    @property
-    def can_look_ahead(self) -> bool:
-        """A run's inputs are made of what the one before gave."""
         return False
 
     def add(self, request: int) -> None:

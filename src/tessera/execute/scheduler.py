@@ -35,9 +35,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from tessera.execute.admission import Occupancy, choose, slowdown_of, width_of
+from tessera.execute.admission import FairQueue, Occupancy, choose, slowdown_of, width_of
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.queue import FairQueue
 from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, StepDone, Stepper, Tensors
 from tessera.execute.turns import PATIENCE, StepCost, Turns, costs_of
 from tessera.ir import Plan
@@ -46,28 +45,36 @@ R = TypeVar("R")
 
 
 class Content(Occupancy, Protocol[R]):
-    """The requests of one open microbatch. It is opened for one request, which is added before any step."""
+    """The requests of one open microbatch. It is opened for one request, which is added before any step.
+
+    What it says nothing of it cannot do: by itself it holds nothing, moves nobody and does not look ahead.
+    """
 
     @property
     def is_kept(self) -> bool:
         """True if it is worth keeping open without requests, for what it holds."""
+        return False
 
     def overlap(self, request: R) -> int:
         """How much of a request it holds already, in tokens."""
+        return 0
 
     @property
     def can_move(self) -> bool:
         """True if its requests can start anew elsewhere at little cost, from what they have."""
+        return False
 
     def add(self, request: R) -> None:
         """A request begins, from the start or anew from what it has."""
 
     def state(self) -> Tensors | None:
         """What its state is when it is opened, asked once, after the first request was added; None: zeros."""
+        return None
 
     @property
     def can_look_ahead(self) -> bool:
         """True if it can name a step before the one that runs has ended."""
+        return False
 
     def next_step(self) -> StepCall | None:
         """What it runs next; None: nothing, it has no requests, or none to look ahead for."""

@@ -6,7 +6,7 @@ loop: where the worker is, and what other workers have told the store. A worker 
 so no worker outlives its engine.
 
 Which loop it is depends on the kind of the device: the one here for CPUs, `cuda.worker` for GPUs. Memory is
-taken when a program first runs in a microbatch, and kept; see `stand`.
+taken when a program first runs in a microbatch, and kept; see `memory`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from tessera.execute.handing import take_over
 from tessera.execute.inbox import Hangup
 from tessera.execute.kernel_launch import hand_in
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Storage, bytes_of, constant, tensor_of
+from tessera.execute.memory import Ground, Stand, Storage, bytes_of, constant, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
@@ -46,7 +46,6 @@ from tessera.execute.messages import (
 from tessera.execute.orders import Answers, Orders, WorkerStore
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.setups import Setup
-from tessera.execute.stand import Ground, Stand
 from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport
 from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
 
@@ -162,7 +161,7 @@ class Worker:
         active = self._active[job.ticket]
         while True:
             for instruction in job.turn():
-                if not isinstance(instruction, Free):  # what is here stays; see `stand`
+                if not isinstance(instruction, Free):  # what is here stays; see `memory`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
             if not self._is_alone(job):

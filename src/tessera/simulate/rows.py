@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tessera.execute.lanes import LoadedLane
+from tessera.execute.scheduler import Content
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.ir import Arrivals, WorkUnit
 
@@ -85,7 +86,7 @@ class RequestLedger:
         return RequestLedger([-1.0] * num, [-1.0] * num)
 
 
-class ModelledRows:
+class ModelledRows(Content[int]):
     """What the scheduler's microbatches hold in a simulation; requests are numbers."""
 
     def __init__(
@@ -131,29 +132,12 @@ class ModelledRows:
         return self._runs is None and not self._ahead and self.num_free > 0
 
     @property
-    def is_kept(self) -> bool:
-        """No: nothing is held."""
-        return False
-
-    def overlap(self, request: int) -> int:
-        """Nothing is held."""
-        return 0
-
-    @property
     def can_move(self) -> bool:
         """Where prompts are not part of the work, reading again is not either."""
         return self._decode is not None and self._demand.rows > 1
 
-    @property
-    def can_look_ahead(self) -> bool:
-        """This loop takes none of the virtual time."""
-        return False
-
     def add(self, request: int) -> None:
         self._joining.append(request)
-
-    def state(self) -> None:
-        """Nothing is computed."""
 
     def requests(self) -> list[int]:
         """Everybody; how far each one came is noted."""

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.errors import ServiceBusy
-from tessera.execute.admission import choose, slowdown_of, width_of
-from tessera.execute.queue import FairQueue
+from tessera.execute.admission import FairQueue, choose, slowdown_of, width_of
 
 ROWS = 3
 

@@ -9,9 +9,8 @@ import engine_factory as made
 from tessera.errors import WorkerError
 from tessera.execute.footprint import ready_programs
 from tessera.execute.launcher import Launcher, bind, out_variant
-from tessera.execute.memory import constant, tensor_of
+from tessera.execute.memory import Ground, constant, tensor_of
 from tessera.execute.messages import pack, unpack
-from tessera.execute.stand import Ground
 from tessera.ir import BufferKind, Run, View
 
 aten = torch.ops.aten

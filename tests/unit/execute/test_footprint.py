@@ -11,8 +11,7 @@ from tessera.analyze import build_graph
 from tessera.errors import DeviceMemoryError
 from tessera.execute.footprint import ALIGN, check_fits, footprints, ready_programs, touched
 from tessera.execute.lower import check_programs, lower
-from tessera.execute.memory import Storage
-from tessera.execute.stand import Ground, Stand
+from tessera.execute.memory import Ground, Stand, Storage
 from tessera.ir import BufferKind, Plan, Program
 
 
