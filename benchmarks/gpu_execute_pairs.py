@@ -18,11 +18,10 @@ from tessera.analyze import build_graph
 from tessera.errors import PlanInfeasible
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.measure import measure
-from tessera.execute.cuda.reference import InOrder
-from tessera.execute.cuda.stretch import TimeScale, choose_scale
+from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
 from tessera.execute.offline import RunResult, rate_per_s, run_offline, timeline_of
-from tessera.execute.reference import ReferenceStepper
+from tessera.execute.reference import InOrder, ReferenceStepper
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_main

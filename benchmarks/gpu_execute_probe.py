@@ -6,7 +6,7 @@ import torch
 
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import cut
-from tessera.execute.cuda.stretch import Hold
+from tessera.execute.cuda.pace import Hold
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain, Turnstile
 from tessera.execute.kernel_launch import PtxKernel
 from tessera.ir import Kernel, Origin

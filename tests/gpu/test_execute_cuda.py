@@ -22,10 +22,9 @@ from tessera.execute.cuda import driver
 from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.cuda.probe import MPS_PIPE, MPS_SHARE
-from tessera.execute.cuda.reference import InOrder
 from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.reference import ReferenceStepper
+from tessera.execute.reference import InOrder, ReferenceStepper
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper

@@ -47,12 +47,14 @@ def time_scale(plan: Plan, weights: "Tensors", request: "Request") -> float:
 def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "list[RunResult]":
     """What the plan's launches give one by one on the first device's GPU."""
     from tessera.execute.cuda import driver
+    from tessera.execute.cuda.graphs import refuse_generators
     from tessera.execute.cuda.measure import whole_plan
-    from tessera.execute.cuda.reference import InOrder
     from tessera.execute.offline import run_offline
-    from tessera.execute.reference import ReferenceStepper
+    from tessera.execute.reference import InOrder, ReferenceStepper
 
     traces = [graph.trace for graph in plan.unit.graphs]
+    for trace in traces:
+        refuse_generators(trace)
     run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
     with ReferenceStepper(whole_plan(plan.unit, plan.cluster, 0), run, dict) as stepper:
         return run_offline(stepper, requests).results

@@ -18,9 +18,11 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute.lanes import Lanes
-from tessera.execute.memory import flat_bytes
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Memory, Storage, constant, flat_bytes, fresh, given_storage, tensor_of
 from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
 from tessera.ir import (
+    BufferKind,
     Cluster,
     Costs,
     Device,
@@ -120,6 +122,45 @@ class ReferenceStepper:
 
     def now_s(self) -> float:
         return time.monotonic()
+
+
+class InOrder:
+    """The launches of a work unit in program order on one device, one by one: no graph, no placement.
+
+    What every divided run on the same architecture must equal, bit by bit. It is slow, and meant to be
+    compared with, not timed. Called with a step, its inputs, and the state, which it changes.
+    """
+
+    def __init__(
+        self, traces: Sequence[Trace], weights: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._traces, self._device = traces, device
+        placed = {name: tensor.to(device) for name, tensor in weights.items()}
+        self._weights = [self._bind(trace, placed) for trace in traces]
+        self._launchers = [Launcher(trace, device) for trace in traces]
+
+    def __call__(self, step: int, inputs: Tensors, state: dict[str, Any]) -> Tensors:
+        trace = self._traces[step]
+        memory = Memory(self._weights[step], fresh(trace, self._device))
+        for name, tensor in state.items():
+            state[name] = tensor.to(self._device)
+        given = {name: tensor.to(self._device, copy=True) for name, tensor in inputs.items()}
+        for kind, found in ((BufferKind.INPUT, given), (BufferKind.STATE, state)):
+            for index in trace.buffers_of(kind):
+                memory.put(index, given_storage(trace.buffers[index], found))
+        with torch.no_grad():
+            for index in range(len(trace.launches)):
+                self._launchers[step].run(index, memory)
+            outputs = {n: tensor_of(memory.get(v.buffer), v).clone() for n, v in trace.outputs}
+        return outputs
+
+    def _bind(self, trace: Trace, weights: Mapping[str, torch.Tensor]) -> dict[int, Storage]:
+        found = {}
+        for index in trace.buffers_of(BufferKind.WEIGHT):
+            buffer = trace.buffers[index]
+            is_carried = bool(buffer.constant_hex)
+            found[index] = constant(buffer, self._device) if is_carried else given_storage(buffer, weights)
+        return found
 
 
 def plan_alone(steps: Sequence[Step], microbatches: int, device: str = "cpu") -> Plan:

@@ -2,7 +2,7 @@
 
 Steps are captured from compiled code, so that they run at its speed. Launches are measured on real cards and
 parts of one; on stretched devices they are priced by the cost model, and the run has a time scale (see
-`execute.cuda.stretch`): what is measured there is modelled time, stretched by that scale. The plan for
+`execute.cuda.pace`): what is measured there is modelled time, stretched by that scale. The plan for
 throughput is rehearsed against simpler ones, and the best of them is served by; see `replan`.
 
 A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make;

@@ -8,7 +8,7 @@ import pytest
 from tessera.analyze.ptx import analyze_ptx
 from tessera.analyze.ptx.interp import run
 from tessera.analyze.ptx.interp.faults import InterpreterFault
-from tessera.execute.cuda.stretch import Hold
+from tessera.execute.cuda.pace import Hold
 from tessera.execute.cuda.turnstile import ENTRY, NO_TURN, PTX, Chain, key_of
 
 

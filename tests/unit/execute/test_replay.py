@@ -13,6 +13,7 @@ from tessera.analyze.orders import edge_pairs, legal_order, value_pairs
 from tessera.capture import record
 from tessera.cli.trials import Trials
 from tessera.errors import MismatchError, WorkerError
+from tessera.execute.reference import InOrder
 from tessera.execute.replay import POISON, Replay, differing, differing_buffers, same_bits
 from tessera.ir import Graph, Hazard, Kernel, Origin, Step
 
@@ -51,6 +52,18 @@ def test_program_order_gives_what_the_model_gives() -> None:
 
     assert all(same_bits(outputs[name], found.outputs[name]) for name in outputs)
     assert same_bits(state["kept"], found.state["kept"])
+
+
+def test_launches_in_order_give_what_the_model_gives() -> None:
+    """What divided runs on GPUs are compared with: outputs, and state that it changes in place."""
+    workload = slices_model.step(STEP)
+    wanted_state, state = workload.make_state(0), dict(workload.make_state(0))
+    wanted = workload.run(workload.make_inputs(0), wanted_state)
+    run = InOrder([graph().trace], workload.weights(), torch.device("cpu"))
+    found = run(0, workload.make_inputs(0), state)
+
+    assert all(same_bits(wanted[name], found[name]) for name in wanted)
+    assert same_bits(wanted_state["kept"], state["kept"])
 
 
 def test_legal_orders_agree_on_shared_memory() -> None:

@@ -1,11 +1,10 @@
 """GPUs: one worker process a device, one CUDA graph a microbatch and program with its sends and waits inside.
 
     inbox       where transfers land on a device (no torch)
-    stretch     what a launch must take on a stretched device, and the common time scale (no torch)
     turnstile   the one-thread kernel that keeps time on the device
     driver      the CUDA driver by ctypes: streams, green contexts, shared memory, flags
     device      one device of a cluster opened on its GPU, or disjoint sets of SMs of one card
-    pace        which launches and sends keep time, and how long each takes
+    pace        which launches and sends keep time, how long each takes, and the common time scale
     workspace   scratch memory of matrix products inside a graph's own pool
     transport   how a graph sends and receives; `ipc`, `nvshmem` and `host` are such ways
     graph       one device's share of a program, captured for one microbatch
@@ -13,7 +12,6 @@
     worker      the process: orders in, graphs launched, answers out
     spans       what turnstiles wrote -> rows of a worker's report
     measure     what launches cost on these devices, stamped in their place in the step
-    reference   the same launches in program order on one GPU: what every divided run must equal
     probe       which ways between workers this machine has
 
 Importing this package imports nothing; most of its modules import torch.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tessera.execute.cuda.stretch import SLACK_NS, Hold
+from tessera.execute.cuda.pace import SLACK_NS, Hold
 from tessera.execute.kernel_launch import PtxKernel
 from tessera.ir import Kernel, Origin
 
