@@ -4,6 +4,9 @@ The owner says what happens (`arrived`, `finished`, `stepped`, `adopted`, `poll`
 carried out by functions that are handed in, so this knows no service. New plans are made by one background
 thread while the old ones run on; they are adopted at the first call after they are ready. All calls may come
 from several threads, and so do the calls of what is handed in.
+
+Not handled: other shares of the same lanes, before new plans are there; nobody tells what single lanes of a
+service load.
 """
 
 import threading
@@ -35,8 +38,6 @@ class Hands:
     replan: Callable[[Action], Sequence[Capability]] | None = None
     # Takes up the plans that were made last; what to say of them.
     adopt: Callable[[], str] = lambda: "new plans are in force"
-    # Gives the lanes of the policy in force other rates; in the background too, before plans are made.
-    rebalance: Callable[[Action], None] | None = None
 
 
 class Decisions:
@@ -129,14 +130,10 @@ class Live:
     def _tell(self, event: Event) -> None:
         for action in self._monitor.observe(self._clock(), event):
             kind, hands = action.decision.kind, self._hands
-            if (kind is DecisionKind.REPLAN and hands.replan is None) or (
-                kind is DecisionKind.REBALANCE and hands.rebalance is None
-            ):
+            if kind is DecisionKind.REBALANCE or (kind is DecisionKind.REPLAN and hands.replan is None):
                 continue  # what nobody carries out is no decision
             self.decisions.add(action.decision)
             if kind is DecisionKind.SWITCH:
                 hands.switch(action.decision.policy)
-            elif kind is DecisionKind.REBALANCE and hands.rebalance is not None:
-                self._background.submit(hands.rebalance, action)
             elif kind is DecisionKind.REPLAN and hands.replan is not None:
                 self._replanning = self._background.submit(hands.replan, action)

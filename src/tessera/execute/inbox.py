@@ -56,9 +56,27 @@ class Inbox:
         hear       called by the reading thread with (source, message), the Hangup too; True: that is enough
         max_bytes  how long a message may be
         """
-        thread = threading.Thread(
-            target=self._read, args=(source, pipe, decode, hear, max_bytes), name="tessera-inbox", daemon=True
-        )
+
+        def read() -> None:
+            reason = ""
+            try:
+                while True:
+                    message = decode(pipe.recv_bytes(max_bytes() if max_bytes is not None else None))
+                    if not hear(source, message):
+                        self.post(source, message)
+            except EOFError:
+                pass
+            except OSError as error:
+                # Of another error the pipe's end says as much: whoever was there is not.
+                reason = "it sent a message that is too long" if str(error) == "bad message length" else ""
+            except TesseraError as error:
+                reason = str(error)
+            finally:
+                pipe.close()
+                hear(source, Hangup(reason))
+                self.post(source, Hangup(reason))
+
+        thread = threading.Thread(target=read, name="tessera-inbox", daemon=True)
         thread.start()
         return thread
 
@@ -77,32 +95,6 @@ class Inbox:
             return self._queue.get(block, timeout_s)
         except queue.Empty:
             return None
-
-    def _read(
-        self,
-        source: Hashable,
-        pipe: Connection,
-        decode: Callable[[bytes], Any],
-        hear: Callable[[Any, Any], bool],
-        max_bytes: Callable[[], int] | None,
-    ) -> None:
-        reason = ""
-        try:
-            while True:
-                message = decode(pipe.recv_bytes(max_bytes() if max_bytes is not None else None))
-                if not hear(source, message):
-                    self.post(source, message)
-        except EOFError:
-            pass
-        except OSError as error:
-            # Of another error the pipe's end says as much: whoever was there is not.
-            reason = "it sent a message that is too long" if str(error) == "bad message length" else ""
-        except TesseraError as error:
-            reason = str(error)
-        finally:
-            pipe.close()
-            hear(source, Hangup(reason))
-            self.post(source, Hangup(reason))
 
 
 class Outbox:

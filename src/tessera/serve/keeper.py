@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from tessera.adapt import Action, Capability, Factors, Point
+from tessera.adapt import Capability, Factors, Point
 from tessera.errors import TesseraError
 from tessera.execute.stepper import DeviceBack, DeviceLost
 from tessera.ir import Plan
@@ -37,9 +37,6 @@ class Planner(Protocol):
 
     def corrected(self, plans: Sequence[Plan], factors: Factors) -> Plans:
         """In place of these plans, at costs that were wrong by these factors."""
-
-    def rebalanced(self, plan: Plan, action: Action) -> Plan | None:
-        """A plan whose lanes have other rates; None: that is no better."""
 
 
 class Keeper:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from tessera.adapt import LEAST_GAIN, Action, Factors, reshared, widened
+from tessera.adapt import LEAST_GAIN, Factors, widened
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Costs, Objective, Plan, verify
@@ -55,13 +55,6 @@ class PreparedPlanner:
         made = prepared.at(costs).plans
         self._prepared = replace(prepared, costs=costs)
         return tuple(self._better(old, made, costs) for old in plans)
-
-    def rebalanced(self, plan: Plan, action: Action) -> Plan | None:
-        """The same lanes in the shares that the monitor wants, if a simulation agrees."""
-        assert action.factors is not None, "a rebalance comes with factors"
-        new = reshared(plan, action.rates_per_s)
-        costs = action.factors.apply(plan.unit, plan.costs)
-        return new if self._gain(plan, new, costs) >= LEAST_GAIN else None
 
     def _better(self, old: Plan, made: Sequence[Plan], costs: tuple[Costs, ...]) -> Plan:
         new = next((plan for plan in made if plan.objective is old.objective), None)

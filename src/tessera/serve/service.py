@@ -119,12 +119,7 @@ class Service:
         monitor = Monitor(capabilities, MonitorConfig(window_s=window_s, cost_windows=costs))
         several = len(self._stepper.plans[0].cluster.devices) > 1
         is_planned = self._planner is not None and several
-        hands = Hands(
-            self._switch,
-            self._replan if is_planned else None,
-            self._adopt,
-            self._rebalance if is_planned else None,
-        )
+        hands = Hands(self._switch, self._replan if is_planned else None, self._adopt)
         self._engine.live = Live(monitor, hands, self._clock_s, self._decisions)
 
     def _clock_s(self) -> float:
@@ -157,15 +152,6 @@ class Service:
         self._engine.post(lambda: self._engine.keeper.adopt(made, ""))
         self._log(why)
         return why
-
-    def _rebalance(self, action: Action) -> None:
-        assert self._planner is not None, "only what was planned is"
-        keeper, name = self._engine.keeper, action.decision.policy
-        plan = next((plan for plan in keeper.plans if plan.policy == name), None)
-        new = None if plan is None else self._planner.rebalanced(plan, action)
-        if new is not None:
-            plans = tuple(new if own is plan else own for own in keeper.plans)
-            self._engine.post(lambda: keeper.adopt(plans, f"the lanes of {name} have other shares"))
 
     def _note(self, kind: DecisionKind, line: str) -> None:
         """Something happened to devices or plans; on the engine's thread."""

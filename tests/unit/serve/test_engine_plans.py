@@ -23,7 +23,7 @@ from serving_factory import (
     until,
     wait_for,
 )
-from tessera.adapt import Action, Capability, Factors, Point
+from tessera.adapt import Capability, Factors, Point
 from tessera.errors import PlanInfeasible
 from tessera.ir import DeviceKind, Lane, Placement, Plan
 from tessera.serve.records import Ask
@@ -60,10 +60,6 @@ class ToyPlanner:
         costs = factors.apply(plans[0].unit, plans[0].costs)
         quicker = min((0, 1), key=lambda device: costs[0].us(0, device))
         return tuple(replace(only_on(plan, quicker), costs=costs) for plan in plans)
-
-    def rebalanced(self, plan: Plan, action: Action) -> Plan | None:
-        """Never better."""
-        return None
 
 
 def both(slots: int = 2) -> list[Plan]:

@@ -51,7 +51,7 @@ class DeviceGraphs:
     ) -> None:
         """`us[step][launch]`: modelled time on this device. `kernels`: compiled objects, valid on its GPU.
 
-        `scale`: see `stretch`. `is_profiled`: every launch and send is stamped, which costs a few
+        `scale`: see `pace`. `is_profiled`: every launch and send is stamped, which costs a few
         microseconds each.
         """
         for trace in traces:
