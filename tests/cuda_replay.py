@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tessera.execute.cuda.workspace import own_workspaces
+from tessera.execute.cuda.graph import own_workspaces
 from tessera.execute.kernel_launch import Launchable
 from tessera.execute.launcher import Launcher, drawing
 from tessera.execute.memory import Memory, constant, fresh, given_storage, tensor_of

@@ -255,7 +255,6 @@ _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes."""
     return _ENCODER.encode(message)
 
 

@@ -344,7 +344,6 @@ def _given_bytes(trace: Trace) -> int:
 
 
 def _backend(setup: Setup, store: WorkerStore, orders: Orders, answers: Answers) -> Backend:
-    """By the kind of the device."""
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 

@@ -13,7 +13,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
@@ -117,9 +116,7 @@ class WorkerStepper:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.hub.stop()
 
     def load(self, plans: Sequence[Plan]) -> None:
@@ -142,7 +139,6 @@ class WorkerStepper:
         self.runs.open(microbatch, self.lanes.all[lane], state)
 
     def close(self, microbatch: int) -> None:
-        """Frees a microbatch that runs nothing."""
         self.runs.close(microbatch)
 
     def can_queue(self, microbatch: int) -> bool:
@@ -150,11 +146,9 @@ class WorkerStepper:
         return self.runs.can_queue(microbatch)
 
     def start(self, call: StepCall) -> None:
-        """Starts a step on every device that takes part in it."""
         self.runs.start(call)
 
     def take(self, timeout_s: float | None) -> Event | None:
-        """The next thing that happened; None after the timeout or a wake."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._events:
             self._look_at_clock()
@@ -175,7 +169,6 @@ class WorkerStepper:
         return event
 
     def wake(self) -> None:
-        """Makes `take` return; from any thread."""
         self.hub.wake()
 
     def use(self) -> DeviceUse:
@@ -193,7 +186,6 @@ class WorkerStepper:
         self.runs.spans = log
 
     def now_s(self) -> float:
-        """This machine's clock."""
         return time.monotonic()
 
     def _await_all(self) -> None:

@@ -193,11 +193,9 @@ class Engine(Watcher[ActiveRequest]):
             self.live.stepped(microbatch.lane, done.step, done.busy_s)
 
     def failed(self, request: ActiveRequest, message: str) -> None:
-        """It cannot go on."""
         self._out.finish(request, "error", message)
 
     def retried(self, request: ActiveRequest, lost: DeviceLost) -> None:
-        """It waits again."""
         request.batch = None
         self.meters.retried += 1
 
@@ -214,7 +212,6 @@ class Engine(Watcher[ActiveRequest]):
         self.keeper.lost(lost)
 
     def back(self, back: DeviceBack) -> None:
-        """It can be used again."""
         self.meters.look(self.stepper.use())
         self._note(DecisionKind.RETURN, f"device {back.device} is back")
         self.keeper.back(back)

@@ -375,7 +375,6 @@ class SequenceBatch:
 
     @property
     def num_used(self) -> int:
-        """Sequences."""
         return len(self._by_request)
 
     @property
@@ -403,7 +402,6 @@ class SequenceBatch:
         return len(self._found(request)) * PAGE
 
     def requests(self) -> list[ActiveRequest]:
-        """Everybody here."""
         return list(self._by_request)
 
     def state(self) -> None:

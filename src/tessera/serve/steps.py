@@ -59,7 +59,6 @@ class ServedModel:
         return next((w for w in self.workloads if w.step.kind == "encode"), None)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Of all steps."""
         return self.workloads[-1].weights()
 
     @property

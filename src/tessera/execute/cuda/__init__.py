@@ -1,12 +1,10 @@
 """GPUs: one worker process a device, one CUDA graph a microbatch and program with its sends and waits inside.
 
-    inbox       where transfers land on a device (no torch)
     turnstile   the one-thread kernel that keeps time on the device
     driver      the CUDA driver by ctypes: streams, green contexts, shared memory, flags
     device      one device of a cluster opened on its GPU, or disjoint sets of SMs of one card
     pace        which launches and sends keep time, how long each takes, and the common time scale
-    workspace   scratch memory of matrix products inside a graph's own pool
-    transport   how a graph sends and receives; `ipc`, `nvshmem` and `host` are such ways
+    transport   how a graph sends and receives, and where; `ipc`, `nvshmem` and `host` are such ways
     graph       one device's share of a program, captured for one microbatch
     graphs      all graphs of one device, and the memory under them
     worker      the process: orders in, graphs launched, answers out

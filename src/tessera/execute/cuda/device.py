@@ -66,12 +66,10 @@ class GpuDevice:
 
     @cached_property
     def priorities(self) -> tuple[int, int]:
-        """(least, greatest) of streams."""
         return driver.priorities(self.ordinal)
 
     @cached_property
     def turnstile(self) -> Turnstile:
-        """The kernel that keeps time."""
         with torch.cuda.device(self.ordinal):
             return Turnstile()
 

@@ -41,7 +41,6 @@ class SmResource(ctypes.Structure):
 
     @property
     def num_sms(self) -> int:
-        """SMs in this resource."""
         return int(self.words.sm.count)
 
 
@@ -64,7 +63,6 @@ class _IpcHandle(ctypes.Structure):
 
 @functools.cache
 def driver() -> Any:
-    """The driver's library."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -126,7 +124,6 @@ def priorities(ordinal: int) -> tuple[int, int]:
 
 
 def all_sms(ordinal: int) -> SmResource:
-    """The SMs of a GPU."""
     resource = SmResource()
     ask("cuDeviceGetDevResource", _device(ordinal), ctypes.byref(resource), _RESOURCE_SM)
     return resource
@@ -155,7 +152,6 @@ def green_context(ordinal: int, resources: Sequence[SmResource]) -> ctypes.c_voi
 
 
 def green_stream(ordinal: int, context: ctypes.c_void_p, priority: int = 0) -> torch.cuda.Stream:
-    """A stream of a green context."""
     handle = ctypes.c_void_p()
     ask("cuGreenCtxStreamCreate", ctypes.byref(handle), context, NON_BLOCKING, priority)
     return torch.cuda.ExternalStream(handle.value, device=ordinal)

@@ -14,7 +14,8 @@ without sends and waits, so that libraries and kernels set themselves up. That i
 is memory that nobody has: a microbatch may be at work on its own, under another plan.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,9 @@ import torch
 
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import InboxSpot, is_move_of_state
 from tessera.execute.cuda.pace import Clockwork, Pace
-from tessera.execute.cuda.transport import GpuTransport, Parcel
+from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_move_of_state
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
-from tessera.execute.cuda.workspace import own_workspaces
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, fresh, tensor_of
 from tessera.ir import BufferKind, Free, Program, Recv, Region, Run, Send, Trace
@@ -291,3 +290,24 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 def _handle(stream: Any) -> int:
     return int(stream.cuda_stream)
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Scratch memory of matrix products belongs to the graph that is captured meanwhile.
+
+    torch keeps one workspace for each handle of cuBLAS and stream, in common memory, and captured products
+    name it. Whoever clears them (torch.compile with CUDA graphs does) frees memory that the graph still
+    writes to. So workspaces are cleared before a capture, which makes it allocate them from the graph's own
+    pool, and again after it, so that nothing else uses them. Nothing may be at work on the streams that are
+    captured. Not handled: other people's CUDA graphs that name a common workspace; these are torch's rules.
+    """
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:  # a torch without CUDA
+        yield
+        return
+    clear()
+    try:
+        yield
+    finally:
+        clear()

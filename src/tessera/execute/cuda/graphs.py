@@ -17,10 +17,9 @@ from tessera.errors import DeviceMemoryError, WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.graph import MicrobatchRoom, ShareGraph
-from tessera.execute.cuda.inbox import is_move_of_state
 from tessera.execute.cuda.ipc import PeerAway
 from tessera.execute.cuda.pace import Clockwork
-from tessera.execute.cuda.transport import GpuTransport
+from tessera.execute.cuda.transport import GpuTransport, is_move_of_state
 from tessera.execute.kernel_launch import Launchable
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Storage, bytes_of, constant, given_storage
@@ -100,7 +99,6 @@ class DeviceGraphs:
         return list(range(first, len(self._programs)))
 
     def room(self, microbatch: int) -> MicrobatchRoom:
-        """What a microbatch has."""
         return self._rooms[microbatch]
 
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:

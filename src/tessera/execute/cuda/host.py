@@ -15,8 +15,7 @@ import torch
 
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, InboxLayout, InboxSpot
-from tessera.execute.cuda.transport import GpuTransport, Parcel
+from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot, Parcel
 from tessera.execute.links import LinkFrame, LinkLost, Links
 from tessera.ir import Program, Trace, Transfer
 
@@ -75,7 +74,6 @@ class Host(GpuTransport):
         self._senders: set[int] = set()
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """Also a thread for every destination."""
         with self._changed:
             super().add(programs, traces)
         transfers = [t for p in programs for t in p.transfers]
@@ -89,7 +87,6 @@ class Host(GpuTransport):
             threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
 
     def _allocate(self) -> None:
-        """Mirrors of all inboxes."""
         for mirrors, layouts in zip(self._mirrors, self._inboxes.layouts, strict=True):
             mirrors += [_Mirror(layout) for layout in layouts[len(mirrors) :]]
         card = driver.card(self._ordinal)
@@ -100,7 +97,6 @@ class Host(GpuTransport):
         return self._places[self._inboxes.layout(program, self._device).number].data_ptr()
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        """Into pinned memory, then the flag there."""
         mirror = self._mirror(spot.program, parcel.dst)
         place = mirror.address + self._inboxes.place(spot, parcel.dst) + parcel.start
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
@@ -149,7 +145,6 @@ class Host(GpuTransport):
         return False
 
     def close(self) -> None:
-        """Ends the links and their threads."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -173,7 +168,6 @@ class Host(GpuTransport):
             mirror.flags[mirror.layout.flag(spot) // WORD] = 1
 
     def gone(self, peer: int, why: str) -> None:
-        """Tells the worker."""
         self._gone(peer, why)
 
     def _find(self, frame: LinkFrame) -> InboxSpot | None:

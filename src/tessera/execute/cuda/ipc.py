@@ -1,6 +1,6 @@
 """Ipc: transfers between GPUs of one machine, from inside graphs: CUDA IPC memory and flags in it.
 
-Every worker has an inbox in its GPU's memory (`inbox`) and tells its handle through the engine's store. A
+Every worker has an inbox in its GPU's memory (`transport`) and tells its handle through the engine's store. A
 sender opens it; to send is a copy into it and a write to its flag, both on the sender's stream. When a peer's
 worker is started again its inbox is another, so graphs that send there are captured again.
 """
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from tessera.errors import WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, InboxSpot
-from tessera.execute.cuda.transport import GpuTransport, Parcel
+from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.links import KeyStore
 from tessera.execute.orders import OwnerGone, key_of
@@ -56,13 +55,11 @@ class Ipc(GpuTransport):
             self._store.set(self._key(self._device, layout.number), memory.handle)
 
     def meet(self, program: int) -> None:
-        """The inboxes of its destinations."""
         transfers = self._inboxes.programs[program].transfers
         for dst in {t.dst for t in transfers if t.src == self._device}:
             self._address(dst, program)
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        """Copies into the peer's inbox, then sets the flag there."""
         base, layout = self._address(parcel.dst, spot.program), self._inboxes.layout(spot.program, parcel.dst)
         place = self._inboxes.place(spot, parcel.dst) + parcel.start
         driver.copy(stream, base + place, parcel.source, parcel.num_bytes)
@@ -71,7 +68,6 @@ class Ipc(GpuTransport):
         driver.mem_ops(stream, [MemOp(base + layout.flag(spot), 1)])
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        """The flag in this device's inbox."""
         flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
 
@@ -113,7 +109,6 @@ class Ipc(GpuTransport):
         return self._own[self._inboxes.layout(program, self._device).number].address
 
     def _address(self, device: int, program: int) -> int:
-        """Of a peer's inbox."""
         key = (device, self._inboxes.layout(program, device).number)
         if key not in self._opened:
             try:

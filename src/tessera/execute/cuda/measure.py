@@ -14,7 +14,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import torch
 
@@ -96,24 +95,19 @@ class Whole:
         self._graphs.prepare()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._graphs.close()
 
     @property
     def ordinal(self) -> int:
-        """The GPU that it runs on."""
         return self._graphs.device.ordinal
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """What it runs on."""
         stream: torch.cuda.Stream = self._graphs.room(0).origin
         return stream
 
     def graph(self, step: int) -> ShareGraph:
-        """The graph of a step."""
         graph = self._graphs.graph(0, self._numbers[step])
         assert graph is not None, "a step has launches, and all of them are here"
         return graph
@@ -293,7 +287,6 @@ def replay_us(whole: Whole, step: int, repeats: int = REPEATS, around: Around | 
 
 
 def _samples(whole: Whole, step: int, around: Around) -> list[list[float]]:
-    """samples[launch] out of stamped replays."""
     graph, stream = whole.graph(step), whole.stream
     samples: list[list[float]] = [[] for _ in graph.trace.launches]
     repeats = BESIDE if around.others else REPEATS

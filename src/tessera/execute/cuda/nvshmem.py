@@ -18,9 +18,8 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute.cuda import driver
 from tessera.execute.cuda.driver import MemOp
-from tessera.execute.cuda.inbox import WORD, InboxSpot
 from tessera.execute.cuda.ipc import MEET_S
-from tessera.execute.cuda.transport import GpuTransport, Parcel
+from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.links import KeyStore
 
@@ -118,7 +117,6 @@ class Nvshmem(GpuTransport):
         self._bases |= {(device, layout.number): base for device, layout in new}
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        """Puts the bytes and sets the signal behind them."""
         layout = self._inboxes.layout(spot.program, parcel.dst)
         base = self._bases[parcel.dst, layout.number]
         handle, pe = ctypes.c_void_p(stream), ctypes.c_int(parcel.dst)
@@ -142,7 +140,6 @@ class Nvshmem(GpuTransport):
         )
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        """The signal in this device's inbox."""
         flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0]])
         _library().nvshmemx_signal_wait_until_on_stream(

@@ -143,7 +143,6 @@ class Clockwork:
                 self.wires[dst] = groups[link.group] = _words(1, card) if word is None else word
 
     def pace(self, program: Program) -> Pace:
-        """What keeps time in one program."""
         return Pace(self._launches(program), self._transfers(program))
 
     def _launches(self, program: Program) -> dict[int, Hold]:

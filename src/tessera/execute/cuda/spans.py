@@ -46,7 +46,6 @@ class Calibration:
         return cls(best[1], best[2])
 
     def seconds(self, time_ns: int) -> float:
-        """By the machine's clock."""
         return self.zero_s + (time_ns - self.zero_ns) * 1e-9
 
 
