@@ -198,11 +198,11 @@ def _room(first: Workload, room_bytes: Sequence[float]) -> float:
 def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
     """Of one token in pages, and of what a microbatch has besides."""
     sizes = []
-    for pages in (2, 4):
+    for pages in (rows + 1, rows + 3):  # every sequence has one
         step = replace(first.step, batch=rows, context=rows, reserve=pages * PAGE)
         sizes.append(state_bytes(another(first, step)))
     each = (sizes[1] - sizes[0]) / (2 * PAGE)
-    return each, int(sizes[0] - 2 * PAGE * each)
+    return each, int(sizes[0] - (rows + 1) * PAGE * each)
 
 
 def state_bytes(workload: Workload) -> int:

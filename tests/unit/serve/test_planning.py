@@ -127,6 +127,14 @@ def test_too_little_memory_says_what_to_lower() -> None:
         prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4, capacity=4096))
 
 
+def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path) -> None:
+    """Also where nobody says how many pages there are."""
+    next(model for model in MODELS if model.name == "falcon").write(tmp_path)
+    shape = served(str(tmp_path), rows=8, random_weights=True).shape
+    assert shape.pool_tokens > 8 * 16
+    assert shape.sizes == (8,)
+
+
 def test_pages_take_the_memory_that_is_left() -> None:
     """Those of all microbatches with the weights, but no more than all sequences can fill."""
     weights = sum(tensor.nbytes for tensor in served("tiny-llama").weights().values())
