@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.online import Driver, SimulatedRun, SimulatedServer
+from tessera.simulate.adaptive import Adaptive
+from tessera.simulate.online import SimulatedRun, SimulatedServer
 from tessera.simulate.rows import demand_of
 from tessera.simulate.stepper import FAIR, Weather
 
@@ -46,7 +47,7 @@ def serve(
     rows: int = 1,
     weather: Weather = FAIR,
     max_waiting: int | None = None,
-    driver: Driver | None = None,
+    driver: Adaptive | None = None,
 ) -> SimulatedRun:
     """Arrivals through one plan."""
     demand = demand_of(plan.unit, arrivals, rows)

@@ -127,9 +127,6 @@ class Queue:
                 del self._awake[ticket]
         return best
 
-    def __getitem__(self, ticket: int) -> Job:
-        return self._jobs[ticket]
-
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs.values())
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
@@ -21,6 +21,9 @@ from tessera.execute.turns import PATIENCE
 from tessera.ir import Decision, Plan
 from tessera.simulate.rows import Demand, ModelledRows, RequestLedger
 from tessera.simulate.stepper import FAIR, Truth, VirtualStepper, Weather
+
+if TYPE_CHECKING:
+    from tessera.simulate.adaptive import Adaptive
 
 # Two moments closer than this are one, in microseconds: seconds are not exact to more.
 SAME_US = 1e-3
@@ -39,27 +42,8 @@ class SimulatedRun:
     decisions: list[Decision] = field(default_factory=list)
 
 
-class Driver(Protocol):
-    """Somebody who watches a server and may switch it; called at the moments named."""
-
-    def on_start(self, server: "SimulatedServer") -> None:
-        """Before the first request."""
-
-    def on_arrival(self, server: "SimulatedServer") -> None:
-        """One request more is there."""
-
-    def on_step(self, server: "SimulatedServer", lane: LoadedLane, done: StepDone) -> None:
-        """A step has ended."""
-
-    def on_lost(self, server: "SimulatedServer", device: str) -> None:
-        """A device is gone, and so is what ran on it."""
-
-    def on_back(self, server: "SimulatedServer", device: str) -> None:
-        """A device can be used again."""
-
-
 class SimulatedServer(Watcher[int]):
-    """One simulation; the first of the plans is in force until somebody switches."""
+    """One simulation; the first of the plans is in force until its driver, if it has one, switches."""
 
     def __init__(
         self,
@@ -68,7 +52,7 @@ class SimulatedServer(Watcher[int]):
         truth: Truth | None = None,
         weather: Weather = FAIR,
         max_waiting: int | None = None,
-        driver: Driver | None = None,
+        driver: "Adaptive | None" = None,
     ) -> None:
         self.demand, self.ledger = demand, RequestLedger.of(len(demand))
         self.decisions: list[Decision] = []

@@ -154,9 +154,6 @@ class CudaWorker:
         if self._graphs.relink(device, epoch):
             self._prepare()
 
-    def close(self) -> None:
-        """The process ends, and with it everything."""
-
     def _where(self) -> list[tuple[int, int, int]]:
         """(microbatch, run, position of the last instruction that was begun) of every run in progress."""
         rows = []
