@@ -29,8 +29,8 @@ Array = npt.NDArray[np.float64]
 GPU = "h200"
 # Kernels that give the keys of few sequences to several blocks.
 SPLIT = ("cudnn", "flash", "paged")
-# Where the search begins, and what a prior holds: floor, reach, tail, chain, wave. A kernel is taken to stream
-# as the GPU's own rows do unless its launches say otherwise; cycles decide where those cannot.
+# Where the search begins, and what a prior holds: floor, reach, tail, chain, wave. A kernel is taken to
+# stream as the GPU's own rows do unless its launches say otherwise; cycles decide where those cannot.
 START = np.log([1.0, 1.0, 1.0, 40.0, 5.0])
 PRIOR = np.array([0.05, 0.5, 0.05, 0.02, 0.02])
 # Nothing is believed to be known better than this.

@@ -9,7 +9,7 @@ import torch
 from tessera.analyze import build_graph
 from tessera.analyze.accesses import tables_of, triton_accesses
 from tessera.analyze.interpret import interpret
-from tessera.capture import Workload, build, own, record_step
+from tessera.capture import Workload, build, outlines, own, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName
 from tessera.execute import kernel_launch
@@ -131,6 +131,35 @@ def make_batched_plan(
     return solve_batches(variants, cluster, config, rates, advance)
 
 
+def record_compiled(step: Step) -> Trace:
+    """What Inductor launches for a step, as far as that can be known without a GPU."""
+    from tessera.capture.inductor import record_inductor_offline
+
+    with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
+        workload = build(step)
+    return record_inductor_offline(workload, triton_accesses)
+
+
+def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) -> tuple[bool, str]:
+    """(are compiled launches taken, one line why not); `wanted` is compiled, eager, or empty for neither.
+
+    Compiled ones are what people serve, and take a minute to make. So they are taken where they are known,
+    and made where they are asked for.
+    """
+    if wanted == "eager":
+        return False, ""
+    if all(outlines.known(replace(step, batch=batch)) for step in steps for batch in batches):
+        return True, ""
+    if not outlines.can_compile():
+        return (
+            False,
+            "Triton is not installed, so launches are eager ones; pip install 'tessera[dev]' has it.",
+        )
+    if wanted == "compiled":
+        return True, ""
+    return False, "Launches are eager ones; --launches compiled makes compiled ones, and keeps them."
+
+
 @dataclass(eq=False)
 class LoadSteps:
     """The steps of a request at every batch: recorded at some, and written down for the others."""
@@ -141,6 +170,8 @@ class LoadSteps:
     counts: Sequence[int]
     anchors: Sequence[int] = ANCHORS
     advance: Callable[[str], None] = lambda text: None
+    # By Inductor, as outlines; else as the model calls them.
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self._units = {batch: self.recorded(batch) for batch in self.anchors}
@@ -149,9 +180,12 @@ class LoadSteps:
 
     def recorded(self, batch: int) -> WorkUnit:
         """As the model runs at that batch."""
+        steps = [replace(step, batch=batch) for step in self.steps]
+        if self.is_compiled:
+            self.advance(f"compiling batch {batch}")
+            return make_unit([outlines.made(step, record_compiled) for step in steps], self.counts)
         self.advance(f"recording batch {batch}")
-        traces = [record_step(replace(step, batch=batch), "fake") for step in self.steps]
-        return make_unit(traces, self.counts)
+        return make_unit([record_step(step, "fake") for step in steps], self.counts)
 
     def at(self, batch: int) -> WorkUnit:
         """As it should be at that batch."""
@@ -161,9 +195,9 @@ class LoadSteps:
         return self._units[batch]
 
     def check(self, plan: Plan) -> None:
-        """Raises unless the plan's own batches, recorded, are what was planned with."""
+        """Raises unless the plan's own batches, recorded, are what was planned with; not of compiled ones."""
         for variant in plan.every_variant:
-            if variant.batch in self.anchors:
+            if variant.batch in self.anchors or self.is_compiled:
                 continue
             if self.recorded(variant.batch).graphs != variant.unit.graphs:
                 raise MismatchError(
@@ -189,6 +223,11 @@ def plan_for(
     return plan_load(variant_at, cluster, target, rates, batches, max_microbatches, advance)
 
 
+def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
+    """The batches that are recorded where these are to be planned."""
+    return ANCHORS if len(batches) > 1 else tuple(batches)
+
+
 def make_load_plan(
     steps: Sequence[Step],
     cluster: Cluster,
@@ -196,10 +235,11 @@ def make_load_plan(
     batches: Sequence[int] = BATCHES,
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
+    is_compiled: bool = False,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch."""
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
-    recorded = LoadSteps(steps, counts, ANCHORS if len(batches) > 1 else tuple(batches), advance)
+    recorded = LoadSteps(steps, counts, anchors_of(batches), advance, is_compiled)
 
     def variant_at(batch: int) -> Variant:
         unit = recorded.at(batch)

@@ -75,6 +75,8 @@ class Market:
     batches: tuple[int, ...] = ()
     # Share of a GPU's memory that the model may fill; the rest is the driver's and the allocator's.
     memory_share: float = 0.9
+    # "compiled", "eager", or empty: compiled where they are known.
+    launches: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Advice:
     price_source: str
     # Empty, or why there may be something cheaper.
     caveat: str = ""
+    is_compiled: bool = False
 
 
 def in_ms(ms: float) -> str:

@@ -23,14 +23,14 @@ from tessera.advise.records import Advice, Choice, Load, Market, check, in_ms
 from tessera.advise.sizes import Size, apart
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible
-from tessera.flow import ANCHORS, LoadSteps, plan_for
-from tessera.ir import Cluster, Step, Variant
-from tessera.plan import BATCHES, LoadPlan, Target
+from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_batched_plan, plan_for
+from tessera.ir import Cluster, Objective, Step, Variant
+from tessera.plan import BATCHES, LoadPlan, PlanConfig, Target
 from tessera.plan.rent import Basket, baskets, shortest_us
 from tessera.profile import estimate, gpu, make_cluster, parse_devices
 
 # Seconds after which no further basket is planned.
-SEARCH_S = 30.0
+SEARCH_S = 20.0
 # Batches at which one basket is planned.
 MAX_BATCHES = 2
 # Plans after which a basket is passed over that would have to come nearer to its limit, by a twentieth, than
@@ -53,7 +53,9 @@ def advise(
         gpu(name)  # a name that nobody knows is told before anything is recorded
     steps, counts = steps_of(load)
     batches = market.batches or BATCHES
-    recorded = LoadSteps(steps, counts, market.batches or ANCHORS, advance)
+    anchors = market.batches or ANCHORS
+    is_compiled, note = choose_launches(steps, anchors, market.launches)
+    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
     offers, skipped = offers_of(market, [g.trace for g in recorded.at(recorded.anchors[0]).graphs])
     devices = parse_devices(",".join(f"emu:{offer.gpu}" for offer in offers))
     listed = baskets(offers, market.max_devices, market.provider)
@@ -71,7 +73,8 @@ def advise(
         raise search.shortfall(listed)
     source = gpu(offers[0].gpu).price_source
     made = tuple(search.choices)
-    return Advice(made, tuple(skipped), len(listed), search.num_planned, source, search.caveat)
+    caveat = "; ".join(text for text in (search.caveat, note) if text)
+    return Advice(made, tuple(skipped), len(listed), search.num_planned, source, caveat, is_compiled)
 
 
 def steps_of(load: Load) -> tuple[list[Step], list[int]]:
@@ -105,7 +108,7 @@ class _Search:
 
     def run(self, listed: Sequence[Basket]) -> None:
         """Finds the choice and the runner-up."""
-        began = time.perf_counter()
+        began, taken = time.perf_counter(), 0.0  # the last plan, as the next one may
         sure = self._sure(listed)
         if sure:
             per_s, basket = sure[0]
@@ -116,14 +119,15 @@ class _Search:
                 break
             if len(basket.gpus) < 2 or not (promising := self._promising(basket)):
                 continue
-            if time.perf_counter() - began > SEARCH_S and (sure or self.choices):
+            now = time.perf_counter()
+            if now + taken - began > SEARCH_S and (sure or self.choices):
                 self.num_left += 1
                 continue
             self._try(basket, promising)
-        for _, basket in sure:
-            if len(self.choices) >= NUM_ADVISED:
-                break
-            self._try(basket, sorted({*apart(self.load, self.market, self.sizes, basket.gpus)[1]} - {0}))
+            taken = time.perf_counter() - now
+        for _, basket in sure[: NUM_ADVISED - len(self.choices)]:
+            self.advance(f"planning {basket}")
+            self.choices.append(self._apart(basket))
         self.choices.sort(key=lambda choice: choice.basket.usd_per_hour)
 
     @property
@@ -192,6 +196,23 @@ class _Search:
             )
         elif self.near is None or choice.capacity_per_s > self.near.capacity_per_s:
             self.near = choice
+
+    def _apart(self, basket: Basket) -> Choice:
+        """Every card with requests of its own: its figures are known, and its plan is the coarse policy's."""
+        cluster = _cluster(basket, self.market)
+        per_s, chosen = apart(self.load, self.market, self.sizes, basket.gpus)
+        sizes = {size.batch: size for size in self.sizes}
+        variants = [Variant(sizes[b].unit, sizes[b].on(cluster)) for b in sorted({*chosen})]
+        policy = "data-parallel" if len(chosen) > 1 else None
+        config = PlanConfig(Objective.THROUGHPUT, len(chosen), policy=policy, shown_slots=())
+        made = make_batched_plan(variants, cluster, config).plan
+        times = [sizes[b].times_ms(name) for b, name in zip(chosen, basket.gpus, strict=True)]
+        first, each = (
+            None if self.load.is_image else max(ms for ms in column if ms is not None)
+            for column in zip(*times, strict=True)
+        )
+        batch = dict(zip(cluster.names, chosen, strict=True))
+        return Choice(basket, batch, len(chosen), made, per_s, first, each)
 
     def _planned(self, basket: Basket, batches: Sequence[int]) -> Choice:
         cluster, load = _cluster(basket, self.market), self.load

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tessera.cli.capture import MODEL_HELP
+from tessera.cli.launches import Launches, checked_launches
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan_text import document
 from tessera.errors import TesseraError
@@ -47,6 +48,7 @@ def advise(
     ] = "",
     margin: Annotated[float, typer.Option(help="Capacity to keep free, as a share of the rate.")] = 0.1,
     memory_share: Annotated[float, typer.Option(help="Share of the GPUs' memory to fill.")] = 0.9,
+    launches: Launches = "",
     folder: Annotated[Path | None, typer.Option("--save", help="Folder for the plans.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -69,7 +71,9 @@ def advise(
         sizes = (usual[0] if prompt is None else prompt, usual[1] if output is None else output)
         load = Load(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
         names = tuple(word.strip() for word in gpus.split(",") if word.strip())
-        market = Market(names, max_devices, provider, link, slots, listed, memory_share)
+        market = Market(
+            names, max_devices, provider, link, slots, listed, memory_share, checked_launches(launches)
+        )
         found = search(load, market, advance, _say)
     files = _save(found, folder) if folder else []
     if as_json:
@@ -119,6 +123,7 @@ def _document(load: "Load", found: "Advice") -> dict[str, Any]:
         "planned": found.num_planned,
         "price_source": found.price_source,
         "caveat": found.caveat,
+        "launches": "compiled" if found.is_compiled else "eager",
     }
 
 

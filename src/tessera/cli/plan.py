@@ -10,6 +10,7 @@ import typer
 from tessera.cli import batches
 from tessera.cli.batches import by_batch
 from tessera.cli.capture import RandomWeights
+from tessera.cli.launches import Launches, checked_launches
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan_text import document, reasons, show, show_reasons
 from tessera.errors import MismatchError, TesseraError, UnknownName
@@ -63,6 +64,7 @@ def plan(
         typer.Option(help="Of a model: milliseconds to the first token, at most.", show_default=False),
     ] = None,
     random_weights: RandomWeights = False,
+    launches: Launches = "",
     counts: Annotated[str | None, typer.Option(help="Runs of each step in a request, as 1,32.")] = None,
     policy: Annotated[str | None, typer.Option(help="Force a coarser policy, such as data-parallel.")] = None,
     pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
@@ -108,11 +110,18 @@ def plan(
             batch,
             slots,
             random_weights,
+            checked_launches(launches),
             output,
             as_json,
         )
         return
-    _refuse({"--batch": batch, "--tpot-ms": tpot_ms, "--ttft-ms": ttft_ms}, "a model's name, not traces")
+    given: dict[str, object] = {
+        "--batch": batch,
+        "--tpot-ms": tpot_ms,
+        "--ttft-ms": ttft_ms,
+        "--launches": launches,
+    }
+    _refuse(given, "a model's name, not traces")
     slots = 4 if slots is None else slots
     paths = [Path(trace) for trace in traces]
     loaded = [load(Trace, path) for path in paths]

@@ -26,6 +26,7 @@ def plan_for_load(
     batch: int | None,
     slots: int | None,
     random_weights: bool,
+    launches: str,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -37,19 +38,25 @@ def plan_for_load(
     with progress("importing torch") as advance:
         from tessera.capture import place_of
         from tessera.capture.models import steps_of_model
-        from tessera.flow import make_load_plan
+        from tessera.flow import anchors_of, choose_launches, make_load_plan
 
         steps = _steps(place_of(model), steps_of_model(model), prompt_tokens, output_tokens, random_weights)
         target = Target(output_tokens if steps[-1].kind == "decode" else 1, tpot_ms, ttft_ms)
-        found = make_load_plan(steps, cluster, target, (batch,) if batch else BATCHES, slots, advance)
+        batches = (batch,) if batch else BATCHES
+        is_compiled, note = choose_launches(steps, anchors_of(batches), launches)
+        found = make_load_plan(steps, cluster, target, batches, slots, advance, is_compiled)
     path = output or Path(f"{Path(model).name}.plan")
     save(found.plan, path)
     if as_json:
         print_json(
-            document(found) | {"output": str(path), "seconds": round(time.perf_counter() - started, 3)}
+            document(found)
+            | {"launches": "compiled" if is_compiled else "eager", "note": note, "output": str(path)}
+            | {"seconds": round(time.perf_counter() - started, 3)}
         )
     else:
         show(found)
+        if note:
+            console().print(f"Note: {note}", markup=False)
         console().print(f"{path}: written", markup=False)
 
 

@@ -271,7 +271,9 @@ class _Search:
             if slots == len(self.cluster.devices):  # for the curve of throughput over time per token
                 glance = point.judge.quick_rate
                 assert glance is not None
-                self._option("plan", point, mix, glance(mix))
+                rate_per_s = glance(mix)
+                if rate_per_s > 0:  # none of it may end within what is looked at
+                    self._option("plan", point, mix, rate_per_s)
             if self._may_keep(point, mix):
                 hopes.append((self._hope(point, mix), point))
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []

@@ -237,6 +237,9 @@ def generate(pool: Pool, limits: Limits = FREE) -> Solved:
         rates, bound = _generate(part, limits, kinds.limits)
         columns, rates = _spread_out(pool, part.columns, rates, kinds)
     mix = trimmed(pool, columns, rates, limits)
+    if mix is None and kinds is not None:  # what cards of a kind hold together, no one of them may
+        rates, _ = _generate(pool, limits, np.ones(len(pool.columns[0].busy_us)))
+        mix = trimmed(pool, pool.columns, rates, limits)
     assert mix is not None, "every column fits with one request in flight"
     return Solved(mix, max(bound * 1e6, mix.rate_per_s if limits == FREE else 0.0))
 

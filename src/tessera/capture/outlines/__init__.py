@@ -1,0 +1,96 @@
+"""Outlines: compiled steps without their code, which is all that planning needs.
+
+A compiled step takes tens of seconds to make: Inductor and Triton compile every kernel of it. What a plan
+looks at are its launches, buffers and dependencies. An outline keeps those and leaves PTX, source and grids
+out, so that outlines of one step at two batches differ in sizes only. They are kept in the user's cache;
+those of the models in the catalogue at the usual lengths come with the package (scripts/make_outlines.py).
+"""
+
+import gzip
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, replace
+from importlib.resources import as_file, files
+from importlib.util import find_spec
+from pathlib import Path
+
+from tessera.errors import TesseraError
+from tessera.ir import Step, Trace, load, save
+
+# Raised when the same step would be compiled differently: outlines made before are made again.
+VERSION = 1
+
+
+def outlined(trace: Trace) -> Trace:
+    """The trace without code."""
+    kernels = tuple(
+        replace(k, ptx="", source="", constants=(), num_warps=0, num_stages=0, shared_bytes=0)
+        for k in trace.kernels
+    )
+    return replace(
+        trace, kernels=kernels, launches=tuple(replace(x, grid=(), block=()) for x in trace.launches)
+    )
+
+
+def name_of(step: Step) -> str:
+    """The file of a step's outline: what is not said of a step does not change its name."""
+    plain = Step(step.model, step.kind, step.batch, step.context)
+    said = [(f.name, getattr(step, f.name)) for f in fields(step)]
+    others = [(name, value) for name, value in said if value != getattr(plain, name)]
+    words = hashlib.sha256(repr((step.model, others, VERSION)).encode()).hexdigest()[:8]
+    return f"{Path(step.model).name}-{step.kind}-{step.batch}x{step.context}-{words}.trace.gz"
+
+
+def known(step: Step) -> Trace | None:
+    """The outline that comes with the package or was kept, if any."""
+    packaged = files(__name__).joinpath(name_of(step))
+    if packaged.is_file():
+        with as_file(packaged) as path:
+            return _read(path)
+    kept = folder() / name_of(step)
+    return _read(kept) if kept.is_file() else None
+
+
+def made(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
+    """The outline of a step, compiled now unless it is known, and kept."""
+    found = known(step)
+    if found is None:
+        found = outlined(compiled(step))
+        with suppress(OSError):  # a cache that cannot be written is done without
+            write(found, folder() / name_of(step))
+    return found
+
+
+def can_compile() -> bool:
+    """Is Triton here?"""
+    return find_spec("triton") is not None
+
+
+def folder() -> Path:
+    """Where outlines are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "outlines"
+
+
+def write(trace: Trace, path: Path) -> None:
+    """One outline, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as made_in:
+        plain = Path(made_in) / "plain.trace"
+        save(trace, plain)
+        packed = Path(made_in) / path.name
+        packed.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
+        packed.replace(path)
+
+
+def _read(path: Path) -> Trace | None:
+    """None where the file is of another version or broken: it is made again."""
+    try:
+        with tempfile.TemporaryDirectory() as made_in:
+            plain = Path(made_in) / "plain.trace"
+            plain.write_bytes(gzip.decompress(path.read_bytes()))
+            return load(Trace, plain)
+    except (OSError, EOFError, TesseraError):
+        return None
