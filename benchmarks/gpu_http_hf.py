@@ -27,10 +27,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     with torch.device(args.device):
-        model: Any = build(Step(args.model, "decode", 1, 1)).module
+        model: Any = build(Step(args.model, "tokens", 1, 1, reserve=32)).module
     model.set_attn_implementation("sdpa")
     config = GenerationConfig(
-        max_new_tokens=args.output, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
+        max_new_tokens=args.output, do_sample=False, eos_token_id=model.config.vocab_size - 1, pad_token_id=0
     )
     random = torch.Generator().manual_seed(0)
     rates = []
