@@ -154,6 +154,7 @@ def main() -> None:
     asked = parser.parse_args()
     found: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "parts": " ".join(asked.parts),
         "serve": " ".join(asked.serve),
         "clients": asked.clients,
         "plain": asked.plain,
@@ -182,9 +183,13 @@ def shown(part: Any) -> str:
 
 def document(found: dict[str, Any]) -> str:
     """Everything as Markdown."""
-    parts = [HEAD.format(**{key: found[key] for key in ("machine", "serve", "clients", "plain")})]
+    parts = [HEAD.format(**found)]
     if "load" in found:
-        parts += ["## LoadOptions", table([_row(x["server"], x) | _memory(x) for x in found["load"]])]
+        parts += [
+            "## Load",
+            LOAD.format(**found),
+            table([_row(x["server"], x) | _memory(x) for x in found["load"]]),
+        ]
         parts += ["Against the plain server, above 1 is ahead:", table(found["ahead"])]
         parts += [
             "Resident MB over the run, in twelfths; a slot takes its memory when it is first opened:",
@@ -192,10 +197,10 @@ def document(found: dict[str, Any]) -> str:
         ]
     if "faults" in found:
         faults = found["faults"]
-        parts += ["## Faults", table([_row(name, x) for name, x in faults["good"].items()])]
+        parts += ["## Faults", FAULTS, table([_row(name, x) for name, x in faults["good"].items()])]
         parts += ["What the bad clients did:", table([faults["bad_clients"]])]
     if "prefix" in found:
-        parts += [f"## A beginning of {PREFIX} tokens that all prompts share"]
+        parts += [f"## A beginning of {PREFIX} tokens that all prompts share", PREFIXED]
         parts += [table([_row(name, x) for name, x in found["prefix"].items()])]
         parts += [f"Requests a second, shared over without: {found['prefix_gain']:.2f}"]
     return "\n\n".join(parts) + "\n"
@@ -236,15 +241,18 @@ def _cell(value: Any) -> str:
 
 HEAD = """# Serving under load
 
-Made by `python -m benchmarks.bench_serve --out benchmarks/results/serve_202611`: the tiny Llama on this
-machine's CPU ({machine}), `tessera serve` with
-`{serve}`.
+Made by `python -m benchmarks.bench_serve --parts {parts}`: the tiny Llama on this machine's CPU ({machine}).
+Other work on the machine slows everything, so rates are less than it can do; `processor ms a token` is of the
+servers' own processes and hardly depends on that."""
+LOAD = """`tessera serve` with `{serve}`.
 The same requests went to both servers from {clients} clients, one server after the other; the plain one is
-FastAPI with `generate` in two threads and got the first {plain} of them, as it is slow. Other work on the
-machine slowed both, so rates are less than it can do; `processor ms a token` is of the servers' own processes
-and hardly depends on that. Every answer was compared with the one given when its prompt was asked alone.
-Memory is resident, of all processes of a server together. The bad clients of the second part hold idle and
-half-open sockets (opened again when the server closes them), read slowly, or leave streams in the middle."""
+FastAPI with `generate` in two threads and got the first {plain} of them, as it is slow. Every answer was
+compared with the one given when its prompt was asked alone. Memory is resident, of all processes of a server
+together."""
+FAULTS = """The bad clients hold idle and half-open sockets (opened again when the server closes them), read
+slowly, or leave streams in the middle."""
+PREFIXED = """96 prompts of 544 tokens, 16 at once, with 4 tokens of answer each, twice to one server: first
+with beginnings of their own, then with the same one."""
 
 
 if __name__ == "__main__":
