@@ -31,8 +31,7 @@ from tessera.ir import Plan, load, save
 from tessera.serve.records import ServableModel, Shape
 
 if TYPE_CHECKING:
-    from tessera.serve.pictures import Eyes
-    from tessera.serve.sight import Sight
+    from tessera.serve.sight import Eyes, Sight
 
 MAX_KEPT = 32
 # Of weights that are kept.

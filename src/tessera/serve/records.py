@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from tessera.serve.embedding import EmbeddingService
     from tessera.serve.grammar import Grammar, GrammarCompiler
     from tessera.serve.images import ImageService
-    from tessera.serve.pictures import Eyes
-    from tessera.serve.sight import Sight
+    from tessera.serve.sight import Eyes, Sight
 
 # Microbatches, and rows of each, where nobody says otherwise.
 SLOTS, ROWS, GPU_ROWS = 2, 8, 64

@@ -32,8 +32,7 @@ from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ROWS, SLOTS, Shape
 
 if TYPE_CHECKING:
-    from tessera.serve.pictures import Eyes
-    from tessera.serve.sight import Sight
+    from tessera.serve.sight import Eyes, Sight
 
 # Tokens of the largest step, of a model that computes on a CPU.
 MAX_BATCH_TOKENS = 128
@@ -68,8 +67,7 @@ class ServedModel:
 
     def senses(self) -> "tuple[Sight, Eyes] | None":
         """How it sees; None for one that does not."""
-        from tessera.serve.pictures import Eyes
-        from tessera.serve.sight import sight_of
+        from tessera.serve.sight import Eyes, sight_of
 
         sight = sight_of(self)
         return None if sight is None else (sight, Eyes.of(self))

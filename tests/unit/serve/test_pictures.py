@@ -22,8 +22,8 @@ from http_factory import Scripted
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
 from tessera.serve.metrics import Metrics
-from tessera.serve.pictures import MARK, Eyes
 from tessera.serve.records import Endpoint
+from tessera.serve.sight import MARK, Eyes
 from tessera.serve.text import ByteText
 
 EYES = Eyes(patch=4, merge=2, frames=2, dtype=torch.float32)
