@@ -117,6 +117,8 @@ class Advice:
     # Empty, or why there may be something cheaper.
     caveat: str = ""
     is_compiled: bool = False
+    # Why launches are not compiled ones, if that was not asked for.
+    note: str = ""
 
 
 def in_ms(ms: float) -> str:

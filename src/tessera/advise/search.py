@@ -73,8 +73,8 @@ def advise(
         raise search.shortfall(listed)
     source = gpu(offers[0].gpu).price_source
     made = tuple(search.choices)
-    caveat = "; ".join(text for text in (search.caveat, note) if text)
-    return Advice(made, tuple(skipped), len(listed), search.num_planned, source, caveat, is_compiled)
+    figures = len(listed), search.num_planned
+    return Advice(made, tuple(skipped), *figures, source, search.caveat, is_compiled, note)
 
 
 def steps_of(load: Load) -> tuple[list[Step], list[int]]:

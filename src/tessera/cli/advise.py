@@ -123,6 +123,7 @@ def _document(load: "Load", found: "Advice") -> dict[str, Any]:
         "planned": found.num_planned,
         "price_source": found.price_source,
         "caveat": found.caveat,
+        "note": found.note,
         "launches": "compiled" if found.is_compiled else "eager",
     }
 
@@ -165,5 +166,7 @@ def _show(load: "Load", found: "Advice", files: list[str]) -> None:
         out.print(f"Not considered: {listed}.", markup=False)
     if found.caveat:
         out.print(f"Note: {found.caveat}.", markup=False)
+    if found.note:
+        out.print(f"Note: {found.note}", markup=False)
     for path in files:
         out.print(f"{path}: written", markup=False)
