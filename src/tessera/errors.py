@@ -25,6 +25,9 @@ worker processes. Anything else that reaches the command line is a bug and keeps
 
 from collections.abc import Iterable
 
+# The name on the package index, where `tessera` belongs to somebody else; what is imported is `tessera`.
+DISTRIBUTION = "tessera-gpu"
+
 
 class TesseraError(Exception):
     """A user's mistake or a machine's limit: `place: message. remedy`, never a traceback."""
@@ -49,13 +52,18 @@ class UnknownName(TesseraError):
         return UnknownName, (self.what, self.name, self.known)
 
 
+def install_line(extra: str) -> str:
+    """What a user types to have an optional part."""
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
+
+
 class MissingExtra(TesseraError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
         self.module, self.extra = module, extra
         TesseraError.__init__(
-            self, f"this needs the package '{module}'", f'Install it: pip install "tessera[{extra}]"'
+            self, f"this needs the package '{module}'", f"Install it: {install_line(extra)}"
         )
 
     def __reduce__(self) -> tuple[type["MissingExtra"], tuple[str, str]]:

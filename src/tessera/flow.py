@@ -11,7 +11,7 @@ from tessera.analyze.accesses import tables_of, triton_accesses
 from tessera.analyze.interpret import interpret
 from tessera.capture import Workload, build, outlines, own, record_step
 from tessera.capture.function import KIND
-from tessera.errors import MismatchError, TesseraError, UnknownName
+from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
 from tessera.execute import kernel_launch
 from tessera.ir import (
     BufferKind,
@@ -153,7 +153,7 @@ def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) 
     if not outlines.can_compile():
         return (
             False,
-            "Triton is not installed, so launches are eager ones; pip install 'tessera[dev]' has it.",
+            f"Triton is not installed, so launches are eager ones. Install it: {install_line('gpu')}",
         )
     if wanted == "compiled":
         return True, ""

@@ -62,7 +62,7 @@ def test_json_needs_no_matplotlib(
 
     assert 0 == code
     assert [str(tmp_path / "paper.json")] == json.loads(out)["files"]
-    assert "tessera[report]" in err
+    assert "tessera-gpu[report]" in err
 
 
 @pytest.mark.parametrize(

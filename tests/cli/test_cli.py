@@ -129,7 +129,7 @@ def test_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> Non
     """An extra that is not installed comes with the line that installs it."""
     found = answer("doctor", capsys=capsys)
     for name, extra in found["extras"].items():
-        assert extra["installed"] or extra["install"] == f'pip install "tessera[{name}]"'
+        assert extra["installed"] or extra["install"] == f'pip install "tessera-gpu[{name}]"'
     assert found["versions"]["torch"]
 
 
@@ -154,7 +154,7 @@ def test_gpus_prints_a_table(words: list[str], rates: str, capsys: pytest.Captur
 
 BAD = [
     (["capture", "tiny-lama"], "unknown model 'tiny-lama'; known: gpt-oss-20b, llama-3-8b"),
-    (["capture", "tiny-llama", "--step", "denoise"], "known: decode, prefill, tokens"),
+    (["capture", "tiny-llama", "--step", "denoise"], "known: call, decode, prefill, tokens"),
     (["capture", "tiny-llama", "--batch", "0"], "Use a batch"),
     (["capture", "tiny-llama", "--context", "100000"], "Use at most 4096"),
     (["capture", "tiny-llama", "--device", "cuda:99"], "--device fake"),

@@ -44,4 +44,4 @@ def test_people_are_told_how_to_install_the_tables(
     monkeypatch.setattr("tessera.cli.gpus.installed_tables", lambda: None)
 
     assert 0 == _main(["gpus", "l40s"])
-    assert 'pip install "tessera[tables]"' in capsys.readouterr().out.replace("\n", " ")
+    assert 'pip install "tessera-gpu[tables]"' in capsys.readouterr().out.replace("\n", " ")

@@ -120,7 +120,7 @@ def test_without_matplotlib_the_line_that_installs_it_is_shown(
     words = ("--devices", "emu:a100,emu:l40s", "--plot", folder / "r.png", "-o", folder / "r.costs")
     code, _, err = call("profile", folder / "d.trace", *words, capsys=capsys)
 
-    assert (2, True) == (code, 'pip install "tessera[report]"' in err)
+    assert (2, True) == (code, 'pip install "tessera-gpu[report]"' in err)
 
 
 def test_links_between_two_cpu_workers_are_measured_and_planned_with(

@@ -190,7 +190,7 @@ def test_missing_extra_names_the_line_to_install(
     """Without the extra the command says how to get it."""
     monkeypatch.setattr("tessera.cli.serve.find_spec", lambda name: None)
 
-    assert 'pip install "tessera[serve]"' in complaint(capsys, "tiny-llama")
+    assert 'pip install "tessera-gpu[serve]"' in complaint(capsys, "tiny-llama")
 
 
 @pytest.mark.parametrize(

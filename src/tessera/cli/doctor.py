@@ -11,12 +11,15 @@ from rich.table import Table
 
 from tessera import __version__
 from tessera.cli.output import AsJson, console, print_json
+from tessera.errors import install_line
 
 # extra -> modules it brings
 EXTRAS = {
     "hf": ("transformers", "safetensors"),
     "serve": ("fastapi", "uvicorn"),
     "load": ("aiohttp",),
+    "grammar": ("llguidance",),
+    "diffusers": ("diffusers",),
     "report": ("matplotlib",),
     "tables": ("aiconfigurator_core", "pyarrow"),
     "ray": ("ray",),
@@ -85,7 +88,7 @@ def _transports() -> dict[str, Any]:
 
 def _extra(name: str, modules: tuple[str, ...]) -> dict[str, Any]:
     missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    install = f'pip install "tessera[{name}]"' if missing else None
+    install = install_line(name) if missing else None
     return {"installed": not missing, "missing": missing, "install": install}
 
 

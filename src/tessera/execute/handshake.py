@@ -15,7 +15,6 @@ others.
 import contextlib
 import functools
 import hmac
-import importlib.metadata
 import ipaddress
 import os
 import socket
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from tessera import __version__
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import messages
 from tessera.execute.messages import Hello
@@ -238,10 +238,7 @@ def has_hung_up(link: socket.socket) -> bool:
 @functools.cache
 def own_version() -> str:
     """Of this Tessera and its artifacts; workers with another one are sent away."""
-    try:
-        return f"{importlib.metadata.version('tessera')} (format {FORMAT_VERSION})"
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return f"source (format {FORMAT_VERSION})"
+    return f"{__version__} (format {FORMAT_VERSION})"
 
 
 def check_secret(host: str, secret: bytes | None) -> bytes:

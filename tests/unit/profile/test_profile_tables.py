@@ -292,7 +292,7 @@ def test_without_the_package_prices_are_modelled_and_the_reader_is_told(
     trace = gemm_trace(256, 4096, 4096)
 
     assert Source.FITTED is first(trace, tables=True).source
-    assert any('pip install "tessera[tables]"' in line for line in notes(trace, emulated("a100")))
+    assert any('pip install "tessera-gpu[tables]"' in line for line in notes(trace, emulated("a100")))
     assert () == notes(trace, emulated("a100"), tables=False)
 
 
@@ -305,7 +305,7 @@ def test_without_the_reader_prices_are_modelled_and_the_reader_is_told(
     tables, trace = made_tables(tmp_path), gemm_trace(256, 4096, 4096)
 
     assert Source.FITTED is first(trace, tables).source
-    assert any('pip install "tessera[tables]"' in x for x in notes(trace, emulated("a100"), tables))
+    assert any('pip install "tessera-gpu[tables]"' in x for x in notes(trace, emulated("a100"), tables))
 
 
 def test_coverage_lists_the_table_before_the_model(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_the_missing_extra_is_named() -> None:
     assert 400 == answer.status_code
     error = answer.json()["error"]
     assert ("response_format", "missing_extra") == (error["param"], error["code"])
-    assert 'pip install "tessera[grammar]"' in error["message"]
+    assert 'pip install "tessera-gpu[grammar]"' in error["message"]
 
 
 def test_calls_that_a_model_writes_itself_are_found() -> None:
