@@ -11,9 +11,9 @@ version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' src/tessera/__init__.py)
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
-grep -q "^## $version" CHANGELOG.md || { echo "CHANGELOG.md says nothing of $version"; exit 1; }
-if [ "${1:-}" = --tag ] && [ -n "$(git status --porcelain)" ]; then
-    echo "commit first"; exit 1
+if [ "${1:-}" = --tag ]; then
+    grep -qF "## [$version]" CHANGELOG.md || { echo "CHANGELOG.md says nothing of $version"; exit 1; }
+    [ -z "$(git status --porcelain)" ] || { echo "commit first"; exit 1; }
 fi
 
 rm -rf dist build
@@ -30,5 +30,4 @@ for words in "--help" "gpus" "analyze $kernel" "doctor"; do
 done
 cd - > /dev/null
 echo "dist/$(basename dist/*.whl) works in an empty environment"
-[ "${1:-}" = --tag ] && git tag "v$version" && echo "tagged v$version"
-exit 0
+if [ "${1:-}" = --tag ]; then git tag "v$version"; echo "tagged v$version"; fi
