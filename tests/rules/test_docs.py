@@ -14,7 +14,6 @@ from tessera.capture import known_models
 from tessera.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -114,6 +113,13 @@ def test_a_script_exists(document: str, line: str) -> None:
     assert (ROOT / file).is_file(), document
 
 
+def test_the_readme_is_read_to_its_end() -> None:
+    """It has at most 150 lines, and the index of docs names every document there."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert all(f"({path.name})" in index for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+
+
 @pytest.mark.parametrize("name", ["capture", "analyze", "profile", "plan", "run", "simulate", "demo"])
 def test_the_readme_shows_every_stage(name: str) -> None:
     """The README's tour has a command for every stage of the flow."""
@@ -122,11 +128,10 @@ def test_the_readme_shows_every_stage(name: str) -> None:
     assert name in shown
 
 
-def test_the_readme_names_every_model() -> None:
-    """The README's table of models has the built-in names and no others."""
-    rows = re.findall(
-        r"^\|.*\| `([^`]+)` \| `([^`]+)` \|.*\|$", README.read_text(encoding="utf-8"), re.MULTILINE
-    )
+def test_the_guide_names_every_model() -> None:
+    """The guide's table of models has the built-in names and no others."""
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\| `([^`]+)` \| `([^`]+)` \|.*\|$", guide, re.MULTILINE)
 
     assert sorted(known_models()) == sorted(name for row in rows for name in row)
 

@@ -41,7 +41,7 @@ WORDS = (
 )
 SMALL = (
     "So small a model seldom gains by dividing a request between two GPUs; "
-    'for one that does, see "A plan with a gain" in the README.'
+    'for one that does, see "The gain, and its limits" in the README.'
 )
 # Both objectives, and a policy that always divides every layer: whether the best plan divides so small a
 # model hangs on a per cent, and the comparison of bits should not.
