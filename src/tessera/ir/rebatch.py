@@ -7,8 +7,9 @@ launches, a constant made for one batch) there is no such trace, and the place i
 program has no other rule at a third batch: a trace that is to be run is recorded, and compared.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 from tessera.errors import MismatchError
@@ -36,7 +37,7 @@ class Rebatched:
         if batch in (first, second):
             return self.low if batch == first else self.high
         try:
-            graph: Graph = _between(self.low, self.high, batch - first, second - first)
+            graph: Graph = _Writing(batch - first, second - first).of(self._shape)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
             raise MismatchError(
@@ -45,33 +46,97 @@ class Rebatched:
             ) from None
         return graph
 
+    @cached_property
+    def _shape(self) -> "_Shape":
+        """What the two recordings share, found once."""
+        return _Reading().of(self.low, self.high)
 
-def _between(one: Any, other: Any, part: int, whole: int) -> Any:
-    """The value `part` of the way from one to the other, which may lie beyond it."""
-    if one is other:
-        return one
-    if type(one) is not type(other):
-        raise _Uneven
-    if type(one) is int:
-        grown, rest = divmod((other - one) * part, whole)
-        if rest:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What is the same in both recordings, a number that grows, or a record of such parts.
+
+    Equal shapes are one object, so that what every layer repeats is written down once for a batch.
+    """
+
+    value: Any = None
+    # What a number has at the higher batch beyond its value.
+    growth: int = 0
+    # How a record is made of its parts, with their names.
+    make: Callable[..., Any] | None = None
+    parts: tuple["_Shape", ...] = ()
+    names: tuple[Any, ...] = ()
+
+
+class _Reading:
+    """Shapes of two recordings."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Shape] = {}
+
+    def of(self, one: Any, other: Any) -> _Shape:
+        """The shape of two values; _Uneven where they have none in common."""
+        if type(one) is not type(other):
             raise _Uneven
-        return one + grown
-    if isinstance(one, tuple):
-        if len(one) != len(other):
+        if type(one) is int:
+            return self._kept((int, one, other - one), one, growth=other - one)
+        if isinstance(one, tuple):
+            if len(one) != len(other):
+                raise _Uneven
+            return self._record(_tuple, range(len(one)), zip(one, other, strict=True), one)
+        if is_dataclass(one) and not isinstance(one, type):
+            names = [f.name for f in fields(one)]
+            pairs = ((getattr(one, name), getattr(other, name)) for name in names)
+            return self._record(type(one), names, pairs, one)
+        if one is not other and one != other:
             raise _Uneven
-        return tuple(_parts(enumerate(zip(one, other, strict=True)), part, whole))
-    if is_dataclass(one) and not isinstance(one, type):
-        pairs = ((f.name, (getattr(one, f.name), getattr(other, f.name))) for f in fields(one))
-        return type(one)(*_parts(pairs, part, whole))
-    if one != other:
-        raise _Uneven
-    return one
+        return self._kept((type(one), one), one)
+
+    def _record(self, make: Callable[..., Any], names: Any, pairs: Any, value: Any) -> _Shape:
+        parts = []
+        for name, (one, other) in zip(names, pairs, strict=True):
+            try:
+                parts.append(self.of(one, other))
+            except _Uneven as error:
+                raise _Uneven(*error.args, name) from None
+        key = (make, tuple(id(part) for part in parts))
+        if not any(part.growth or part.make for part in parts):
+            return self._kept(key, value)
+        return self._kept(key, make=make, parts=tuple(parts), names=tuple(names))
+
+    def _kept(self, key: Any, *args: Any, **named: Any) -> _Shape:
+        return self._known.setdefault(key, _Shape(*args, **named))
 
 
-def _parts(pairs: Any, part: int, whole: int) -> Iterator[Any]:
-    for name, (one, other) in pairs:
-        try:
-            yield _between(one, other, part, whole)
-        except _Uneven as error:
-            raise _Uneven(*error.args, name) from None
+class _Writing:
+    """A recording `part` of the way from the lower batch to the higher, or beyond it."""
+
+    def __init__(self, part: int, whole: int) -> None:
+        self._part, self._whole = part, whole
+        self._known: dict[_Shape, Any] = {}
+
+    def of(self, shape: _Shape) -> Any:
+        """The value of a shape; _Uneven where a number would not be whole."""
+        if shape.make is None and not shape.growth:
+            return shape.value
+        if shape not in self._known:
+            self._known[shape] = self._made(shape)
+        return self._known[shape]
+
+    def _made(self, shape: _Shape) -> Any:
+        if shape.make is None:
+            grown, rest = divmod(shape.growth * self._part, self._whole)
+            if rest:
+                raise _Uneven
+            return shape.value + grown
+        values = []
+        for name, part in zip(shape.names, shape.parts, strict=True):
+            try:
+                values.append(self.of(part))
+            except _Uneven as error:
+                raise _Uneven(*error.args, name) from None
+        return shape.make(*values)
+
+
+def _tuple(*values: Any) -> tuple[Any, ...]:
+    return values

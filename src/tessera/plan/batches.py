@@ -2,41 +2,29 @@
 
 Every batch is planned by itself first. Under the throughput objective mixes over all of them follow, judged
 by the same simulation, in work units of the batch whose own plan is best:
-  the optimum of the joint linear program (`joint`), with and without limits of depth, over all known
-  placements and over those that the batches' own plans and rivals use,
+  the optimum of the joint linear program (`joint`), with and without limits of depth,
   every device by itself at its best batch, which is data-parallel with batches chosen,
-  teams of unlike batches (`unlike`).
+  what the search (`search`) finds from these and from the batches' own plans.
 The plan is never below the best one-batch plan, nor below a coarse policy at the best of the batches;
 data-parallel may have a batch a device for that. Its bound holds for mixes of all batches. Other objectives,
 and other policies than these two, get the best one-batch plan.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
-from tessera.plan import throughput
-from tessera.plan.joined import without_rare_lanes
 from tessera.plan.joint import JointTask, optimum
 from tessera.plan.judge import Judge
 from tessera.plan.lanes import slot_counts
 from tessera.plan.problem import Column, Mix
+from tessera.plan.search import DEPTHS, Search, without_rare_lanes
 from tessera.plan.solve import PlanConfig, Simulate, Solution, objective_figure, work_out
-from tessera.plan.unlike import changed, filled, most_paired, pairs
+from tessera.plan.throughput import Limits
 
-# Depths that the joint optimum is limited to, as multiples of the number of devices.
-DEPTHS = (1.1, 1.35, 1.02, 1.05, 1.2, 1.5, 2.0)
-# Pairs of unlike batches: their depths, likewise, and the placements of each batch that are paired.
-PAIR_DEPTHS, MAX_COLUMNS = (1.1, 1.35, 2.0), 60
-# Pairs at a depth, filled placements, and changes of one slot of a batch's own plan.
-NUM_PAIRS, NUM_FILLED, NUM_CHANGED = 4, 8, 4
-# Of large units, the first so many depths of each.
-NUM_LARGE = 2
-# Mixes that are simulated in full: of small units, of large ones.
-NUM_FINALISTS = 6, 2
 # The policies that may have lanes of unlike batches.
 JOINT_POLICIES = (None, "throughput", "data-parallel")
 
@@ -190,55 +178,16 @@ class _Joining:
 
     def _finalists(self, apart: Mix) -> list[Mix]:
         """The few candidates over unlike batches that deserve a full simulation, best first."""
-        quick = self._judge.quick_rate
-        best = max(self._judge.rate_per_s(m) for m in (*self._own, apart))
-        seen = {_key(apart)}
-        found: list[tuple[float, Mix]] = []
-        for mix in self._candidates(apart):
-            # By busy time it could not win, or it is known.
-            if mix.rate_per_s <= best or _key(mix) in seen or len({c.variant for c in mix.columns}) < 2:
-                continue
-            seen.add(_key(mix))
-            found.append((mix.rate_per_s if quick is None else quick(mix), mix))
-        num = NUM_FINALISTS[self._task.is_large]
-        return [mix for _, mix in sorted(found, key=lambda x: -x[0])[:num]]
-
-    def _candidates(self, apart: Mix) -> Iterator[Mix]:
         task = self._task
-        yield from _twice(task.free.mix)
-        good = {c.key: c for m in (*self._own, apart, *self._rivals()) for c in m.columns}
-        most = NUM_LARGE if task.is_large else None
-        limits = [throughput.FREE]
-        limits += [throughput.Limits(x * task.problem.num_devices) for x in DEPTHS[:most]]
-        for columns in (list(good.values()), task.columns):
-            for limit in limits:
-                mix = optimum(task, columns, limit)
-                if mix is not None:
-                    yield from _twice(mix)
-        recent, alone = self._recent(), self._alone(task.slots)
-        for depth in PAIR_DEPTHS[:most]:
-            for columns in (list(good.values()), recent):
-                yield from pairs(task, columns, depth * task.problem.num_devices, NUM_PAIRS)
-        yield from filled(task, [*good.values(), *recent], alone, NUM_FILLED)
-        for mix in self._own:
-            yield from changed(task, mix, [*alone, *good.values()], NUM_CHANGED)
-
-    def _rivals(self) -> list[Mix]:
-        """What was judged with the batches' own plans."""
-        return [self._task.scaled_mix(v, m) for v, s in enumerate(self._solved) for m in s.mixes]
-
-    def _recent(self) -> list[Column]:
-        """The placements that each batch found last."""
-        parts = self._task.parts
-        most = min(MAX_COLUMNS, max(1, most_paired(parts[0].pool.columns) // len(parts)))
-        return [self._task.scaled(v, c) for v, part in enumerate(parts) for c in part.pool.columns[-most:]]
-
-
-def _twice(mix: Mix) -> Iterator[Mix]:
-    yield mix
-    few = without_rare_lanes(mix)
-    if few is not mix:
-        yield few
+        search = Search(task, self._judge.quick_rate)
+        for mix in (*self._own, apart, task.free.mix):
+            search.look(without_rare_lanes(mix))
+        for depth in DEPTHS:
+            found = optimum(task, task.columns, Limits(depth * task.problem.num_devices))
+            if found is not None:
+                search.look(without_rare_lanes(found))
+        search.climb()
+        return [mix for mix in search.finalists() if len({c.variant for c in mix.columns}) > 1]
 
 
 def _key(mix: Mix) -> frozenset[tuple[bytes, int, float]]:

@@ -26,7 +26,7 @@ from tessera.plan.kinds import Kinds
 from tessera.plan.lanes import slot_counts
 from tessera.plan.policies import Task
 from tessera.plan.pricing import Prices
-from tessera.plan.problem import Bools, Column, Floats, Ints, Mix, Problem
+from tessera.plan.problem import Bools, Column, Floats, Ints, Labels, Mix, Problem
 from tessera.plan.robust import Sampler
 from tessera.plan.throughput import FREE, Limits, Pool, Solved
 
@@ -85,6 +85,17 @@ class JointTask(Task):
         """Those of all batches that are known."""
         return [self.scaled(v, c) for v, part in enumerate(self.parts) for c in part.pool.columns]
 
+    def add(self, variant: int, labels: Labels) -> None:
+        """A placement of one batch that may be of use."""
+        self.parts[variant].add(0, labels)
+
+    def held_by(self, column: Column) -> Mix | None:
+        """One placement with as many requests in flight as memory holds."""
+        for slots in range(self.slots, 0, -1):
+            if self.fits_with((column,), (slots,)):
+                return Mix((column,), (1.0,), (slots,))
+        return None
+
     def holds(self, mix: Mix) -> bool:
         """Are the wishes kept, and does memory hold a mix as it would run?"""
         return self.fits_with(mix.columns, slot_counts(mix, self.slots))
@@ -137,7 +148,6 @@ class JointTask(Task):
 
 def optimum(task: JointTask, columns: Sequence[Column], limits: Limits) -> Mix | None:
     """The best mix of some columns under limits of depth; None if there is none."""
-    assert limits.step is None, "steps of unlike batches have no common row"
     rates = throughput.master(task.parts[0].pool, list(columns), limits).rates
     return trimmed(task, columns, rates, limits) if rates.sum() > 0 else None
 

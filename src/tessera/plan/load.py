@@ -1,10 +1,11 @@
 """Load: a model, a load and devices in; batch, microbatches and placement out.
 
 A work unit is a microbatch of requests: one prefill, and a decode for every token of the answers. Its batch
-and how many of them are in flight decide more than the placement: so every point (batch, microbatches) of a
-grid is looked at, by what it could give at best, and the best are planned in full. Baselines have the same
-freedom: each coarse policy at its own best point, data-parallel with a batch of its own for every device, all
-at the memory that there is and within the same limit of time per token.
+and how many of them are in flight decide more than the placement: so points (batch, microbatches) are looked
+at, batches far apart first and then around the best of every policy, by a quick simulation of what the linear
+program proposes there; the best are planned in full. Baselines have the same freedom: each coarse policy at
+its own best point, data-parallel with a batch of its own for every device, all at the memory that there is
+and within the same limit of time per token.
 
 Time per output token is what a request waits for its next token: with n microbatches in flight on a lane that
 ends r of them a second, a microbatch takes n / r (Little's law), and what its prefill does not take of that
@@ -13,6 +14,7 @@ its decodes share.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -24,17 +26,18 @@ from tessera.plan.judge import Judge
 from tessera.plan.lanes import slot_counts
 from tessera.plan.policies import COARSE, Task
 from tessera.plan.problem import Column, Mix, build
-from tessera.plan.solve import PlanConfig, Simulate, work_out_at
+from tessera.plan.solve import PlanConfig, Simulate, decide
+from tessera.plan.throughput import Limits
 
-# Batches that are looked at first; then those near the best of every policy, as multiples of these.
-BATCHES = tuple(2**n for n in range(1, 11))
-NEAR = (0.75, 0.875, 1.125, 1.25, 1.5)
+# Batches that are looked at first; then those near the best of every policy, nearer and nearer.
+BATCHES = tuple(2 * 4**n for n in range(6))
+NEAR = ((0.5, 2.0), (0.75, 1.25, 1.5), (0.875, 1.125))
 # Microbatches in flight as multiples of the number of devices.
 DEPTHS = (0.5, 1.0, 1.5, 2.0)
 # Points that are planned in full, and those of a coarse policy that are simulated.
 MAX_PLANNED, MAX_SIMULATED = 3, 6
-# A point whose best hope is this much above the best plan is worth planning.
-WORTH = 1.005
+# What a plan in full may add to the quick figure of a point, and take from its time per token.
+PLANNING_GAIN = 1.08
 
 Point = tuple[int, int]
 
@@ -110,8 +113,8 @@ def plan_load(
             break
     if not search.points:
         raise search.refusal()
-    if len(batches) > 1:
-        for batch in search.near():
+    for factors in NEAR if len(batches) > 1 else ():
+        for batch in search.near(factors):
             advance(f"pricing batch {batch}")
             search.look(variant_at(batch))
     return search.found(advance)
@@ -135,7 +138,7 @@ class _Search:
     points: dict[Point, _Point] = field(default_factory=dict)
     options: list[Option] = field(default_factory=list)
     _refused: PlanInfeasible | None = None
-    _optima: dict[Point, Mix] = field(default_factory=dict)
+    _drafts: dict[Point, tuple[Option | None, float]] = field(default_factory=dict)
 
     def look(self, variant: ir.Variant) -> bool:
         """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
@@ -146,8 +149,9 @@ class _Search:
             if slots > self.max_microbatches:
                 continue
             task = Task(problem, slots, is_judged=True)
+            coarse = [m for mixes in task.coarse.values() for m in mixes or ()]
             try:
-                throughput.seed(task.pool, [m for mixes in task.coarse.values() for m in mixes or ()])
+                throughput.seed(task.pool, coarse, is_proved=not self.points)
             except PlanInfeasible as error:
                 self._refused = self._refused or error
                 return False
@@ -155,21 +159,26 @@ class _Search:
             self.points[variant.batch, slots] = _Point(variant, task, judge)
         return True
 
-    def near(self) -> list[int]:
+    def near(self, factors: Sequence[float]) -> list[int]:
         """Batches between those looked at, around the most hopeful of every policy."""
         hopes: dict[str, tuple[float, int]] = {}
         for (batch, slots), point in self.points.items():
             listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
-            listed.append(("plan", self._optimum(point)))
             for device in range(len(self.cluster.devices)) if slots == 1 else ():
                 listed.append((f"{device}", Mix((_alone(point, device),), (1.0,))))
-            for name, mix in listed:
-                if point.task.problem.fits(mix.columns, slot_counts(mix, slots)) and self._may_keep(
-                    point, mix
-                ):
-                    hopes[name] = max(hopes.get(name, (0.0, 0)), (self._hope(point, mix), batch))
+            found = [
+                (name, self._hope(point, mix))
+                for name, mix in listed
+                if point.task.problem.fits(mix.columns, slot_counts(mix, slots))
+                and self._may_keep(point, mix)
+            ]
+            draft = self._draft(point)[0]
+            if draft is not None and self._is_near(draft):
+                found.append(("plan", draft.tokens_per_s))
+            for name, hope in found:
+                hopes[name] = max(hopes.get(name, (0.0, 0)), (hope, batch))
         known = {batch for batch, _ in self.points}
-        around = {_even(batch * factor) for _, batch in hopes.values() for factor in NEAR}
+        around = {_even(batch * factor) for _, batch in hopes.values() for factor in factors}
         return sorted(around - known)
 
     def refusal(self) -> PlanInfeasible:
@@ -265,26 +274,18 @@ class _Search:
         self, floor: float, advance: Callable[[str], None]
     ) -> list[tuple[Option, Callable[[], ir.Plan]]]:
         """Kernel-level plans at the points of the highest hopes, until none of those left could be better."""
-        hopes: list[tuple[float, _Point]] = []
-        for (_, slots), point in self.points.items():
-            mix = self._optimum(point)
-            if slots == len(self.cluster.devices):  # for the curve of throughput over time per token
-                glance = point.judge.quick_rate
-                assert glance is not None
-                rate_per_s = glance(mix)
-                if rate_per_s > 0:  # none of it may end within what is looked at
-                    self._option("plan", point, mix, rate_per_s)
-            if self._may_keep(point, mix):
-                hopes.append((self._hope(point, mix), point))
+        drafts = [(self._draft(point)[0], point) for point in self.points.values()]
+        near = {p: draft.tokens_per_s for draft, p in drafts if draft is not None and self._is_near(draft)}
+        by_draft, points = sorted(near, key=lambda p: -near[p]), list(near)
+        by_hope = sorted(points, key=lambda p: -self._draft(p)[1])
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
         best = floor
-        for hope, point in sorted(hopes, key=lambda x: -x[0]):
-            if len(found) == MAX_PLANNED or hope < best * WORTH:
+        for point in dict.fromkeys(chain(*zip(by_hope, by_draft, strict=True))):
+            if len(found) == MAX_PLANNED or max(self._draft(point)[1], near[point] * PLANNING_GAIN) <= best:
                 break
             advance(f"planning batch {point.variant.batch}, {point.task.slots} microbatches")
             config = PlanConfig(ir.Objective.THROUGHPUT, point.task.slots, shown_slots=())
-            unit, costs = point.variant.unit, point.variant.costs
-            made = work_out_at(unit, costs, self.cluster, config, point.judge.simulate, point.judge.glance)
+            made = decide(point.task, point.judge, config)
             option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
             found.append((option, _constant(made.plan)))
             if option.keeps(self.target):
@@ -297,13 +298,30 @@ class _Search:
         """Tokens per second that no run exceeds by busy time and by the requests in flight."""
         return self._tokens(point) * point.judge.hope_per_s(mix)
 
-    def _optimum(self, point: _Point) -> Mix:
-        """The best mix of a point by busy time and depth."""
+    def _draft(self, point: _Point) -> tuple[Option | None, float]:
+        """The linear program's best mix for a point, simulated quickly; and the tokens/s it hopes for.
+
+        None where nothing of it ends within what is looked at.
+        """
         key = (point.variant.batch, point.task.slots)
-        if key not in self._optima:
-            limits = throughput.Limits(1.1 * point.task.slots)
-            self._optima[key] = throughput.generate(point.task.pool, limits).mix
-        return self._optima[key]
+        if key not in self._drafts:
+            slots, glance = point.task.slots, point.judge.quick_rate
+            assert glance is not None, "a load is judged by simulation"
+            num = len(self.cluster.devices)
+            found: list[tuple[float, Mix]] = []
+            for depth in sorted({1.05 * min(slots, 2 * num), 1.1 * num}):
+                mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, Limits(depth)).mix)
+                if mix is not None:
+                    found.append((glance(mix), mix))
+            rate, best = max(found, key=lambda x: x[0], default=(0.0, None))
+            option = self._option("plan", point, best, rate) if best is not None and rate > 0 else None
+            self._drafts[key] = (option, max((self._hope(point, mix) for _, mix in found), default=0.0))
+        return self._drafts[key]
+
+    def _is_near(self, draft: Option) -> bool:
+        """May a plan in full keep to the limits?"""
+        eased = replace(draft, tpot_ms=draft.tpot_ms / PLANNING_GAIN, ttft_ms=draft.ttft_ms / PLANNING_GAIN)
+        return eased.keeps(self.target)
 
     def _may_keep(self, point: _Point, mix: Mix) -> bool:
         """False where even at its rate by busy time a token takes too long."""

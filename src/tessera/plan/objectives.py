@@ -77,7 +77,7 @@ def planner(objective: ir.Objective) -> Callable[[Task], tuple[Mix, ...]]:
     """Candidates of the cost or the energy objective: those of throughput on the subsets worth having."""
 
     def mixes(task: Task) -> tuple[Mix, ...]:
-        from tessera.plan.candidates import throughput_mixes
+        from tessera.plan.search import throughput_mixes
 
         found: list[Mix] = []
         for devices, part in _worthwhile(task, objective):

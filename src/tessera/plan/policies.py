@@ -92,6 +92,23 @@ class Task:
         return Sampler(self.problem)
 
     @property
+    def columns(self) -> list[Column]:
+        """Placements known so far, of all batches."""
+        return self.pool.columns
+
+    def add(self, variant: int, labels: Labels) -> None:
+        """A placement of one batch that may be of use."""
+        self.pool.add(self.problem.column(labels))
+
+    def fits_with(self, columns: Sequence[Column], slots: Sequence[int]) -> bool:
+        """Are the wishes kept, and does memory hold so many requests in flight on each column?"""
+        return self.pool.fits(columns, slots)
+
+    def held_by(self, column: Column) -> Mix | None:
+        """One placement with as many requests in flight as memory holds."""
+        return self.pool.held_by((column,))
+
+    @property
     def problems(self) -> tuple[Problem, ...]:
         """One a batch, by the columns' numbers of variants."""
         return (self.problem,)
@@ -141,7 +158,7 @@ COARSE = (
 
 @PLANNERS.register("throughput")
 def _throughput() -> Planner:
-    from tessera.plan.candidates import throughput_mixes
+    from tessera.plan.search import throughput_mixes
 
     return throughput_mixes
 

@@ -39,8 +39,6 @@ class Prices:
     # Per byte resident on each device, with state of so many requests.
     memory: Floats | None = None
     slots: float = 1.0
-    # [node, device]: more, for the work of some nodes.
-    own: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +79,7 @@ class Pricer:
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
         """The cheapest placement at these prices; `starts` are good guesses for more than two devices."""
         prob = self.problem
-        rate = prices.device + prices.path if prices.own is None else prices.device + prices.path + prices.own
-        own = rate * prob.load_us
+        own = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us

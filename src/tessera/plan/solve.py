@@ -116,11 +116,17 @@ def work_out_at(
 ) -> Solution:
     """With as many requests in flight as are asked for, where memory holds them."""
     name = config.policy or config.objective.value
-    planner = PLANNERS.get(name)
+    PLANNERS.get(name)
     check_wishes(unit, config.wishes)
     is_served = config.is_served or unit.is_served
     task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None, is_served)
-    judge = Judge(task, config.objective, name, simulate, glance)
+    return decide(task, Judge(task, config.objective, name, simulate, glance), config)
+
+
+def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
+    """The best of what the planner of a task and the coarse policies propose."""
+    name = config.policy or config.objective.value
+    planner = PLANNERS.get(name)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
     task.glance = judge.quick_rate
     mixes = planner(task)

@@ -3,7 +3,6 @@
     maximise    sum_p x_p                                    requests per microsecond
     subject to  sum_p x_p busy[p, r] <= 1                    for every device and every link r
                 sum_p x_p path[p]    <= depth                requests in flight (Little's law)
-                sum_p x_p busy[p, s, d] <= share             for every device d and one step s
                 sum_p x_p (held[p, d] - memory[d]) <= 0      for every device d, where memory is short
                 x_p >= 0                                     for every placement p
 
@@ -12,9 +11,7 @@ any y >= 0, no mix exceeds (sum of y times right-hand sides) / (cheapest placeme
 these figures is the bound. Without the depth row the optimum is the best that busy time allows; with it,
 plans that send tiny kernels back and forth are refused when few requests are in flight. Path time adds
 up all launches and transfers of a request, so it is too strict where one request overlaps with itself:
-`solve` tries several depths and lets a simulation judge. The last rows are there for the same reason: devices
-that are evenly busy over a whole request wait for each other while most requests are in the same step, so
-mixes are looked for in which that step is spread evenly too.
+`search` tries several depths and lets a simulation judge.
 
 Devices that are alike (see `kinds`) share their prices in some optimum, so a placement is looked for over
 kinds of device, and its requests are then spread over the cards of each kind.
@@ -34,6 +31,7 @@ from functools import cached_property
 import numpy as np
 from scipy.optimize import linprog
 
+from tessera.errors import PlanInfeasible
 from tessera.plan.kinds import Kinds, kinds_of
 from tessera.plan.lanes import slot_counts
 from tessera.plan.milp import best_placement, roomiest
@@ -72,9 +70,6 @@ class Limits:
 
     # Path time of a request, in periods.
     depth: float | None = None
-    # Work of this step: at most this share of every device's time.
-    step: int | None = None
-    share: float = 1.0
 
 
 FREE = Limits()
@@ -86,10 +81,9 @@ class Rates:
 
     # Of every column, per microsecond.
     rates: Floats
-    # Prices of devices and links, of path time, of the step's time on every device, and of bytes there.
+    # Prices of devices and links, of path time, and of bytes on every device.
     duals: Floats
     path: float
-    step: Floats
     memory: Floats
 
 
@@ -101,7 +95,6 @@ class Pool:
         self.columns: list[Column] = []
         self.pricer = Pricer(problem)
         self._keys: set[bytes] = set()
-        self._step_us: dict[tuple[int, bytes], Floats] = {}
         self._held: dict[bytes, Floats] = {}
         whole = np.zeros(problem.num_nodes, dtype=np.int64)
         everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
@@ -125,21 +118,6 @@ class Pool:
         self._keys.add(column.key)
         self.columns.append(column)
         return True
-
-    def step_us(self, columns: Iterable[Column], step: int) -> Floats:
-        """[column, device]: busy time of one request in one step."""
-        listed = list(columns)
-        for column in listed:
-            if (step, column.key) not in self._step_us:
-                self._step_us[step, column.key] = self.problem.step_us(column.labels, step)
-        return np.array([self._step_us[step, column.key] for column in listed])
-
-    def step_share(self, step: int) -> Floats:
-        """[node, device]: how much of the node's work is in one step."""
-        prob = self.problem
-        own = np.zeros_like(prob.load_us)
-        np.add.at(own, prob.node_of[step], prob.cost_us[step] * prob.unit.counts[step])
-        return own / np.maximum(prob.load_us, 1e-300)
 
     def held(self, columns: Iterable[Column], slots: Floats) -> Floats:
         """[column, device]: weights, and state and temporaries of so many requests on each device."""
@@ -173,6 +151,14 @@ class Pool:
                 return replace(mix, slots=counts)
         return None
 
+    def main_lanes(self, mix: Mix) -> Mix | None:
+        """A mix of no more lanes than slots, those that most requests follow; None if memory has no room."""
+        if len(mix.columns) <= self.slots:
+            return mix
+        kept = sorted(range(len(mix.shares)), key=lambda i: -mix.shares[i])[: self.slots]
+        total = sum(mix.shares[i] for i in kept)
+        return self.held_by([mix.columns[i] for i in kept], [mix.shares[i] / total for i in kept])
+
     def price(self, prices: Prices) -> tuple[Column, float]:
         """The cheapest placement found, and the bound of all placements."""
         cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
@@ -198,8 +184,11 @@ class Pool:
         return column
 
 
-def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
-    """Gives the pool its first columns; PlanInfeasible if nothing is found that fits."""
+def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True) -> None:
+    """Gives the pool its first columns; PlanInfeasible if nothing is found that fits.
+
+    A proof that nothing fits may take its time: who tries other batches too does without.
+    """
     for mix in mixes:
         for column in mix.columns:
             pool.add(column)
@@ -213,6 +202,8 @@ def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
         check_total(prob)
+        if not is_proved:
+            raise PlanInfeasible("no placement was found that fits")
         found, least_bytes = roomiest(prob)
         if not pool.add(found):
             raise shortage(prob, found, least_bytes)
@@ -269,7 +260,7 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
     num = pool.problem.num_devices
     # With transfers free: a first bound, which pricing improves.
     bound = float(capacity[:num].max()) / spread_us(pool.problem.load_us)
-    income_of = np.concatenate([capacity, [limits.depth or 0.0], limits.share * capacity[:num]])
+    income_of = np.append(capacity, limits.depth or 0.0)
     center: Floats | None = None
     gap = LIMITED_GAP if limits != FREE else GAP if num == 2 else MANY_GAP
     rates = np.zeros(0)
@@ -278,11 +269,11 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
     for _ in range(MAX_ROUNDS):
         found = master(pool, pool.columns, limits, capacity)
         rates, total = found.rates, float(found.rates.sum())
-        last = np.concatenate([found.duals, [found.path], found.step])
+        last = np.append(found.duals, found.path)
         is_new = False
         for share in (0.0,) if center is None or num == 2 else (0.5, 0.0):
             tried = last if center is None else share * center + (1 - share) * last
-            column, cheapest = pool.price(_prices(pool, limits, tried))
+            column, cheapest = pool.price(_prices(pool, tried))
             income = float(tried @ income_of)
             if cheapest > 0 and income / cheapest < bound:
                 bound, center = income / cheapest, tried
@@ -303,23 +294,19 @@ def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
     slots = pool.slots / capacity[: pool.problem.num_devices]  # those of a kind share them
     for _ in range(MAX_MEMORY_ROUNDS):
         found = master(pool, pool.columns, limits, capacity, slots)
-        time = np.concatenate([found.duals, [found.path], found.step])
-        prices = replace(_prices(pool, limits, time), memory=found.memory, slots=float(slots.mean()))
+        time = np.append(found.duals, found.path)
+        prices = replace(_prices(pool, time), memory=found.memory, slots=float(slots.mean()))
         dearer = (replace(prices, memory=found.memory * factor) for factor in MEMORY_FACTORS)
         if not any(pool.add(pool.price(tried)[0]) for tried in dearer):
             break
     return master(pool, pool.columns, limits, capacity, slots).rates
 
 
-def _prices(pool: Pool, limits: Limits, duals: Floats) -> Prices:
-    """From one dual a row: devices and links, path, the step on every device."""
+def _prices(pool: Pool, duals: Floats) -> Prices:
+    """From one dual a row: devices and links, then path."""
     num = pool.problem.num_devices
-    path_at = num + num * num
-    own = None
-    if limits.step is not None:
-        own = duals[path_at + 1 :] * pool.step_share(limits.step)
-    on_links = duals[num:path_at][pool.problem.link_row].reshape(num, num)
-    return Prices(duals[:num], on_links, float(duals[path_at]), own=own)
+    on_links = duals[num:-1][pool.problem.link_row].reshape(num, num)
+    return Prices(duals[:num], on_links, float(duals[-1]))
 
 
 def master(
@@ -336,11 +323,8 @@ def master(
     unit = float(busy.max(axis=0).min())
     most = np.ones(len(busy)) if capacity is None else capacity
     path = np.zeros(len(columns)) if limits.depth is None else np.array([c.path_us for c in columns])
-    steps = np.zeros((num, len(columns)))
-    if limits.step is not None:
-        steps = pool.step_us(columns, limits.step).T
-    rows = np.vstack([busy, path, steps]) / unit
-    right = np.concatenate([most, [limits.depth or 0.0], limits.share * most[:num]])
+    rows = np.vstack([busy, path]) / unit
+    right = np.append(most, limits.depth or 0.0)
     memory, goal = pool.problem.memory_bytes, -np.ones(len(columns))
     if slots is not None:
         # One more variable: the share of its memory by which a device is overfull, which nothing is worth.
@@ -352,10 +336,10 @@ def master(
     duals = np.zeros(len(rows))
     # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
     duals[used] = np.maximum(0.0, -found.ineqlin.marginals) / unit
-    at, steps_at = len(busy), len(busy) + 1 + num
-    bytes_ = duals[steps_at:] * unit / memory if slots is not None else np.zeros(num)
+    at = len(busy)
+    bytes_ = duals[at + 1 :] * unit / memory if slots is not None else np.zeros(num)
     rates = np.asarray(found.x)[: len(columns)] / unit
-    return Rates(rates, duals[:at], float(duals[at]), duals[at + 1 : steps_at], bytes_)
+    return Rates(rates, duals[:at], float(duals[at]), bytes_)
 
 
 def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) -> Mix | None:

@@ -74,21 +74,3 @@ def test_four_devices_stay_below_their_bound() -> None:
 
     assert replicas is not None
     assert replicas[0].rate_per_s <= task.free.mix.rate_per_s <= task.free.bound_per_s
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_step_takes_no_more_than_its_share(seed: int) -> None:
-    """With a limit on one step no device is busier with it, and what all placements could give is bounded."""
-    unit, cluster = make_unit(chain(3), chain(3), counts=[1, 4]), make_cluster()
-    us = np.random.default_rng(seed).uniform(5.0, 60.0, (2, 3, 2)).tolist()
-    task = Task(build(unit, make_costs(unit, cluster, us), cluster), 4)
-    assert task.free.mix.columns
-    limits = Limits(depth=3.0, step=1, share=0.6)
-    bound = generate(task.pool, limits).bound_per_s
-    rates = master(task.pool, task.pool.columns, limits).rates
-    every = [task.problem.column(np.array(x)) for x in product((0, 1), repeat=task.problem.num_nodes)]
-    best = 1e6 * float(master(task.pool, every, limits).rates.sum())
-
-    assert (rates @ task.pool.step_us(task.pool.columns, 1)).max() <= 0.6 * (1 + 1e-6)
-    assert best <= bound * (1 + 1e-9)
-    assert best == pytest.approx(1e6 * float(rates.sum()), rel=2e-3)

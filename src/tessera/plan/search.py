@@ -1,0 +1,265 @@
+"""Search: which placement every microbatch follows, by the linear program and one local search.
+
+A team says how many microbatches follow each of some placements, of any batch. A microbatch keeps to its
+placement: when its request ends, the next one follows the same; so devices stay in balance at any moment, not
+on average only. Starts are the optima of the linear program at several depths (which depth is best differs
+from model to model: small launches and slow links want few transfers) and single placements. From the best
+team so far, one move at a time:
+
+  another placement, of any batch, for one microbatch; one microbatch more, or one less,
+  a splice: the first layers, or one step, from one placement and the rest from another.
+
+Moves are ordered by rough figures, and a quick simulation says what each is worth: all microbatches as fast
+as if alone, slowed alike until the busiest device or link can keep up; or shares of the work that keep it
+least busy. A microbatch that stays on one device fills what the others leave free there, which neither figure
+sees: those are always tried. How many moves are tried depends on the size of the unit alone, so that the same
+work gives the same plan.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tessera.plan import throughput
+from tessera.plan.lanes import slot_counts
+from tessera.plan.policies import Task
+from tessera.plan.problem import Column, Floats, Ints, Mix, Problem
+from tessera.plan.throughput import Limits
+
+# Depths of the linear program, as multiples of the number of devices (below one they could not all be busy);
+# of units of more launches than this, fewer.
+DEPTHS, DEPTH_LAUNCHES = (1.1, 1.35, 1.02, 1.2, 1.5, 2.0), 12_000
+# Quick simulations: at least, at most, and the launches of a unit that has one.
+LEAST, MOST, BUDGET_LAUNCHES = 6, 96, 24_000
+# Shares of the work that one microbatch may have.
+SHARES = (0.125, 0.25, 0.375, 0.5)
+# Moves from one team by each figure, and single placements to start with, by period and by path.
+NUM_MOVES, NUM_SINGLE = 3, 3
+# Mixes that are simulated in full: of small units, of large ones.
+NUM_FINALISTS = 6, 2
+# A lane that fewer requests follow is rare: a scheduler seldom uses it, and a short simulation never sees it.
+RARE_SHARE = 1 / 16
+# A placement of a team has at least this share of the work.
+LEAST_SHARE = 1 / 64
+# Places to join two placements at that are compared.
+NUM_CUTS = 2
+
+TeamKey = tuple[tuple[bytes, int], ...]
+
+
+def throughput_mixes(task: Task) -> tuple[Mix, ...]:
+    """Optima of the linear program and what lies near them; judged by busy time if nothing simulates."""
+    best = task.free.mix
+    if not task.is_judged or task.problem.num_devices == 1:
+        return (best,)
+    search = Search(task, task.glance)
+    launches, num = task.problem.unit.num_launches, task.problem.num_devices
+    for depth in DEPTHS[: max(2, DEPTH_LAUNCHES // launches)]:
+        search.look(without_rare_lanes(throughput.generate(task.pool, Limits(depth * num)).mix))
+    search.look(without_rare_lanes(best))
+    search.climb()
+    return search.finalists()
+
+
+def without_rare_lanes(mix: Mix) -> Mix:
+    """The mix of its main lanes alone, in the same proportions."""
+    kept = [i for i, share in enumerate(mix.shares) if share >= RARE_SHARE]
+    if not kept or len(kept) == len(mix.columns):
+        return mix
+    total = sum(mix.shares[i] for i in kept)
+    slots = tuple(mix.slots[i] for i in kept) if mix.slots else ()
+    return Mix(tuple(mix.columns[i] for i in kept), tuple(mix.shares[i] / total for i in kept), slots)
+
+
+def is_filled(task: Task, mix: Mix) -> bool:
+    """Do some microbatches stay on one device in a step that others divide? They get what those leave."""
+
+    def stays(column: Column, nodes: Ints) -> bool:
+        here = column.labels[nodes]
+        return bool((here == here[0]).all())
+
+    return any(len({stays(c, nodes) for c in mix.columns}) > 1 for nodes in task.problem.node_of)
+
+
+@dataclass(eq=False)
+class Search:
+    """Mixes with their quick figures; what cannot beat the best so far is not simulated."""
+
+    task: Task
+    glance: Callable[[Mix], float] | None
+    # (figure, mix), in the order they were looked at.
+    found: list[tuple[float, Mix]] = field(default_factory=list)
+    best: float = 0.0
+    _seen: set[object] = field(default_factory=set)
+    _known: dict[bytes, Column] = field(default_factory=dict)
+    _left: int = 0
+
+    def __post_init__(self) -> None:
+        launches = self.task.problem.unit.num_launches
+        self._left = max(LEAST, min(MOST, round((BUDGET_LAUNCHES / launches) ** 2)))
+
+    def look(self, mix: Mix) -> float:
+        """The quick figure of a mix; 0 where it could not win, is known or does not fit."""
+        counts = slot_counts(mix, self.task.slots)
+        key = (
+            frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
+            not mix.slots and mix.shares,
+        )
+        if key in self._seen or mix.rate_per_s < self.best or sum(mix.slots) > self.task.slots:
+            return 0.0
+        self._seen.add(key)
+        if self.task.is_served and is_filled(self.task, mix):
+            return 0.0
+        if not self.task.fits_with(mix.columns, counts):
+            return 0.0
+        self._left -= 1
+        figure = mix.rate_per_s if self.glance is None else self.glance(mix)
+        self.found.append((figure, mix))
+        self.best = max(self.best, figure)
+        return figure
+
+    def finalists(self) -> tuple[Mix, ...]:
+        """The few that deserve a full simulation."""
+        ordered = sorted(self.found, key=lambda x: -x[0])
+        return tuple(mix for _, mix in ordered[: NUM_FINALISTS[self.task.is_large]])
+
+    def climb(self) -> None:
+        """Moves from the best team that was not moved from, until the budget is spent or nothing is left."""
+        self._look_at_singles()
+        moved: set[TeamKey] = set()
+        while self._left > 0:
+            teams = ((figure, self._team(mix)) for figure, mix in self.found)
+            left = [(figure, team) for figure, team in teams if _key(team) not in moved]
+            if not left:
+                return
+            team = max(left, key=lambda x: x[0])[1]
+            moved.add(_key(team))
+            self._splice(team)
+            for moves in self._moves(team):
+                num = 0
+                for other in moves:
+                    num += self.look(self._mix(other)) > 0.0
+                    if num == NUM_MOVES or self._left <= 0:
+                        break
+
+    def _look_at_singles(self) -> None:
+        columns = self.task.columns
+        for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
+            for column in sorted(columns, key=key)[:NUM_SINGLE]:
+                held = self.task.held_by(column)
+                if held is not None and self._left > 0:
+                    self.look(held)
+
+    # Teams.
+
+    def _team(self, mix: Mix) -> Counter[Column]:
+        """As many lanes as there are microbatches, those with most requests."""
+        columns = [self._canonical(c) for c in mix.columns]
+        counts: Counter[Column] = Counter()
+        share: Counter[Column] = Counter()
+        for column, num, part in zip(columns, slot_counts(mix, self.task.slots), mix.shares, strict=True):
+            counts[column] += num
+            share[column] += part  # type: ignore[assignment]
+        while sum(counts.values()) > self.task.slots:
+            counts -= Counter([min(counts, key=lambda c: share[c])])
+        return counts
+
+    def _canonical(self, column: Column) -> Column:
+        """One object for every placement."""
+        return self._known.setdefault(column.key, column)
+
+    def _mix(self, team: Counter[Column]) -> Mix:
+        """With the shares that balance its placements by busy time, none of them left out."""
+        columns = tuple(team)
+        rates = throughput.master(self.task.pool, list(columns)).rates
+        shares = np.maximum(rates / rates.sum(), LEAST_SHARE)
+        return Mix(columns, tuple((shares / shares.sum()).tolist()), tuple(team.values()))
+
+    def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
+        """What one move gives, best first by one rough figure after the other."""
+        columns = [self._canonical(c) for c in self.task.columns]
+        busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
+        is_whole = [int(c.labels.min()) == int(c.labels.max()) for c in columns]
+        alike: list[tuple[float, Counter[Column]]] = []
+        balanced: list[tuple[float, Counter[Column]]] = []
+        filled: list[tuple[float, Counter[Column]]] = []
+        is_full = sum(team.values()) >= self.task.slots
+        for given_up in (*team, *(() if is_full else (None,))):
+            kept = team if given_up is None else team - Counter([given_up])
+            own = sum(n / c.path_us for c, n in kept.items())
+            base = sum((n / c.path_us * c.busy_us for c, n in kept.items()), np.zeros(busy.shape[1]))
+            slowed = (own + 1 / path) / np.maximum(1.0, (base + busy / path[:, None]).max(axis=1))
+            even = self._balanced(kept, own, base, busy, path)
+            for figures, found in ((slowed, alike), (even, balanced)):
+                best = np.argsort(-figures, kind="stable")[: 4 * NUM_MOVES].tolist()
+                found += [(float(figures[i]), kept + Counter([columns[i]])) for i in best]
+            filled += [
+                (float(slowed[i]), kept + Counter([columns[i]])) for i, whole in enumerate(is_whole) if whole
+            ]
+            if kept:
+                alike.append((own / max(1.0, float(base.max())), kept))
+        for listed in (filled, balanced, alike):
+            yield [team for _, team in sorted(listed, key=lambda x: -x[0])]
+
+    def _balanced(
+        self, kept: Counter[Column], own: float, base: Floats, busy: Floats, path: Floats
+    ) -> Floats:
+        """Requests per microsecond at the shares that keep the busiest device or link least busy."""
+        if not kept:
+            return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.slots / path))
+        best = np.zeros(len(path))
+        for share in SHARES:
+            period = ((1 - share) * base / own + share * busy).max(axis=1)
+            taken = (1 - share) * sum(kept.values()) / own + share * path
+            best = np.maximum(best, np.minimum(1.0 / period, self.task.slots / taken))
+        return best
+
+    def _splice(self, team: Counter[Column]) -> None:
+        """Gives the pool what can be joined from two placements of a team, or one and a whole device."""
+        main = sorted(team, key=lambda c: -team[c])[:2]
+        for column in main:
+            problem = self.task.problems[column.variant]
+            others = [c for c in main if c.variant == column.variant and c is not column]
+            whole = [np.full(problem.num_nodes, d, dtype=np.int64) for d in range(problem.num_devices)]
+            for labels in (*(c.labels for c in others), *whole):
+                for spliced in _by_step(problem, column.labels, labels):
+                    self.task.add(column.variant, spliced)
+            for other in others:
+                for spliced in _by_layer(self.task, problem, column.labels, other.labels):
+                    self.task.add(column.variant, spliced)
+
+
+def _key(team: Counter[Column]) -> TeamKey:
+    return tuple(sorted((c.key, n) for c, n in team.items()))
+
+
+def _by_step(problem: Problem, one: Ints, other: Ints) -> Iterator[Ints]:
+    """One step from one placement, the rest from another."""
+    for nodes in problem.node_of if len(problem.node_of) > 1 else ():
+        spliced = other.copy()
+        spliced[nodes] = one[nodes]
+        yield spliced
+        spliced = one.copy()
+        spliced[nodes] = other[nodes]
+        yield spliced
+
+
+def _by_layer(task: Task, problem: Problem, first: Ints, second: Ints) -> Iterator[Ints]:
+    """The first layers from one placement, the rest from another, so that devices are evenly busy."""
+    found = task.layer_of_node
+    rank, num = (np.arange(problem.num_nodes), problem.num_nodes) if found is None else found
+    if len(rank) == problem.num_nodes:
+        for cut in _even_cuts(problem, rank, num, first, second):
+            yield np.where(rank < cut, first, second)
+
+
+def _even_cuts(problem: Problem, rank: Ints, num: int, first: Ints, second: Ints) -> Sequence[int]:
+    done, left = np.zeros((num, problem.num_devices)), np.zeros((num, problem.num_devices))
+    nodes = np.arange(problem.num_nodes)
+    np.add.at(done, (rank, first), problem.load_us[nodes, first])
+    np.add.at(left, (rank, second), problem.load_us[nodes, second])
+    # Cut c: ranks below c from the first, the others from the second.
+    busy: Floats = np.cumsum(done, axis=0)[:-1] + left.sum(axis=0) - np.cumsum(left, axis=0)[:-1]
+    return [int(c) + 1 for c in np.argsort(busy.max(axis=1), kind="stable")[:NUM_CUTS]]

@@ -1,0 +1,133 @@
+"""What is proposed for judgement."""
+
+import numpy as np
+
+from plan_factories import MiB, layered_case
+from tessera import ir
+from tessera.plan.judge import Judge
+from tessera.plan.lanes import slot_counts
+from tessera.plan.policies import Task
+from tessera.plan.problem import Mix, build
+from tessera.plan.search import (
+    MOST,
+    NUM_FINALISTS,
+    NUM_SINGLE,
+    _by_layer,
+    _by_step,
+    is_filled,
+    throughput_mixes,
+)
+from tessera.simulate import SteadyRates
+
+
+def test_without_a_judge_only_the_optimum_is_proposed() -> None:
+    """Nothing else can win by busy time."""
+    task = Task(build(*layered_case()), 4, is_judged=False)
+
+    assert (task.free.mix,) == throughput_mixes(task)
+
+
+def judged_task() -> Task:
+    """A task whose search looks at simulated rates."""
+    task = Task(build(*layered_case()), 4, is_judged=True)
+    rates = SteadyRates()
+    task.glance = Judge(task, ir.Objective.THROUGHPUT, "throughput", rates, rates.glance).quick_rate
+    return task
+
+
+def test_finalists_differ_and_move_less_than_the_optimum_by_busy_time() -> None:
+    """The search leaves few candidates, all different, with fewer transfers where that simulates better."""
+    task = judged_task()
+    mixes = throughput_mixes(task)
+    keys = {
+        tuple(sorted((c.key, round(s, 6)) for c, s in zip(m.columns, m.shares, strict=True))) for m in mixes
+    }
+
+    assert 0 < len(mixes) == len(keys) <= NUM_FINALISTS[0]
+    assert min(m.num_messages for m in mixes) < task.free.mix.num_messages
+
+
+def test_finalists_simulate_better_than_the_optimum_by_busy_time() -> None:
+    """Busy time alone would have chosen a plan that few requests in flight cannot keep up."""
+    task = judged_task()
+    assert task.glance is not None
+
+    best = max(task.glance(mix) for mix in throughput_mixes(task))
+
+    assert best > 1.02 * task.glance(task.free.mix)
+
+
+def test_every_candidate_fits() -> None:
+    """Memory is a constraint on candidates, not an afterthought."""
+    per_layer = 4 * 16 * MiB + (1 + 3) * 8 * MiB
+    temporary = 4 * 24 * MiB
+    memory = [n * per_layer + temporary for n in (3, 2)]
+    task = Task(build(*layered_case(4, memory=memory)), 4, is_judged=True)
+
+    assert task.pool.is_tight
+    for mix in throughput_mixes(task):
+        assert task.problem.fits(mix.columns, slot_counts(mix, 4))
+
+
+def climbed() -> tuple[Task, list[Mix]]:
+    """A task, and every mix that its search simulated."""
+    task = judged_task()
+    seen: list[Mix] = []
+    quick = task.glance
+    assert quick is not None
+    task.glance = lambda mix: (seen.append(mix), quick(mix))[1]  # type: ignore[func-returns-value]
+    throughput_mixes(task)
+    return task, seen
+
+
+def test_no_more_is_simulated_than_the_budget_allows() -> None:
+    """The same mix is never looked at twice."""
+    _, seen = climbed()
+    keys = [
+        (frozenset(zip((c.key for c in m.columns), slot_counts(m, 4), strict=True)), not m.slots and m.shares)
+        for m in seen
+    ]
+
+    assert len(keys) == len(set(keys))
+    assert len(seen) <= MOST + NUM_SINGLE
+
+
+def test_teams_have_no_more_microbatches_than_slots() -> None:
+    """Slots are at most."""
+    _, seen = climbed()
+
+    assert any(m.slots for m in seen)
+    assert all(sum(m.slots) <= 4 for m in seen)
+
+
+def test_a_microbatch_that_stays_on_a_device_is_tried_beside_divided_ones() -> None:
+    """It fills what the others leave free there."""
+    task, seen = climbed()
+
+    assert any(is_filled(task, mix) for mix in seen)
+
+
+def test_where_slots_decode_for_ever_none_lives_on_what_others_leave() -> None:
+    """Candidates of a service mix no placement that stays on a device with divided ones."""
+    task = judged_task()
+    task.is_served = True
+
+    assert not any(is_filled(task, mix) for mix in throughput_mixes(task))
+
+
+def test_a_splice_takes_its_layers_or_a_step_from_two_placements() -> None:
+    """Up to some layer, or in one step, they follow one; elsewhere another."""
+    task = judged_task()
+    one, other = (np.full(task.problem.num_nodes, d, dtype=np.int64) for d in (0, 1))
+    layers = task.layer_of_node
+    assert layers is not None
+
+    by_layer = [x.tolist() for x in _by_layer(task, task.problem, one, other)]
+    by_step = [x.tolist() for x in _by_step(task.problem, one, other)]
+
+    assert by_layer
+    assert all(
+        x in [np.where(layers[0] < cut, 0, 1).tolist() for cut in range(1, layers[1])] for x in by_layer
+    )
+    assert all({0, 1} == set(x) for x in by_step)
+    assert 2 * len(task.problem.node_of) == len(by_step)
