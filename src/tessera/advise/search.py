@@ -6,8 +6,8 @@ is priced on every GPU that has a rent. Then, from what is known at once to what
   apart      every basket of GPUs, each serving requests of its own at its own best batch: sums of times that
              are known, so all baskets are looked at. The cheapest is an answer before anything is planned
   together   baskets cheaper than that, in which GPUs share the launches of a request. Those that cannot carry
-             the rate even with free transfers are discarded, the others planned as `tessera plan MODEL` does,
-             cheapest first, while there is time
+             the rate even with free transfers are discarded, the others (pairs, unless nothing is known yet)
+             planned as `tessera plan MODEL` does, cheapest first, while there is time
 
 So the advice is never dearer than the cheapest card, or set of cards, that carries the load by itself, at the
 same limits of memory and latency. All figures are modelled. Not modelled: prompts of unlike lengths, and
@@ -29,10 +29,12 @@ from tessera.plan import BATCHES, LoadPlan, PlanConfig, Target
 from tessera.plan.rent import Basket, baskets, shortest_us
 from tessera.profile import estimate, gpu, make_cluster, parse_devices
 
-# Seconds after which no further basket is planned.
-SEARCH_S = 20.0
+# Seconds after which no further basket is planned; where nothing carries the load yet, the longer.
+SEARCH_S, LONGEST_S = 20.0, 120.0
+# Cards that are planned together while sets that carry the load apart are known: more take too long.
+MAX_TOGETHER = 2
 # Batches at which one basket is planned.
-MAX_BATCHES = 2
+MAX_BATCHES = 1
 # Plans after which a basket is passed over that would have to come nearer to its limit, by a twentieth, than
 # any before it.
 NUM_LEARNED, CHANCE = 2, 1.05
@@ -120,7 +122,9 @@ class _Search:
             if len(basket.gpus) < 2 or not (promising := self._promising(basket)):
                 continue
             now = time.perf_counter()
-            if now + taken - began > SEARCH_S and (sure or self.choices):
+            has_one = bool(sure or self.choices)
+            is_late = now + taken - began > (SEARCH_S if has_one else LONGEST_S)
+            if is_late or (has_one and len(basket.gpus) > MAX_TOGETHER):
                 self.num_left += 1
                 continue
             self._try(basket, promising)
@@ -135,7 +139,7 @@ class _Search:
         """Why there may be something cheaper; empty if there is no such reason."""
         if not self.num_left:
             return ""
-        return f"{self.num_left} cheaper sets that might carry it together were not planned for lack of time"
+        return f"{self.num_left} cheaper sets that might carry it together were not planned, for lack of time"
 
     def _sure(self, listed: Sequence[Basket]) -> list[tuple[float, Basket]]:
         """(requests per second, basket) of the cheapest baskets that carry the load each card by itself."""

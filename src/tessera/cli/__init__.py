@@ -16,6 +16,7 @@ from tessera.cli import (
     advise,
     analyze,
     bench,
+    calibrate,
     capture,
     demo,
     doctor,
@@ -43,6 +44,7 @@ app.command()(capture.capture)
 app.command()(analyze.analyze)
 app.command()(verify.verify)
 app.command()(profile.profile)
+app.command()(calibrate.calibrate)
 app.command()(plan.plan)
 app.command()(advise.advise)
 app.command()(run.run)

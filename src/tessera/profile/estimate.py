@@ -2,7 +2,8 @@
 
 Each launch is reduced to its work (class, dtype, operations, bytes, shape); equal work is priced once a GPU,
 by the best source present: a public measured table where one is installed and covers the launch, else the
-model fitted to that GPU, else the class model. Launches that make only empty tensors are priced at the floor
+model fitted to that GPU, else the class model; a calibration of the GPU, where there is one, corrects them.
+Launches that make only empty tensors are priced at the floor
 of their class, since on a GPU they still pass through the queue; operators that start no kernel (allocations,
 views) take no time of the device.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from tessera.errors import TesseraError
 from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Trace, View, verify
+from tessera.profile.calibration import calibration_of
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
 from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
@@ -46,7 +48,9 @@ def price_works(
     if tables is not None:
         measured = tables.price_many(works, gpu_name)
         found = [table or model for table, model in zip(measured, found, strict=True)]
-    return apply_walks(works, found, gpu_name, walks)
+    priced = apply_walks(works, found, gpu_name, walks)
+    known = calibration_of(gpu_name) if walks is None else None
+    return priced if known is None else [known.applied(*pair) for pair in zip(works, priced, strict=True)]
 
 
 def _resolved(tables: Tables | bool) -> Tables | None:

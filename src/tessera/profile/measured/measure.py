@@ -90,9 +90,13 @@ def measure(
     open_store: Callable[[Machine], Store],
     advance: Advance = lambda what: None,
     enough: Enough | None = None,
+    only: frozenset[int] | None = None,
 ) -> Measured:
-    """Times what the store lacks; raises DeviceLost if the device stops, with all before it stored."""
-    session = _Session(trace, device, timer, open_store, advance, enough or until())
+    """Times what the store lacks; raises DeviceLost if the device stops, with all before it stored.
+
+    `only`: launches that are timed, with those like them; the step as a whole is not.
+    """
+    session = _Session(trace, device, timer, open_store, advance, enough or until(), only)
     return session.measure()
 
 
@@ -112,9 +116,10 @@ class _Session:
         open_store: Callable[[Machine], Store],
         advance: Advance,
         enough: Enough,
+        only: frozenset[int] | None,
     ) -> None:
         self._trace, self._device, self._timer, self._advance = trace, device, timer, advance
-        self._enough = enough
+        self._enough, self._only = enough, only
         self._machine = Machine(timer.identity(), timer.clock_mhz())
         self._store = open_store(self._machine)
         self._groups = distinct(trace, timer.cache_bytes)
@@ -123,7 +128,7 @@ class _Session:
 
     def measure(self) -> Measured:
         """Visits the launches in program order, then the whole step."""
-        whole, why = self._whole()
+        whole, why = self._whole() if self._only is None else (None, ())
         todo = {g.launches[0]: g for g in self._groups if self._is_wanted(g)}
         last = max(todo, default=-1)
         for index in range(last + 1):
@@ -147,6 +152,8 @@ class _Session:
         launch = self._trace.launches[group.launches[0]]
         starts_none = class_of(self._trace.kernels[launch.kernel]) is OpClass.ALLOCATION
         known = self._store.launch(group.key) or self._store.failure(group.key)
+        if self._only is not None and self._only.isdisjoint(group.launches):
+            return False
         return known is None and not starts_none and not is_zero_size(launch)
 
     def _time(self, group: Distinct) -> None:

@@ -1,0 +1,149 @@
+"""tessera calibrate: the few launches that reduce a plan's error most, measured on a card of this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tessera.cli.measuring import Keeping, keeping
+from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.errors import TesseraError
+from tessera.ir import Cost, Device, Source, Step, Trace
+
+if TYPE_CHECKING:
+    from tessera.profile.calibration import Row
+
+# (kind of step, batch, context) that are measured, and the model they are of where none is named.
+STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
+SMALL_STEPS = (("decode", 2, 64), ("prefill", 2, 64))
+MODEL, SMALL_MODEL = "llama-3-8b", "tiny-llama"
+# A CPU has no model of its own: its launches are compared with this GPU's.
+YARDSTICK = "a100"
+
+
+def calibrate(
+    device: Annotated[str, typer.Argument(help="A device of this machine: cuda:0 or cpu.")],
+    model: Annotated[
+        str, typer.Option(help="Whose launches are measured.", show_default="llama-3-8b; on a CPU tiny-llama")
+    ] = "",
+    num: Annotated[int, typer.Option("--launches", help="How many launches are measured at most.")] = 36,
+    store: Annotated[
+        Path | None, typer.Option(help="Where measurements are kept between commands.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the launches that reduce a plan's error most, and price this kind of card by them from now on.
+
+    A launch that was measured is priced at its time, others of its class by the ratio of measured to
+    modelled.
+    """
+    from tessera.profile import parse_devices
+    from tessera.profile.measured import needs_measuring
+
+    if num < 1:
+        raise TesseraError(f"{num} launches calibrate nothing", "Measure a few dozen.", "--launches")
+    found = parse_devices(device)
+    if len(found) != 1 or not needs_measuring(found[0]) or found[0].num_sms:
+        raise TesseraError(f"'{device}' is no whole device of this machine", "Name cuda:0 or cpu.", "DEVICE")
+    document = _calibrated(found[0], model, num, keeping(store, "any"))
+    if as_json:
+        print_json(document)
+        return
+    out = console()
+    out.print(
+        f"{document['measured']} launches measured, {document['share']:.0%} of the time of "
+        f"{document['steps']}: they were priced to ±{document['error_before']:.0%}, and are to "
+        f"±{document['error_after']:.0%} now.",
+        markup=False,
+    )
+    for op, ratio in document["ratios"].items():
+        out.print(f"{op}: {ratio:.2f} of the model", markup=False)
+    out.print(f"{document['output']}: written; plans for {document['gpu']} use it from now on", markup=False)
+
+
+def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str, Any]:
+    from tessera.profile import calibration, works
+    from tessera.profile.estimate import price_works
+
+    is_cpu = not device.name.startswith("cuda")
+    gpu_name = device.gpu or ("cpu" if is_cpu else "")
+    if not gpu_name:
+        raise TesseraError(
+            f"no model knows {device.name}", "Measure traces with `tessera profile`.", "DEVICE"
+        )
+    traces = _traces(device, model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
+    priced_as = YARDSTICK if is_cpu else gpu_name
+    path = calibration.folder() / f"{gpu_name}.json"
+    path.unlink(missing_ok=True)  # prices below are the models', not those of an earlier calibration
+    calibration.calibration_of.cache_clear()
+    counted = [works(trace) for trace in traces]
+    costs = [price_works(listed, priced_as, None) for listed in counted]
+    every = [work for listed in counted for work in listed]
+    before = [cost for listed in costs for cost in listed]
+    wanted = frozenset(calibration.chosen(every, before, num))
+    modelled = dict(zip(every, before, strict=True))
+    rows: dict[Any, Row] = {}
+    about: dict[str, str] = {}
+    for trace, listed in zip(traces, counted, strict=True):
+        only = frozenset(i for i, work in enumerate(listed) if work in wanted)
+        measured = _measured(trace, device, kept, only)
+        about = dict(measured.machine.identity)
+        for work, timing in zip(listed, measured.timings, strict=True):
+            if timing is not None and work in wanted:
+                rows[work] = calibration.Row(work, timing.us, modelled[work].us)
+    if not rows:
+        raise TesseraError(f"no launch could be timed on {device.name}", "See `tessera profile --devices`.")
+    made = calibration.Calibration(gpu_name, about, tuple(rows.values()))
+    calibration.save(made, path)
+    after = [made.applied(*pair) for pair in zip(every, before, strict=True)]
+    steps = " and ".join(f"{t.step.kind} of {t.step.model} at batch {t.step.batch}" for t in traces)
+    return {
+        "gpu": gpu_name,
+        "measured": len(rows),
+        "steps": steps,
+        "share": _share(after),
+        "error_before": calibration.step_error(every, before),
+        "error_after": calibration.step_error(every, after),
+        "ratios": _ratios(rows.values()),
+        "output": str(path),
+    }
+
+
+def _traces(device: Device, model: str, is_small: bool) -> list[Trace]:
+    with progress("importing torch", 1 + len(STEPS)) as advance:
+        from tessera.capture import place_of, record_step
+        from tessera.capture.models import steps_of_model
+
+        place, kinds, found = place_of(model), steps_of_model(model), []
+        for kind, batch, context in SMALL_STEPS if is_small else STEPS:
+            if kind in kinds:
+                advance(f"recording {kind}")
+                found.append(record_step(Step(place, kind, batch, context), "cpu" if is_small else "fake"))
+        if not found:
+            advance(f"recording {kinds[0]}")
+            found.append(record_step(Step(place, kinds[0], 1, 1024), "cpu" if is_small else "fake"))
+        return found
+
+
+def _measured(trace: Trace, device: Device, kept: Keeping, only: frozenset[int]) -> Any:
+    from tessera.flow import make_timer
+    from tessera.profile.measured import measure
+
+    timer = make_timer(trace, device)
+    with progress(f"measuring {trace.step.kind} on {device.name}", 1 + len(only)) as advance:
+        return measure(trace, device, timer, kept.open, advance, only=only)
+
+
+def _share(costs: list[Cost]) -> float:
+    """Of the time, in launches that were measured."""
+    measured = sum(cost.us for cost in costs if cost.source is Source.MEASURED)
+    return measured / sum(cost.us for cost in costs)
+
+
+def _ratios(rows: Any) -> dict[str, float]:
+    """Class -> measured time over modelled, of all its measured launches together."""
+    sums: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        us, modelled = sums.get(row.work.op.value, (0.0, 0.0))
+        sums[row.work.op.value] = us + row.us, modelled + row.modelled_us
+    return {op: us / modelled for op, (us, modelled) in sorted(sums.items()) if modelled > 0}
