@@ -15,6 +15,7 @@ others.
 import contextlib
 import functools
 import hmac
+import importlib.metadata
 import ipaddress
 import os
 import socket
@@ -26,8 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from tessera import __version__
-from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages
 from tessera.execute.messages import Hello
 from tessera.ir.files import FORMAT_VERSION
@@ -238,7 +238,10 @@ def has_hung_up(link: socket.socket) -> bool:
 @functools.cache
 def own_version() -> str:
     """Of this Tessera and its artifacts; workers with another one are sent away."""
-    return f"{__version__} (format {FORMAT_VERSION})"
+    try:
+        return f"{importlib.metadata.version(DISTRIBUTION)} (format {FORMAT_VERSION})"
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return f"source (format {FORMAT_VERSION})"
 
 
 def check_secret(host: str, secret: bytes | None) -> bytes:
