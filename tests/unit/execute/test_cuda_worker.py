@@ -161,7 +161,7 @@ def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.Mon
             over.set()
             thread.join()
         assert [0] == refused
-        assert result.restarts == 1
+        assert result.restarts in (1, 2)  # two if it is begun anew before the peer is cut off
         assert is_right(0, result)
 
 
