@@ -8,7 +8,7 @@ Each kernel has its own numbers: `chain` is how many cycles one block takes for 
 SM, `wave` how many a key takes when blocks share one. Few blocks leave SMs idle: kernels that split the keys
 then give every SM a part (`splits`), the others wait for the longest block. `floor`, `reach` and `tail` are
 ratios to the GPU's own fitted t0, em and row_us of decode attention, which are of serving stacks' kernels; on
-other GPUs than the one that was measured no kernel is taken to reach more than those rows do.
+other chips than the one that was measured no kernel is taken to reach more than those rows do.
 
 `streams.json` is made by scripts/fit_streams.py from launches timed on one GPU.
 """
@@ -73,7 +73,7 @@ def stream_of(work: Work, streams: Streams) -> Stream | None:
     return next((streams.kernels[name] for name in named if name in streams.kernels), None)
 
 
-def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_measured: bool) -> float:
+def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_chip: bool) -> float:
     """The time of one launch; `params` are the GPU's own of decode attention."""
     batch, _, num_keys, _, kv_heads, width = work.shape[:6]
     per_us, blocks = clock_ghz(spec) * 1e3, batch * kv_heads
@@ -82,7 +82,7 @@ def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_measur
         # Every SM gets a part of some block's keys.
         parts = max(1, min(spec.num_sms // blocks, num_keys // SPLIT_KEYS))
         blocks, keys = blocks * parts, keys / parts
-    reach = stream.reach if is_measured else min(1.0, stream.reach)
+    reach = stream.reach if is_same_chip else min(1.0, stream.reach)
     memory = work.num_bytes / (spec.memory_gbps * min(MOST, params.em * reach) * 1e3)
     waves = math.ceil(blocks / spec.num_sms)
     serial = keys * max(stream.chain, stream.wave * waves) / per_us

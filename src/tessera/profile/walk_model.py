@@ -127,7 +127,8 @@ def _streamed(work: Work, cost: Cost, spec: Gpu, stream: Stream) -> Cost:
     """By the kernel's own model; where a table has the GPU's times, by their ratio to the fitted ones."""
     params, here = model_of(work, spec).params, spec.name == fitted_streams().gpu
     fitted = float(predict(params, loads_of([work]), peaks_of(spec, work.dtype))[0])
-    us = streamed_us(stream, work, spec, params, here) * cost.us / fitted
+    is_same_chip = spec.chip == gpu(fitted_streams().gpu).chip
+    us = streamed_us(stream, work, spec, params, is_same_chip) * cost.us / fitted
     added = 0.0 if here else OTHER_GPU_ERROR
     rel_error = stream.rel_error if here else math.hypot(cost.rel_error, stream.rel_error, added)
     kernel = next(term for term, _ in work.walk)
