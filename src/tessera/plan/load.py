@@ -195,7 +195,9 @@ class _Search:
             keeping = [(o, make) for o, make in listed if o.keeps(self.target)]
             if keeping:
                 best[name] = max(keeping, key=lambda x: x[0].tokens_per_s)
-        planned = self._planned(max((o.tokens_per_s for o, _ in best.values()), default=0.0), advance)
+        planned = self._planned(
+            max((o for o, _ in best.values()), key=lambda o: o.tokens_per_s, default=None), advance
+        )
         everything = [*planned, *best.values()]
         if not everything:
             raise self._too_slow()
@@ -271,16 +273,18 @@ class _Search:
     # The plan.
 
     def _planned(
-        self, floor: float, advance: Callable[[str], None]
+        self, floor: Option | None, advance: Callable[[str], None]
     ) -> list[tuple[Option, Callable[[], ir.Plan]]]:
-        """Kernel-level plans at the points of the highest hopes, until none of those left could be better."""
+        """Kernel-level plans where hopes are highest and where the best baseline is."""
         drafts = [(self._draft(point)[0], point) for point in self.points.values()]
         near = {p: draft.tokens_per_s for draft, p in drafts if draft is not None and self._is_near(draft)}
         by_draft, points = sorted(near, key=lambda p: -near[p]), list(near)
         by_hope = sorted(points, key=lambda p: -self._draft(p)[1])
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
-        best = floor
-        for point in dict.fromkeys(chain(*zip(by_hope, by_draft, strict=True))):
+        best = floor.tokens_per_s if floor else 0.0
+        best_coarse = self.points.get((max(floor.batch.values()), floor.microbatches)) if floor else None
+        first = [best_coarse] if best_coarse in near else []
+        for point in dict.fromkeys(chain(first, *zip(by_hope, by_draft, strict=True))):
             if len(found) == MAX_PLANNED or max(self._draft(point)[1], near[point] * PLANNING_GAIN) <= best:
                 break
             advance(f"planning batch {point.variant.batch}, {point.task.slots} microbatches")
