@@ -4,12 +4,11 @@ The clock: devices run their launches in trace order, one at a time; a value arr
 bandwidth after its producer ends; links do not queue. A step's runs follow one another, and state that
 changes its home crosses between them, one latency and all its bytes per link.
 
-Every step alone is placed in stretches between its gates (`latency_gates`), then by a front of schedules
-(`latency_front`); both also prove a bound, and are exact where the fronts stay within their width, as on
-chains and on most models. Graphs that no launch separates, on devices of many kinds, are where plan and bound
-stay apart most. The steps are then joined, with state moving freely, at its price, or hardly at all. `solve`
-takes the best of these and of other starts (each device alone, a greedy earliest finish, cuts where the bound
-is not met), improved by local search.
+Every step alone is placed by a front of schedules (`latency_front`), which also proves a bound, and is exact
+where it stays within its width, as on chains and on most models. Graphs that no launch separates, on devices
+of many kinds, are where plan and bound stay apart most. The steps are then joined, with state moving freely,
+at its price, or hardly at all. `solve` takes the best of these and of other starts (each device alone, a
+greedy earliest finish, cuts where the bound is not met), improved by local search.
 
 The bound is the sum of the steps' own, with what the moving of state adds at least (`latency_moves`); it
 leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a

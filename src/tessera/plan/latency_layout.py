@@ -242,6 +242,14 @@ class _Followed:
         return tuple(readers[i] for i in kept.tolist())
 
 
+def tails_of(work: Work) -> Floats:
+    """[launch, device]: from the launch's start there to the end, no placement takes less."""
+    tails = np.array(work.cost_us)
+    for launch in range(len(tails) - 1, -1, -1):
+        tails[launch] += after_us(work.outline, tails, launch)
+    return tails
+
+
 def after_us(outline: Outline, tails: Floats, launch: int) -> Floats:
     """[..., device]: what follows the launch's end, at least; `tails` are [launch, ..., device]."""
     after = np.zeros(tails.shape[1:])
