@@ -28,6 +28,7 @@ def test_a_model_by_name_is_planned_with_what_it_is_compared_with(
     best = max(x["tokens_per_s"] for x in found["baselines"].values())
     assert found["ratio_to_best_baseline"] == pytest.approx(found["tokens_per_s"] / best)
     assert found["ratio_to_best_baseline"] >= 1.0
+    assert found["policy"] in {"throughput", *found["baselines"]}
     assert found["frontier"]
 
 

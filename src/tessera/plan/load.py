@@ -155,7 +155,7 @@ class _Search:
             except PlanInfeasible as error:
                 self._refused = self._refused or error
                 return False
-            judge = Judge(task, ir.Objective.THROUGHPUT, "plan", simulate, glance)
+            judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, glance)
             self.points[variant.batch, slots] = _Point(variant, task, judge)
         return True
 
@@ -198,7 +198,7 @@ class _Search:
         planned = self._planned(
             max((o for o, _ in best.values()), key=lambda o: o.tokens_per_s, default=None), advance
         )
-        everything = [*planned, *best.values()]
+        everything = [*best.values(), *planned]  # of equals, the coarser
         if not everything:
             raise self._too_slow()
         chosen, make = max(everything, key=lambda x: x[0].tokens_per_s)

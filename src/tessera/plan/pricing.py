@@ -20,7 +20,6 @@ import numpy as np
 
 from tessera.plan.cut import Network, network
 from tessera.plan.elimination import Elimination, elimination
-from tessera.plan.forest import Forest, forest
 from tessera.plan.problem import Floats, Holdings, Ints, Labels, Problem
 
 MAX_SWEEPS = 6
@@ -90,8 +89,6 @@ class Pricer:
             own = bill.own
         if prob.num_devices == 2:
             return self._by_cut(bill)
-        if prices.memory is None and self._forest is not None:
-            return Priced(*self._forest.solve(own, move))
         if prices.memory is not None:
             return self._by_swaps(bill, starts, float(own.min(axis=1).sum()))
         found, bound = self._elimination.solve(own, move)
@@ -102,10 +99,6 @@ class Pricer:
     @cached_property
     def _elimination(self) -> Elimination:
         return elimination(self.problem.num_nodes, self.problem.num_devices, self.problem.values)
-
-    @cached_property
-    def _forest(self) -> Forest | None:
-        return forest(self.problem.num_nodes, self.problem.values)
 
     def _by_cut(self, bill: Bill) -> Priced:
         with_memory = bill.memory is not None
