@@ -12,10 +12,12 @@ below a baseline. Under the latency objective candidates are compared by one req
 `latency_us` is one request alone on an idle system: the mean over lanes, weighted by their shares.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
+from tessera.plan.cells import cell_mixes
 from tessera.plan.judge import SLOTS_SHOWN, Judge, Simulate
 from tessera.plan.policies import COARSE, PLANNERS, Task
 from tessera.plan.problem import Mix, build
@@ -134,6 +136,7 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
         wishes = " with these wishes" if config.wishes else ""
         raise PlanInfeasible(f"the policy '{name}' does not apply to this work{wishes}", _remedy(name))
     others = [m for m in coarse.values() if m is not None]
+    others += _cells(task, judge, config)
     if name == config.objective.value and config.objective is not ir.Objective.LATENCY:
         chosen = judge.simplest(mixes, others)
     else:
@@ -142,6 +145,33 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_slots)
     ir.verify(plan)
     return Solution(plan, task, chosen, (*others, *mixes))
+
+
+def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
+    """Plans for fewer devices side by side, where devices are alike; as coarse policies, a floor."""
+    name, goal, kinds = config.policy or config.objective.value, ir.Objective.THROUGHPUT, task.pool.kinds
+    if kinds is None or name != goal.value or config.wishes or task.variants:
+        return []
+    problem = task.problem
+
+    def solve_part(devices: Sequence[int], slots: int) -> tuple[Mix, float]:
+        kept = tuple(problem.cluster.devices[d] for d in devices)
+        names = {device.name for device in kept}
+        links = tuple(x for x in problem.cluster.links if x.src in names and x.dst in names)
+        costs = tuple(
+            ir.Costs(c.trace_digest, kept, tuple(tuple(row[d] for d in devices) for row in c.costs))
+            for c in problem.costs
+        )
+        part = replace(config, slots=slots, is_served=task.is_served, shown_slots=())
+        found = work_out_at(problem.unit, costs, ir.Cluster(kept, links), part, judge.simulate, judge.glance)
+        return found.chosen, found.plan.simulated_per_s
+
+    found = []
+    for mix, rate_per_s in cell_mixes(problem, kinds.members, task.slots, solve_part):
+        if task.fits_with(mix.columns, mix.slots):
+            judge.know(mix, min(rate_per_s, mix.rate_per_s))
+            found.append(mix)
+    return found
 
 
 def _remedy(name: str) -> str:
