@@ -126,7 +126,7 @@ def test_an_unknown_model_answers_with_the_known_ones() -> None:
 
 def test_an_unknown_step_answers_with_the_models_own() -> None:
     """A Llama does not denoise."""
-    with pytest.raises(UnknownName, match="known: decode, prefill, tokens"):
+    with pytest.raises(UnknownName, match="known: call, decode, prefill, tokens"):
         build(Step("tiny-llama", "denoise", 1, 8))
 
 

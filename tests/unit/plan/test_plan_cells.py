@@ -13,7 +13,7 @@ Case = tuple[ir.WorkUnit, tuple[ir.Costs, ...], ir.Cluster]
 
 def many(first: int, second: int) -> Case:
     """So many devices of each of two kinds."""
-    unit, costs, _ = layered_case(num_layers=2)
+    unit, costs, _ = layered_case(num_layers=1)
     cluster = make_cluster(first + second)
     kinds = [0] * first + [1] * second
     prices = (
@@ -30,7 +30,12 @@ def rate(case: Case, slots: int) -> float:
     return solve(*case, config, rates, rates.glance).simulated_per_s
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 2), (4, 4), (8, 8)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(2, 2), pytest.param(4, 4, marks=SLOW), pytest.param(8, 8, marks=SLOW)]
+)
 def test_copies_of_a_pair_are_a_floor(first: int, second: int) -> None:
     """As many pairs as there are, each with its share of the slots."""
     each = 3

@@ -129,5 +129,5 @@ def test_without_ray_the_line_that_installs_it_is_said(monkeypatch: pytest.Monke
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(MissingExtra, match=r'pip install "tessera\[ray\]"'):
+    with pytest.raises(MissingExtra, match=r'pip install "tessera-gpu\[ray\]"'):
         ray_cluster.ray_module()
