@@ -73,14 +73,14 @@ def without_rare_lanes(mix: Mix) -> Mix:
     return Mix(tuple(mix.columns[i] for i in kept), tuple(mix.shares[i] / total for i in kept), slots)
 
 
-def is_filled(task: Task, mix: Mix) -> bool:
+def is_filled(task: Task, columns: Sequence[Column]) -> bool:
     """Do some microbatches stay on one device in a step that others divide? They get what those leave."""
 
     def stays(column: Column, nodes: Ints) -> bool:
         here = column.labels[nodes]
         return bool((here == here[0]).all())
 
-    return any(len({stays(c, nodes) for c in mix.columns}) > 1 for nodes in task.problem.node_of)
+    return any(len({stays(c, nodes) for c in columns}) > 1 for nodes in task.problem.node_of)
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class Search:
         if key in self._seen or mix.rate_per_s < self.best or sum(mix.slots) > self.task.slots:
             return 0.0
         self._seen.add(key)
-        if self.task.is_served and is_filled(self.task, mix):
+        if self.task.is_served and is_filled(self.task, mix.columns):
             return 0.0
         if not self.task.fits_with(mix.columns, counts):
             return 0.0
@@ -140,9 +140,19 @@ class Search:
             for moves in self._moves(team):
                 num = 0
                 for other in moves:
-                    num += self.look(self._mix(other)) > 0.0
+                    num += self._look_at_team(other) > 0.0
                     if num == NUM_MOVES or self._left <= 0:
                         break
+
+    def _look_at_team(self, team: Counter[Column]) -> float:
+        """As `look`, without a linear program for what is known or could not be used."""
+        columns, key = tuple(team), (frozenset((c.key, n) for c, n in team.items()), False)
+        if key in self._seen:
+            return 0.0
+        if self.task.is_served and is_filled(self.task, columns):
+            self._seen.add(key)
+            return 0.0
+        return self.look(self._mix(team))
 
     def _look_at_singles(self) -> None:
         columns = self.task.columns

@@ -104,7 +104,7 @@ def test_a_microbatch_that_stays_on_a_device_is_tried_beside_divided_ones() -> N
     """It fills what the others leave free there."""
     task, seen = climbed()
 
-    assert any(is_filled(task, mix) for mix in seen)
+    assert any(is_filled(task, mix.columns) for mix in seen)
 
 
 def test_where_slots_decode_for_ever_none_lives_on_what_others_leave() -> None:
@@ -112,7 +112,7 @@ def test_where_slots_decode_for_ever_none_lives_on_what_others_leave() -> None:
     task = judged_task()
     task.is_served = True
 
-    assert not any(is_filled(task, mix) for mix in throughput_mixes(task))
+    assert not any(is_filled(task, mix.columns) for mix in throughput_mixes(task))
 
 
 def test_a_splice_takes_its_layers_or_a_step_from_two_placements() -> None:
