@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from tessera.cli import _main  # noqa: E402
 
 DEVICES = "emu:a100,emu:l40s"
-# Seconds to the first answer of a start that finds nothing kept; twice what a machine takes that does nothing else.
+# Seconds to the first answer where nothing is kept: twice what a machine takes that does nothing else.
 MAX_START_S = 35.0
 COMMAND = (sys.executable, "-m", "tessera", "serve")
 
