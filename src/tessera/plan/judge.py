@@ -18,7 +18,7 @@ from tessera.plan import objectives
 from tessera.plan.lanes import slot_table
 from tessera.plan.latency import Clock
 from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Mix
+from tessera.plan.problem import Column, Mix, restricted
 from tessera.plan.robust import Sampler, robust_of
 
 # Requests per second of a plan with plan.slots in flight.
@@ -283,7 +283,7 @@ class Judge:
         if self.objective in (ir.Objective.THROUGHPUT, ir.Objective.LATENCY) or devices == whole:
             return self.task.free.bound_per_s
         if devices not in self._bounds:
-            part = objectives.restricted(prob, devices)
+            part = restricted(prob, devices)
             if part is None:
                 raise PlanInfeasible("the wishes leave a launch nowhere to run")
             self._bounds[devices] = Task(part, self.task.slots).free.bound_per_s

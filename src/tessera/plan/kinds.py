@@ -9,13 +9,12 @@ bus; with those every device is its own kind.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
 
-from tessera import ir
-from tessera.plan.problem import Floats, Ints, Labels, Problem
+from tessera.plan.problem import Floats, Ints, Labels, Problem, restricted
 
 # Ways of pairing the cards of the kinds that a placement is spread over, at most.
 MAX_WAYS = 16
@@ -82,7 +81,8 @@ def kinds_of(problem: Problem) -> Kinds | None:
     kind_of = np.zeros(num, dtype=np.int64)
     for number, kind in enumerate(members):
         kind_of[kind] = number
-    part = _restricted(problem, [kind[0] for kind in members])
+    part = restricted(problem, [kind[0] for kind in members])
+    assert part is not None, "what a device may run, one of its kind may"
     return Kinds(tuple(tuple(kind) for kind in members), kind_of, part)
 
 
@@ -98,20 +98,3 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
     wished = problem.allowed is None or bool((problem.allowed[:, a] == problem.allowed[:, b]).all())
     same = problem.memory_bytes[a] == problem.memory_bytes[b]
     return wired and wished and bool(same) and np.array_equal(problem.load_us[:, a], problem.load_us[:, b])
-
-
-def _restricted(problem: Problem, devices: list[int]) -> Problem:
-    both = np.ix_(devices, devices)
-    kept = tuple(problem.cluster.devices[d] for d in devices)
-    names = {d.name for d in kept}
-    links = tuple(x for x in problem.cluster.links if x.src in names and x.dst in names)
-    return replace(
-        problem,
-        cluster=ir.Cluster(kept, links),
-        cost_us=tuple(us[:, devices] for us in problem.cost_us),
-        load_us=problem.load_us[:, devices],
-        us_per_byte=problem.us_per_byte[both],
-        latency_us=problem.latency_us[both],
-        memory_bytes=problem.memory_bytes[devices],
-        allowed=None if problem.allowed is None else problem.allowed[:, devices],
-    )

@@ -10,7 +10,6 @@ equal devices the first are taken, whatever their links.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice, product
 
 import numpy as np
@@ -18,8 +17,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.policies import Task
-from tessera.plan.problem import Floats, Mix, Problem, spread_us
-from tessera.plan.wishes import restricted_wishes
+from tessera.plan.problem import Floats, Mix, Problem, restricted, spread_us
 
 # What a GPU that is on draws while it waits, as a share of its board power: an assumption.
 IDLE_SHARE = 0.2
@@ -152,30 +150,3 @@ def _bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float
     idle, full = _watts(problem.cluster, devices)
     least = float((load * (full - idle)).min(axis=1).sum()) + float(idle.sum()) * period_us
     return 1e6 / least
-
-
-def restricted(problem: Problem, devices: Devices) -> Problem | None:
-    """The problem on some of its devices; None if the wishes leave a node nowhere to run."""
-    at = list(devices)
-    allowed = None if problem.allowed is None else problem.allowed[:, at]
-    if allowed is not None and not allowed.any(axis=1).all():
-        return None
-    kept = tuple(problem.cluster.devices[d] for d in devices)
-    names = tuple(d.name for d in kept)
-    links = tuple(x for x in problem.cluster.links if x.src in names and x.dst in names)
-    costs = tuple(
-        ir.Costs(c.trace_digest, kept, tuple(tuple(row[d] for d in at) for row in c.costs))
-        for c in problem.costs
-    )
-    return replace(
-        problem,
-        cluster=ir.Cluster(kept, links),
-        costs=costs,
-        cost_us=tuple(us[:, at] for us in problem.cost_us),
-        load_us=problem.load_us[:, at],
-        us_per_byte=problem.us_per_byte[np.ix_(at, at)],
-        latency_us=problem.latency_us[np.ix_(at, at)],
-        memory_bytes=problem.memory_bytes[at],
-        wishes=restricted_wishes(problem.wishes, problem.cluster.names, names),
-        allowed=allowed,
-    )

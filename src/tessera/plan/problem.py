@@ -15,7 +15,7 @@ begins where it lives) and what it returns.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,7 +36,7 @@ from tessera.plan.arrays import (
 )
 from tessera.plan.check import check, check_load
 from tessera.plan.memory import Temporaries, temporaries_of
-from tessera.plan.wishes import Wish, allowed
+from tessera.plan.wishes import Wish, allowed, restricted_wishes
 
 __all__ = [
     "MESSAGE_US", "Bools", "Column", "Floats", "Holdings", "Ints", "Labels", "Mix", "Problem", "Values",
@@ -303,3 +303,30 @@ def spread_us(cost_us: Floats) -> float:
         weights = weights * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
         weights /= weights.sum()
     return best
+
+
+def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
+    """The problem on some of its devices; None if the wishes leave a node nowhere to run."""
+    at = list(devices)
+    places = None if problem.allowed is None else problem.allowed[:, at]
+    if places is not None and not places.any(axis=1).all():
+        return None
+    kept = tuple(problem.cluster.devices[d] for d in devices)
+    names = tuple(d.name for d in kept)
+    links = tuple(x for x in problem.cluster.links if x.src in names and x.dst in names)
+    costs = tuple(
+        ir.Costs(c.trace_digest, kept, tuple(tuple(row[d] for d in at) for row in c.costs))
+        for c in problem.costs
+    )
+    return replace(
+        problem,
+        cluster=ir.Cluster(kept, links),
+        costs=costs,
+        cost_us=tuple(us[:, at] for us in problem.cost_us),
+        load_us=problem.load_us[:, at],
+        us_per_byte=problem.us_per_byte[np.ix_(at, at)],
+        latency_us=problem.latency_us[np.ix_(at, at)],
+        memory_bytes=problem.memory_bytes[at],
+        wishes=restricted_wishes(problem.wishes, problem.cluster.names, names),
+        allowed=places,
+    )

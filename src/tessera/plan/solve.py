@@ -20,7 +20,7 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.cells import cell_mixes
 from tessera.plan.judge import SLOTS_SHOWN, Judge, Simulate
 from tessera.plan.policies import COARSE, PLANNERS, Task
-from tessera.plan.problem import Mix, build
+from tessera.plan.problem import Mix, build, restricted
 from tessera.plan.wishes import Wish, check_wishes
 
 __all__ = ["PlanConfig", "Simulate", "solve"]
@@ -150,20 +150,17 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
 def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
     """Plans for fewer devices side by side, where devices are alike; as coarse policies, a floor."""
     name, goal, kinds = config.policy or config.objective.value, ir.Objective.THROUGHPUT, task.pool.kinds
-    if kinds is None or name != goal.value or config.wishes or task.variants:
+    if kinds is None or name != goal.value or task.variants:
         return []
     problem = task.problem
 
     def solve_part(devices: Sequence[int], slots: int) -> tuple[Mix, float]:
-        kept = tuple(problem.cluster.devices[d] for d in devices)
-        names = {device.name for device in kept}
-        links = tuple(x for x in problem.cluster.links if x.src in names and x.dst in names)
-        costs = tuple(
-            ir.Costs(c.trace_digest, kept, tuple(tuple(row[d] for d in devices) for row in c.costs))
-            for c in problem.costs
-        )
-        part = replace(config, slots=slots, is_served=task.is_served, shown_slots=())
-        found = work_out_at(problem.unit, costs, ir.Cluster(kept, links), part, judge.simulate, judge.glance)
+        part = restricted(problem, devices)
+        if part is None:
+            raise PlanInfeasible("the wishes leave a launch nowhere to run there")
+        inner = Task(part, slots, task.is_judged, task.is_served)
+        judged = Judge(inner, goal, name, judge.simulate, judge.glance)
+        found = decide(inner, judged, replace(config, slots=slots, shown_slots=()))
         return found.chosen, found.plan.simulated_per_s
 
     found = []
