@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tessera.analyze.ptx.report import analyze_ptx
+from tessera_ptx import analyze
 
 _HEAD = """.version 8.0
 .target sm_80
@@ -123,8 +123,8 @@ def corpus_rows(paths: list[Path]) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     for path in paths:
         text = path.read_text()
-        took = seconds(lambda text=text: analyze_ptx(text))  # type: ignore[misc]
-        kernels = len(analyze_ptx(text))
+        took = seconds(lambda text=text: analyze(text))  # type: ignore[misc]
+        kernels = len(analyze(text))
         rows.append({"file": path.name, "lines": text.count("\n"), "kernels": kernels, "ms": 1e3 * took})
     return rows
 
@@ -137,7 +137,7 @@ def growth_rows() -> list[dict[str, float | str]]:
         per_line = []
         for size in (1_000, 50_000):
             text = make(size)
-            took = seconds(lambda text=text: analyze_ptx(text), 5 if size == 1_000 else 1)  # type: ignore[misc]
+            took = seconds(lambda text=text: analyze(text), 5 if size == 1_000 else 1)  # type: ignore[misc]
             per_line.append(1e6 * took / text.count("\n"))
         rows.append(
             {

@@ -22,8 +22,8 @@ import forms
 import launches
 import numpy as np
 
-from tessera.analyze.ptx.interp import InterpreterFault, Packed, rules_tensor, run
-from tessera.analyze.ptx.interp.launch import DYNAMIC_SHARED, Binding, _entry
+from tessera_ptx.interp import InterpreterFault, Packed, rules_tensor, run
+from tessera_ptx.interp.launch import DYNAMIC_SHARED, Binding, _entry
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FORM_LANES = 4096

@@ -24,12 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from tessera.analyze.ptx import Given, KernelReport, parse
-from tessera.analyze.ptx.interp import Result, run
-from tessera.analyze.ptx.interp.faults import InterpreterFault
-from tessera.analyze.ptx.launches import Launch
-from tessera.analyze.ptx.report import analyze_launch, analyze_module
-from tessera.analyze.ptx.syntax import Function, Module
+from tessera_ptx import (
+    KernelReport,
+    LaunchConfig,
+    Module,
+    ParamHints,
+    analyze_launch,
+    analyze_module,
+    parse,
+)
+from tessera_ptx.errors import InterpreterFault
+from tessera_ptx.interp import Result, run
+from tessera_ptx.syntax import Function
 
 BUFFER_BYTES = 1 << 18
 ATTEMPTS = 6
@@ -73,7 +79,7 @@ def check_file(path: Path, counts: Counter[str]) -> None:
             counts["movable"] += report.movable
             continue
         pointers = frozenset(i for i, kind in enumerate(kinds) if "*" in kind)
-        given = Given(pointers, frozenset(range(len(kinds))) - pointers)
+        given = ParamHints(pointers, frozenset(range(len(kinds))) - pointers)
         if not report.movable or any(a.param in given.numbers for a in report.accesses):
             report = analyze_launch(module, reports, report.name, given)
         counts["movable"] += report.movable
@@ -98,7 +104,7 @@ def check_kernel(
             continue
         counts["launched"] += 1
         numbers = {i: int(a) for i, a in enumerate(args) if isinstance(a, int)}
-        counts["missed"] += missed(report, Launch(grid, block, numbers), result)
+        counts["missed"] += missed(report, LaunchConfig(grid, block, numbers), result)
         for place, kind in enumerate(kinds):
             if "*" in kind:
                 access, seen = report.access(place), result.touched(place)
@@ -109,7 +115,7 @@ def check_kernel(
         return
 
 
-def missed(report: KernelReport, launch: Launch, result: Result) -> int:
+def missed(report: KernelReport, launch: LaunchConfig, result: Result) -> int:
     """How many bytes a launch touched that were not announced."""
     masks = {name: np.zeros((3, data.nbytes), bool) for name, data in result.buffers.items()}
     for access in report.accesses:

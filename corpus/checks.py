@@ -8,11 +8,8 @@ from typing import Any
 import launches
 import numpy as np
 
-from tessera.analyze.ptx.interp import Packed, Result, run
-from tessera.analyze.ptx.launches import Launch as StaticLaunch
-from tessera.analyze.ptx.parser import parse
-from tessera.analyze.ptx.report import KernelReport, analyze_module
-from tessera.analyze.ptx.syntax import Module
+from tessera_ptx import KernelReport, LaunchConfig, Module, analyze_module, parse
+from tessera_ptx.interp import Packed, Result, run
 
 HERE = Path(__file__).resolve().parent
 
@@ -125,10 +122,10 @@ def scalars_of(args: list[Any]) -> dict[int | tuple[int, int], int]:
     return found
 
 
-def static_launch(launch: launches.Launch) -> StaticLaunch:
+def static_launch(launch: launches.Launch) -> LaunchConfig:
     """A launch as the analysis wants it."""
     dims = [(*((d,) if isinstance(d, int) else d), 1, 1)[:3] for d in (launch.grid, launch.block)]
-    return StaticLaunch(dims[0], dims[1], scalars_of(launch.args))
+    return LaunchConfig(dims[0], dims[1], scalars_of(launch.args))
 
 
 def static_masks(report: KernelReport, launch: launches.Launch, result: Result) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import numpy as np
 from launches import Launch, launch, pick, shape_1d, singles
 
-from tessera.analyze.ptx.interp import Offset
+from tessera_ptx.interp import Offset
 
 
 @launch("cuda", "device_function", "device_function")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from launches import Launch, launch, pick, shape_1d, singles
 
-from tessera.analyze.ptx.interp import ByPointer, tensor_map
+from tessera_ptx.interp import ByPointer, tensor_map
 
 
 @launch("cuda", "or_and_index", "or_and_index")

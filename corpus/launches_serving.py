@@ -3,7 +3,7 @@
 import numpy as np
 from launches import Launch, launch, pick, singles
 
-from tessera.analyze.ptx.interp import ByPointer, Offset, Packed
+from tessera_ptx.interp import ByPointer, Offset, Packed
 
 
 @launch("cuda", "serving", "cache_by_slot")

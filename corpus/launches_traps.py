@@ -5,7 +5,7 @@ import math
 import numpy as np
 from launches import Launch, launch, pick, shape_1d, singles
 
-from tessera.analyze.ptx.interp import ByPointer, Offset, Packed
+from tessera_ptx.interp import ByPointer, Offset, Packed
 
 
 @launch("cuda", "swap_in_loop", "swap_in_loop")

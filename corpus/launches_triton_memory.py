@@ -6,7 +6,7 @@ import numpy as np
 from launches import MAKERS, Launch, launch, pick, singles
 from launches_triton import product, sixteens
 
-from tessera.analyze.ptx.interp import ByPointer, Packed, tensor_map
+from tessera_ptx.interp import ByPointer, Packed, tensor_map
 
 
 @launch("triton", "memory", "histogram")

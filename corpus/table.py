@@ -15,8 +15,8 @@ from typing import Any
 import checks
 import numpy as np
 
-from tessera.analyze.ptx.interp import Result
-from tessera.analyze.ptx.report import AccessReport, KernelReport
+from tessera_ptx.interp import Result
+from tessera_ptx.report import AccessReport, KernelReport
 
 MARKER = "<!-- made by: python corpus/make_corpus.py --docs -->"
 PARTS = {"cuda": "CUDA C++ (nvcc)", "triton": "Triton", "hand": "written by hand"}

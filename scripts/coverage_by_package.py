@@ -10,13 +10,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = "src/tessera/"
-
 
 def package_of(path: str) -> str:
-    """ "plan" of src/tessera/plan/solve.py; modules of no package are together."""
-    inside = path[path.index(ROOT) + len(ROOT) :]
-    return inside.split("/")[0] if "/" in inside else "(modules)"
+    """ "plan" of src/tessera/plan/solve.py, "tessera_ptx" of its files; modules of no package are together."""
+    library, *inside = path.partition("src/")[2].split("/")
+    if library != "tessera":
+        return library
+    return inside[0] if len(inside) > 1 else "(modules)"
 
 
 def main(path: Path) -> None:

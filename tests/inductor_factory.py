@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from tessera.analyze.accesses import triton_accesses
-from tessera.analyze.ptx.interp import Offset, Touched, run
 from tessera.capture import Workload
 from tessera.capture.inductor import record_inductor_offline
 from tessera.ir import BufferKind, Graph, Hazard, Launch, Origin, Step, Trace, View
+from tessera_ptx.interp import Offset, Touched, run
 
 ROWS, WORDS, WIDTH, PLACES = 2, 50, 32, 8
 

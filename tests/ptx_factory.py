@@ -1,6 +1,6 @@
 """Small PTX texts for tests of the analyzer."""
 
-from tessera.analyze.ptx import KernelReport, analyze_ptx
+from tessera_ptx import KernelReport, analyze
 
 HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
 REGISTERS = (
@@ -22,9 +22,9 @@ def make_module(body: str, params: str = "u64 u64 u64 u32", before: str = "", na
     return f"{head}{{\n{REGISTERS}{body}\nret;\n}}\n"
 
 
-def analyze(body: str, params: str = "u64 u64 u64 u32", before: str = "") -> KernelReport:
+def report_of(body: str, params: str = "u64 u64 u64 u32", before: str = "") -> KernelReport:
     """The report of a kernel with this body."""
-    return analyze_ptx(make_module(body, params, before))[0]
+    return analyze(make_module(body, params, before))[0]
 
 
 def flags(report: KernelReport) -> dict[int | tuple[int, int], str]:

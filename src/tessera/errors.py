@@ -6,7 +6,6 @@
     ├── ArtifactError       a file is truncated, foreign, corrupted or newer than this program
     ├── MismatchError       two artifacts do not belong together
     ├── RuleBroken          a record breaks a rule of its verifier
-    ├── ParseError          PTX text that is not PTX; points at line and column
     ├── CaptureError        a workload that cannot be recorded
     ├── CannotTime          one launch that cannot be timed on a device; others can
     ├── DeviceLost          a device that stopped answering while it was measured
@@ -80,23 +79,6 @@ class MismatchError(TesseraError):
 
 class RuleBroken(TesseraError):
     """A record that breaks a rule of its verifier."""
-
-
-class ParseError(TesseraError):
-    """Text that is not PTX: `file:line:column: message`, the line, and a caret below the place."""
-
-    def __init__(self, message: str, file: str, line: int, column: int, text: str = "") -> None:
-        TesseraError.__init__(self, message, place=f"{file}:{line}:{column}")
-        self.file, self.line, self.column, self.text = file, line, column, text
-
-    def __str__(self) -> str:
-        shown = f"{self.place}: {self.message}"
-        if not self.text:
-            return shown
-        return f"{shown}\n  {self.text}\n  {' ' * (self.column - 1)}^"
-
-    def __reduce__(self) -> tuple[type["ParseError"], tuple[str, str, int, int, str]]:
-        return ParseError, (self.message, self.file, self.line, self.column, self.text)
 
 
 class CaptureError(TesseraError):

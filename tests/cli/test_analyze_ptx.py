@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.analyze.ptx.store import forget
 from tessera.cli import _main
+from tessera_ptx.store import forget
 
 AXPY = """
 .version 8.0

@@ -15,12 +15,19 @@ a kernel does through pointers that it loads from the table, it may do to all of
 
 from collections.abc import Sequence, Set
 
-from tessera.analyze.ptx import Given, Intervals, KernelReport, report_for_launch, reports_for
-from tessera.analyze.ptx import Launch as Numbers
-from tessera.analyze.ptx.report import AccessReport, IndirectReport
-from tessera.errors import ParseError
 from tessera.ir import Access, Arg, Buffer, Kernel, Launch, Region, View, arg_views
 from tessera.ir.trace import item_bytes
+from tessera_ptx import (
+    AccessReport,
+    IndirectReport,
+    Intervals,
+    KernelReport,
+    LaunchConfig,
+    ParamHints,
+    ParseError,
+    report_for_launch,
+    reports_for,
+)
 
 # An access of more separate runs than this is widened to what encloses them.
 MAX_REGIONS = 16
@@ -36,16 +43,16 @@ def triton_accesses(
     report = _report(kernel)
     why = report if isinstance(report, str) else _against(report, launch)
     if why and not isinstance(report, str):
-        report = report_for_launch(kernel.ptx, kernel.name, _given(launch))
+        report = report_for_launch(kernel.ptx, kernel.name, _hints(launch))
         why = why if _against(report, launch) else ""
     if why or isinstance(report, str):
         return (), why
-    numbers = Numbers(_three(launch.grid), _three(launch.block), _params(launch))
+    config = LaunchConfig(_three(launch.grid), _three(launch.block), _params(launch))
     accesses: list[Access] = []
     for found in report.accesses:
         view = launch.args[found.param]
         if isinstance(view, View):  # a table is no buffer
-            accesses += _accesses(found, view, found.extent.resolve(numbers), buffers, empty)
+            accesses += _accesses(found, view, found.extent.resolve(config), buffers, empty)
     for item in report.indirect:
         accesses += _behind(item, [launch.args[table[1]] for table in item.tables], buffers)
     return tuple(accesses), ""
@@ -98,14 +105,14 @@ def _arg(launch: Launch, place: int) -> Arg:
     return launch.args[place] if 0 <= place < len(launch.args) else None
 
 
-def _given(launch: Launch) -> Given:
+def _hints(launch: Launch) -> ParamHints:
     pointers = frozenset(i for i, a in enumerate(launch.args) if isinstance(a, View | tuple))
     numbers = frozenset(
         i
         for i, a in enumerate(launch.args)
         if isinstance(a, bool | float) or (isinstance(a, int) and abs(a) < _FAR)
     )
-    return Given(pointers, numbers)
+    return ParamHints(pointers, numbers)
 
 
 def _params(launch: Launch) -> dict[int | tuple[int, int], int]:

@@ -53,16 +53,17 @@ def _is_ptx(file: Path) -> bool:
 
 
 def _analyze_ptx(file: Path, kernel: str | None, as_json: bool) -> None:
-    from tessera.analyze.ptx.report import to_json
-    from tessera.analyze.ptx.show import HEADINGS, rows, sentences
-    from tessera.analyze.ptx.show import explain as explain_kernel
-    from tessera.analyze.ptx.store import reports_for
+    import tessera_ptx
+    from tessera_ptx.report import HEADINGS
 
     try:
         text = file.read_bytes()
     except OSError as error:
         raise ArtifactError(f"cannot read: {error.strerror}", place=str(file)) from error
-    reports = reports_for(text, str(file), cache_folder() / "ptx")
+    try:
+        reports = tessera_ptx.reports_for(text, str(file), cache_folder() / "ptx")
+    except tessera_ptx.ParseError as error:
+        raise ArtifactError(str(error)) from error  # it shows the line, and a caret below the place
     out = console()
     if kernel is not None:
         known = {report.name: report for report in reports}
@@ -70,19 +71,18 @@ def _analyze_ptx(file: Path, kernel: str | None, as_json: bool) -> None:
             raise UnknownName("kernel", kernel, known)
         reports = (known[kernel],)
     if as_json:
-        typer.echo(to_json(reports))
+        typer.echo(tessera_ptx.to_json(reports))
     elif kernel is not None:
-        for line in explain_kernel(reports[0], text.decode(errors="replace")):
+        for line in tessera_ptx.explain(reports[0], text.decode(errors="replace")):
             out.print(line, markup=False, soft_wrap=True)
     else:
         table = Table(*HEADINGS, title=str(file))
         for report in reports:
-            for row in rows(report):
+            for row in tessera_ptx.rows(report):
                 table.add_row(*(escape(cell) for cell in row))
         out.print(table)
         for report in reports:
-            for sentence in sentences(report):
-                out.print(sentence, markup=False, soft_wrap=True)
+            out.print(str(report), markup=False, soft_wrap=True)
 
 
 def summary(graph: Graph) -> dict[str, Any]:

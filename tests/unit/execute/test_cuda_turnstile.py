@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.analyze.ptx import analyze_ptx
-from tessera.analyze.ptx.interp import run
-from tessera.analyze.ptx.interp.faults import InterpreterFault
 from tessera.execute.cuda.pace import Hold
 from tessera.execute.cuda.turnstile import ENTRY, NO_TURN, PTX, Chain, key_of
+from tessera_ptx import analyze
+from tessera_ptx.errors import InterpreterFault
+from tessera_ptx.interp import run
 
 
 def turn(
@@ -50,7 +50,7 @@ def turn(
 
 def test_the_analyzer_proves_what_it_touches() -> None:
     """It reads and writes its two records and its queue, and nothing else."""
-    (report,) = analyze_ptx(PTX)
+    (report,) = analyze(PTX)
     uses: dict[int, tuple[bool, bool]] = {}
     for access in report.accesses:
         read, write = uses.get(access.param, (False, False))

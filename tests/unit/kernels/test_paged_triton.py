@@ -15,11 +15,11 @@ from triton.runtime.jit import JITFunction
 
 from paged_factory import PagedCall, make_call
 from tessera import flow  # hands the interpreter to capture
-from tessera.analyze.ptx import analyze_ptx
 from tessera.capture import own_triton
 from tessera.capture.inductor.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels.paged_triton import Tile, Tiles, attend, attend_by, tiles_for
+from tessera_ptx import analyze
 
 assert flow
 # One split, and tiles of few tokens and keys, so that short sequences have several.
@@ -202,7 +202,7 @@ def test_every_access_is_proved(arch: int, widths: tuple[int, int]) -> None:
     call = replace(make_call(MIXED, (8, 2), widths, has_sinks=True, dtype=torch.bfloat16), window=30)
     shared_bytes = {80: 99, 90: 227}[arch] << 10
     for kernel in compiled_for(arch, call, shared_bytes):
-        (report,) = analyze_ptx(kernel.asm["ptx"])
+        (report,) = analyze(kernel.asm["ptx"])
         names = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
         touched = [(names[a.param], a.read, a.write) for a in report.accesses]
 

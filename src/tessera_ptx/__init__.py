@@ -1,0 +1,55 @@
+"""What a PTX kernel reads and writes, proved from its code; and an interpreter that shows it.
+
+    from tessera_ptx import analyze
+    print(*analyze(open("axpy.ptx").read()), sep="\\n")
+
+    text -> lexer, parser -> Module -> flatten (calls) -> cfg -> scan -> fixpoint (values of addresses)
+         -> classify (which buffer) -> analysis (accesses, extents, movable or why not) -> KernelReport
+
+Sound before precise: an access is never left out. What the analysis cannot follow makes the kernel
+immovable, by name and line. See `report` for the result, `extent` for the bytes, `store` for the cache.
+`tessera_ptx.interp.run` runs a launch on NumPy and marks every byte it touches.
+"""
+
+from tessera_ptx.analysis import analyze, analyze_launch, analyze_module
+from tessera_ptx.errors import ParseError, PtxError
+from tessera_ptx.extent import Extent, LaunchConfig
+from tessera_ptx.intervals import Intervals
+from tessera_ptx.launches import ParamHints
+from tessera_ptx.parser import parse
+from tessera_ptx.report import (
+    AccessReport,
+    IndirectReport,
+    KernelReport,
+    SymbolReport,
+    explain,
+    rows,
+    sentences,
+    to_json,
+)
+from tessera_ptx.store import report_for_launch, reports_for
+from tessera_ptx.syntax import Module
+
+__all__ = [
+    "AccessReport",
+    "Extent",
+    "IndirectReport",
+    "Intervals",
+    "KernelReport",
+    "LaunchConfig",
+    "Module",
+    "ParamHints",
+    "ParseError",
+    "PtxError",
+    "SymbolReport",
+    "analyze",
+    "analyze_launch",
+    "analyze_module",
+    "explain",
+    "parse",
+    "report_for_launch",
+    "reports_for",
+    "rows",
+    "sentences",
+    "to_json",
+]

@@ -1,0 +1,118 @@
+"""The control-flow graph of a flat kernel.
+
+Blocks are ranges of instructions. A guarded branch, return or exit also falls through; `brx.idx`
+goes to every label of its list; `trap` ends. Branches to unknown labels are reported as stops.
+Only blocks that can be reached from the entry are kept, in reverse post-order.
+"""
+
+from dataclasses import dataclass
+
+from tessera_ptx.flatten import Flat
+from tessera_ptx.syntax import Instruction, Sym
+
+_ENDS = frozenset({"ret", "exit", "trap"})
+
+
+@dataclass(slots=True)
+class Block:
+    """Instructions `start` to `stop` (exclusive) and the neighbours, as indices of `Graph.blocks`."""
+
+    start: int
+    stop: int
+    succs: tuple[int, ...]
+    preds: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Graph:
+    """Reachable blocks in reverse post-order; block 0 is the entry."""
+
+    blocks: list[Block]
+    # Instruction index -> index of its block, -1 where not reachable.
+    block_of: list[int]
+    # Branch targets that could not be found: (line, reason).
+    stops: list[tuple[int, str]]
+
+
+def targets_of(instruction: Instruction, flat: Flat) -> list[int] | None:
+    """Where a branch goes, as instruction indices; None when that is unknown."""
+    names: list[str] = []
+    if instruction.op.name == "bra":
+        if instruction.operands and isinstance(instruction.operands[0], Sym):
+            names = [instruction.operands[0].name]
+    elif len(instruction.operands) > 1 and isinstance(instruction.operands[1], Sym):
+        names = list(flat.tables.get(instruction.operands[1].name, ()))
+    found = [flat.labels[n] for n in names if n in flat.labels]
+    return found if found and len(found) == len(names) else None
+
+
+def build_graph(flat: Flat) -> Graph:
+    """Cuts the body into blocks and orders them."""
+    body, size = flat.body, len(flat.body)
+    stops: list[tuple[int, str]] = []
+    leaders = {0, *(i for i in flat.labels.values() if i < size)}
+    jumps: dict[int, list[int]] = {}
+    for index, instruction in enumerate(body):
+        name = instruction.op.name
+        if name in ("bra", "brx"):
+            targets = targets_of(instruction, flat)
+            if targets is None:
+                stops.append((instruction.line, "branches to an unknown target"))
+                targets = sorted(flat.labels.values())
+            jumps[index] = targets
+            leaders.add(index + 1)
+        elif name in _ENDS:
+            jumps[index] = []
+            leaders.add(index + 1)
+    starts = sorted(i for i in leaders if i < size)
+    return _order(starts, size, body, jumps, stops)
+
+
+def _order(
+    starts: list[int],
+    size: int,
+    body: list[Instruction],
+    jumps: dict[int, list[int]],
+    stops: list[tuple[int, str]],
+) -> Graph:
+    number = {start: n for n, start in enumerate(starts)}
+    ends = [*starts[1:], size]
+    succs: list[list[int]] = []
+    for end in ends:
+        last = end - 1
+        out = [number[t] for t in jumps.get(last, ()) if t in number]
+        falls = last not in jumps or body[last].guard is not None
+        if falls and end in number:
+            out.append(number[end])
+        succs.append(list(dict.fromkeys(out)))
+    order = _reverse_postorder(succs) if starts else []
+    rank = {old: new for new, old in enumerate(order)}
+    preds: list[list[int]] = [[] for _ in order]
+    block_of = [-1] * size
+    blocks = []
+    for new, old in enumerate(order):
+        for succ in succs[old]:
+            preds[rank[succ]].append(new)
+        block_of[starts[old] : ends[old]] = [new] * (ends[old] - starts[old])
+        blocks.append(Block(starts[old], ends[old], tuple(rank[s] for s in succs[old])))
+    for block, before in zip(blocks, preds, strict=True):
+        block.preds = tuple(before)
+    return Graph(blocks, block_of, stops)
+
+
+def _reverse_postorder(succs: list[list[int]]) -> list[int]:
+    seen = {0}
+    order: list[int] = []
+    stack: list[tuple[int, int]] = [(0, 0)]
+    while stack:
+        node, at = stack.pop()
+        if at < len(succs[node]):
+            stack.append((node, at + 1))
+            succ = succs[node][at]
+            if succ not in seen:
+                seen.add(succ)
+                stack.append((succ, 0))
+        else:
+            order.append(node)
+    order.reverse()
+    return order

@@ -1,0 +1,221 @@
+"""Addresses to buffers: which parameter, symbol or table an address belongs to.
+
+An address may have several candidate bases, since a 64-bit scalar looks like a pointer and since
+differences of pointers are offsets. `weights` says which addends may be the base, given which are
+certainly pointers: variables, and parameters declared `.ptr`, converted by `cvta` as they stand, or the
+only candidate of some access. Every candidate is reported, which is sound and costs precision only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tessera_ptx.poly import Frozen, Poly, add, freeze, scale
+from tessera_ptx.ranges import within
+from tessera_ptx.values import DEEP, Atoms
+from tessera_ptx.weights import Weight, candidates, choices, original, weights
+
+_NEAR_NULL = 1 << 40
+_MAX_EXPANSIONS = 3
+# Alternatives of one address that are looked at one by one; compiled kernels have at most 3 (corpus).
+_MAX_ALTERNATIVES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One buffer an address may point into."""
+
+    kind: str  # param, symbol, indirect, frame, unknown
+    # param: (index, offset); symbol: name; frame: (space, name); indirect: table names; unknown: reason
+    what: Any
+    # Offset from the base; None when it is not known.
+    offset: Poly | None
+
+
+class Classifier:
+    """Knows the evidence of one kernel; `learn` first, then `targets`."""
+
+    def __init__(self, atoms: Atoms, declared: set[int], converted: set[int]) -> None:
+        self.atoms = atoms
+        # Parameter indices declared .ptr; atoms converted by cvta.
+        self.declared, self.converted = declared, converted
+        self.sole: set[int] = set()
+        self._found: dict[Frozen, dict[int, Weight]] = {}
+
+    def item(self, number: int) -> tuple[Any, ...]:
+        """The atom behind copies."""
+        return original(self.atoms, number)
+
+    def learn(self, addresses: Iterable[Poly]) -> None:
+        """An address with one candidate proves that the candidate is a pointer.
+
+        That may leave another address with one candidate, so they are looked at until nothing is new.
+        """
+        open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
+        known = -1
+        while open_ and known < len(self.sole):
+            known = len(self.sole)
+            open_ = [poly for poly in open_ if not self._learn(poly)]
+
+    def _learn(self, poly: Poly) -> bool:
+        base = self.bases(poly)
+        if len(base) != 1:
+            return False
+        item = self.item(next(iter(base)))
+        if item[0] == "param":
+            self.sole.add(self.atoms.number(item))
+        return True
+
+    def _weights(self, poly: Poly) -> dict[int, Weight]:
+        key = freeze(poly)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = weights(self.atoms, poly)
+        return found
+
+    def bases(self, poly: Poly) -> set[int]:
+        """The atoms that may be the base of this address."""
+        found = self._weights(poly)
+        own = [n for n in found if self.item(n)[0] in ("frame", "loaded")]
+        if len(own) == 1 and found[own[0]].plain and self.item(own[0])[0] == "frame":
+            # Nothing else points into the block's own memory, so nothing cancels its address.
+            return set(own)
+        out: set[int] = set()
+        for one in choices(self.atoms, poly):
+            out |= self._candidates(one)
+        return out
+
+    def _candidates(self, poly: Poly) -> set[int]:
+        """What may be the base, first with unknown factors followed; if that finds none, without."""
+        found = self._weights(poly)
+        if any(w.loose for w in found.values()):
+            followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
+            if followed:
+                return followed
+        return candidates(self.atoms, found, self._sure)
+
+    def _sure(self, number: int) -> bool:
+        """Whether this is certainly a pointer."""
+        item = self.item(number)
+        if item[0] == "param":
+            original_number = self.atoms.number(item)
+            return (
+                item[1] in self.declared or original_number in self.converted or original_number in self.sole
+            )
+        return item[0] in ("frame", "symbol", "func")
+
+    def targets(self, poly: Poly) -> list[Target]:
+        """Every buffer the address may be in."""
+        out: list[Target] = []
+        for one in self._alternatives(poly):
+            out += self._targets(one)
+        return out
+
+    def _alternatives(self, poly: Poly) -> list[Poly]:
+        """The address with addends that are one of several sums replaced by each of them."""
+        done = [poly]
+        for _ in range(_MAX_EXPANSIONS):
+            every = [more for one in done for more in self._each(one)]
+            if len(every) == len(done) or len(every) > _MAX_ALTERNATIVES:
+                break
+            done = every
+        return done
+
+    def _each(self, poly: Poly) -> list[Poly]:
+        chosen = self._choice(poly)
+        if chosen is None:
+            return [poly]
+        mono, alternatives = chosen
+        coeff = poly[mono]
+        rest = {m: c for m, c in poly.items() if m != mono}
+        return [add(rest, scale(dict(one), coeff)) for one in alternatives]
+
+    def _targets(self, poly: Poly) -> list[Target]:
+        found = self._weights(poly)
+        base = self.bases(poly) or self._contradictory(poly, found)
+        if not base:
+            return [self._baseless(poly)]
+        out: list[Target] = []
+        for number in sorted(base):
+            plain = poly.get((number,)) == 1 and number in found and found[number].plain
+            out += self._expand(number, {m: c for m, c in poly.items() if m != (number,)} if plain else None)
+        if not any(n in found and found[n].exact for n in base) and not self._is_one_of(poly):
+            out.append(Target("unknown", "an address computed in a way that is not followed", None))
+        return out
+
+    def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
+        """No choice of pointers makes this an address: whatever may be one is reported."""
+        return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
+
+    def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
+        """An addend that is one of several sums with pointers in them: each has to be looked at."""
+        for mono, coeff in poly.items():
+            if len(mono) == 1 and coeff in (1, -1):
+                atom = self.atoms.atoms[mono[0]]
+                if atom.taint and atom.item[:2] == ("op", "any"):
+                    return mono, list(atom.item[4:])
+        return None
+
+    def _is_one_of(self, poly: Poly) -> bool:
+        """Whether what hides the pointers is one of several values rather than computed from them."""
+        hiding = [n for mono in poly for n in mono if self.atoms.atoms[n].taint]
+        return all(self._is_joined(n) for n in hiding)
+
+    def _baseless(self, poly: Poly) -> Target:
+        if within(self.atoms.range(poly), -_NEAR_NULL, _NEAR_NULL):
+            return Target("null", "", None)
+        return Target("unknown", "an address of unknown origin", None)
+
+    def _expand(self, number: int, rest: Poly | None) -> list[Target]:
+        item = self.item(number)
+        kind = item[0]
+        if kind == "param":
+            return [Target("param", (item[1], item[2]), rest)]
+        if kind == "fields":
+            return [Target("param", (item[1], offset), None) for offset in item[2]]
+        if kind == "symbol":
+            return [Target("symbol", item[1], rest)]
+        if kind == "frame":
+            return [Target("frame", item[1:], rest)]
+        if kind == "loaded":
+            return [Target("indirect", self.table_names(item[3]), None)]
+        if kind == "func":
+            return [Target("unknown", "accesses code", None)]
+        return self._tainted(number)
+
+    def _tainted(self, number: int) -> list[Target]:
+        """An opaque value may be any base that went into it; one computed from bases may be anything."""
+        out: list[Target] = []
+        for inner in sorted(self.atoms.atoms[number].taint):
+            out += [Target(t.kind, t.what, None) for t in self._expand(inner, None)]
+        if not self._is_joined(number):
+            out.append(Target("unknown", "an address computed in a way that is not followed", None))
+        return out or [Target("unknown", "an address of unknown origin", None)]
+
+    def _is_joined(self, number: int) -> bool:
+        item = self.item(number)
+        return bool(item[3]) if item[0] == "opaque" else item[:2] == ("op", "any")
+
+    def table_names(self, table: frozenset[int]) -> tuple[Any, ...]:
+        """The bases a pointer was loaded through."""
+        names: set[Any] = set()
+        stack, seen = list(table), set(table)
+        while stack:
+            number = stack.pop()
+            if number < 0:
+                names.add(("deep", "") if number == DEEP else ("unknown", ""))
+                continue
+            item = self.item(number)
+            if item[0] == "param":
+                names.add(("param", item[1], item[2]))
+            elif item[0] == "fields":
+                names |= {("param", item[1], offset) for offset in item[2]}
+            elif item[0] == "symbol":
+                names.add(("symbol", item[1]))
+            elif item[0] == "frame":
+                names.add(("frame", *item[1:]))
+            else:
+                inner = item[3] if item[0] == "loaded" else self.atoms.atoms[number].taint
+                stack += [n for n in inner if n not in seen]
+                seen |= set(inner)
+        return tuple(sorted(names, key=repr))

@@ -1,0 +1,119 @@
+"""Offsets as self-contained expressions: nested tuples of numbers and names, ready for JSON.
+
+    Sum     (Term, ...)                 Term    (coefficient, (Leaf, ...))
+    Leaf    ("special", name)           ("param", index, offset, width)        ("loop", id)
+            ("op", id, name, bits, (Sum, ...))
+            ("other", id, low, high, label)    anything within bounds: loaded values and the like
+            ("as", id, Leaf)                   the same quantity as another thread or iteration saw it
+
+Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tessera_ptx.poly import Poly
+from tessera_ptx.values import Atoms
+
+Leaf = tuple[Any, ...]
+Term = tuple[int, tuple[Leaf, ...]]
+Sum = tuple[Term, ...]
+
+_INFIX = {"and": "&", "or": "|", "xor": "^", "shr_u": ">>", "shr_s": ">>", "shl": "<<", "div_u": "/",
+          "div_s": "/", "rem_u": "%", "rem_s": "%", "mul": "*"}  # fmt: skip
+_MAX_TEXT = 400
+_MAX_SIZE = 60
+
+
+class Exporter:
+    """Turns polynomials over atom numbers into expressions."""
+
+    def __init__(self, atoms: Atoms) -> None:
+        self.atoms = atoms
+        self._leaves: dict[int, Leaf] = {}
+
+    def sum(self, poly: Poly) -> Sum:
+        """A polynomial as an expression, terms in a fixed order."""
+        ordered = sorted(poly.items(), key=lambda t: (not t[0], t[0]))
+        return tuple((coeff, tuple(self.leaf(n) for n in mono)) for mono, coeff in ordered)
+
+    def leaf(self, number: int) -> Leaf:
+        """An atom as an expression."""
+        known = self._leaves.get(number)
+        if known is None:
+            known = self._leaves[number] = self._make(number)
+        return known
+
+    def _make(self, number: int) -> Leaf:
+        atom = self.atoms.atoms[number]
+        kind = atom.item[0]
+        if kind == "special":
+            return ("special", atom.item[1][1:])
+        if kind == "param":
+            return ("param", *atom.item[1:])
+        if kind == "counter":
+            key = atom.item[1]
+            return ("loop", key[1]) if key[0] == "loop" else ("other", number, 0, None, "count")
+        if kind in ("copy", "op") and atom.size > _MAX_SIZE:
+            return ("other", number, *atom.range, "?")
+        if kind == "copy":
+            return ("as", number, self.leaf(atom.item[1]))
+        if kind == "op":
+            _, name, bits, _, *args = atom.item
+            sums = tuple(self.sum(dict(a)) if isinstance(a, frozenset) else ((a, ()),) for a in args)
+            return ("op", number if name == "any" else 0, name, bits, sums)
+        return ("other", number, *atom.range, "loaded" if kind == "loaded" else "?")
+
+
+def loops_in(sums: Iterable[Sum]) -> set[int]:
+    """The loops whose counters occur in the sums."""
+    found: set[int] = set()
+    stack: list[Leaf] = [leaf for total in sums for _, leaves in total for leaf in leaves]
+    while stack:
+        leaf = stack.pop()
+        if leaf[0] == "loop":
+            found.add(leaf[1])
+        elif leaf[0] == "as":
+            stack.append(leaf[2])
+        elif leaf[0] == "op":
+            stack += [inner for total in leaf[4] for _, leaves in total for inner in leaves]
+    return found
+
+
+def leaf_text(leaf: Leaf) -> str:
+    """A leaf for people."""
+    kind = leaf[0]
+    if kind == "special":
+        return str(leaf[1])
+    if kind == "param":
+        return f"p{leaf[1]}" + (f"+{leaf[2]}" if leaf[2] else "")
+    if kind == "loop":
+        return f"k{leaf[1]}"
+    if kind == "as":
+        return leaf_text(leaf[2]) + "'"
+    if kind == "op":
+        return _op_text(leaf)
+    return str(leaf[4])
+
+
+def _op_text(leaf: Leaf) -> str:
+    _, _, name, _, sums = leaf
+    inner = [text(s) for s in sums]
+    if name in ("sext", "zext"):
+        return inner[0] if len(sums[0]) == 1 else f"({inner[0]})"
+    if name in _INFIX:
+        return f"({inner[0]} {_INFIX[name]} {inner[1]})"
+    return f"{name.removesuffix('_s').removesuffix('_u')}({', '.join(inner)})"
+
+
+def text(total: Sum) -> str:
+    """A sum for people: `4*(ctaid.x*ntid.x + tid.x) + 8`."""
+    parts: list[str] = []
+    for coeff, leaves in total:
+        product = "*".join(leaf_text(leaf) for leaf in leaves)
+        sign = "-" if coeff < 0 else "+"
+        size = abs(coeff)
+        body = str(size) if not leaves else product if size == 1 else f"{size}*{product}"
+        parts.append(f"{sign} {body}" if parts else f"-{body}" if coeff < 0 else body)
+    out = " ".join(parts) or "0"
+    return out if len(out) <= _MAX_TEXT else out[:_MAX_TEXT] + "..."

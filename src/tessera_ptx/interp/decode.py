@@ -1,0 +1,306 @@
+"""Instructions to steps: operands become getters and putters, opcodes are looked up in the rule table.
+
+A rule is a function `(ins, decoder) -> Step`, registered by opcode name with `@rule("add", "sub")`. An
+instruction without a rule, or a form of it that its rule does not know, becomes a step that raises
+UnknownInstruction when a lane gets there: dead code does no harm.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tessera_ptx.errors import UnknownInstruction
+from tessera_ptx.interp.program import Block, Step, blocks_of
+from tessera_ptx.interp.state import Active, Code, Frame
+from tessera_ptx.interp.types import PRED, TYPES, U64, Array, Type, narrow, widen
+from tessera_ptx.syntax import (
+    FloatImm,
+    Function,
+    Imm,
+    Instruction,
+    Mem,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    RegDecl,
+    Special,
+    Sym,
+    Vec,
+)
+
+Get = Callable[[Frame], Any]
+Put = Callable[[Frame, Active, Any], None]
+Rule = Callable[[Instruction, "Decoder"], Step]
+RULES: dict[str, Rule] = {}
+CARRY = "%carry"  # the condition code of add.cc and the like, kept like a register
+_SCOPED = re.compile(r"#\d+$")
+
+
+class Unknown(Exception):
+    """Raised by a rule for a form of its instruction that it does not know."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for opcode names."""
+
+    def register(made: Rule) -> Rule:
+        for name in names:
+            if name in RULES:
+                raise ValueError(f"two rules for '{name}'")
+            RULES[name] = made
+        return made
+
+    return register
+
+
+def decode(function: Function, file: str, describe: Callable[[Block, "Decoder"], None]) -> Code:
+    """Blocks of steps for one function; `describe` adds what control flow needs to know."""
+    decoder = Decoder(function, file)
+    blocks = blocks_of(function) if function.body else [Block(0, [], None, "ret")]
+    for block in blocks:
+        block.steps = [decoder.step(ins) for ins in block.body]
+        if block.end is not None:
+            block.guard, block.negated = decoder.guard(block.end)
+        describe(block, decoder)
+    if blocks[-1].kind in ("plain", "collective"):
+        blocks.append(Block(len(function.body), [], None, "ret", rank=blocks[-1].rank + 1))
+        blocks[-2].next = len(blocks) - 1
+    sizes = {v.name: (v.size, v.align) for v in function.variables if v.space in ("local", "param")}
+    sizes |= {p.name: (p.size, p.align) for p in (*function.params, *function.returns)}
+    params, returns = (tuple(p.name for p in ps) for ps in (function.params, function.returns))
+    return Code(
+        function.name, blocks, decoder.slots, decoder.dtypes, params, returns, sizes, function.is_entry,
+        function.line,
+    )  # fmt: skip
+
+
+class Decoder:
+    """Decodes the instructions of one function."""
+
+    def __init__(self, function: Function, file: str) -> None:
+        self.function, self.file = function, file
+        self.slots: dict[str, tuple[int, np.dtype[Any]]] = {}
+        self.dtypes: list[np.dtype[Any]] = []
+        self._exact: dict[str, list[RegDecl]] = {}
+        for decl in function.registers:
+            self._exact.setdefault(_SCOPED.sub("", decl.name), []).append(decl)
+        self._formals = _register_formals(function)
+
+    def step(self, ins: Instruction) -> tuple[Step, Instruction, int, bool]:
+        """The step of an instruction with its guard."""
+        made = RULES.get(ins.op.name)
+        try:
+            if made is None:
+                raise Unknown("no rule")
+            step = made(ins, self)
+        except Unknown as why:
+            step = self._raiser(ins, str(why))
+        guard, negated = self.guard(ins)
+        return step, ins, guard, negated
+
+    def _raiser(self, ins: Instruction, why: str) -> Step:
+        place = f"{self.file}:{ins.line}"
+
+        def step(frame: Frame, act: Active) -> None:
+            raise UnknownInstruction(f"the interpreter does not run '{ins.op.text}' ({why})", place=place)
+
+        return step
+
+    def guard(self, ins: Instruction) -> tuple[int, bool]:
+        """Slot of the guard's predicate and whether it is negated; (-1, False) without a guard."""
+        if ins.guard is None:
+            return -1, False
+        return self.slot(ins.guard.reg.name)[0], ins.guard.negated
+
+    def slot(self, name: str) -> tuple[int, np.dtype[Any]]:
+        """The slot of a register, made at its first use."""
+        known = self.slots.get(name)
+        if known is None:
+            known = self.slots[name] = len(self.dtypes), self._dtype(name)
+            self.dtypes.append(known[1])
+        return known
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        if name == CARRY:
+            return np.dtype(bool)
+        if name in self._formals:
+            return TYPES[self._formals[name]].raw
+        plain = _SCOPED.sub("", name.split(".", maxsplit=1)[0])
+        decls = self._exact.get(plain, [])
+        for cut in range(len(plain) - 1, 0, -1):
+            if not plain[cut:].isdigit():
+                break
+            decls = decls + [d for d in self._exact.get(plain[:cut], []) if d.count]
+        found = {TYPES[d.type].raw for d in decls if d.type in TYPES}
+        if not found:
+            raise Unknown(f"register {name} of no known type")
+        # Scopes may declare one name with several types: the widest holds them all.
+        return max(found, key=lambda d: (d.itemsize, d != np.dtype(bool)))
+
+    # ---- operands ----------------------------------------------------------------------------------
+
+    def get(self, operand: Operand, wanted: Type) -> Get:
+        """A function that gives the operand's value, seen as a type."""
+        if isinstance(operand, Sym) and operand.name in self._formals:
+            operand = Reg(operand.name)
+        if isinstance(operand, Reg):
+            return self._get_reg(operand, wanted)
+        if isinstance(operand, Imm | FloatImm):
+            value = literal(operand, wanted)
+            return lambda frame: value
+        if isinstance(operand, Special):
+            name = operand.name
+            return lambda frame: narrow(special(frame, name), wanted)
+        if isinstance(operand, Sym):
+            place = self.symbol(operand.name)
+            offset = operand.offset
+            return lambda frame: narrow(np.asarray(np.uint64(place(frame) + offset)), wanted)
+        if isinstance(operand, Not):
+            inner = self.get(operand.item, wanted)
+            return (lambda frame: ~inner(frame)) if operand.sign == "!" else (lambda frame: -inner(frame))
+        raise Unknown(f"operand {operand!r}")
+
+    def _get_reg(self, operand: Reg, wanted: Type) -> Get:
+        slot, raw = self.slot(operand.name)
+        if raw == wanted.dtype:
+            return lambda frame: frame.regs[slot]
+        if raw == wanted.raw:
+            dtype = wanted.dtype
+            return lambda frame: frame.regs[slot].view(dtype)
+        return lambda frame: narrow(frame.regs[slot], wanted)
+
+    def put(self, operand: Operand, given: Type) -> Put:
+        """A function that writes a value of a type to the destination, in active lanes."""
+        if isinstance(operand, Pair):
+            raise Unknown("a pair of destinations")
+        if isinstance(operand, Sym) and operand.name in self._formals:
+            operand = Reg(operand.name)
+        if not isinstance(operand, Reg):
+            raise Unknown(f"destination {operand!r}")
+        if operand.name == "_":
+            return lambda frame, act, value: None
+        slot, raw = self.slot(operand.name)
+
+        def put(frame: Frame, act: Active, value: Any) -> None:
+            if value.dtype != raw:
+                value = widen(value, given, raw)
+            if act.full and value.ndim:
+                frame.regs[slot] = value
+            else:
+                frame.regs[slot] = np.where(act.mask, value, frame.regs[slot])
+
+        return put
+
+    def vector(self, operand: Operand, wanted: Type) -> list[Get]:
+        """Getters of a vector's elements; of the operand itself when it is no vector."""
+        items = operand.items if isinstance(operand, Vec) else (operand,)
+        return [self.get(item, wanted) for item in items]
+
+    def vector_put(self, operand: Operand, given: Type) -> list[Put]:
+        """Putters of a vector's elements."""
+        items = operand.items if isinstance(operand, Vec) else (operand,)
+        return [self.put(item, given) for item in items]
+
+    def address(self, operand: Operand) -> Get:
+        """A function that gives the 64-bit address of a memory operand, per lane."""
+        if not isinstance(operand, Mem):
+            raise Unknown("no memory operand")
+        base = self.get(operand.base, U64)
+        offset = np.uint64(operand.offset & 0xFFFFFFFFFFFFFFFF)
+        if not operand.offset:
+            return base
+        return lambda frame: base(frame) + offset
+
+    def symbol(self, name: str) -> Callable[[Frame], int]:
+        """The address of a symbol, in its own state space."""
+
+        def place(frame: Frame) -> int:
+            at = frame.places.get(name)
+            if at is not None:
+                return at
+            known = frame.machine.symbols.get(name)
+            if known is None:
+                raise UnknownInstruction(f"symbol '{name}' has no address", place=self.file)
+            return known
+
+        return place
+
+    def predicate(self, operand: Operand) -> Get:
+        """A getter of a predicate, which may be negated."""
+        return self.get(operand, PRED)
+
+
+def _register_formals(function: Function) -> dict[str, str]:
+    """Parameters and results that are registers (`.func f (.reg .b32 k)`): name -> type.
+
+    The syntax tree does not tell them from those in memory; but an instruction computes with a register,
+    while a parameter in memory is only loaded, stored or has its address moved.
+    """
+    if function.is_entry:
+        return {}
+    formals = {p.name: p.type for p in (*function.params, *function.returns)}
+    plain = {
+        operand.name
+        for ins in function.body
+        if ins.op.name not in ("mov", "call")
+        for operand in ins.operands
+        if isinstance(operand, Sym)
+    }
+    return {name: kind for name, kind in formals.items() if name in plain}
+
+
+def literal(operand: Imm | FloatImm, wanted: Type) -> Any:
+    """A constant as a scalar of a type; the bits of a hexadecimal float where bits are wanted."""
+    if isinstance(operand, FloatImm):
+        if wanted.dtype.kind == "f":
+            exact = (
+                np.array([operand.raw], f"u{operand.bits // 8}").view(f"f{operand.bits // 8}")
+                if operand.bits
+                else None
+            )
+            return (exact[0] if exact is not None else np.float64(operand.value)).astype(wanted.dtype)
+        size = wanted.bits // 8
+        if operand.bits:
+            return wanted.raw.type(operand.raw & ((1 << wanted.bits) - 1)).view(wanted.dtype)
+        return np.array([operand.value], f"f{size}").view(wanted.dtype)[0]
+    if wanted.bits == 1:
+        return np.bool_(operand.value != 0)
+    if wanted.dtype.kind == "f":
+        return wanted.dtype.type(operand.value)
+    return wanted.raw.type(operand.value & ((1 << wanted.bits) - 1)).view(wanted.dtype)
+
+
+def special(frame: Frame, name: str) -> Array:
+    """A special register's value in every lane."""
+    machine = frame.machine
+    known = machine.special.get(name)
+    if known is not None:
+        return known
+    if name.startswith(("%clock", "%globaltimer")):
+        machine.clock += 1
+        return np.full(machine.num_lanes, machine.clock, np.uint64)
+    raise UnknownInstruction(f"the interpreter has no special register {name}", place=machine.file)
+
+
+def simple(put: Put, function: Callable[..., Any], *gets: Get) -> Step:
+    """A step that puts a function of its operands."""
+    if len(gets) == 1:
+        (a,) = gets
+        return lambda frame, act: put(frame, act, function(a(frame)))
+    if len(gets) == 2:
+        a, b = gets
+        return lambda frame, act: put(frame, act, function(a(frame), b(frame)))
+    if len(gets) == 3:
+        a, b, c = gets
+        return lambda frame, act: put(frame, act, function(a(frame), b(frame), c(frame)))
+    return lambda frame, act: put(frame, act, function(*(g(frame) for g in gets)))
+
+
+def only(found: list[Type], ins: Instruction) -> Type:
+    """The last type of an instruction."""
+    if not found:
+        raise Unknown(f"no type in {ins.op.text}")
+    return found[-1]

@@ -1,0 +1,275 @@
+"""Launching a kernel on the CPU: arguments to memory, batches of blocks, results.
+
+    result = run(text, "axpy", grid=4, block=128, args=[y, x, np.float32(2), 500])
+    result.arrays[0]                       what y holds afterwards; the argument itself is not changed
+    result.touched(1).read                 which bytes of x were read, as a mask
+
+An argument is an array (a buffer, passed as its address), a number (a scalar, as wide as the parameter
+says), or
+
+    Offset(array, 64)                      the address of byte 64 of the array
+    Packed({0: y, 8: x, 16: 500}, 24)      a struct by value: what lies at which byte
+    ByPointer(Packed(...))                 a buffer that holds addresses of other buffers
+
+The same array given twice is one buffer. Module variables are buffers too, known by name.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tessera_ptx.errors import BadLaunch
+from tessera_ptx.interp import rules_matrix, rules_memory, rules_move, rules_wgmma
+from tessera_ptx.interp.calls import make_frame
+from tessera_ptx.interp.control import describe
+from tessera_ptx.interp.decode import decode
+from tessera_ptx.interp.engine import Engine
+from tessera_ptx.interp.geometry import Dim3, Geometry
+from tessera_ptx.interp.layout import Layout, place_symbols
+from tessera_ptx.interp.memory import FRAMES, Arena, Strips, as_bytes
+from tessera_ptx.interp.state import Code, Machine
+from tessera_ptx.interp.types import Array
+from tessera_ptx.parser import parse
+from tessera_ptx.syntax import Function, Module
+
+_RULES = (rules_matrix, rules_memory, rules_move, rules_wgmma)  # imported for the rules they register
+DYNAMIC_SHARED = 96 * 1024  # what an unsized shared array gets when the launch does not say
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offset:
+    """The address of a byte inside a buffer."""
+
+    array: Array
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A struct: values at byte offsets. Numbers must be NumPy scalars, whose type says how wide they are."""
+
+    fields: Mapping[int, Any]
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByPointer:
+    """A buffer whose content is a struct, passed as its address."""
+
+    content: Packed
+
+
+def tensor_map(array: Array, box: tuple[int, ...], swizzle: int = 0) -> Packed:
+    """A CUtensorMap argument for an array: `box` in the array's order of axes, swizzle 0 to 3."""
+    element = {"f2": 6, "f4": 7, "f8": 9, "u1": 0, "u2": 1, "u4": 2, "i4": 3, "u8": 4, "i8": 5}[
+        f"{array.dtype.kind}{array.itemsize}"
+    ]
+    fields: dict[int, Any] = {0: array, 104: np.uint32(array.ndim - 1), 108: np.uint32(element)}
+    fields[116] = np.uint32(swizzle)
+    for axis in range(array.ndim):
+        inner = array.ndim - 1 - axis
+        fields[8 + 4 * axis] = np.uint32(array.shape[inner])
+        fields[64 + 4 * axis] = np.uint32(box[inner])
+        fields[84 + 4 * axis] = np.uint32(1)
+        if axis:
+            fields[24 + 8 * axis] = np.uint64(array.strides[inner])
+    return Packed(fields, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Masks over a buffer's bytes."""
+
+    read: Array
+    write: Array
+    atomic: Array
+
+    def any(self) -> tuple[bool, bool, bool]:
+        """Whether a byte was read, written, atomically updated."""
+        return bool(self.read.any()), bool(self.write.any()), bool(self.atomic.any())
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a launch left behind."""
+
+    # Contents afterwards, by argument; numbers stay as they were given. Fields of structs are in `buffers`.
+    arrays: tuple[Any, ...]
+    # Every buffer by its name: "0" is argument 0, "1+8" the pointer at byte 8 of argument 1, "0->8" the
+    # pointer at byte 8 of the buffer behind argument 0, ":gbuf" a variable of the module.
+    buffers: Mapping[str, Array]
+    masks: Mapping[str, Touched]
+    # Where each pointer leads: (argument, byte offset in it) -> (buffer, byte offset in that).
+    pointers: Mapping[tuple[int, int], tuple[str, int]]
+    # Every array that was given, wherever in the arguments, and its buffer.
+    homes: tuple[tuple[Array, str], ...]
+
+    def touched(self, argument: int, offset: int = 0) -> Touched:
+        """What happened to the buffer behind a pointer argument."""
+        return self.masks[self.pointers[argument, offset][0]]
+
+
+def run(
+    program: Module | str,
+    entry: str,
+    grid: Dim3,
+    block: Dim3,
+    args: Sequence[Any],
+    *,
+    shared_bytes: int | None = None,
+    cluster: int = 1,
+    lanes_at_once: int = 1 << 14,
+    max_steps: int = 50_000_000,
+    file: str = "<ptx>",
+) -> Result:
+    """Run a kernel; raises an InterpreterFault where the kernel's behaviour is undefined or unknown."""
+    module = _parsed(program, file) if isinstance(program, str) else program
+    function = _entry(module, entry)
+    geometry = Geometry.of(grid, block, cluster)
+    bound = Binding(module, function, args)
+    codes = _decoded(module)
+    layout = place_symbols(module, bound.arena, DYNAMIC_SHARED if shared_bytes is None else shared_bytes)
+    bound.arena.seal()
+    layout.initialise(bound.arena)
+    for blocks in geometry.batches(lanes_at_once):
+        machine = _machine(module, geometry, blocks, bound, layout, codes)
+        Engine(machine, max_steps).run(make_frame_of_entry(machine, codes[entry], function))
+    return bound.result()
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, file: str) -> Module:
+    return parse(text, file)
+
+
+_CODES: dict[int, tuple[Module, dict[str, Code]]] = {}
+
+
+def _decoded(module: Module) -> dict[str, Code]:
+    """Decoded functions, kept with the module they came from."""
+    known = _CODES.get(id(module))
+    if known is None or known[0] is not module:
+        if len(_CODES) > 64:
+            _CODES.clear()
+        codes = {f.name: decode(f, module.file, describe) for f in module.functions if f.defined}
+        codes |= {alias: codes[real] for alias, real in module.aliases.items() if real in codes}
+        known = _CODES[id(module)] = module, codes
+    return known[1]
+
+
+def _entry(module: Module, name: str) -> Function:
+    for function in module.entries:
+        if function.name == name:
+            return function
+    known = ", ".join(f.name for f in module.entries)
+    raise BadLaunch(f"no kernel '{name}'; the module has: {known}", place=module.file)
+
+
+def make_frame_of_entry(machine: Machine, code: Code, function: Function) -> Any:
+    """The kernel's own frame: its parameters lie in the parameter block."""
+    frame = make_frame(machine, code, None, -1)
+    frame.places.update(function.param_offsets)
+    return frame
+
+
+def _machine(
+    module: Module,
+    geometry: Geometry,
+    blocks: range,
+    bound: "Binding",
+    layout: Layout,
+    codes: dict[str, Code],
+) -> Machine:
+    lanes = geometry.lanes(blocks)
+    machine = Machine(
+        module.file, bound.arena, Strips("shared", len(blocks), layout.shared_bytes),
+        Strips("local", lanes, 16, FRAMES), bound.params, lanes, geometry.threads, geometry.exists(blocks),
+        geometry.special(blocks, layout), layout.symbols, layout.spaces, layout.functions, codes,
+        np.repeat(np.arange(len(blocks)), geometry.threads), cluster=geometry.cluster,
+    )  # fmt: skip
+    return machine
+
+
+class Binding:
+    """Arguments bound to a kernel's parameters."""
+
+    def __init__(self, module: Module, function: Function, args: Sequence[Any]) -> None:
+        if len(args) > len(function.params):
+            message = (
+                f"'{function.name}' has {len(function.params)} parameters, {len(args)} arguments are given"
+            )
+            raise BadLaunch(message, place=module.file)
+        self.arena, self.args = Arena(), args
+        self.homes: dict[int, tuple[str, int, Array]] = {}  # id of an array -> name, address, the array
+        self.pointers: dict[tuple[int, int], tuple[str, int]] = {}
+        total = max((function.param_offsets[p.name] + p.size for p in function.params), default=0)
+        self.params = np.zeros(-(-max(total, 1) // 16) * 16, np.uint8)
+        for number, (param, arg) in enumerate(zip(function.params, args, strict=False)):
+            at = function.param_offsets[param.name]
+            content = self._value(str(number), number, 0, arg, param.size, param.type)
+            if content.size > param.size:
+                raise BadLaunch(
+                    f"argument {number} has {content.size} bytes, the parameter {param.size}",
+                    place=module.file,
+                )
+            self.params[at : at + content.size] = content
+
+    def _value(self, name: str, number: int, offset: int, arg: Any, size: int, kind: str) -> Array:
+        """The bytes an argument puts into its parameter or field."""
+        if isinstance(arg, Packed):
+            return self._packed(name, number, arg)
+        if isinstance(arg, ByPointer):
+            index = len(self.arena.regions)
+            address = self.arena.add(name, np.zeros(arg.content.size, np.uint8))
+            self.pointers[number, offset] = name, 0
+            self.arena.fill(index, self._packed(f"{name}->", -1, arg.content))
+            return as_bytes(np.uint64(address))
+        extra = 0
+        if isinstance(arg, Offset):
+            arg, extra = arg.array, arg.offset
+        if isinstance(arg, np.ndarray):
+            if id(arg) not in self.homes:
+                self.homes[id(arg)] = name, self.arena.add(name, as_bytes(arg)), arg
+            home, address, _ = self.homes[id(arg)]
+            self.pointers[number, offset] = home, extra
+            return as_bytes(np.uint64(address + extra))
+        return _scalar(arg, size, kind)
+
+    def _packed(self, name: str, number: int, arg: Packed) -> Array:
+        out = np.zeros(arg.size, np.uint8)
+        for at, value in arg.fields.items():
+            inner = f"{name}{at}" if name.endswith("->") else f"{name}+{at}"
+            content = self._value(inner, number, at, value, 0, "")
+            out[at : at + content.size] = content
+        return out
+
+    def result(self) -> Result:
+        """Contents and masks of all buffers."""
+        shapes = {name: array for name, _, array in self.homes.values()}
+        buffers: dict[str, Array] = {}
+        masks: dict[str, Touched] = {}
+        for region in self.arena.regions:
+            cut = slice(region.start, region.start + region.size)
+            raw = self.arena.data[cut].copy()
+            like = shapes.get(region.name)
+            buffers[region.name] = raw if like is None else raw.view(like.dtype).reshape(like.shape)
+            masks[region.name] = Touched(*(self.arena.marks[kind][cut].astype(bool) for kind in "rwa"))
+        homes = tuple((array, name) for name, _, array in self.homes.values())
+        return Result(tuple(self._arrays(buffers)), buffers, masks, self.pointers, homes)
+
+    def _arrays(self, buffers: Mapping[str, Array]) -> Iterator[Any]:
+        for number, arg in enumerate(self.args):
+            home = self.pointers.get((number, 0))
+            yield buffers[home[0]] if home is not None and not isinstance(arg, Packed) else arg
+
+
+def _scalar(value: Any, size: int, kind: str) -> Array:
+    """A number as the bytes of a parameter; NumPy scalars keep their own bytes."""
+    if isinstance(value, np.generic):
+        return as_bytes(value)
+    if isinstance(value, float) or kind.startswith("f"):
+        return as_bytes(np.array([value], f"f{size}"))
+    return as_bytes(np.array([int(value) & ((1 << 8 * size) - 1)], f"u{size}"))

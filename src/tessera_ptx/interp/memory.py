@@ -1,0 +1,182 @@
+"""Memory of a launch: one arena for global buffers, one strip per block for shared, one per lane for local.
+
+Addresses are numbers a kernel can compute with:
+
+    global      ARENA + offset of the byte in the arena; buffers lie apart, so a step outside one is seen
+    shared      offset in the block's own strip; generic form SHARED + offset
+    local       offset in the lane's own strip; generic form LOCAL + offset
+    param       offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip,
+                which also holds the parameters of device functions; generic form PARAM + offset
+
+Every access is checked: inside one buffer, and aligned to its size. Global bytes read, written and
+atomically updated are marked in three masks. Constant variables and module variables are buffers of the
+arena.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tessera_ptx.interp.types import Array
+
+SHARED, LOCAL, PARAM, CODE, ARENA = (k << 44 for k in (1, 2, 3, 4, 5))
+WINDOW = 1 << 44
+FRAMES = 1 << 16  # first offset of the lanes' own strips; the parameter block lies below
+GAP, ALIGN = 256, 256
+_ONES = {1: 1, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}
+
+
+class BadAccess(Exception):
+    """Inside the interpreter only: an access of one lane that fails; the engine adds place and lane."""
+
+    def __init__(self, message: str, lane: int) -> None:
+        super().__init__(message, lane)
+        self.message, self.lane = message, lane
+
+
+@dataclass(slots=True)
+class Region:
+    """One buffer in the arena."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(slots=True)
+class Arena:
+    """Global memory: buffers side by side with gaps between them."""
+
+    regions: list[Region] = field(default_factory=list)
+    data: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
+    marks: dict[str, Array] = field(default_factory=dict)
+    starts: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
+    ends: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
+    _pending: list[Array] = field(default_factory=list)
+    _top: int = GAP
+
+    def add(self, name: str, content: Array) -> int:
+        """Place a buffer's bytes; gives its address. `seal` must follow before use."""
+        start = self._top
+        self.regions.append(Region(name, start, content.size))
+        self._pending.append(content)
+        self._top = -(-(start + content.size + GAP) // ALIGN) * ALIGN
+        return ARENA + start
+
+    def fill(self, index: int, content: Array) -> None:
+        """Replace the bytes of a placed buffer before `seal`."""
+        self._pending[index] = content
+
+    def seal(self) -> None:
+        """Lay the buffers out."""
+        self.data = np.zeros(self._top, np.uint8)
+        for region, content in zip(self.regions, self._pending, strict=True):
+            self.data[region.start : region.start + region.size] = content
+        self.marks = {kind: np.zeros(self._top, np.uint8) for kind in "rwa"}
+        self.starts = np.array([r.start for r in self.regions], np.uint64)
+        self.ends = np.array([r.start + r.size for r in self.regions], np.uint64)
+
+    def offsets(self, address: Array, size: int) -> Array:
+        """Arena offsets of an access of `size` bytes at each address; raises BadAccess."""
+        offset = address - np.uint64(ARENA)
+        if offset.size == 0:
+            return offset.view(np.int64)
+        last = offset + np.uint64(size)
+        found = np.searchsorted(self.starts, np.array([offset.min(), offset.max()]), side="right") - 1
+        if found[0] < 0 or found[0] != found[1] or last.max() > self.ends[found[0]]:
+            self._check(address, offset, last, size)
+        if size > 1 and np.any(offset & np.uint64(size - 1)):
+            bad = int(np.flatnonzero(offset & np.uint64(size - 1))[0])
+            where = self.describe(int(address[bad]))
+            raise BadAccess(f"misaligned access of {size} bytes at {where}", bad)
+        return offset.view(np.int64)
+
+    def _check(self, address: Array, offset: Array, last: Array, size: int) -> None:
+        if not self.regions:
+            self._outside(address, 0, size)
+        found = np.searchsorted(self.starts, offset, side="right") - 1
+        good = (found >= 0) & (last <= self.ends[np.maximum(found, 0)]) & (last >= offset)
+        if not np.all(good):
+            self._outside(address, int(np.flatnonzero(~good)[0]), size)
+
+    def _outside(self, address: Array, lane: int, size: int) -> NoReturn:
+        where = self.describe(int(address[lane]))
+        raise BadAccess(f"access of {size} bytes outside every buffer, at {where}", lane)
+
+    def describe(self, address: int) -> str:
+        """An address in words: the nearest buffer and the distance from its first byte."""
+        offset = address - ARENA
+        if not self.regions or not 0 <= offset < WINDOW:
+            return f"address {address:#x}"
+        near = max(
+            (r for r in self.regions if r.start - GAP <= offset),
+            key=lambda r: r.start,
+            default=self.regions[0],
+        )
+        return f"byte {offset - near.start} of {near.name} ({near.size} bytes)"
+
+    def load(self, address: Array, size: int, mark: str = "r") -> Array:
+        """Unsigned integers of `size` bytes at the addresses."""
+        index = self.offsets(address, size) >> (size.bit_length() - 1)
+        raw = np.dtype(f"u{size}")
+        self.marks[mark].view(raw)[index] = _ONES[size]
+        loaded: Array = self.data.view(raw)[index]
+        return loaded
+
+    def store(self, address: Array, value: Array, size: int, mark: str = "w") -> None:
+        """Store unsigned integers of `size` bytes; of lanes with the same address the last one wins."""
+        index = self.offsets(address, size) >> (size.bit_length() - 1)
+        raw = np.dtype(f"u{size}")
+        self.marks[mark].view(raw)[index] = _ONES[size]
+        self.data.view(raw)[index] = value
+
+
+@dataclass(slots=True)
+class Strips:
+    """Memory that each block (shared) or lane (local, frames) has for itself: rows of equal length."""
+
+    name: str
+    rows: int
+    size: int
+    base: int = 0  # the offset that a row's first byte has
+    data: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = -(-max(self.size, 1) // 16) * 16
+        self.data = np.zeros(self.rows * self.size, np.uint8)
+
+    def grow(self, size: int) -> None:
+        """Make every row at least `size` bytes long, keeping its content."""
+        if size <= self.size:
+            return
+        old = self.data.reshape(self.rows, self.size)
+        self.size = -(-max(size, 2 * self.size) // 16) * 16
+        self.data = np.zeros(self.rows * self.size, np.uint8)
+        self.data.reshape(self.rows, self.size)[:, : old.shape[1]] = old
+
+    def _index(self, row: Array, offset: Array, size: int) -> Array:
+        local = offset.astype(np.int64) - self.base
+        bad = (local < 0) | (local > self.size - size) | ((local & (size - 1)) != 0)
+        if np.any(bad):
+            lane = int(np.flatnonzero(bad)[0])
+            message = (
+                f"access of {size} bytes at {self.name} offset {int(offset[lane])} of {self.size + self.base}"
+            )
+            raise BadAccess(message, lane)
+        index: Array = (row * self.size + local) >> (size.bit_length() - 1)
+        return index
+
+    def load(self, row: Array, offset: Array, size: int) -> Array:
+        """Unsigned integers of `size` bytes at each row's offset."""
+        loaded: Array = self.data.view(np.dtype(f"u{size}"))[self._index(row, offset, size)]
+        return loaded
+
+    def store(self, row: Array, offset: Array, value: Array, size: int) -> None:
+        """Store unsigned integers of `size` bytes at each row's offset."""
+        self.data.view(np.dtype(f"u{size}"))[self._index(row, offset, size)] = value
+
+
+def as_bytes(value: Any) -> Array:
+    """The bytes of an array, as a copy."""
+    return np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8)

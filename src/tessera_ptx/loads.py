@@ -1,0 +1,360 @@
+"""What loads return and stores keep: parameters, module symbols, frames, and memory at large.
+
+A load through a parameter's address gives that parameter's bytes; through a frame, what was stored
+there; through anything else, a fresh `loaded` value that remembers the bases it was read through, so
+that a pointer read from memory is reported with its table.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import gcd
+from typing import Any
+
+from tessera_ptx.bits import halves, pack, widen
+from tessera_ptx.fields import number_fields
+from tessera_ptx.flatten import Flat
+from tessera_ptx.frames import Frame, Somewhere, constant_offset
+from tessera_ptx.poly import Poly, Value, add, const, freeze, sub
+from tessera_ptx.ranges import FULL, hull
+from tessera_ptx.syntax import Function, Mem, Module, Sym
+from tessera_ptx.values import PER_THREAD, UNIFORM, Atoms, Key, by_base
+from tessera_ptx.weights import candidates, weights
+
+_SPACE_ANY = "?"
+
+
+class LoadRules:
+    """Loads and stores of one kernel."""
+
+    def __init__(self, module: Module, entry: Function, flat: Flat, atoms: Atoms) -> None:
+        self.module, self.entry, self.flat, self.atoms = module, entry, flat, atoms
+        self.params = {p.name: (i, p) for i, p in enumerate(entry.params)}
+        self.symbols = {v.name: v for v in module.variables}
+        self.functions = {f.name for f in module.functions}
+        self.frames: dict[tuple[str, str], Frame] = {}
+        # Loads from an unknown variable of a space look at all of them.
+        self.any_readers: dict[str, dict[Any, None]] = {}
+        # writer -> frames it writes
+        self.written: dict[Any, set[tuple[str, str]]] = {}
+        self.has_frames = any(
+            v.space in ("shared", "local") for v in (*flat.variables.values(), *module.variables)
+        )
+        self._specials: dict[str, Value] = {}
+        self._narrow: dict[int, frozenset[int]] = {}
+        self._symbols: dict[Sym, Value] = {}
+
+    # Names --------------------------------------------------------------------------------------------
+
+    def special(self, name: str) -> Value:
+        """The value of a special register."""
+        known = self._specials.get(name)
+        if known is None:
+            fixed = self.entry.attributes.get("reqntid")
+            if fixed and name.startswith("%ntid."):
+                known = ({(): (*fixed, 1, 1)["xyz".index(name[-1])]},)
+            else:
+                known = self.atoms.value(("special", name))
+            self._specials[name] = known
+        return known
+
+    def symbol(self, symbol: Sym) -> Value:
+        """The address of a variable, parameter or function."""
+        known = self._symbols.get(symbol)
+        if known is None:
+            poly = dict(self.atoms.poly(self._symbol_atom(symbol.name)))
+            if symbol.offset:
+                poly[()] = symbol.offset
+            known = self._symbols[symbol] = (poly,)
+        return known
+
+    def _symbol_atom(self, name: str) -> tuple[Any, ...]:
+        if name in self.params:
+            return ("frame", "param", name)
+        variable = self.flat.variables.get(name) or self.symbols.get(name)
+        if variable is None:
+            if name in self.functions:
+                return ("func", name)
+            # Call parameters declared in a scope of an inlined copy, or a name nobody declared.
+            return ("symbol", name)
+        if variable.space in ("shared", "local", "param"):
+            # All unsized shared arrays of a module begin at the same address.
+            dynamic = variable.space == "shared" and variable.size == 0
+            return ("frame", variable.space, "dynamic" if dynamic else name)
+        return ("symbol", name)
+
+    def declared(self, name: str) -> bool:
+        """Whether somebody declared this name."""
+        return (
+            name in self.params
+            or name in self.flat.variables
+            or name in self.symbols
+            or name in self.functions
+        )
+
+    def is_local_param(self, operand: Mem) -> bool:
+        """Whether the operand names a call parameter rather than one of the kernel's."""
+        return isinstance(operand.base, Sym) and operand.base.name not in self.params
+
+    # Loads --------------------------------------------------------------------------------------------
+
+    def plain(self, key: Key, width: int, table: frozenset[int], signed: bool) -> Value:
+        """A value of unknown contents."""
+        return self.atoms.value(("loaded", key, width, table, signed))
+
+    def load(self, node: Any, space: str, address: Value, width: int, signed: bool) -> Value:
+        """The value a load node sees; the node is remembered as a reader of the frames it touches."""
+        if not address:
+            return ()
+        found: list[Poly] = []
+        table: set[int] = set()
+        at = self.atoms
+        for poly in address:
+            base = at.base_of(poly)
+            frames, rest = self._places(space, poly)
+            if not frames:
+                table |= at.roots(base) or {-1}
+            for _, frame_space, name in frames:
+                if frame_space == "param" and name in self.params:
+                    found += self._param(node, name, rest, width, signed)
+                else:
+                    found += self._frame(node, frame_space, name, rest, width)
+        if table:
+            found += self.plain(node.key, width, frozenset(table), signed)
+        return at.join((node.key, "load"), tuple(found))
+
+    def _places(self, space: str, poly: Poly) -> tuple[list[tuple[Any, ...]], Poly]:
+        """The variables an address may be in, and the offset from them."""
+        at = self.atoms
+        base, rest = at.split(poly)
+        frames = [n for n in base if at.atoms[n].item[0] == "frame"]
+        if any(at.atoms[n].item[0] == "frame" and n not in frames for n in at.taint(rest)):
+            # Others hide in the offset, as in `a + f * (b - a)`.
+            parts = {n: w for n, w in weights(at, poly).items() if at.atoms[n].item[0] == "frame"}
+            found = candidates(at, parts, lambda _: True) or set(parts)
+            if not found.issubset(frames):
+                frames, rest = sorted(found.union(frames)), poly
+        if not frames and space in ("shared", "local", "param"):
+            return [("frame", space, _SPACE_ANY)], poly
+        return [at.atoms[n].item for n in frames], rest
+
+    def _param(self, node: Any, name: str, rest: Poly, width: int, signed: bool) -> Value:
+        index, param = self.params[name]
+        offset = constant_offset(rest)
+        if offset is not None:
+            if 0 <= offset and offset + width <= max(param.size, 1):
+                item = self.atoms.poly(("param", index, offset, width))
+                return (item if width >= 4 else widen(self.atoms, item, 8 * width, signed),)
+            return self.atoms.opaque((node.key, "outside"))
+        if width < 8:
+            return self.atoms.value(("field", index, freeze(rest), width, signed))
+        offsets = tuple(o for o in self._reachable(rest, param.size) if o not in self._numbers(index))
+        return self.atoms.value(("fields", index, offsets, freeze(rest)))
+
+    def _frame(self, node: Any, space: str, name: str, rest: Poly, width: int) -> list[Poly]:
+        """What may have been stored in these bytes."""
+        values: list[Value] = []
+        if name == _SPACE_ANY:
+            self.any_readers.setdefault(space, {})[node] = None
+            for (other, _), frame in list(self.frames.items()):
+                if other == space:
+                    values += self._whole(node, frame, None, width)
+        else:
+            frame, wild = self._frame_of(space, name), self._frame_of(space, _SPACE_ANY)
+            offset = constant_offset(rest)
+            frame.read_by(node, offset, width)
+            wild.read_by(node, None, width)
+            values = self._whole(node, wild, None, width)
+            if offset is None:
+                values += self._whole(node, frame, rest, width)
+            else:
+                values += frame.exact(offset, width)
+                values += self._pieces(node, frame, offset, width)
+                values += self._strays(node, frame, offset, width)
+        # Local memory is the thread's own; shared memory holds what other threads stored.
+        above = PER_THREAD if space in ("local", "param") else UNIFORM
+        return [self.atoms.others(p, above, (node.key, "seen")) for v in values for p in v]
+
+    def _strays(self, node: Any, frame: Frame, offset: int, width: int) -> list[Value]:
+        """Stores at computed offsets that may have hit these bytes."""
+        values: list[Value] = []
+        for stray in frame.anywhere.values():
+            if stray.reaches(offset, width):
+                values += self._stray(node, stray, {(): offset}, width)
+        return values
+
+    def _stray(self, node: Any, stray: Somewhere, rest: Poly | None, width: int) -> list[Value]:
+        if stray.mirror is not None and rest is not None:
+            index, distance = stray.mirror
+            place = add(rest, const(-distance))
+            return [self._param(node, self.entry.params[index].name, place, width, False)]
+        if stray.width == width:
+            return [stray.value]
+        # A narrow number that was computed, not copied, cannot be a part of a pointer.
+        if stray.width < width and not self._any_carries([stray.value]):
+            return []
+        return [self.atoms.opaque((node.key, "piece"), stray.value)]
+
+    def _any_carries(self, values: Iterable[Value]) -> bool:
+        return any(self.atoms.may_carry(p) for value in values for p in value)
+
+    def _frame_of(self, space: str, name: str) -> Frame:
+        frame = self.frames.get((space, name))
+        if frame is None:
+            frame = self.frames[space, name] = Frame(
+                lambda key, value: self._blurred((space, name, key), value)
+            )
+        return frame
+
+    def _blurred(self, key: Key, value: Value) -> Value:
+        """One alternative per origin, as any thread or iteration saw it; different offsets are given up."""
+        at = self.atoms
+        groups: dict[frozenset[int], list[Poly]] = {}
+        followed: dict[frozenset[int], bool] = {}
+        for poly in value:
+            base, rest = at.split(at.others(poly, PER_THREAD, ("cell", key)))
+            # Opaque addends would give every turn of a cycle a base of its own.
+            origin = frozenset(n for n in base if at.kind(n) not in ("opaque", "op"))
+            # Without an origin, what a pointer went into otherwise than as an addend is computed from it.
+            plain = all(at.atoms[n].joined for n in base - origin) and (bool(origin) or not at.taint(rest))
+            followed[origin] = followed.get(origin, True) and plain
+            offsets = groups.setdefault(origin, [])
+            whole = at.whole(base - origin, rest)
+            if whole not in offsets:
+                offsets.append(whole)
+        return at.limited(
+            ("cell", key),
+            tuple(
+                at.whole(origin, found[0])
+                if len(found) == 1
+                else at.whole(
+                    origin, at.opaque(("cell", key, origin), tuple(found), joined=followed[origin])[0]
+                )
+                for origin, found in by_base(groups)
+            ),
+        )
+
+    def _reachable(self, rest: Poly, size: int) -> Iterator[int]:
+        """Offsets of 8-byte fields that a dynamic offset may pick."""
+        step, start = self._stride(rest)
+        step, start = (step, start % step) if step % 8 == 0 else (8, 0)
+        low, high = self.atoms.range(rest)
+        for offset in range(start, size - 7, step):
+            if (low is None or low <= offset) and (high is None or offset <= high):
+                yield offset
+
+    def _numbers(self, index: int) -> frozenset[int]:
+        """8-byte fields of a parameter with a half that the kernel computes with as a number."""
+        known = self._narrow.get(index)
+        if known is None:
+            known = self._narrow[index] = number_fields(self.flat.body, self.entry.params[index].name)
+        return known
+
+    def _stride(self, rest: Poly) -> tuple[int, int]:
+        """Distance and origin of the places a dynamic offset may reach."""
+        step, start = stride_of(rest), rest.get((), 0)
+        mask = self.atoms.mask(rest)
+        if mask > 0:
+            return max(mask & -mask, 1), 0
+        return step, start
+
+    def _whole(self, node: Any, frame: Frame, rest: Poly | None, width: int) -> list[Value]:
+        """What a load at a dynamic offset may see: cells its stride and range can reach."""
+        step, start = (1, 0) if rest is None else self._stride(rest)
+        low, high = FULL if rest is None else self.atoms.range(rest)
+        values: list[Value] = []
+        for stray in frame.anywhere.values():
+            values += self._stray(node, stray, rest, width)
+        for (offset, size), cell in frame.cells.items():
+            if (low is not None and offset + size <= low) or (high is not None and offset >= high + width):
+                continue
+            if size == width:
+                if (offset - start) % step == 0:
+                    values += cell.values()
+            elif size < width and not self._any_carries(cell.values()):
+                continue
+            elif cell.values() and any((offset - start + k) % step == 0 for k in range(1 - width, size)):
+                values.append(self.atoms.opaque((node.key, "piece"), *cell.values()))
+        return values
+
+    def _pieces(self, node: Any, frame: Frame, offset: int, width: int) -> list[Value]:
+        """Stores of other widths that share bytes with the load."""
+        near = frame.overlapping(offset, width)
+        if not near:
+            return []
+        halves_known = {(o, w): v for o, w, v in near}
+        low, high = halves_known.get((offset, 4)), halves_known.get((offset + 4, 4))
+        at = self.atoms
+        if width == 8 and low and high and len(near) == 2 and len(low) == 1 and len(high) == 1:
+            return [pack(at, (node.key, "pack"), low[0], high[0])]
+        if width == 4 and len(near) == 1 and near[0][1] == 8 and len(near[0][2]) == 1:
+            side = near[0][0] == offset - 4
+            if side or near[0][0] == offset:
+                return [halves(at, near[0][2][0], side)]
+        stored = [v for _, _, values in near for v in values]
+        return [at.opaque((node.key, "piece", offset), *stored)]
+
+    def contents(self, name: str) -> list[Value]:
+        """Everything stored in a call parameter."""
+        frame = self.frames.get(("param", name))
+        return [] if frame is None else [v for cell in frame.cells.values() for v in cell.values()]
+
+    # Stores -------------------------------------------------------------------------------------------
+
+    def store(self, writer: Any, space: str, address: Value, width: int, value: Value) -> list[Any]:
+        """Records a store; returns the loads that must look again."""
+        woken: list[Any] = []
+        if not value:
+            return woken
+        places: dict[tuple[str, str], list[Poly]] = {}
+        for poly in address:
+            frames, rest = self._places(space, poly)
+            for _, frame_space, name in frames:
+                places.setdefault((frame_space, name), []).append(rest)
+        for gone in self.written.get(writer, set()) - set(places):
+            self.frames[gone].take_back(writer, set(), False)
+        self.written[writer] = set(places)
+        for place, offsets in places.items():
+            woken += self._store_in(writer, place, offsets, width, value)
+        return woken
+
+    def _store_in(
+        self, writer: Any, place: tuple[str, str], offsets: list[Poly], width: int, value: Value
+    ) -> list[Any]:
+        frame = self._frame_of(*place)
+        woken: list[Any] = []
+        changed = False
+        known = {o for rest in offsets if (o := constant_offset(rest)) is not None}
+        unknown = [rest for rest in offsets if constant_offset(rest) is None]
+        if place[1] == _SPACE_ANY:
+            known, unknown = set(), offsets
+        frame.take_back(writer, {(o, width) for o in known}, bool(unknown))
+        for offset in sorted(known):
+            if frame.write(writer, offset, width, value):
+                changed = True
+                woken += frame.readers_of(offset, width)
+        if unknown:
+            span = FULL if place[1] == _SPACE_ANY else hull([self.atoms.range(r) for r in unknown])
+            mirror = self._mirror(unknown, value)
+            if frame.write_somewhere(writer, Somewhere(span, width, value, mirror)):
+                changed = True
+                woken += frame.readers_of(None, width)
+        return [*woken, *self.any_readers.get(place[0], ())] if changed else woken
+
+    def _mirror(self, offsets: list[Poly], value: Value) -> tuple[int, int] | None:
+        """Whether the value is a parameter's field read at the same distance as it is stored."""
+        if len(offsets) != 1 or len(value) != 1 or len(value[0]) != 1:
+            return None
+        mono, coeff = next(iter(value[0].items()))
+        item = self.atoms.atoms[mono[0]].item if len(mono) == 1 and coeff == 1 else ("",)
+        if item[0] not in ("field", "fields"):
+            return None
+        distance = constant_offset(sub(offsets[0], dict(item[3] if item[0] == "fields" else item[2])))
+        return None if distance is None else (item[1], distance)
+
+
+def stride_of(rest: Poly) -> int:
+    """The distance between the places a dynamic offset may reach."""
+    step = 0
+    for mono, coeff in rest.items():
+        if mono:
+            step = gcd(step, coeff)
+    return step or 1

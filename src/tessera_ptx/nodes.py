@@ -1,0 +1,278 @@
+"""The values a kernel's addresses depend on, as a graph of nodes; `fixpoint` evaluates it.
+
+A node is a definition, a phi or a store into a frame. `want` makes the node of an operand; `build` then
+connects every wanted node to what it reads, until nothing new is wanted. Nothing else becomes a node.
+"""
+
+from typing import Any
+
+from tessera_ptx.cfg import build_graph
+from tessera_ptx.defs import Definitions
+from tessera_ptx.exchange import Exchanges
+from tessera_ptx.flatten import flatten
+from tessera_ptx.forms import OpInfo
+from tessera_ptx.launches import ParamHints
+from tessera_ptx.loads import LoadRules
+from tessera_ptx.poly import BOTTOM, Poly, Value, const
+from tessera_ptx.scan import Access, scan
+from tessera_ptx.syntax import (
+    Function,
+    Imm,
+    Instruction,
+    Mem,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Special,
+    Sym,
+    Vec,
+)
+from tessera_ptx.values import Atoms, Key
+
+# How many operands carry the value, where others only steer it.
+_SOURCES = {"selp": 2, "slct": 2, "shfl": 1}
+
+_FLOATS = (("f32",), ("f16",), ("bf16",))
+
+
+class Node:
+    """One value to compute: a definition, a phi or a store."""
+
+    __slots__ = (
+        "args", "back", "exchange", "forced", "index", "info", "key", "kind", "old", "part", "pos", "queued",
+        "steps", "users", "value", "visits",
+    )  # fmt: skip
+
+    def __init__(self, kind: str, key: Key, pos: int, index: int) -> None:
+        self.kind, self.key, self.pos, self.index = kind, key, pos, index
+        self.info: OpInfo | None = None
+        self.args: list[Node | Value] = []
+        self.old: Node | None = None
+        self.part = 0
+        self.back: list[bool] = []
+        self.value: Value = BOTTOM
+        self.users: list[Node] = []
+        self.queued = True
+        # No value ever came: it is taken for anything.
+        self.forced = False
+        self.visits = 0
+        self.steps: dict[frozenset[int], Poly] = {}
+        # Of a load: the address, its constant part, width and values of each store that it may see.
+        self.exchange: list[tuple[Node | Value, int, int, list[Node | Value]]] = []
+
+
+class Nodes:
+    """Builds the nodes of one kernel."""
+
+    def __init__(self, module: Module, entry: Function, given: ParamHints) -> None:
+        self.module, self.entry, self.given = module, entry, given
+        self.flat = flatten(module, entry)
+        self.graph = build_graph(self.flat)
+        self.scan = scan(self.flat, self.graph)
+        self.defs = Definitions(self.graph, self.scan.defs)
+        self.stops = self.scan.stops
+        self.exchanges = Exchanges(self.flat, self.graph, self.scan, entry.attributes.get("reqntid") or ())
+        self.atoms = Atoms(_limits(entry), given.numbers)
+        self.atoms.narrow_params = {i for i, p in enumerate(entry.params) if p.size < 8}
+        self.loads = LoadRules(module, entry, self.flat, self.atoms)
+        self.nodes: dict[Any, Node] = {}
+        self._todo: list[Node] = []
+        self._needs_frames = False
+        self._has_stores = False
+        # Parameters that a `cvta` turns into an address as they stand: certainly pointers.
+        self.converted: set[int] = set()
+
+    # Building -----------------------------------------------------------------------------------------
+
+    def want(self, index: int, operand: Operand) -> "Node | Value":
+        """The value of an operand as read by instruction `index`; makes the nodes it needs."""
+        kind = type(operand)
+        if kind is Reg:
+            key = self.defs.reaching(index, operand.name)  # type: ignore[union-attr]
+            return BOTTOM if key is None else self._node(key)
+        if isinstance(operand, Imm):
+            return (const(operand.value if operand.value < 1 << 63 else operand.value - (1 << 64)),)
+        if isinstance(operand, Special):
+            return self.loads.special(operand.name)
+        if isinstance(operand, Sym):
+            return self.loads.symbol(operand)
+        if isinstance(operand, Not) and operand.sign == "-":
+            return self.atoms.opaque(("neg", index))
+        return self.atoms.opaque(("operand", index))
+
+    def want_address(self, index: int, operand: Mem) -> "Node | Value":
+        """The value of an address operand without its constant offset."""
+        return self.want(index, operand.base)
+
+    def _node(self, key: Key) -> Node:
+        node = self.nodes.get(key)
+        if node is None:
+            node = self._make(key)
+            self.nodes[key] = node
+            self._todo.append(node)
+        return node
+
+    def _make(self, key: Key) -> Node:
+        rank = self.graph.block_of
+        if isinstance(key, str):
+            index = self.scan.defs[key][0]
+            return Node("def", key, (rank[index] << 32) + index + 1, index)
+        if key[0] == "def":
+            index = key[2]
+            return Node("def", key, (rank[index] << 32) + index + 1, index)
+        return Node("phi", key, key[1] << 32, -1)
+
+    def build(self) -> None:
+        """Connects the wanted nodes to what they depend on, until nothing new is wanted."""
+        while True:
+            while self._todo:
+                node = self._todo.pop()
+                if node.kind == "phi":
+                    self._connect_phi(node)
+                elif node.kind == "def":
+                    self._connect_def(node)
+            if not self._needs_frames or self._has_stores:
+                return
+            self._has_stores = True
+            self._add_stores()
+
+    def _depend(self, node: Node, arg: "Node | Value") -> None:
+        node.args.append(arg)
+        if type(arg) is Node:
+            arg.users.append(node)
+
+    def _connect_phi(self, node: Node) -> None:
+        _, block, name = node.key
+        for key, back in self.defs.phi_inputs(block, name):
+            if key is not None:
+                self._depend(node, self._node(key))
+                node.back.append(back)
+
+    def _connect_def(self, node: Node) -> None:
+        index = node.index
+        instruction = self.flat.body[index]
+        info = node.info = self.scan.infos[index]
+        assert info is not None
+        name = node.key if isinstance(node.key, str) else node.key[1]
+        if instruction.guard is not None and not isinstance(node.key, str):
+            old = self.defs.reaching(index, name)
+            if old is not None:
+                node.old = self._node(old)
+                node.old.users.append(node)
+        target = instruction.operands[info.writes[0]]
+        node.part = _part(target, name)
+        if info.is_load:
+            self._connect_load(node, instruction, info)
+        elif not info.scalar and (info.rule is not None or info.form is not None):
+            self._connect_sources(node, instruction)
+
+    def _connect_sources(self, node: Node, instruction: Instruction) -> None:
+        for operand in instruction.operands[1 : 1 + _SOURCES.get(instruction.op.name, 8)]:
+            if isinstance(operand, Vec):
+                for item in operand.items:
+                    self._depend(node, self.want(node.index, item))
+            elif not (isinstance(operand, Reg) and operand.name == "_"):
+                self._depend(node, self.want(node.index, operand))
+
+    def _connect_load(self, node: Node, instruction: Instruction, info: OpInfo) -> None:
+        operand = instruction.operands[1] if len(instruction.operands) > 1 else None
+        if not isinstance(operand, Mem):
+            return
+        space = info.uses[0][1]
+        if space == "shared" and info.width < 8:
+            return
+        self._depend(node, self.want_address(node.index, operand))
+        if space == "shared":
+            self._connect_exchange(node)
+        if space in ("shared", "local", "") or (space == "param" and self.loads.is_local_param(operand)):
+            self._needs_frames = self._needs_frames or self.loads.has_frames or space == "param"
+
+    def _connect_exchange(self, node: Node) -> None:
+        """The stores that the load sees if it reads what the block's threads have just exchanged."""
+        for index in self.exchanges.stores_before(node.index):
+            target, stored = self.flat.body[index].operands[:2]
+            assert isinstance(target, Mem)
+            address = self.want_address(index, target)
+            items = stored.items if isinstance(stored, Vec) else (stored,)
+            values = [self.want(index, item) for item in items]
+            node.exchange.append((address, target.offset, 8, values))
+            for read in (address, *values):
+                if type(read) is Node:
+                    read.users.append(node)
+
+    def _add_stores(self) -> None:
+        """Every instruction that may write a frame becomes a node, with its address and values wanted."""
+        for access in self.scan.accesses:
+            instruction = self.flat.body[access.at]
+            if access.effect == "r" or access.space not in ("shared", "local", "param", ""):
+                continue
+            info = self.scan.infos[access.at]
+            assert info is not None
+            if info.op.name == "mbarrier" or (info.op.mods[-1:] in _FLOATS and not self._moved(instruction)):
+                continue
+            self._add_store(access, instruction, info)
+        for index in self.scan.tensors:
+            node = self._store_node(index, 0)
+            node.info = self.scan.infos[index]
+            node.args.append(self.atoms.value(("frame", "shared", "?")))
+
+    def _moved(self, instruction: Instruction) -> bool:
+        """Whether a float that is stored came by a move: it may be half of a pointer."""
+        for operand in instruction.operands[1:2]:
+            for item in operand.items if isinstance(operand, Vec) else (operand,):
+                for index in self.scan.defs.get(item.name, ()) if isinstance(item, Reg) else ():
+                    made = self.flat.body[index]
+                    if made.op.name == "mov" and not isinstance(made.operands[-1], Imm):
+                        return True
+        return False
+
+    def _store_node(self, index: int, operand: int) -> Node:
+        rank = self.graph.block_of[index]
+        node = Node("store", ("store", index, operand), (rank << 32) + index + 1, index)
+        self.nodes[node.key] = node
+        return node
+
+    def _add_store(self, access: Access, instruction: Instruction, info: OpInfo) -> None:
+        operand = instruction.operands.index(access.operand)
+        node = self._store_node(access.at, operand)
+        node.info, node.part = info, operand
+        self._depend(node, self.want_address(access.at, access.operand))
+        if info.op.name == "st" and info.op.mods[:1] != ("bulk",):
+            stored = instruction.operands[1] if len(instruction.operands) > 1 else Imm(0)
+            for item in stored.items if isinstance(stored, Vec) else (stored,):
+                self._depend(node, self.want(access.at, item))
+        else:
+            # Copies and atomics: what they leave behind is known by where it may come from.
+            for source in instruction.operands[operand + 1 :]:
+                if isinstance(source, Mem):
+                    self._depend(node, self.want_address(access.at, source))
+                elif info.op.name in ("atom", "red"):
+                    self._depend(node, self.want(access.at, source))
+
+
+def _part(target: Operand, name: str) -> int:
+    """Which element of a destination vector a register is."""
+    if isinstance(target, Vec):
+        for number, item in enumerate(target.items):
+            if isinstance(item, Reg) and item.name == name:
+                return number
+    if isinstance(target, Pair) and isinstance(target.second, Reg) and target.second.name == name:
+        return 1
+    return 0
+
+
+def _limits(entry: Function) -> dict[str, int]:
+    """Bounds of thread indices from the kernel's directives."""
+    limits: dict[str, int] = {}
+    for directive in ("maxntid", "reqntid"):
+        sizes = entry.attributes.get(directive)
+        if sizes:
+            padded = (*sizes, 1, 1)[:3]
+            total = padded[0] * padded[1] * padded[2]
+            for axis, size in zip("xyz", padded, strict=True):
+                # .maxntid bounds the product of the three, not each.
+                limits[f"%tid.{axis}"] = min(size if directive == "reqntid" else total, 1024) or 1
+                limits[f"%ntid.{axis}"] = limits[f"%tid.{axis}"]
+    return limits

@@ -1,0 +1,251 @@
+"""What a kernel does: frozen records, and how they are told in sentences, tables, lines of PTX and JSON.
+
+    print(report)          axpy reads param 0, param 1; writes param 0
+    rows(report)           one row per pointer, symbol and table
+    explain(report, text)  the lines of the PTX that make each access
+    to_json(reports)       for programs
+
+`analysis` makes the records.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tessera_ptx.extent import Extent
+
+HEADINGS = ("kernel", "buffer", "access", "bytes")
+_VERBS = {"r": "reads", "w": "writes", "a": "updates"}
+
+
+@dataclass(frozen=True, slots=True)
+class AccessReport:
+    """Accesses through one pointer: parameter `param`, `offset` bytes into it."""
+
+    param: int
+    offset: int
+    read: bool
+    write: bool
+    # Some access is an atomic update (which also reads and writes).
+    atomic: bool
+    extent: Extent
+    # The parameter's bytes are a tensor map; the buffer is the one behind it.
+    is_tensor_map: bool
+    # (source line, r / w / a)
+    lines: tuple[tuple[int, str], ...]
+
+    @property
+    def plain_read(self) -> bool:
+        """Read other than by atomic updates."""
+        return any(effect == "r" for _, effect in self.lines)
+
+    @property
+    def plain_write(self) -> bool:
+        """Written other than by atomic updates."""
+        return any(effect == "w" for _, effect in self.lines)
+
+    @property
+    def extent_text(self) -> str:
+        """The extent for people."""
+        return "tensor map" if self.is_tensor_map else str(self.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolReport:
+    """Accesses to one module variable."""
+
+    name: str
+    read: bool
+    write: bool
+    atomic: bool
+    lines: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndirectReport:
+    """Accesses through pointers that were loaded from memory."""
+
+    # ("param", index, offset), ("symbol", name), ("frame", space, name) or ("unknown", "")
+    tables: tuple[tuple[Any, ...], ...]
+    read: bool
+    write: bool
+    atomic: bool
+    lines: tuple[tuple[int, str], ...]
+    # Some of the pointers were loaded through pointers that were loaded, as in a list.
+    deep: bool
+
+    @property
+    def why(self) -> str:
+        """Why it pins the kernel where nobody knows what the tables hold."""
+        where = ", ".join(map(_table_text, self.tables)) or "memory"
+        line = self.lines[0][0]
+        verb = "accesses" if self.read and self.write else "writes" if self.write else "reads"
+        return f"line {line}: {verb} through pointers loaded from {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """What one kernel does, for one architecture."""
+
+    name: str
+    arch: str
+    movable: bool
+    why: tuple[str, ...]
+    accesses: tuple[AccessReport, ...]
+    symbols: tuple[SymbolReport, ...]
+    indirect: tuple[IndirectReport, ...]
+    # Names and sizes of the parameters, as the PTX declares them.
+    params: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(sentences(self))
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Parameters that lead to tables of pointers, if the buffers in these are all that is not known."""
+        places = {table for item in self.indirect for table in item.tables}
+        known = {item.why for item in self.indirect}
+        flat = all(table[0] == "param" and table[2] == 0 for table in places)
+        whole = flat and known.issuperset(self.why) and not any(item.deep for item in self.indirect)
+        return tuple(sorted(table[1] for table in places)) if whole else ()
+
+    def access(self, param: int, offset: int = 0) -> AccessReport | None:
+        """The accesses through one pointer, or None."""
+        return next((a for a in self.accesses if (a.param, a.offset) == (param, offset)), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The kernel as the JSON of `tessera analyze`."""
+        return {
+            "name": self.name,
+            "arch": self.arch,
+            "movable": self.movable,
+            "why": list(self.why),
+            "accesses": [
+                {"param": a.param, "offset": a.offset, "read": a.read, "write": a.write,
+                 "atomic": a.atomic, "extent": a.extent_text}
+                for a in self.accesses
+            ],
+            "symbols": [{"name": s.name, "read": s.read, "write": s.write} for s in self.symbols],
+            "indirect": [
+                {"tables": [_table_dict(t) for t in i.tables], "read": i.read, "write": i.write,
+                 "atomic": i.atomic, "lines": [line for line, _ in i.lines]}
+                for i in self.indirect
+            ],
+        }  # fmt: skip
+
+
+def to_json(reports: Iterable[KernelReport]) -> str:
+    """`{"kernels": [...]}`, indented."""
+    return json.dumps({"kernels": [r.as_dict() for r in reports]}, indent=2)
+
+
+def buffer_name(report: KernelReport, param: int, offset: int, names: Sequence[str] = ()) -> str:
+    """`x` when names are given, else `param 0`; `+8` for a field of a struct."""
+    name = names[param] if param < len(names) else f"param {param}"
+    size = report.params[param][1] if param < len(report.params) else 8
+    return name if not offset and size <= 8 else f"{name}+{offset}"
+
+
+def sentences(report: KernelReport, names: Sequence[str] = ()) -> list[str]:
+    """What the kernel does, in one sentence; a second one when it cannot be moved."""
+    read, written, updated = [], [], []
+    for access in report.accesses:
+        name = buffer_name(report, access.param, access.offset, names)
+        read += [name] if access.plain_read else []
+        written += [name] if access.plain_write else []
+        updated += [name] if access.atomic else []
+    for symbol in report.symbols:
+        name = f"module variable {symbol.name}"
+        read += [name] if symbol.read and not symbol.atomic else []
+        written += [name] if symbol.write and not symbol.atomic else []
+        updated += [name] if symbol.atomic else []
+    for item in report.indirect:
+        tables = ", ".join(_table(report, t, names) for t in item.tables)
+        name = f"memory behind {tables}"
+        read += [name] if item.read and not item.atomic else []
+        written += [name] if item.write and not item.atomic else []
+        updated += [name] if item.atomic else []
+    said = [
+        f"{verb} {', '.join(buffers)}"
+        for verb, buffers in (("reads", read), ("writes", written), ("updates", updated))
+        if buffers
+    ]
+    out = [f"{report.name} {'; '.join(said) or 'touches no memory'}"]
+    if not report.movable:
+        out.append(f"{report.name} is immovable: {'; '.join(report.why)}")
+    return out
+
+
+def _table(report: KernelReport, table: tuple[object, ...], names: Sequence[str]) -> str:
+    if table[0] == "param" and isinstance(table[1], int) and isinstance(table[2], int):
+        return buffer_name(report, table[1], table[2], names)
+    return f"module variable {table[1]}" if table[0] == "symbol" else "pointers in memory"
+
+
+def _flags(read: bool, write: bool, atomic: bool) -> str:
+    if atomic:
+        return "atomic"
+    return "read, write" if read and write else "write" if write else "read"
+
+
+def rows(report: KernelReport, names: Sequence[str] = ()) -> list[tuple[str, str, str, str]]:
+    """One row per buffer: kernel, buffer, access, bytes."""
+    out = [
+        (
+            report.name,
+            buffer_name(report, a.param, a.offset, names),
+            _flags(a.read, a.write, a.atomic),
+            a.extent_text,
+        )
+        for a in report.accesses
+    ]
+    out += [
+        (report.name, f"variable {s.name}", _flags(s.read, s.write, s.atomic), "any") for s in report.symbols
+    ]
+    for item in report.indirect:
+        tables = ", ".join(_table(report, t, names) for t in item.tables)
+        out.append((report.name, f"behind {tables}", _flags(item.read, item.write, item.atomic), "any"))
+    return out
+
+
+def explain(report: KernelReport, text: str, names: Sequence[str] = ()) -> Iterator[str]:
+    """Every access with the PTX lines that make it, then what stands against moving the kernel."""
+    source = text.split("\n")
+    for access in report.accesses:
+        name = buffer_name(report, access.param, access.offset, names)
+        yield f"{name}: {_flags(access.read, access.write, access.atomic)}; {access.extent_text}"
+        yield from _lines(source, access.lines)
+    for symbol in report.symbols:
+        yield f"variable {symbol.name}: {_flags(symbol.read, symbol.write, symbol.atomic)}"
+        yield from _lines(source, symbol.lines)
+    for item in report.indirect:
+        tables = ", ".join(_table(report, t, names) for t in item.tables)
+        yield f"behind {tables}: {_flags(item.read, item.write, item.atomic)}"
+        yield from _lines(source, item.lines)
+    for reason in report.why:
+        yield f"immovable: {reason}"
+
+
+def _lines(source: list[str], lines: Sequence[tuple[int, str]]) -> Iterator[str]:
+    for line, effect in lines:
+        code = source[line - 1].strip() if 0 < line <= len(source) else ""
+        yield f"  {line:6d}  {_VERBS[effect]:8s}{code}"
+
+
+def _table_text(table: tuple[Any, ...]) -> str:
+    if table[0] == "param":
+        return f"parameter {table[1]}" + (f" (offset {table[2]})" if table[2] else "")
+    return (
+        f"'{table[1]}'"
+        if table[0] == "symbol"
+        else "memory"
+        if table[0] == "unknown"
+        else f"{table[1]} memory"
+    )
+
+
+def _table_dict(table: tuple[Any, ...]) -> dict[str, Any]:
+    if table[0] == "param":
+        return {"param": table[1], "offset": table[2]}
+    return {table[0]: table[1]}

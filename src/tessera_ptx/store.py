@@ -1,0 +1,152 @@
+"""Reports kept by the hash of the PTX text: in memory, and in a directory when the caller gives one.
+
+    reports_for(text, file, directory=None) -> (KernelReport, ...)
+
+A file that cannot be read back is ignored and written anew; nothing the disk holds can make the result
+wrong in another way than by a forged file of the right shape.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tessera_ptx.analysis import analyze, analyze_launch
+from tessera_ptx.extent import Extent, Limit, Part
+from tessera_ptx.launches import ParamHints
+from tessera_ptx.parser import parse
+from tessera_ptx.report import AccessReport, IndirectReport, KernelReport, SymbolReport
+from tessera_ptx.syntax import Module
+
+_MAX_KEPT = 512
+_kept: OrderedDict[str, tuple[KernelReport, ...]] = OrderedDict()
+
+
+def key_of(text: str | bytes) -> str:
+    """The name under which a text's reports are kept."""
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    return f"{hashlib.sha256(data).hexdigest()}-{_code_digest()}"
+
+
+@cache
+def _code_digest() -> str:
+    """Names the analyzer's own code: what another version of it found is not trusted."""
+    found = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def reports_for(
+    text: str | bytes, file: str = "<ptx>", directory: Path | None = None
+) -> tuple[KernelReport, ...]:
+    """The reports of a PTX text, analyzed once per text. Raises ParseError as `analyze` does."""
+    key = key_of(text)
+    found = _kept.get(key)
+    if found is None and directory is not None:
+        found = _read(directory / f"{key}.json")
+    if found is None:
+        found = analyze(text, file)
+        if directory is not None:
+            _write(directory / f"{key}.json", found)
+    _kept[key] = found
+    _kept.move_to_end(key)
+    while len(_kept) > _MAX_KEPT:
+        _kept.popitem(last=False)
+    return found
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def report_for_launch(text: str | bytes, name: str, given: ParamHints) -> KernelReport:
+    """The report of one kernel of a text, with what a launch says of its parameters."""
+    return analyze_launch(_parsed(text), reports_for(text, name), name, given)
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str | bytes) -> Module:
+    return parse(text)
+
+
+def forget() -> None:
+    """Empties the memory cache."""
+    _kept.clear()
+    report_for_launch.cache_clear()
+    _parsed.cache_clear()
+
+
+def _write(path: Path, reports: tuple[KernelReport, ...]) -> None:
+    """Written beside and moved in place, so that readers never see half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            json.dump({"kernels": [_plain(r) for r in reports]}, out)
+        os.replace(name, path)
+    except OSError:
+        return  # a cache that cannot be written is no reason to fail
+
+
+def _read(path: Path) -> tuple[KernelReport, ...] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(_kernel(k) for k in data["kernels"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+
+
+def _plain(report: KernelReport) -> dict[str, Any]:
+    return {
+        "head": [report.name, report.arch, report.movable, report.why, report.params],
+        "accesses": [
+            [a.param, a.offset, a.read, a.write, a.atomic, a.is_tensor_map, a.lines, *_extent(a.extent)]
+            for a in report.accesses
+        ],
+        "symbols": [[s.name, s.read, s.write, s.atomic, s.lines] for s in report.symbols],
+        "indirect": [[i.tables, i.read, i.write, i.atomic, i.lines, i.deep] for i in report.indirect],
+    }  # fmt: skip
+
+
+def _extent(extent: Extent) -> tuple[Any, Any]:
+    return extent.parts, extent.loops
+
+
+def _tuples(data: Any) -> Any:
+    return tuple(_tuples(d) for d in data) if isinstance(data, list) else data
+
+
+def _limits(data: Any) -> tuple[Limit, ...]:
+    return tuple(Limit(*limit) for limit in data)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    """The value, which must be of its type: a file of another shape is not believed."""
+    if type(value) is not kind:
+        raise TypeError(kind)
+    return value
+
+
+def _access(data: Any) -> AccessReport:
+    param, offset, read, write, atomic, is_map, lines, parts, loops = _tuples(data)
+    extent = Extent(
+        tuple(Part(p[0], p[1], _limits(p[2]), p[3]) for p in parts),
+        tuple((header, _limits(limits)) for header, limits in loops),
+    )
+    return AccessReport(
+        _checked(param, int), _checked(offset, int), _checked(read, bool), _checked(write, bool),
+        _checked(atomic, bool), extent, _checked(is_map, bool), _checked(lines, tuple),
+    )  # fmt: skip
+
+
+def _kernel(data: Any) -> KernelReport:
+    name, arch, movable, why, params = _tuples(data["head"])
+    return KernelReport(
+        _checked(name, str), _checked(arch, str), _checked(movable, bool), _checked(why, tuple),
+        tuple(_access(a) for a in data["accesses"]),
+        tuple(SymbolReport(*_tuples(s)) for s in data["symbols"]),
+        tuple(IndirectReport(*_tuples(i)) for i in data["indirect"]),
+        _checked(params, tuple),
+    )  # fmt: skip

@@ -1,0 +1,400 @@
+"""The abstract domain: what a register may hold.
+
+A value is a tuple of alternatives; each alternative is a polynomial with integer coefficients over
+atoms. An address is then `base + offset`, where the base is an atom that may be a pointer and stands
+with coefficient 1, and everything else is offset. Scaled pointers, differences of pointers and
+indices loaded from memory are therefore never bases, and two bases in one register are two alternatives.
+
+    Poly      {monomial: coefficient}; a monomial is a sorted tuple of atom numbers, () the constant
+    Value     tuple of polynomials with different bases; () is "no value reaches here"
+
+    atom                                   meaning
+    ("param", index, offset, width)        bytes of a kernel parameter
+    ("fields", index, offsets, place)      one of several 8-byte fields of a parameter; `place` is the
+                                           offset it was read at
+    ("field", index, place, width, signed) a narrow field of a parameter at a computed place
+    ("special", name)                      %tid.x, %ctaid.y, ...
+    ("frame", space, name)                 address of a shared, local or param variable ("?" = any)
+    ("symbol", name)                       address of a module variable
+    ("loaded", key, width, table)          read from memory; `table` are the bases it was read through
+    ("counter", key)                       0, 1, 2, ... of a loop
+    ("op", name, bits, tag, args...)       a function of polynomials: and, shr, sext, any, ...
+    ("copy", atom, tag)                    the atom as another thread or an earlier iteration saw it
+    ("opaque", key, taint, joined, carry,  anything; `taint` are bases that may be inside; `joined`: it
+        large)                             is one of several values, not something computed from them;
+                                           `carry`: it may be a copied piece of a pointer; `large`: the
+                                           bases that went in otherwise than as a small number
+
+Arithmetic is exact in the ring of integers modulo 2**bits, so only widening (`sext`, `zext`) has to
+check for wrap-around; that check is made where the numbers are known (`extent.resolve`), or here when
+the ranges already exclude it. Levels: 0 the same for the launch, 1 per thread, 2 changing in time.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+from tessera_ptx.poly import Poly, Value, add, const, freeze
+from tessera_ptx.ranges import FULL, Range, op_mask, op_range, special_range, within
+
+T = TypeVar("T")
+Key = Any  # a register name, or a tuple for one of several definitions, a phi or a cell
+
+# A number this close to zero is an offset, whatever pointer it was computed from (`p & 15`).
+SMALL = 1 << 16
+# Operations that do not divide: the weight of an argument in the result is a whole number.
+WHOLE = frozenset({"and", "or", "xor", "sext", "zext", "any", "lo", "min_s", "min_u", "max_s", "max_u"})
+# Operations into which a small number brings no more than a small number.
+_NARROWING = WHOLE | {"shr_s", "shr_u", "div_s", "div_u", "rem_s", "rem_u"}
+_FAR = 1 << 40
+_MAX_TERMS = 24
+_MAX_ALTERNATIVES = 64
+# Addends of a sum; compiled kernels have at most 16 (corpus).
+MAX_POLY = 64
+_MAX_SIZE = 1 << 20
+UNIFORM, PER_THREAD, IN_TIME = 0, 1, 2
+# Among the bases that a value was loaded through: a pointer that was loaded itself.
+DEEP = -2
+
+
+class Atom(NamedTuple):
+    """One entry of the atom table, with the facts derived once when it is made."""
+
+    item: tuple[Any, ...]
+    range: Range
+    mask: int  # bits that may be one; -1 when unknown
+    base: bool  # may be a pointer
+    level: int
+    taint: frozenset[int]
+    size: int = 1  # leaves when written out, shared parts counted each time
+    carry: bool = False  # may be a copied piece of a pointer
+    # Of the taint: without what only a small number of went in; the same where the atom is multiplied,
+    # since an unknown one may then grow in a loop, digit by digit; and what something may have divided.
+    large: frozenset[int] = frozenset()
+    scaled: frozenset[int] = frozenset()
+    divided: frozenset[int] = frozenset()
+    joined: bool = True  # what may be a pointer here is one of several values, not computed from them
+
+
+class Atoms:
+    """The atom table of one kernel; atoms are numbers that index it."""
+
+    def __init__(self, limits: dict[str, int], numbers: frozenset[int] = frozenset()) -> None:
+        # Exclusive bounds from .reqntid / .maxntid, by special register: {"%tid.x": 128}.
+        self.limits = limits
+        self.atoms: list[Atom] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self.bases: set[int] = set()
+        # Alternatives looked at so far, long ones counted more; `fixpoint` bounds it.
+        self.work = 0
+        # How much `weights` has looked at so far, and whether it gave something up.
+        self.weighed, self.cut = 0, False
+        # Indices of parameters of fewer than eight bytes: no part of a pointer.
+        self.narrow_params: set[int] = set()
+        # Indices of parameters that are plain numbers in the launch at hand.
+        self.numbers = numbers
+
+    def number(self, item: tuple[Any, ...]) -> int:
+        """The number of an atom, made when new."""
+        known = self._numbers.get(item)
+        return self._make(item) if known is None else known
+
+    def poly(self, item: tuple[Any, ...]) -> Poly:
+        """The polynomial that is this one atom."""
+        return {(self.number(item),): 1}
+
+    def value(self, item: tuple[Any, ...]) -> Value:
+        """The value that is this one atom."""
+        return ({(self.number(item),): 1},)
+
+    def _make(self, item: tuple[Any, ...]) -> int:
+        atom = getattr(self, "_make_" + item[0])(item)
+        number = self._numbers[item] = len(self.atoms)
+        if atom.base:
+            self.bases.add(number)
+            if item[0] not in ("opaque", "op", "copy"):
+                # Taint names origins only, else it would grow with every turn of a loop.
+                own = frozenset({number})
+                atom = atom._replace(taint=own, large=own, scaled=own)
+        self.atoms.append(atom)
+        return number
+
+    def _make_param(self, item: tuple[Any, ...]) -> Atom:
+        number = item[1] in self.numbers
+        carry = item[1] not in self.narrow_params and not number
+        return Atom(item, FULL, -1, item[3] >= 8 and not number, UNIFORM, frozenset(), carry=carry)
+
+    def _make_fields(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, True, IN_TIME, frozenset())
+
+    def _make_field(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, False, IN_TIME, frozenset(), carry=True)
+
+    def _make_special(self, item: tuple[Any, ...]) -> Atom:
+        name = item[1]
+        span, level = special_range(name, self.limits.get(name))
+        mask = -1 if span[1] is None else (1 << span[1].bit_length()) - 1
+        return Atom(item, span, mask, False, level, frozenset())
+
+    def _make_frame(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, FULL, -1, True, UNIFORM, frozenset())
+
+    _make_symbol = _make_frame
+    _make_func = _make_frame
+
+    def _make_loaded(self, item: tuple[Any, ...]) -> Atom:
+        _, _, width, _, signed = item
+        span: Range = FULL
+        if 0 < width < 4:
+            half = 1 << (8 * width - 1)
+            span = (-half, half - 1) if signed else (0, 2 * half - 1)
+        mask = -1 if span[0] != 0 or span[1] is None else span[1]
+        return Atom(item, span, mask, width >= 8, IN_TIME, frozenset(), carry=True)
+
+    def _make_counter(self, item: tuple[Any, ...]) -> Atom:
+        return Atom(item, (0, None), -1, False, IN_TIME, frozenset())
+
+    def _make_copy(self, item: tuple[Any, ...]) -> Atom:
+        inner: Atom = self.atoms[item[1]]
+        return inner._replace(item=item, level=IN_TIME, size=inner.size + 1)
+
+    def _make_opaque(self, item: tuple[Any, ...]) -> Atom:
+        _, _, taint, joined, carry, large = item
+        return Atom(
+            item, FULL, -1, bool(taint), IN_TIME, taint, carry=carry,
+            large=large, scaled=taint, divided=large, joined=bool(joined),
+        )  # fmt: skip
+
+    def _make_op(self, item: tuple[Any, ...]) -> Atom:
+        _, name, bits, tag, *args = item
+        polys = [dict(a) if isinstance(a, frozenset) else const(a) for a in args]
+        span = op_range(name, bits, [self.range(p) for p in polys])
+        level = max((self.level(p) for p in polys), default=UNIFORM)
+        taint = frozenset[int]().union(*(self.taint(p) for p in polys))
+        mask = op_mask(name, bits, span, [self.mask(p) for p in polys])
+        # A phi or a selection keeps its base outside; what is left of a pointer in here is no base
+        # on its own unless the whole could be one.
+        base = bool(taint) and bits == 64 and not within(span, -_FAR, _FAR)
+        size = 1 + sum(self.atoms[n].size for p in polys for mono in p for n in mono)
+        level = IN_TIME if tag is not None else level
+        carry = name == "any" and any(self.may_carry(p) for p in polys)
+        atom = Atom(
+            item, span, mask, base, level, taint, min(size, _MAX_SIZE), carry, taint, taint, taint, not base
+        )
+        return self._with_parts(atom, name, polys) if taint and name in _NARROWING else atom
+
+    def _with_parts(self, atom: Atom, name: str, polys: list[Poly]) -> Atom:
+        """An operation's facts that are those of its arguments."""
+        large = frozenset[int]().union(*map(self._large_of, polys))
+        return atom._replace(
+            large=large,
+            scaled=frozenset[int]().union(*(self._large_of(p, scaled=True) for p in polys)),
+            divided=frozenset[int]().union(*map(self._divided_of, polys)) if name in WHOLE else large,
+            joined=atom.joined
+            or (name == "any" and all(self.atoms[n].joined for p in polys for mono in p for n in mono)),
+        )
+
+    def range(self, poly: Poly) -> Range:
+        """Static bounds of a polynomial, None where there is none."""
+        low: int | None = 0
+        high: int | None = 0
+        for mono, coeff in poly.items():
+            term_low, term_high = self._monomial_range(mono, coeff)
+            low = None if low is None or term_low is None else low + term_low
+            high = None if high is None or term_high is None else high + term_high
+        return low, high
+
+    def _monomial_range(self, mono: tuple[int, ...], coeff: int) -> Range:
+        low: int | None = 1
+        high: int | None = 1
+        for number in mono:
+            atom_low, atom_high = self.atoms[number].range
+            # Products are bounded only where both factors are non-negative; that is what occurs.
+            if atom_low is None or low is None or atom_low < 0:
+                if len(mono) > 1:
+                    return FULL
+                low, high = atom_low, atom_high
+                break
+            low *= atom_low
+            high = None if high is None or atom_high is None else high * atom_high
+        ends = (low if low is None else low * coeff, high if high is None else high * coeff)
+        return ends if coeff >= 0 else (ends[1], ends[0])
+
+    def mask(self, poly: Poly) -> int:
+        """Bits that may be one in a polynomial whose value is known to be non-negative, else -1."""
+        total = 0
+        for mono, coeff in poly.items():
+            bits = coeff
+            if mono:
+                if len(mono) > 1 or coeff <= 0 or coeff & (coeff - 1):
+                    return self._bound_mask(poly)
+                bits = self.atoms[mono[0]].mask
+                if bits < 0:
+                    return -1
+                bits *= coeff
+            if coeff < 0 or bits & total:
+                return self._bound_mask(poly)
+            total |= bits
+        return total
+
+    def _bound_mask(self, poly: Poly) -> int:
+        low, high = self.range(poly)
+        if low is None or high is None or low < 0:
+            return -1
+        zeros = min((coeff & -coeff) for coeff in poly.values()) if poly else 1
+        return ((1 << high.bit_length()) - 1) & -zeros
+
+    def level(self, poly: Poly) -> int:
+        """How variable the polynomial is; see the module docstring."""
+        atoms = self.atoms
+        return max((atoms[n].level for mono in poly for n in mono), default=UNIFORM)
+
+    def taint(self, poly: Poly) -> frozenset[int]:
+        """Every base that has a part in the polynomial."""
+        found: set[int] = set()
+        for mono in poly:
+            for number in mono:
+                found |= self.atoms[number].taint
+        return frozenset(found)
+
+    def base_of(self, poly: Poly) -> frozenset[int]:
+        """The atoms that may be the base: pointers with coefficient 1."""
+        bases = self.bases
+        return frozenset(m[0] for m, c in poly.items() if c == 1 and len(m) == 1 and m[0] in bases)
+
+    def split(self, poly: Poly) -> tuple[frozenset[int], Poly]:
+        """The base and the rest of a polynomial."""
+        self.work += 1 + len(poly) // 8
+        base = self.base_of(poly)
+        if not base:
+            return base, poly
+        return base, {m: c for m, c in poly.items() if not (len(m) == 1 and c == 1 and m[0] in base)}
+
+    def opaque(self, key: Key, *values: Value, joined: bool = False) -> Value:
+        """Anything, tainted by the bases of the values it was made from."""
+        taint: set[int] = set()
+        large: set[int] = set()
+        carry = False
+        for value in values:
+            for poly in value:
+                taint |= self.taint(poly)
+                large |= self._large_of(poly) if joined and taint else self.taint(poly)
+                carry = carry or self.may_carry(poly)
+        item = ("opaque", key, frozenset(taint), joined, carry or bool(taint), frozenset(large))
+        return self.value(item)
+
+    def _large_of(self, poly: Poly, scaled: bool = False) -> frozenset[int]:
+        """The bases in a sum, without those of which only a small number went into it."""
+        found: set[int] = set()
+        for mono, coeff in poly.items():
+            if mono and not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
+                if len(mono) > 1 or abs(coeff) > SMALL:
+                    found |= self.taint({mono: coeff})
+                else:
+                    atom = self.atoms[mono[0]]
+                    found |= atom.scaled if scaled or abs(coeff) != 1 else atom.large
+        return frozenset(found)
+
+    def _divided_of(self, poly: Poly) -> frozenset[int]:
+        """The bases in a sum that something may divide on their way into it."""
+        found: set[int] = set()
+        for mono, coeff in poly.items():
+            if not within(self._monomial_range(mono, coeff), -SMALL, SMALL):
+                for number in mono:
+                    found |= self.atoms[number].divided
+        return frozenset(found)
+
+    def may_carry(self, poly: Poly) -> bool:
+        """Whether a narrow value may be a piece of a pointer: copied from memory or cut from a pointer.
+
+        What was computed from thread indices, whole narrow parameters and counters is not.
+        """
+        atoms = self.atoms
+        return any(atoms[n].carry or atoms[n].taint for mono in poly for n in mono)
+
+    def blur(self, key: Key, value: Value) -> Value:
+        """The same bases at unknown offsets."""
+        groups: dict[frozenset[int], Value] = {}
+        for poly in value:
+            base, rest = self.split(poly)
+            groups[base] = (*groups.get(base, ()), rest)
+        blurred = (
+            self.whole(base, self.opaque((key, "blur", base), rests, joined=True)[0])
+            for base, rests in by_base(groups)
+        )
+        return self.limited(key, tuple(blurred))
+
+    def kind(self, number: int) -> str:
+        """The kind of an atom, copies being of the kind of what they copy."""
+        item = self.atoms[number].item
+        return str(self.atoms[item[1]].item[0] if item[0] == "copy" else item[0])
+
+    def roots(self, numbers: frozenset[int]) -> frozenset[int]:
+        """The origins of bases; for pointers loaded from memory, where they were loaded from, and DEEP."""
+        out: set[int] = set()
+        for number in numbers:
+            for origin in self.atoms[number].taint if number >= 0 else (number,):
+                item = self.atoms[origin].item if origin >= 0 else ("",)
+                out |= item[3] | {DEEP} if item[0] == "loaded" else {origin}
+        return frozenset(out)
+
+    def op(self, name: str, bits: int, *args: Poly | int) -> Poly:
+        """An atom that is a function of polynomials."""
+        frozen = tuple(a if isinstance(a, int) else freeze(a) for a in args)
+        return self.poly(("op", name, bits, None, *frozen))
+
+    def join(self, key: Key, value: Value) -> Value:
+        """One alternative per base: offsets of the same base become `any(...)`, tagged with the key."""
+        if len(value) < 2:
+            return value
+        groups: dict[frozenset[int], list[Poly]] = {}
+        for poly in value:
+            base, rest = self.split(poly)
+            offsets = groups.setdefault(base, [])
+            if rest not in offsets:
+                offsets.append(rest)
+        return self.limited(
+            key, tuple(self.whole(base, self.any(key, offsets)) for base, offsets in by_base(groups))
+        )
+
+    def limited(self, key: Key, value: Value) -> Value:
+        """The value, or one opaque alternative when it has more than anybody wrote down on purpose."""
+        if len(value) > _MAX_ALTERNATIVES or any(len(p) > MAX_POLY for p in value):
+            return self.opaque((key, "many"), value, joined=True)
+        return value
+
+    @staticmethod
+    def whole(base: frozenset[int], rest: Poly) -> Poly:
+        """A base with its offset."""
+        return rest if not base else add({(n,): 1 for n in base}, rest)
+
+    def any(self, key: Key, offsets: list[Poly]) -> Poly:
+        """One of several polynomials."""
+        if len(offsets) == 1:
+            return offsets[0]
+        if len(offsets) > _MAX_TERMS or sum(map(len, offsets)) > 4 * _MAX_TERMS:
+            return self.opaque(key, tuple(offsets), joined=True)[0]
+        frozen = sorted((freeze(o) for o in offsets), key=sorted)
+        return self.poly(("op", "any", 64, key, *frozen))
+
+    def others(self, poly: Poly, above: int, tag: Key) -> Poly:
+        """The polynomial as another thread (above UNIFORM) or iteration (above PER_THREAD) computed it."""
+        if self.level(poly) <= above:
+            return poly
+        out: Poly = {}
+        for mono, coeff in poly.items():
+            renamed = tuple(
+                self.number(("copy", self._original(n), tag)) if self.atoms[n].level > above else n
+                for n in mono
+            )
+            other = tuple(sorted(renamed))
+            out[other] = out.get(other, 0) + coeff
+        return {m: c for m, c in out.items() if c}
+
+    def _original(self, number: int) -> int:
+        """Copies of copies are kept one deep."""
+        item = self.atoms[number].item
+        return int(item[1]) if item[0] == "copy" else number
+
+
+def by_base(found: dict[frozenset[int], T]) -> list[tuple[frozenset[int], T]]:
+    """The alternatives in one order, so that the same ones found in another order are the same value."""
+    return sorted(found.items(), key=lambda item: sorted(item[0])) if len(found) > 1 else list(found.items())

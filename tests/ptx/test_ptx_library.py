@@ -1,0 +1,46 @@
+"""The library by itself: its README runs, and it needs nothing but NumPy."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(
+    r"^```(python)?\n(.*?)^```",
+    (ROOT / "src" / "tessera_ptx" / "README.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+EXAMPLES = [code for language, code in BLOCKS if language]
+
+
+def test_the_two_line_example_prints_what_the_readme_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block after the first example is the beginning of what it prints."""
+    monkeypatch.chdir(ROOT)
+    exec(EXAMPLES[0], {})
+    shown = next(text for language, text in BLOCKS if not language)
+
+    assert 2 == len(EXAMPLES[0].splitlines())
+    assert capsys.readouterr().out.startswith(shown.removesuffix("...\n"))
+
+
+def test_the_interpreter_example_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second example asserts is true."""
+    monkeypatch.chdir(ROOT)
+    exec(EXAMPLES[1], {})
+
+
+def test_it_imports_numpy_and_nothing_of_tessera() -> None:
+    """People who place no kernels need only this package and NumPy."""
+    code = (
+        "import sys; before = set(sys.modules); import tessera_ptx.interp; "
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(new - sys.stdlib_module_names))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "['numpy', 'tessera_ptx']" == found.stdout.strip()
