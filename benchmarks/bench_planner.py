@@ -30,11 +30,12 @@ from typing import Any
 from benchmarks.planner_instances import Case, Spec, make_case
 
 from tessera import ir
-from tessera.plan import PlanConfig, solve, throughput
+from tessera.plan import PlanConfig, solve
 from tessera.plan.latency import Clock, bound_us
-from tessera.plan.milp import best_placement
-from tessera.plan.policies import Task
+from tessera.plan.pricing import throughput
+from tessera.plan.pricing.milp import best_placement
 from tessera.plan.problem import build
+from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
 FAMILIES = ("dense", "moe", "ssm", "diffusion", "random")

@@ -16,10 +16,11 @@ from tessera.ir import Cluster, Costs, Objective, Plan, WorkUnit
 from tessera.paper.library import Library
 from tessera.paper.records import Case, Outcome
 from tessera.plan import PlanConfig, solve
-from tessera.plan.candidates import single_placement
-from tessera.plan.judge import Judge
-from tessera.plan.policies import COARSE, Task
+from tessera.plan.baselines import COARSE
 from tessera.plan.problem import build
+from tessera.plan.search.judge import Judge
+from tessera.plan.search.planners import single_placement
+from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from tessera.capture import known_models
 from tessera.errors import UnknownName
 from tessera.ir import Cluster, Device, Link, Step
-from tessera.plan.policies import COARSE
+from tessera.plan.baselines import COARSE
 from tessera.profile import LINKS, gpu, parse_devices
 
 # Denoising steps of one picture.

@@ -1,15 +1,16 @@
 """Plan: who runs what. Takes a work unit, its costs and a cluster; gives a plan.
 
-Read `solve` for the decision, `throughput` and `latency` for the mathematics, `policies` for the coarse
-policies that every plan is compared with.
+In the order of the flow: `problem` (work, costs and devices as arrays), `pricing` (the linear program over
+placements), `latency`, `baselines` (the coarse policies that every plan is compared with), `search`
+(candidates and their judge), `solve`, `batches` and `load` (what is asked for in, a plan out), `explain`.
 """
 
 from tessera.plan.batches import Batched, Tried, solve_batches
 from tessera.plan.explain import Explanation, Room, explain, latency_bound_us
 from tessera.plan.load import BATCHES, LoadPlan, Option, Target, plan_load
-from tessera.plan.policies import PLANNERS
+from tessera.plan.problem import Wish, parse_wish, wishes_of
+from tessera.plan.search.planners import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
-from tessera.plan.wishes import Wish, parse_wish, wishes_of
 
 __all__ = [
     "BATCHES", "PLANNERS", "Batched", "Explanation", "LoadPlan", "Option", "PlanConfig", "Room", "Simulate",

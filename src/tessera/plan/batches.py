@@ -17,13 +17,12 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
-from tessera.plan.joint import JointTask, optimum
-from tessera.plan.judge import Judge
-from tessera.plan.lanes import slot_counts
-from tessera.plan.problem import Column, Mix
-from tessera.plan.search import DEPTHS, Search, without_rare_lanes
+from tessera.plan.pricing.throughput import Limits
+from tessera.plan.problem import Column, Mix, slot_counts
+from tessera.plan.search.joint import JointTask, optimum
+from tessera.plan.search.judge import Judge
+from tessera.plan.search.local import DEPTHS, Search, without_rare_lanes
 from tessera.plan.solve import PlanConfig, Simulate, Solution, objective_figure, work_out
-from tessera.plan.throughput import Limits
 
 # The policies that may have lanes of unlike batches.
 JOINT_POLICIES = (None, "throughput", "data-parallel")

@@ -20,14 +20,14 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan import throughput
-from tessera.plan.joint import JointTask
-from tessera.plan.judge import Judge
-from tessera.plan.lanes import slot_counts
-from tessera.plan.policies import COARSE, Task
-from tessera.plan.problem import Column, Mix, build
+from tessera.plan.baselines import COARSE
+from tessera.plan.pricing import throughput
+from tessera.plan.pricing.throughput import Limits
+from tessera.plan.problem import Column, Mix, build, slot_counts
+from tessera.plan.search.joint import JointTask
+from tessera.plan.search.judge import Judge
+from tessera.plan.search.task import Task
 from tessera.plan.solve import PlanConfig, Simulate, decide
-from tessera.plan.throughput import Limits
 
 # Batches that are looked at first; then those near the best of every policy, nearer and nearer.
 BATCHES = tuple(2 * 4**n for n in range(6))

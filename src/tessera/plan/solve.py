@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.cells import cell_mixes
-from tessera.plan.judge import SLOTS_SHOWN, Judge, Simulate
-from tessera.plan.policies import COARSE, PLANNERS, Task
-from tessera.plan.problem import Mix, build, restricted
-from tessera.plan.wishes import Wish, check_wishes
+from tessera.plan.baselines import COARSE
+from tessera.plan.problem import Mix, Wish, build, check_wishes, restricted
+from tessera.plan.search.cells import cell_mixes
+from tessera.plan.search.judge import SLOTS_SHOWN, Judge, Simulate
+from tessera.plan.search.planners import PLANNERS, planner_named
+from tessera.plan.search.task import Task
 
 __all__ = ["PlanConfig", "Simulate", "solve"]
 
@@ -118,7 +119,7 @@ def work_out_at(
 ) -> Solution:
     """With as many requests in flight as are asked for, where memory holds them."""
     name = config.policy or config.objective.value
-    PLANNERS.get(name)
+    planner_named(name)
     check_wishes(unit, config.wishes)
     is_served = config.is_served or unit.is_served
     task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None, is_served)
@@ -128,7 +129,7 @@ def work_out_at(
 def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     """The best of what the planner of a task and the coarse policies propose."""
     name = config.policy or config.objective.value
-    planner = PLANNERS.get(name)
+    planner = planner_named(name)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
     task.glance = judge.quick_rate
     mixes = planner(task)

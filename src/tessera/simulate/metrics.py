@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tessera.errors import ArrivalsError, UnknownName
 from tessera.ir import Arrivals, Clock, Cluster, Plan, Quantiles, ServingReport
-from tessera.plan.objectives import IDLE_SHARE
+from tessera.plan.search.objectives import IDLE_SHARE
 from tessera.simulate.columns import bus_names
 from tessera.simulate.online import SimulatedRun
 

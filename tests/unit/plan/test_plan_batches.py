@@ -14,10 +14,9 @@ from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan import Batched, PlanConfig, Simulate, explain, solve, solve_batches
-from tessera.plan.joint import JointTask
-from tessera.plan.lanes import slot_counts
-from tessera.plan.policies import Task
-from tessera.plan.problem import Mix, build
+from tessera.plan.problem import Mix, build, slot_counts
+from tessera.plan.search.joint import JointTask
+from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
 CONFIG = PlanConfig(ir.Objective.THROUGHPUT, slots=4, shown_slots=())
@@ -95,7 +94,7 @@ def test_devices_that_are_alike_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     over_kinds = joint(variants, cluster)
     assert over_kinds.parts[0].pool.kinds is not None
     bound, rate = over_kinds.free.bound_per_s, over_kinds.free.mix.rate_per_s
-    monkeypatch.setattr("tessera.plan.joint._kinds", lambda task: None)
+    monkeypatch.setattr("tessera.plan.search.joint._kinds", lambda task: None)
     over_all = joint(variants, cluster).free
 
     assert bound == pytest.approx(over_all.bound_per_s, rel=2e-3)

@@ -11,8 +11,7 @@ from plan_factories import chain, layered_case, make_cluster, make_costs, make_u
 from tessera import ir
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.plan import PlanConfig, solve
-from tessera.plan.lanes import rounded, slot_counts, slot_table
-from tessera.plan.problem import Mix, build
+from tessera.plan.problem import Mix, build, rounded, slot_counts, slot_table
 
 
 def mix_of(*shares: float) -> Mix:

@@ -7,9 +7,9 @@ import pytest
 
 from plan_factories import Draft, Named, chain, layered_case, make_cluster, make_costs, make_unit
 from tessera.plan.latency import Clock, bound_us, solve
-from tessera.plan.latency_front import Course, course_of, search
-from tessera.plan.latency_front import bound_us as front_bound_us
-from tessera.plan.latency_layout import NEVER_US, layout_of, outline_of, tails_of, work_of
+from tessera.plan.latency.front import Course, course_of, search
+from tessera.plan.latency.front import bound_us as front_bound_us
+from tessera.plan.latency.layout import NEVER_US, layout_of, outline_of, tails_of, work_of
 from tessera.plan.problem import Problem, build
 
 WIDE = 1000

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from tessera.plan.latency import Clock, bound_us, solve
-from tessera.plan.latency_layout import outline_of, tails_of, work_of
-from tessera.plan.latency_unbeaten import unbeaten
+from tessera.plan.latency.layout import outline_of, tails_of, work_of
+from tessera.plan.latency.pareto import unbeaten
 from tessera.plan.problem import Problem, build
 
 

@@ -9,8 +9,8 @@ from plan_factories import Draft, MiB, chain, layered_case, make_cluster, make_c
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
-from tessera.plan.memory import temporaries_of
 from tessera.plan.problem import Problem, build
+from tessera.plan.problem.memory import temporaries_of
 from tessera.simulate import SteadyRates
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)

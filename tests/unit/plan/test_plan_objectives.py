@@ -8,7 +8,7 @@ from plan_factories import chain, layered_case, make_cluster, make_costs, make_u
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, explain, solve
-from tessera.plan.objectives import IDLE_SHARE
+from tessera.plan.search.objectives import IDLE_SHARE
 
 COST = PlanConfig(ir.Objective.COST)
 ENERGY = PlanConfig(ir.Objective.ENERGY)

@@ -16,11 +16,11 @@ from plan_factories import (
 )
 from tessera import ir
 from tessera.errors import UnknownName
-from tessera.plan import scopes
-from tessera.plan.pipeline import split_periods
-from tessera.plan.policies import COARSE, PLANNERS, Task
-from tessera.plan.problem import Mix, build
-from tessera.plan.registry import Registry
+from tessera.plan.baselines import COARSE
+from tessera.plan.baselines.pipeline import split_periods
+from tessera.plan.problem import Mix, build, scopes
+from tessera.plan.search.planners import PLANNERS, planner_named
+from tessera.plan.search.task import Task
 
 
 def task_of(num_layers: int = 4) -> Task:
@@ -30,7 +30,7 @@ def task_of(num_layers: int = 4) -> Task:
 
 def mixes_of(task: Task, name: str) -> tuple[Mix, ...]:
     """Of a policy that applies."""
-    found = PLANNERS.get(name)(task)
+    found = planner_named(name)(task)
     assert found is not None
     return found
 
@@ -45,27 +45,7 @@ def plain_task(num_devices: int = 2) -> Task:
 def test_unknown_policy_is_answered_with_the_known_ones() -> None:
     """A wrong name lists the right ones."""
     with pytest.raises(UnknownName, match=r"unknown policy 'trouhgput'; known: .*layer-pipeline.*throughput"):
-        PLANNERS.get("trouhgput")
-
-
-def test_registry_refuses_a_second_thing_of_one_name() -> None:
-    """A name stands for one thing."""
-    table: Registry[int] = Registry("number")
-    table.register("one")(lambda: 1)
-
-    with pytest.raises(ValueError, match="number 'one' is registered twice"):
-        table.register("one")(lambda: 2)
-
-
-def test_registry_loads_only_what_is_asked_for() -> None:
-    """Registering runs no loader."""
-    loaded: list[str] = []
-    table: Registry[None] = Registry("thing")
-    table.register("a")(lambda: loaded.append("a"))
-    table.register("b")(lambda: loaded.append("b"))
-    table.get("b")
-
-    assert ["b"] == loaded
+        planner_named("trouhgput")
 
 
 def test_every_coarse_policy_is_registered() -> None:
@@ -175,8 +155,8 @@ def test_period_of_every_split_is_that_of_its_placement(seed: int) -> None:
     drafts[1].scopes = [f"layers.{5 - i // 2}" for i in range(12)]
     unit, cluster = make_unit(*drafts), make_cluster(gbps=float(rng.uniform(0.3, 3)))
     task = Task(build(unit, make_costs(unit, cluster, rng.uniform(1, 60, (2, 12, 2)).tolist()), cluster), 4)
-    assert task.layer_of_node is not None
-    layer, num = task.layer_of_node
+    assert task.problem.layer_of_node is not None
+    layer, num = task.problem.layer_of_node
     for first in (0, 1):
         labels = [np.where(layer < cut, first, 1 - first) for cut in range(1, num)]
         periods = [float(task.problem.column(x).busy_us.max()) for x in labels]
@@ -186,8 +166,8 @@ def test_period_of_every_split_is_that_of_its_placement(seed: int) -> None:
 def test_layer_pipeline_takes_the_best_split() -> None:
     """No other split point of two stages has a shorter period."""
     task = Task(build(*layered_case(5, gbps=2.0)), 4)
-    assert task.layer_of_node is not None
-    layer, num = task.layer_of_node
+    assert task.problem.layer_of_node is not None
+    layer, num = task.problem.layer_of_node
     labels = [np.where(layer < cut, a, 1 - a) for cut in range(1, num) for a in (0, 1)]
     periods = [float(task.problem.column(x).busy_us.max()) for x in labels]
 
@@ -220,7 +200,7 @@ def test_layer_pipeline_respects_memory() -> None:
 )
 def test_policy_that_does_not_apply_says_so(name: str) -> None:
     """Work without phases, attention or layers has no such split."""
-    assert PLANNERS.get(name)(plain_task()) is None
+    assert planner_named(name)(plain_task()) is None
 
 
 @pytest.mark.parametrize("name", [n for n in COARSE if n not in ("single", "data-parallel")])
@@ -230,7 +210,7 @@ def test_one_device_has_no_splits(name: str) -> None:
     rows = [[[10.0]] * len(g.trace.launches) for g in unit.graphs]
     task = Task(build(unit, make_costs(unit, cluster, rows), cluster), 4)
 
-    assert PLANNERS.get(name)(task) is None
+    assert planner_named(name)(task) is None
 
 
 def test_immovable_launches_rule_out_a_strict_phase_split() -> None:
@@ -239,7 +219,7 @@ def test_immovable_launches_rule_out_a_strict_phase_split() -> None:
     cluster = make_cluster()
     costs = make_costs(unit, cluster, [[[1.0, 1.0]] * 2] * 2)
 
-    assert PLANNERS.get("prefill-decode")(Task(build(unit, costs, cluster), 4)) is None
+    assert planner_named("prefill-decode")(Task(build(unit, costs, cluster), 4)) is None
 
 
 def test_step_kinds_are_those_of_the_trace() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, random_case
-from tessera.plan.cut import network
 from tessera.plan.pricing import Bill, Pricer, Prices, swap
+from tessera.plan.pricing.cut import network
 from tessera.plan.problem import Problem, build
 
 

@@ -9,7 +9,7 @@ from plan_factories import chain, layered_case, make_cluster, make_unit
 from tessera import ir
 from tessera.plan import PlanConfig, solve
 from tessera.plan.problem import Mix, build
-from tessera.plan.robust import NUM_SAMPLES, Sampler, robust_of
+from tessera.plan.search.robust import NUM_SAMPLES, Sampler, robust_of
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)
 

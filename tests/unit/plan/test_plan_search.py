@@ -4,11 +4,9 @@ import numpy as np
 
 from plan_factories import MiB, layered_case
 from tessera import ir
-from tessera.plan.judge import Judge
-from tessera.plan.lanes import slot_counts
-from tessera.plan.policies import Task
-from tessera.plan.problem import Mix, build
-from tessera.plan.search import (
+from tessera.plan.problem import Mix, build, slot_counts
+from tessera.plan.search.judge import Judge
+from tessera.plan.search.local import (
     MOST,
     NUM_FINALISTS,
     NUM_SINGLE,
@@ -17,6 +15,7 @@ from tessera.plan.search import (
     is_filled,
     throughput_mixes,
 )
+from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
 
@@ -119,10 +118,10 @@ def test_a_splice_takes_its_layers_or_a_step_from_two_placements() -> None:
     """Up to some layer, or in one step, they follow one; elsewhere another."""
     task = judged_task()
     one, other = (np.full(task.problem.num_nodes, d, dtype=np.int64) for d in (0, 1))
-    layers = task.layer_of_node
+    layers = task.problem.layer_of_node
     assert layers is not None
 
-    by_layer = [x.tolist() for x in _by_layer(task, task.problem, one, other)]
+    by_layer = [x.tolist() for x in _by_layer(task.problem, one, other)]
     by_step = [x.tolist() for x in _by_step(task.problem, one, other)]
 
     assert by_layer

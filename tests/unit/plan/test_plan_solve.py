@@ -21,8 +21,8 @@ from sampling import examples
 from tessera import ir
 from tessera.errors import PlanInfeasible, UnknownName
 from tessera.plan import PlanConfig, solve
+from tessera.plan.baselines import COARSE
 from tessera.plan.latency import Clock
-from tessera.plan.policies import COARSE
 from tessera.plan.problem import build
 from tessera.simulate import SteadyRates
 

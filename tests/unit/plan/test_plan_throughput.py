@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
-from tessera.plan.policies import Task
+from tessera.plan.pricing.throughput import Limits, Pool, generate, master
 from tessera.plan.problem import build
-from tessera.plan.throughput import Limits, Pool, generate, master
+from tessera.plan.search.task import Task
 
 
 @pytest.mark.parametrize("seed", range(10))

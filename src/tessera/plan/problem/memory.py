@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import Bools, Floats, Ints, Labels
+from tessera.plan.problem.arrays import Bools, Floats, Ints, Labels
 
 KINDS = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
 

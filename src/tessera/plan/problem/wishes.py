@@ -17,8 +17,8 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
-from tessera.plan import scopes
-from tessera.plan.arrays import Bools, Ints
+from tessera.plan.problem import scopes
+from tessera.plan.problem.arrays import Bools, Ints
 
 GEMM = re.compile(r"(^|[._])(mm|addmm|bmm|baddbmm|matmul|linear|gemm|gemv)([._]|$)|grouped_mm|scaled_mm")
 

@@ -18,8 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
-from tessera.plan.cut import Network, network
-from tessera.plan.elimination import Elimination, elimination
+from tessera.plan.pricing.cut import Network, network
+from tessera.plan.pricing.elimination import Elimination, elimination
 from tessera.plan.problem import Floats, Holdings, Ints, Labels, Problem
 
 MAX_SWEEPS = 6

@@ -1,10 +1,26 @@
-"""Candidates of the policies besides throughput: one placement for all, a quick look, one request alone."""
+"""Planners by name: a planner takes a task and returns candidate mixes, or None where it does not apply.
 
-from tessera.plan import latency, milp, throughput
-from tessera.plan.lanes import slot_counts
-from tessera.plan.policies import Task
-from tessera.plan.problem import Mix
-from tessera.plan.search import without_rare_lanes
+single-placement           kernel-level, one placement for all requests, by a mixed-integer program
+throughput, latency        kernel-level, see `local` and the package `latency`
+quick                      the coarse policies and one kernel-level optimum, for those who ask often
+cost, energy               throughput on the devices worth having on, see `objectives`
+
+and the coarse policies of `baselines`. `solve` judges the candidates.
+"""
+
+from collections.abc import Callable
+
+from tessera import ir
+from tessera.errors import UnknownName
+from tessera.plan import latency
+from tessera.plan.baselines import COARSE
+from tessera.plan.pricing import milp, throughput
+from tessera.plan.problem import Mix, slot_counts
+from tessera.plan.search import objectives
+from tessera.plan.search.local import throughput_mixes, without_rare_lanes
+from tessera.plan.search.task import Task
+
+Planner = Callable[[Task], tuple[Mix, ...] | None]
 
 
 def single_placement(task: Task, time_limit_s: float = milp.TIME_LIMIT_S) -> tuple[Mix, ...] | None:
@@ -39,3 +55,25 @@ def latency_mixes(task: Task) -> tuple[Mix, ...]:
     mix = pool.held_by((prob.column(found.labels),))
     assert mix is not None, "it was made to fit"
     return (mix,)
+
+
+def _coarse(name: str) -> Planner:
+    return lambda task: task.coarse[name]
+
+
+PLANNERS: dict[str, Planner] = {
+    **{name: _coarse(name) for name in COARSE},
+    "throughput": throughput_mixes,
+    "single-placement": single_placement,
+    "latency": latency_mixes,
+    "cost": objectives.planner(ir.Objective.COST),
+    "energy": objectives.planner(ir.Objective.ENERGY),
+    "quick": quick_mixes,
+}
+
+
+def planner_named(name: str) -> Planner:
+    """UnknownName lists the known ones."""
+    if name not in PLANNERS:
+        raise UnknownName("policy", name, PLANNERS)
+    return PLANNERS[name]

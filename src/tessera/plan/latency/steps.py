@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import Floats, Ints, Labels
-from tessera.plan.latency_front import ROUNDING, Course, bound_us, course_of, search
-from tessera.plan.latency_layout import (
+from tessera.plan.latency.front import ROUNDING, Course, bound_us, course_of, search
+from tessera.plan.latency.layout import (
     NEVER_US,
     Layout,
     Outline,
@@ -23,7 +22,7 @@ from tessera.plan.latency_layout import (
     tails_of,
     work_of,
 )
-from tessera.plan.problem import Problem
+from tessera.plan.problem import Floats, Ints, Labels, Problem
 
 # A front's rows times devices: at first, at most, and at most over all launches of a step, if plan and bound
 # are near each other, or far apart.

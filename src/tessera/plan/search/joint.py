@@ -21,14 +21,11 @@ from functools import cached_property
 import numpy as np
 
 from tessera import ir
-from tessera.plan import throughput
-from tessera.plan.kinds import Kinds
-from tessera.plan.lanes import slot_counts
-from tessera.plan.policies import Task
-from tessera.plan.pricing import Prices
-from tessera.plan.problem import Bools, Column, Floats, Ints, Labels, Mix, Problem
-from tessera.plan.robust import Sampler
-from tessera.plan.throughput import FREE, Limits, Pool, Solved
+from tessera.plan.pricing import Prices, throughput
+from tessera.plan.pricing.throughput import FREE, Limits, Pool, Solved
+from tessera.plan.problem import Bools, Column, Floats, Ints, Kinds, Labels, Mix, Problem, slot_counts
+from tessera.plan.search.robust import Sampler
+from tessera.plan.search.task import Task
 
 # Prices that are tried for the first bound.
 ROUNDS = 40

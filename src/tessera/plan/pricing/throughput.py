@@ -11,7 +11,7 @@ any y >= 0, no mix exceeds (sum of y times right-hand sides) / (cheapest placeme
 these figures is the bound. Without the depth row the optimum is the best that busy time allows; with it,
 plans that send tiny kernels back and forth are refused when few requests are in flight. Path time adds
 up all launches and transfers of a request, so it is too strict where one request overlaps with itself:
-`search` tries several depths and lets a simulation judge.
+the search tries several depths and lets a simulation judge.
 
 Devices that are alike (see `kinds`) share their prices in some optimum, so a placement is looked for over
 kinds of device, and its requests are then spread over the cards of each kind.
@@ -20,8 +20,8 @@ Memory is a row for every device: what a placement holds there, its weights and 
 all requests in flight, counts by the share of the requests that follow it. So bytes have a price as time has,
 and placements are found that give up a little time for them. The row averages weights, which lanes share, and
 takes slots to follow shares; so a mix is checked once more as it would run, weights of all lanes once and
-every lane's own slots (`lanes`), and lanes are dropped, or fewer requests are in flight, until it fits. The
-bound ignores memory and stays valid.
+every lane's own slots (`slot_counts`), and lanes are dropped, or fewer requests are in flight, until it fits.
+The bound ignores memory and stays valid.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,12 +32,10 @@ import numpy as np
 from scipy.optimize import linprog
 
 from tessera.errors import PlanInfeasible
-from tessera.plan.kinds import Kinds, kinds_of
-from tessera.plan.lanes import slot_counts
-from tessera.plan.milp import best_placement, roomiest
 from tessera.plan.pricing import Pricer, Prices
-from tessera.plan.problem import Column, Floats, Mix, Problem, spread_us
-from tessera.plan.shortage import check_total, shortage
+from tessera.plan.pricing.milp import best_placement, roomiest
+from tessera.plan.pricing.shortage import check_total, shortage
+from tessera.plan.problem import Column, Floats, Kinds, Mix, Problem, kinds_of, slot_counts, spread_us
 
 # Stop when the bound is this close.
 GAP = 1e-4

@@ -6,25 +6,22 @@ the least bottleneck of device time, within memory.
 
 from collections.abc import Iterator
 from itertools import permutations
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tessera.plan.pricing.throughput import Pool
 from tessera.plan.problem import Floats, Ints, Labels, Problem
-
-if TYPE_CHECKING:
-    from tessera.plan.policies import Task
 
 # Above this many devices, only the orders by speed are tried.
 MAX_PERMUTED = 4
 
 
-def two_stages(task: "Task", layer: Ints, num_layers: int) -> Iterator[Labels]:
+def two_stages(pool: Pool, layer: Ints, num_layers: int) -> Iterator[Labels]:
     """For either order of two devices, the split of the least bottleneck that fits, links included."""
     for first in (0, 1):
-        for cut in np.argsort(split_periods(task.problem, layer, num_layers, first), kind="stable").tolist():
+        for cut in np.argsort(split_periods(pool.problem, layer, num_layers, first), kind="stable").tolist():
             labels = np.where(layer < cut + 1, first, 1 - first)
-            if task.pool.able(task.problem.column(labels)):
+            if pool.able(pool.problem.column(labels)):
                 yield labels
                 break
 
@@ -63,17 +60,15 @@ def orders(problem: Problem) -> list[tuple[int, ...]]:
     return [by_speed, by_speed[::-1]]
 
 
-def pipeline(
-    task: "Task", layer: Ints, num_layers: int, order: tuple[int, ...], spare: float
-) -> Labels | None:
+def pipeline(pool: Pool, layer: Ints, num_layers: int, order: tuple[int, ...], spare: float) -> Labels | None:
     """Ranges of layers for devices in a given order: least bottleneck of device time, within memory.
 
     `spare` bytes are left free on every device.
     """
-    prob = task.problem
+    prob = pool.problem
     load = np.zeros((num_layers, prob.num_devices))
     np.add.at(load, layer, prob.load_us)
-    held = _layer_bytes(task, layer, num_layers)
+    held = _layer_bytes(pool, layer, num_layers)
     best = np.full(num_layers + 1, np.inf)
     best[0] = 0.0
     starts: list[Ints] = []
@@ -101,10 +96,10 @@ def _ranges(per_layer: Floats) -> Floats:
     return np.asarray(table)
 
 
-def _layer_bytes(task: "Task", layer: Ints, num_layers: int) -> Floats:
+def _layer_bytes(pool: Pool, layer: Ints, num_layers: int) -> Floats:
     """Bytes that each layer needs resident; what two layers share is counted in both."""
     total = np.zeros(num_layers)
-    for held, copies in ((task.problem.weights, 1), (task.problem.states, task.slots)):
+    for held, copies in ((pool.problem.weights, 1), (pool.problem.states, pool.slots)):
         pairs = np.unique(np.stack([held.pin_item, layer[held.pin_node]], axis=1), axis=0)
         np.add.at(total, pairs[:, 1], copies * held.num_bytes[pairs[:, 0]])
     return total

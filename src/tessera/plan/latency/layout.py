@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.plan.arrays import Floats, Ints
-from tessera.plan.latency_unbeaten import unbeaten
-from tessera.plan.problem import Problem
+from tessera.plan.latency.pareto import unbeaten
+from tessera.plan.problem import Floats, Ints, Problem
 
 # Later than any real time, on devices where a launch may not run.
 NEVER_US = 1e15

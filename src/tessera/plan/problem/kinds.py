@@ -14,7 +14,8 @@ from math import lcm
 
 import numpy as np
 
-from tessera.plan.problem import Floats, Ints, Labels, Problem, restricted
+from tessera.plan.problem.arrays import Floats, Ints, Labels
+from tessera.plan.problem.problem import Problem, restricted
 
 # Ways of pairing the cards of the kinds that a placement is spread over, at most.
 MAX_WAYS = 16

@@ -14,12 +14,11 @@ from functools import cached_property
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan import objectives
-from tessera.plan.lanes import slot_table
 from tessera.plan.latency import Clock
-from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Mix, restricted
-from tessera.plan.robust import Sampler, robust_of
+from tessera.plan.problem import Column, Mix, restricted, slot_table
+from tessera.plan.search import objectives
+from tessera.plan.search.robust import Sampler, robust_of
+from tessera.plan.search.task import Task
 
 # Requests per second of a plan with plan.slots in flight.
 Simulate = Callable[[ir.Plan], float]

@@ -1,6 +1,6 @@
 """Placements of one step, launch by launch, as a front of schedules of which none is later in everything.
 
-A row of the front is a schedule so far, told by its columns (see `latency_layout`): if one row is no later
+A row of the front is a schedule so far, told by its columns (see `layout`): if one row is no later
 than another in every column, nothing that follows can make it end later, and the other is dropped. So is a
 row that provably ends no sooner than a known placement. While the front stays narrow this is exact.
 
@@ -8,7 +8,7 @@ A front that grows wider than its limit is narrowed in one of two ways. `search`
 rows: what remains is a placement, not always the best. `bound_us` merges rows that are alike, each column
 taking its earliest time: the merged row is no later than any of them, so what remains is a lower bound.
 
-Tolls (`latency_moves`) are part of all times from the launch that pays them on, and never negative.
+Tolls (`tolls`) are part of all times from the launch that pays them on, and never negative.
 
 Arrays of rows are [column, device, row].
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.plan.arrays import Floats, Ints
-from tessera.plan.latency_layout import NEVER_US, Layout, Move, Work
-from tessera.plan.latency_unbeaten import unbeaten
+from tessera.plan.latency.layout import NEVER_US, Layout, Move, Work
+from tessera.plan.latency.pareto import unbeaten
+from tessera.plan.problem import Floats, Ints
 
 # Weights of devices in the bound by remaining work: each alone, and mixtures.
 MIXTURES = 9

@@ -16,8 +16,9 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.policies import Task
 from tessera.plan.problem import Floats, Mix, Problem, restricted, spread_us
+from tessera.plan.search.local import throughput_mixes
+from tessera.plan.search.task import Task
 
 # What a GPU that is on draws while it waits, as a share of its board power: an assumption.
 IDLE_SHARE = 0.2
@@ -75,8 +76,6 @@ def planner(objective: ir.Objective) -> Callable[[Task], tuple[Mix, ...]]:
     """Candidates of the cost or the energy objective: those of throughput on the subsets worth having."""
 
     def mixes(task: Task) -> tuple[Mix, ...]:
-        from tessera.plan.search import throughput_mixes
-
         found: list[Mix] = []
         for devices, part in _worthwhile(task, objective):
             found += [_widened(task, devices, mix) for mix in throughput_mixes(part)]

@@ -13,8 +13,7 @@ from math import gcd
 import numpy as np
 
 from tessera.errors import PlanInfeasible
-from tessera.plan.lanes import slot_counts
-from tessera.plan.problem import Column, Mix, Problem
+from tessera.plan.problem import Column, Mix, Problem, slot_counts
 
 # Devices of the problem, and slots -> the best mix on these alone, and its rate.
 SolvePart = Callable[[Sequence[int], int], tuple[Mix, float]]

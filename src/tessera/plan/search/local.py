@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tessera.plan import throughput
-from tessera.plan.lanes import slot_counts
-from tessera.plan.policies import Task
-from tessera.plan.problem import Column, Floats, Ints, Mix, Problem
-from tessera.plan.throughput import Limits
+from tessera.plan.pricing import throughput
+from tessera.plan.pricing.throughput import Limits
+from tessera.plan.problem import Column, Floats, Ints, Mix, Problem, slot_counts
+from tessera.plan.search.task import Task
 
 # Depths of the linear program, as multiples of the number of devices (below one they could not all be busy);
 # of units of more launches than this, fewer.
@@ -237,7 +236,7 @@ class Search:
                 for spliced in _by_step(problem, column.labels, labels):
                     self.task.add(column.variant, spliced)
             for other in others:
-                for spliced in _by_layer(self.task, problem, column.labels, other.labels):
+                for spliced in _by_layer(problem, column.labels, other.labels):
                     self.task.add(column.variant, spliced)
 
 
@@ -256,9 +255,9 @@ def _by_step(problem: Problem, one: Ints, other: Ints) -> Iterator[Ints]:
         yield spliced
 
 
-def _by_layer(task: Task, problem: Problem, first: Ints, second: Ints) -> Iterator[Ints]:
+def _by_layer(problem: Problem, first: Ints, second: Ints) -> Iterator[Ints]:
     """The first layers from one placement, the rest from another, so that devices are evenly busy."""
-    found = task.layer_of_node
+    found = problem.layer_of_node
     rank, num = (np.arange(problem.num_nodes), problem.num_nodes) if found is None else found
     if len(rank) == problem.num_nodes:
         for cut in _even_cuts(problem, rank, num, first, second):

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import Floats, Labels
-from tessera.plan.problem import Problem
+from tessera.plan.problem import Floats, Labels, Problem
 
 
 @dataclass(frozen=True, slots=True)

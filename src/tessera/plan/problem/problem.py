@@ -17,11 +17,13 @@ begins where it lives) and what it returns.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import (
+from tessera.plan.problem import scopes
+from tessera.plan.problem.arrays import (
     Bools,
     Floats,
     Holdings,
@@ -34,14 +36,9 @@ from tessera.plan.arrays import (
     values_of,
     wires,
 )
-from tessera.plan.check import check, check_load
-from tessera.plan.memory import Temporaries, temporaries_of
-from tessera.plan.wishes import Wish, allowed, restricted_wishes
-
-__all__ = [
-    "MESSAGE_US", "Bools", "Column", "Floats", "Holdings", "Ints", "Labels", "Mix", "Problem", "Values",
-    "build", "spread_us",
-]  # fmt: skip
+from tessera.plan.problem.check import check, check_load
+from tessera.plan.problem.memory import Temporaries, temporaries_of
+from tessera.plan.problem.wishes import Wish, allowed, restricted_wishes
 
 # What one message costs its link beyond the bytes: setting up a copy engine or a send.
 MESSAGE_US = 1.0
@@ -74,7 +71,7 @@ class Mix:
 
     columns: tuple[Column, ...]
     shares: tuple[float, ...]
-    # Slots that follow each; empty: by the shares, see `lanes`.
+    # Slots that follow each; empty: by the shares, see `slot_counts`.
     slots: tuple[int, ...] = ()
 
     @cached_property
@@ -129,6 +126,21 @@ class Problem:
     def num_devices(self) -> int:
         """Places."""
         return len(self.cluster.devices)
+
+    @cached_property
+    def layer_of_node(self) -> tuple[Ints, int] | None:
+        """(node -> layer, layers) by the vote of its launches."""
+        found = scopes.layers(self.unit)
+        return None if found is None else (self.vote(found[0], found[1]), found[1])
+
+    def vote(self, marks: Sequence[Ints], num: int) -> Ints:
+        """Node -> the mark that most of its work carries; marks[step][launch]."""
+        votes = np.zeros((self.num_nodes, num))
+        for nodes, mark, costs, count in zip(
+            self.node_of, marks, self.cost_us, self.unit.counts, strict=True
+        ):
+            np.add.at(votes, (nodes, mark), count * (costs.mean(axis=1) + 1e-9))
+        return np.asarray(votes.argmax(axis=1), dtype=np.int64)
 
     @cached_property
     def link_row(self) -> Ints:
@@ -330,3 +342,38 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
         wishes=restricted_wishes(problem.wishes, problem.cluster.names, names),
         allowed=places,
     )
+
+
+def slot_table(mix: Mix, slots: int) -> tuple[int, ...]:
+    """The lane of every slot; of more lanes than slots, each once, those with most requests first.
+
+    Spread evenly, so that any first part of it is a fair choice where fewer requests are in flight.
+    """
+    counts = slot_counts(mix, slots)
+    if len(counts) > slots:
+        return tuple(np.argsort(-np.array(mix.shares), kind="stable").tolist())
+    return tuple(islice(ir.lane_sequence(counts), sum(counts)))
+
+
+def slot_counts(mix: Mix, slots: int) -> tuple[int, ...]:
+    """Slots that follow each column of a mix, at least one each.
+
+    By Little's law a lane holds slots in proportion to its share of the requests times how long one of them
+    takes, its path; in whole numbers, by largest remainder.
+    """
+    if mix.slots:
+        return mix.slots
+    held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
+    return tuple(rounded(held / held.sum(), max(slots, len(held))).tolist())
+
+
+def rounded(shares: Floats, length: int) -> Ints:
+    """Whole numbers that sum to `length`, near the shares, none of them zero."""
+    exact = shares * length
+    counts = np.maximum(1, np.floor(exact)).astype(np.int64)
+    while counts.sum() < length:
+        counts[int((exact - counts).argmax())] += 1
+    while counts.sum() > length:
+        spare = np.where(counts > 1, counts - exact, -np.inf)
+        counts[int(spare.argmax())] -= 1
+    return counts

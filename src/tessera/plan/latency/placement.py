@@ -4,13 +4,13 @@ The clock: devices run their launches in trace order, one at a time; a value arr
 bandwidth after its producer ends; links do not queue. A step's runs follow one another, and state that
 changes its home crosses between them, one latency and all its bytes per link.
 
-Every step alone is placed by a front of schedules (`latency_front`), which also proves a bound, and is exact
+Every step alone is placed by a front of schedules (`front`), which also proves a bound, and is exact
 where it stays within its width, as on chains and on most models. Graphs that no launch separates, on devices
 of many kinds, are where plan and bound stay apart most. The steps are then joined, with state moving freely,
 at its price, or hardly at all. `solve` takes the best of these and of other starts (each device alone, a
 greedy earliest finish, cuts where the bound is not met), improved by local search.
 
-The bound is the sum of the steps' own, with what the moving of state adds at least (`latency_moves`); it
+The bound is the sum of the steps' own, with what the moving of state adds at least (`tolls`); it
 leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a
 device is not considered.
 """
@@ -23,9 +23,9 @@ from itertools import pairwise
 import numpy as np
 
 from tessera import ir
-from tessera.plan.latency_layout import NEVER_US
-from tessera.plan.latency_moves import tolls_of
-from tessera.plan.latency_steps import MET, StepFrame, best_of_step, frame_of, joined
+from tessera.plan.latency.layout import NEVER_US
+from tessera.plan.latency.steps import MET, StepFrame, best_of_step, frame_of, joined
+from tessera.plan.latency.tolls import tolls_of
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Labels, Problem
 
@@ -172,7 +172,7 @@ def _by_fronts(
 
 
 def _tolled_us(clock: Clock, frames: list[StepFrame], plans: tuple[Labels, Labels], share: float) -> float:
-    """The bound with the moving of state, see `latency_moves`; by the plan and what it would be without."""
+    """The bound with the moving of state, see `tolls`; by the plan and what it would be without."""
     problem = clock.problem
     plan, wished = plans
     counts = problem.unit.counts

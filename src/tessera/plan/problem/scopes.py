@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera import ir
-from tessera.plan.arrays import Ints
+from tessera.plan.problem.arrays import Ints
 
 ATTENTION_KERNELS = ("scaled_dot_product", "attention", "flash_fwd")
 

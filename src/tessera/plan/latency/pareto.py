@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from tessera.plan.arrays import Bools, Floats, Ints
+from tessera.plan.problem import Bools, Floats, Ints
 
 # Rows up to which comparing one with another is faster.
 FEW_ROWS = 40
