@@ -55,6 +55,34 @@ def table(whole: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+FAMILIES = {
+    "llama": "Llama 3 8B",
+    "llama-decode": "Llama 3 8B, decode",
+    "gpt-oss": "gpt-oss 20B",
+    "mamba": "Mamba Codestral 7B",
+    "qwen": "Qwen2.5-VL 7B",
+    "sd3.5": "SD 3.5 medium",
+}
+
+
+def side_by_side(whole: dict[str, Any]) -> str:
+    """The README's table: a plan as the linear program predicts it, as simulated and as measured."""
+    lines = [
+        "| model | cards | predicted | simulated | measured | gain, simulated | gain, measured |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted(name for name in whole if name.startswith("pairs")):
+        family = name.removeprefix("pairs-")
+        for devices, found in _of(whole[name], "ipc"):
+            plan, other = found["throughput"], found["data-parallel"]
+            cards = " + ".join(word.rpartition("=")[2].upper() for word in devices.split(","))
+            rates = [plan[f"{word} per s"] for word in ("LP", "simulated", "measured")]
+            gains = [plan[f"{word} per s"] / other[f"{word} per s"] for word in ("simulated", "measured")]
+            cells = [f"{rate:.1f}" for rate in rates] + [f"{gain:.2f}" for gain in gains]
+            lines.append(f"| {FAMILIES.get(family, family)} | {cards} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _of(part: dict[str, Any], what: str) -> list[tuple[str, Any]]:
     """(devices, result) of one kind."""
     found = [(key.removesuffix(f" {what}"), value) for key, value in part.items() if key.endswith(f" {what}")]
