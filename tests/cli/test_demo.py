@@ -3,19 +3,28 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tessera.cli import _main
+from tessera.cli.demo import FULL, plan_full
+from tessera.cli.plan_load import curve, document
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """One run of the demo."""
+    """One run of the demo, which looks at one batch of the large model."""
     folder = tmp_path_factory.mktemp("demo")
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+    few = replace(FULL, batch=64, slots=2)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        patch.setattr("tessera.cli.demo.FULL", few)
         assert 0 == _main(["demo", "--json", "--tokens", "4"])
     return json.loads(out.getvalue()), folder
 
@@ -28,6 +37,28 @@ def test_demo_is_verified(demo: tuple[dict[str, Any], Path]) -> None:
     assert found["tokens_equal"] is True
     assert found["logits_equal"] is True
     assert ["emu:a100", "emu:l40s"] == found["devices"]
+
+
+def test_demo_has_a_headline(demo: tuple[dict[str, Any], Path]) -> None:
+    """What a large model gains on two unlike cards, with the limit that all keep to and the source."""
+    found = demo[0]["headline"]
+
+    assert ("llama-3-8b", ["emu:h20", "emu:l40s"]) == (found["model"], found["devices"])
+    assert "simulated on modelled costs" == found["source"]
+    assert all(option["tpot_ms"] <= found["tpot_ms"] for option in found["baselines"].values())
+    assert found["best_baseline"] in found["baselines"]
+    assert 1.0 <= found["ratio_to_best_baseline"] <= found["ratio_to_data_parallel"]
+
+
+@pytest.mark.slow
+def test_the_headline_is_a_gain_with_every_policy_at_its_own_best() -> None:
+    """Of data-parallel a fifth, of the best coarser policy a twentieth; and the curve says so too."""
+    full = plan_full(FULL)
+    found = document(full)
+
+    assert found["ratio_to_data_parallel"] >= 1.2
+    assert found["ratio_to_best_baseline"] >= 1.05
+    assert curve(full)[-1].endswith(f"{found['ratio_to_best_baseline']:.2f}x")
 
 
 def test_demo_compares_policies(demo: tuple[dict[str, Any], Path]) -> None:

@@ -91,7 +91,7 @@ def plan(
     started = time.perf_counter()
     goal = _objective(objective)
     if _is_model(traces):
-        from tessera.cli.plan_load import plan_for_load
+        from tessera.cli.plan_load import Load, plan_for_load
 
         _refuse(
             {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid}
@@ -101,19 +101,18 @@ def plan(
                 "--objective": objective != "throughput",
             }
         )
-        plan_for_load(
+        wanted = Load(
             traces[0],
-            _cluster(devices, link or [], bus or []),
             prompt_tokens,
             output_tokens,
-            (tpot_ms, ttft_ms),
+            tpot_ms,
+            ttft_ms,
             batch,
             slots,
             random_weights,
             checked_launches(launches),
-            output,
-            as_json,
         )
+        plan_for_load(wanted, _cluster(devices, link or [], bus or []), output, as_json)
         return
     given: dict[str, object] = {
         "--batch": batch,

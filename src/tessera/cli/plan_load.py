@@ -1,7 +1,9 @@
 """tessera plan MODEL: batch, microbatches and placement for a load, from a model's name alone."""
 
+import math
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +15,36 @@ from tessera.errors import TesseraError
 from tessera.ir import Cluster, Step, save
 from tessera.plan import BATCHES, LoadPlan, Option, Room, Target, explain
 
-# Columns of the curve in the terminal.
-WIDTH = 48
+# Columns of the curve in the terminal, and where it has lines.
+WIDTH, STEPS = 40, (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+# A gain below this is none.
+SAME = 5e-3
 
 
-def plan_for_load(
-    model: str,
-    cluster: Cluster,
-    prompt_tokens: int,
-    output_tokens: int,
-    limits: tuple[float | None, float | None],
-    batch: int | None,
-    slots: int | None,
-    random_weights: bool,
-    launches: str,
-    output: Path | None,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class Load:
+    """What is to be planned."""
+
+    model: str
+    prompt_tokens: int
+    # 0: decodes alone, at a context of the prompt.
+    output_tokens: int
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+    # None: the best.
+    batch: int | None = None
+    slots: int | None = None
+    random_weights: bool = False
+    # compiled, eager, or empty for what is known.
+    launches: str = ""
+
+
+def plan_for_load(load: Load, cluster: Cluster, output: Path | None, as_json: bool) -> None:
     """Plans, writes the plan and shows what was chosen and why."""
     started = time.perf_counter()
-    tpot_ms, ttft_ms = limits
-    if min(prompt_tokens, 1 if output_tokens == 0 else output_tokens) < 1:
-        raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
     with progress("importing torch") as advance:
-        from tessera.capture import place_of
-        from tessera.capture.models import steps_of_model
-        from tessera.flow import anchors_of, choose_launches, make_load_plan
-
-        steps = _steps(place_of(model), steps_of_model(model), prompt_tokens, output_tokens, random_weights)
-        target = Target(output_tokens if steps[-1].kind == "decode" else 1, tpot_ms, ttft_ms)
-        batches = (batch,) if batch else BATCHES
-        is_compiled, note = choose_launches(steps, anchors_of(batches), launches)
-        found = make_load_plan(steps, cluster, target, batches, slots, advance, is_compiled)
-    path = output or Path(f"{Path(model).name}.plan")
+        found, is_compiled, note = planned(load, cluster, advance)
+    path = output or Path(f"{Path(load.model).name}.plan")
     save(found.plan, path)
     if as_json:
         print_json(
@@ -60,8 +59,27 @@ def plan_for_load(
         console().print(f"{path}: written", markup=False)
 
 
-def _steps(model: str, kinds: tuple[str, ...], prompt: int, output: int, is_random: bool) -> list[Step]:
+def planned(load: Load, cluster: Cluster, advance: Callable[[str], None]) -> tuple[LoadPlan, bool, str]:
+    """The plan, whether it is of compiled launches, and one line why not."""
+    if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
+        raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
+    from tessera.flow import anchors_of, choose_launches, make_load_plan
+
+    steps = _steps(load)
+    target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
+    batches = (load.batch,) if load.batch else BATCHES
+    is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
+    found = make_load_plan(steps, cluster, target, batches, load.slots, advance, is_compiled)
+    return found, is_compiled, note
+
+
+def _steps(load: Load) -> list[Step]:
     """The steps of a request: prefill and decode where there are both, decode alone for no new tokens."""
+    from tessera.capture import place_of
+    from tessera.capture.models import steps_of_model
+
+    model, kinds = place_of(load.model), steps_of_model(load.model)
+    prompt, output, is_random = load.prompt_tokens, load.output_tokens, load.random_weights
     if "decode" not in kinds:
         return [Step(model, kinds[0], 1, prompt, random_weights=is_random)]
     decode = Step(model, "decode", 1, prompt + output, random_weights=is_random)
@@ -117,6 +135,19 @@ def show(found: LoadPlan) -> None:
     from tessera.report import size
 
     out, shown = console(), document(found)
+    out.print(policies_table(found))
+    memory = Table("device", "weights", "state", "temporaries", "of", title="Memory (modelled)")
+    for name, room in shown["memory"].items():
+        memory.add_row(name, *(size(room[key]) for key in ("weights", "state", "temporaries", "capacity")))
+    out.print(memory)
+    for line in curve(found):
+        out.print(line, markup=False)
+    out.print(f"Costs: {shown['costs']['sentence']}", markup=False)
+    out.print(verdict(found), markup=False)
+
+
+def policies_table(found: LoadPlan) -> Table:
+    """The plan and every coarser policy, rising."""
     table = Table(
         "policy",
         "tokens/s",
@@ -125,40 +156,55 @@ def show(found: LoadPlan) -> None:
         "in flight",
         title="Each policy at its own best (simulated)",
     )
-    for option in sorted((*found.baselines, found.chosen), key=lambda o: o.tokens_per_s):
-        is_plan = option is found.chosen
+    others = [o for o in found.baselines if o is not found.chosen]
+    for option in sorted((*others, found.chosen), key=lambda o: o.tokens_per_s):
         batches = ", ".join(f"{name} {rows}" for name, rows in option.batch.items())
         if len(set(option.batch.values())) == 1:
             batches = str(next(iter(option.batch.values())))
         cells = (f"{option.tokens_per_s:,.0f}", f"{option.tpot_ms:.3g}", batches, str(option.microbatches))
-        table.add_row("the plan" if is_plan else option.policy, *cells, style="bold" if is_plan else "")
-    out.print(table)
-    memory = Table("device", "weights", "state", "temporaries", "of", title="Memory (modelled)")
-    for name, room in shown["memory"].items():
-        memory.add_row(name, *(size(room[key]) for key in ("weights", "state", "temporaries", "capacity")))
-    out.print(memory)
-    _curve(found)
-    out.print(f"Costs: {shown['costs']['sentence']}", markup=False)
-    if shown["ratio_to_best_baseline"] is None:
-        return
-    if found.plan.policy == shown["best_baseline"]:
-        out.print(f"No gain: {shown['best_baseline']} is best here.", markup=False)
-        return
-    text = f"{shown['ratio_to_best_baseline']:.3f}x {shown['best_baseline']}"
-    if shown["ratio_to_data_parallel"] is not None and shown["best_baseline"] != "data-parallel":
-        text += f", {shown['ratio_to_data_parallel']:.3f}x data-parallel"
-    out.print(f"{text}, each at its own best batch (simulated on modelled costs).", markup=False)
+        if option is not found.chosen:
+            table.add_row(option.policy, *cells)
+        else:
+            coarse = f": {option.policy}" if option in found.baselines else ""
+            table.add_row(f"the plan{coarse}", *cells, style="bold")
+    return table
 
 
-def _curve(found: LoadPlan) -> None:
-    """Throughput over time per token: the best baseline's, and what the plan adds."""
-    most = max(o.tokens_per_s for o in found.options)
-    out = console()
-    out.print("tokens/s within so many ms a token (simulated): # best baseline, + what a plan adds")
-    for limit in sorted({o.tpot_ms for o in found.frontier if o.policy == "plan"}):
+def verdict(found: LoadPlan) -> str:
+    """The plan against the best coarser policy and data-parallel, in a sentence."""
+    shown = document(found)
+    best, ratio, parallel = (
+        shown[key] for key in ("best_baseline", "ratio_to_best_baseline", "ratio_to_data_parallel")
+    )
+    if best is None:
+        return "No coarser policy keeps to the limits."
+    if found.plan.policy == best:
+        return f"No gain: {best} is best here."
+    text = f"{ratio:.3f}x {best}"
+    if parallel is not None and best != "data-parallel":
+        text += f", {parallel:.3f}x data-parallel"
+    return f"{text}, each at its own best batch (simulated on modelled costs)."
+
+
+def curve(found: LoadPlan) -> list[str]:
+    """Throughput over time per token: the best coarser policy's, and what a plan adds."""
+    best = {o.tokens_per_s: o.tpot_ms for o in sorted(found.options, key=lambda o: -o.tpot_ms)}
+    most = max(best)
+    lines = ["tokens/s within so many ms a token (simulated): # best coarser policy, + what a plan adds"]
+    for limit in _round(min(o.tpot_ms for o in found.options), best[most]):
         within = [o for o in found.options if o.tpot_ms <= limit]
         others = max((o.tokens_per_s for o in within if o.policy != "plan"), default=0.0)
-        best = max(o.tokens_per_s for o in within)
+        rate = max(o.tokens_per_s for o in within)
         base = round(WIDTH * others / most)
-        bar = "#" * base + "+" * (round(WIDTH * best / most) - base)
-        out.print(f"{limit:8.3g} ms  {bar} {best:,.0f}", markup=False)
+        bar = "#" * base + "+" * (round(WIDTH * rate / most) - base)
+        gain = f"  {rate / others:.2f}x" if rate > others * (1 + SAME) > 0 else ""
+        lines.append(f"{limit:8.3g} ms  {bar} {rate:,.0f}{gain}")
+    return lines
+
+
+def _round(least: float, most: float) -> list[float]:
+    """Round numbers from the first that is not below the least to the first that is not below the most."""
+    scale = 10.0 ** math.floor(math.log10(least))
+    numbers = [scale * step * 10**n for n in range(math.ceil(math.log10(most / scale)) + 1) for step in STEPS]
+    end = next(x for x in numbers if x >= most)
+    return [x for x in numbers if least <= x <= end]

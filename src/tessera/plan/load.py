@@ -236,23 +236,15 @@ class _Search:
         def all_of_them() -> ir.Plan:
             return self._joined([(point, column) for _, point, column in best.values()])
 
-        listed = [option for option, _, _ in best.values()]
-        together = Option(
-            "data-parallel",
-            sum(o.tokens_per_s for o in listed),
-            max(o.tpot_ms for o in listed),
-            max(o.ttft_ms for o in listed),
-            {name: b for o in listed for name, b in o.batch.items()},
-            len(listed),
-        )
-        self.options.append(together)
+        together = _together([option for option, _, _ in best.values()])
+        self.options += [together, *_replicas_within(self.options)]
         return {
             "single": [(alone[0], lambda: self._plan(lone, Mix((alone[2],), (1.0,)), "single"))],
             "data-parallel": [(together, all_of_them)],
         }
 
     def _coarse(self, name: str) -> list[tuple[Option, Callable[[], ir.Plan]]]:
-        """A coarse policy at the points where it could be best, by simulation."""
+        """A coarse policy at the points where it could be best, by simulation; at the others a quick one."""
         hopes = [
             (self._hope(point, mix), point, mix)
             for point in self.points.values()
@@ -260,6 +252,7 @@ class _Search:
         ]
         hopes = [x for x in hopes if self._may_keep(x[1], x[2])]
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
+        simulated: set[int] = set()
         best = 0.0
         for hope, point, mix in sorted(hopes, key=lambda x: -x[0]):
             if len(found) == MAX_SIMULATED or hope <= best:
@@ -268,6 +261,11 @@ class _Search:
             if option.keeps(self.target):
                 best = max(best, option.tokens_per_s)
             found.append((option, _planner(self._plan, point, mix, name)))
+            simulated.add(id(mix))
+        for _, point, mix in hopes:
+            quick = point.judge.quick_rate
+            if id(mix) not in simulated and quick is not None and (rate := quick(mix)) > 0:
+                self._option(name, point, mix, rate)
         return found
 
     # The plan.
@@ -408,6 +406,34 @@ class _Search:
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)
         return plan
+
+
+def _together(listed: Sequence[Option]) -> Option:
+    """Replicas side by side, each as it is alone."""
+    return Option(
+        "data-parallel",
+        sum(o.tokens_per_s for o in listed),
+        max(o.tpot_ms for o in listed),
+        max(o.ttft_ms for o in listed),
+        {name: b for o in listed for name, b in o.batch.items()},
+        len(listed),
+    )
+
+
+def _replicas_within(options: Sequence[Option]) -> list[Option]:
+    """What data-parallel gives within every time per token that a device alone has."""
+    single = [o for o in options if o.policy == "single"]
+    found = []
+    for limit in {o.tpot_ms for o in single}:
+        best: dict[str, Option] = {}
+        for option in single:
+            (device,) = option.batch
+            if option.tpot_ms <= limit and (
+                device not in best or option.tokens_per_s > best[device].tokens_per_s
+            ):
+                best[device] = option
+        found.append(_together(list(best.values())))
+    return found
 
 
 def _alone(point: _Point, device: int) -> Column:

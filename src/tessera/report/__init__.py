@@ -5,6 +5,7 @@ Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich
 
 from tessera.report.figures import main_lane
 from tessera.report.folder_page import write_report
+from tessera.report.kernels import short_name
 from tessera.report.layer import layer_picture
 from tessera.report.page import Shown, write_page
 from tessera.report.perfetto import write_perfetto
@@ -13,5 +14,6 @@ from tessera.report.units import duration, percent, rate, ratio, size
 
 __all__ = [
     "Shown", "comparison_table", "devices_table", "duration", "graph_table", "layer_picture", "main_lane",
-    "percent", "rate", "ratio", "size", "where_time_goes", "write_page", "write_perfetto", "write_report",
+    "percent", "rate", "ratio", "short_name", "size", "where_time_goes", "write_page", "write_perfetto",
+    "write_report",
 ]  # fmt: skip

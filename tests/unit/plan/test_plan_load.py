@@ -102,3 +102,17 @@ def test_the_frontier_of_a_policy_rises() -> None:
         points = [(o.tpot_ms, o.tokens_per_s) for o in found.frontier if o.policy == policy]
         assert points == sorted(points)
         assert [y for _, y in points] == sorted({y for _, y in points})
+
+
+def test_within_any_time_per_token_data_parallel_has_what_its_devices_give() -> None:
+    """So that what a plan adds is not shown against one device alone."""
+    found = planned()
+    for limit in {o.tpot_ms for o in found.options}:
+        within = [o for o in found.options if o.tpot_ms <= limit]
+        alone: dict[str, float] = {}
+        for option in within:
+            if option.policy == "single":
+                (device,) = option.batch
+                alone[device] = max(alone.get(device, 0.0), option.tokens_per_s)
+        parallel = max((o.tokens_per_s for o in within if o.policy == "data-parallel"), default=0.0)
+        assert sum(alone.values()) == pytest.approx(parallel)
