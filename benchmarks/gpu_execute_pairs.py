@@ -16,7 +16,7 @@ import torch
 
 from tessera.analyze import build_graph
 from tessera.errors import PlanInfeasible
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.device import cut
 from tessera.execute.cuda.pace import Hold
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain, Turnstile

@@ -23,7 +23,7 @@ import torch
 
 from tessera.execute import worker
 from tessera.execute.cuda import device, driver, graph, measure
-from tessera.execute.cuda.driver import MemOp
+from tessera.execute.driver import MemOp
 from tessera.execute.hub import Hub, Line
 from tessera.execute.setups import Setup
 from tessera.execute.worker_stepper import WorkerStepper

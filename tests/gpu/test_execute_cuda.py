@@ -18,7 +18,7 @@ import torch
 import models
 from tessera.capture import Workload, build, record
 from tessera.capture.inductor import on_device
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.cuda.probe import MPS_PIPE, MPS_SHARE

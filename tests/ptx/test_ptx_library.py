@@ -24,7 +24,7 @@ def test_the_two_line_example_prints_what_the_readme_shows(
     exec(EXAMPLES[0], {})
     shown = next(text for language, text in BLOCKS if not language)
 
-    assert 2 == len(EXAMPLES[0].splitlines())
+    assert 2 == len(EXAMPLES[0].split("\n\n"))
     assert capsys.readouterr().out.startswith(shown.removesuffix("...\n"))
 
 

@@ -8,6 +8,9 @@ and on fake tensors not at all. What a kernel reads and writes is proved from it
 interpreter and the driver belong to other stages: `tessera.flow` hands them in once (`hand_in`). Kernels that
 an operator launches are part of the operator (`inside_operator`).
 
+On a machine without a GPU, Triton compiles for `TARGET`. Launches of an autotuner that tries configurations
+are not shown; without a GPU they cannot be timed, so the first configuration is taken.
+
 Refused with the line of the program: kernels made by `torch.cuda._compile_kernel`, whose code torch does not
 keep. Operators of C++ extensions come through the dispatcher, and their schemas say what they write. Not
 seen, and not noticed: kernels launched by other means, such as CuPy, Numba or ctypes.
@@ -15,6 +18,8 @@ seen, and not noticed: kernels launched by other means, such as CuPy, Numba or c
 
 import contextlib
 import sys
+import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,13 +28,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from tessera.capture.offline import compiling_for
 from tessera.capture.pointer_tables import read_table
 from tessera.capture.reads import reads_allowed
 from tessera.capture.refuse import fail
 from tessera.capture.schema import view_of
+from tessera.capture.triton_kernels import from_jit
 from tessera.errors import CaptureError
 from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch
 
+# Compute capability whose PTX every GPU since Ampere can run: what Triton compiles for where there is none.
+TARGET = 80
 Grid = tuple[int, int, int]
 # (kernel, launch without accesses, buffers, indices of buffers that hold nothing yet)
 #   -> (accesses, why the launch may not move; empty if it may)
@@ -170,8 +179,6 @@ def own_launches(see: See | None = None) -> Iterator[None]:
     """While entered, kernels that the program launches itself are shown to `see` and run anywhere."""
     with contextlib.ExitStack() as stack:
         if "triton" in sys.modules:  # a program that launches Triton kernels has imported it
-            from tessera.capture.own_triton import triton_anywhere
-
             stack.enter_context(triton_anywhere())
         if see is not None:
             stack.enter_context(_unknown_refused())
@@ -180,6 +187,52 @@ def own_launches(see: See | None = None) -> Iterator[None]:
             yield
         finally:
             _seeing.pop()
+
+
+@contextlib.contextmanager
+def triton_anywhere() -> Iterator[None]:
+    """While entered, the program's Triton launches go through `launch`."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    run_kernel, try_config, tune = JITFunction.run, Autotuner._bench, Autotuner.run
+    trying = [0]
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if warmup or trying[0]:
+            with reads_allowed():
+                return run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
+        # Triton looks how addresses are aligned; that of a fake is always good.
+        with reads_allowed(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
+        seen = from_jit(self, compiled, args, kwargs, grid)
+        launch(
+            OwnLaunch(seen.kernel, seen.args, seen.grid, seen.block),
+            lambda: run_kernel(self, *args, grid=grid, warmup=False, **kwargs),
+        )
+        return compiled
+
+    def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trying[0] += 1
+        try:
+            return try_config(self, *args, **kwargs)
+        finally:
+            trying[0] -= 1
+
+    def take_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.configs[0]
+        return self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    changed = {"JITFunction": run, "bench": bench, "tune": tune}
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(compiling_for(TARGET))
+            changed["tune"] = take_first
+        stack.enter_context(unittest.mock.patch.object(JITFunction, "run", changed["JITFunction"]))
+        stack.enter_context(unittest.mock.patch.object(Autotuner, "_bench", changed["bench"]))
+        stack.enter_context(unittest.mock.patch.object(Autotuner, "run", changed["tune"]))
+        yield
 
 
 @contextlib.contextmanager

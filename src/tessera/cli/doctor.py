@@ -54,7 +54,7 @@ def _devices() -> list[dict[str, Any]]:
     """What launches can run on here. Emulated devices need nothing, so they are always there."""
     import torch
 
-    from tessera.execute.cuda import driver
+    from tessera.execute import driver
 
     devices: list[dict[str, Any]] = [
         {"name": "emu:GPU", "what": "computes on this CPU, keeps a known GPU's modelled time"}

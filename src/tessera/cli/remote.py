@@ -12,6 +12,7 @@ sends the others what is to run: those of `tessera serve`, and `tessera worker`,
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tessera.ir import Device, Plan, digest
 if TYPE_CHECKING:
     from tessera.execute.remote import Gate, RemoteHub
     from tessera.execute.worker_stepper import MakeHub
+    from tessera.serve.joining import ModelHere
 
 Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT where the workers of several machines meet.")]
 Rank = Annotated[int, typer.Option(help="Which device this process is; 0 also takes the requests.")]
@@ -109,7 +111,6 @@ class Meeting:
 
 def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
     """A rank above 0: its device's worker, until rank 0 has ended."""
-    from tessera.cli.worker import work
     from tessera.serve.joining import ModelHere
 
     names = plans[0].cluster.names
@@ -118,6 +119,26 @@ def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
             f"there is no rank {meeting.rank}", f"The plan has {len(names)} devices, from 0.", "--rank"
         )
     work(meeting, make=ModelHere(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
+
+
+def work(
+    meeting: Meeting,
+    rank: int | None = None,
+    make: "ModelHere | None" = None,
+    patience_s: float = 300.0,
+    again_s: float = 5.0,
+    digest: str = "",
+) -> None:
+    """Session after session, until no service answers; `rank` where it is not the meeting's."""
+    from tessera.execute.handshake import EngineCall
+    from tessera.serve.joining import ModelHere, keep_working
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
+    own = meeting.rank if rank is None or meeting.store is not None else rank
+    call = EngineCall(meeting.address(), meeting.secret, digest)
+    typer.echo(f"a worker for {call.place}", err=True)
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    keep_working(call, own, make or ModelHere(), patience_s, again_s, say)
 
 
 @contextmanager

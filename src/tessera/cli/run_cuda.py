@@ -46,7 +46,7 @@ def time_scale(plan: Plan, weights: "Tensors", request: "Request") -> float:
 
 def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "list[RunResult]":
     """What the plan's launches give one by one on the first device's GPU."""
-    from tessera.execute.cuda import driver
+    from tessera.execute import driver
     from tessera.execute.cuda.graphs import refuse_generators
     from tessera.execute.cuda.measure import whole_plan
     from tessera.execute.offline import run_offline

@@ -19,8 +19,7 @@ from rich.console import Console
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import console, progress
 from tessera.cli.plan import LINK_HELP
-from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered
-from tessera.cli.worker import work
+from tessera.cli.remote import Meeting, OnRay, Rank, Rendezvous, SecretFile, UnderTorchrun, gathered, work
 from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:

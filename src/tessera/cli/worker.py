@@ -7,16 +7,12 @@ from the folder that the service names, or from --model, and is sent those that 
 until no service answers any more.
 """
 
-import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tessera.cli.remote import Meeting, Rendezvous, SecretFile, UnderTorchrun
+from tessera.cli.remote import Meeting, Rendezvous, SecretFile, UnderTorchrun, work
 from tessera.errors import TesseraError
-
-if TYPE_CHECKING:
-    from tessera.serve.joining import ModelHere
 
 ANY = -1
 
@@ -45,23 +41,3 @@ def worker(
 
     meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)
     work(meeting, rank, ModelHere(model, may_import=bool(model)), patience, again)
-
-
-def work(
-    meeting: Meeting,
-    rank: int | None = None,
-    make: "ModelHere | None" = None,
-    patience_s: float = 300.0,
-    again_s: float = 5.0,
-    digest: str = "",
-) -> None:
-    """Session after session, until no service answers; `rank` where it is not the meeting's."""
-    from tessera.execute.handshake import EngineCall
-    from tessera.serve.joining import ModelHere, keep_working
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
-    own = meeting.rank if rank is None or meeting.store is not None else rank
-    call = EngineCall(meeting.address(), meeting.secret, digest)
-    typer.echo(f"a worker for {call.place}", err=True)
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    keep_working(call, own, make or ModelHere(), patience_s, again_s, say)

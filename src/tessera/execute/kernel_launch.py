@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.cuda.driver import driver
+from tessera.execute.driver import driver
 from tessera.ir import Kernel
 
 Grid = tuple[int, int, int]

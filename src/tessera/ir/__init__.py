@@ -5,8 +5,9 @@ Counts start with num_. Byte ranges are half-open. Equality and hashing are by v
 """
 
 from tessera.ir.cluster import AWAY, Cluster, Device, DeviceKind, Link
+from tessera.ir.codec import digest
 from tessera.ir.costs import Cost, Costs, Source
-from tessera.ir.files import digest, kind_of, load, save
+from tessera.ir.files import kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.kernel import Access, Kernel, Origin, Region, region
 from tessera.ir.plan import (

@@ -6,6 +6,8 @@ lacks are written {"float": "-inf"}. A codec is built once per type and kept.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
 import types
 import typing
@@ -37,6 +39,16 @@ def decode(cls: type[T], plain: Any) -> T:
         return typing.cast(T, _decoder(tp)(plain))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise Undecodable(f"{cls.__name__}: {error!r}") from error
+
+
+def body_of(record: Any) -> bytes:
+    """A record as one line of JSON: what its file holds."""
+    return json.dumps(encode(record), separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(record: Any) -> str:
+    """A name for a record's contents: equal records, equal digests."""
+    return hashlib.sha256(body_of(record)).hexdigest()
 
 
 @cache

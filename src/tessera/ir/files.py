@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tessera.errors import ArtifactError, RuleBroken
-from tessera.ir.codec import decode, encode
+from tessera.ir.codec import body_of, decode
 from tessera.ir.costs import Costs
 from tessera.ir.graph import Graph
 from tessera.ir.plan import Plan
@@ -54,15 +54,10 @@ MADE_BY = {
 T = TypeVar("T")
 
 
-def digest(record: Any) -> str:
-    """A name for a record's contents: equal records, equal digests."""
-    return hashlib.sha256(_body(record)).hexdigest()
-
-
 def save(record: Any, path: str | Path) -> None:
     """Writes one artifact, whole or not at all."""
     kind = next(k for k, cls in KINDS.items() if isinstance(record, cls))
-    body = _body(record)
+    body = body_of(record)
     checksum = hashlib.sha256(body).hexdigest()
     header = {"tessera": kind, "version": _version(record), "bytes": len(body), "sha256": checksum}
     path = Path(path)
@@ -100,10 +95,6 @@ def kind_of(path: str | Path) -> str | None:
     except (OSError, ValueError, RecursionError):
         return None
     return head.get("tessera") if isinstance(head, dict) else None
-
-
-def _body(record: Any) -> bytes:
-    return json.dumps(encode(record), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _version(record: Any) -> int:

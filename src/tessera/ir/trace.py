@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from tessera.ir.codec import digest
 from tessera.ir.kernel import Access, Kernel
 
 # A generator of random numbers is a state buffer whose name is this and its device: "rng:cpu", "rng:cuda:0".
@@ -169,8 +170,6 @@ class Trace:
     @cached_property
     def digest(self) -> str:
         """Names this trace by its contents; costs and plans refer to it."""
-        from tessera.ir.files import digest
-
         return digest(self)
 
 

@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 from tessera import __version__
 from tessera.ir import Plan
 from tessera.serve.auth import CLIENT, Keys
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import ClientGone, HeldBody, HttpLimits, RequestLimiter, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai.asking import make_asks
@@ -44,7 +45,7 @@ from tessera.serve.openai.bodies import (
     no_such_model,
 )
 from tessera.serve.openai.errors import ApiError, JsonResponse, add_handlers
-from tessera.serve.openai.read import Card, EmbeddingDraft, ImageDraft
+from tessera.serve.openai.read import Card, EmbeddingDraft
 from tessera.serve.openai.write import (
     Writer,
     answer_embedding,
@@ -55,7 +56,7 @@ from tessera.serve.openai.write import (
 )
 from tessera.serve.page import live_page, plan_document, state_document
 from tessera.serve.reading import Reading
-from tessera.serve.records import Endpoint
+from tessera.serve.records import ImageDraft
 
 
 class ErrorBody(BaseModel):

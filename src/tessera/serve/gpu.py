@@ -26,7 +26,7 @@ from tessera.capture import Workload, known_models, place_of, record
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
 from tessera.errors import PlanInfeasible, TesseraError
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.graphs import Kernels
 from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.stepper import Tensors

@@ -27,7 +27,7 @@ from tessera.capture.models.checkpoint import blamed, first_line, read_json
 from tessera.capture.models.diffusers import PIPELINE
 from tessera.errors import ArtifactError, AskError, MissingExtra, ServiceBusy, ServiceClosing
 from tessera.serve.alone import AloneService
-from tessera.serve.openai.read import ImageDraft
+from tessera.serve.records import ImageDraft
 
 # Requests that may wait.
 MAX_WAITING = 64

@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.ir import Plan, load, save
-from tessera.serve.records import ServableModel, Shape
+from tessera.serve.records import Shape
 
 if TYPE_CHECKING:
     from tessera.serve.sight import Eyes, Sight
@@ -42,6 +42,24 @@ _MORE, _WEIGHTS = "more.json", "weights.pt"
 _UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError,
 )  # fmt: skip
+
+
+class ServableModel(Protocol):
+    """What a service needs to know of a model: built (`steps.ServedModel`), or kept from an earlier start."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one microbatch."""
+
+    def weights(self) -> "dict[str, torch.Tensor]":
+        """By name."""
+
+    def senses(self) -> "tuple[Sight, Eyes] | None":
+        """How it sees; None for one that does not."""
 
 
 @dataclass(frozen=True)

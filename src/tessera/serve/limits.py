@@ -1,8 +1,7 @@
 """Limits: how much one client, and all of them, may take of the server.
 
     a body       at most so many bytes, which must come within a time; large ones share a budget until
-                 they are read; at most so many lists, objects, texts and values, which are counted
-                 before they are made
+                 they are read (what is in it, `openai.bodies` counts)
     requests     at most so many at once; while the server closes, none
     a client     that goes has its generation cancelled
 
@@ -19,9 +18,6 @@ from tessera.serve.openai.errors import ApiError
 
 # So much of every body is not counted: large bodies never keep out small ones.
 FREE_BYTES = 64 * 2**10
-
-# Lists, objects and texts of one body; values of any kind.
-MAX_PARTS, MAX_VALUES = 2**14, 2**20
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Result = TypeVar("Result")
@@ -149,18 +145,6 @@ class HeldBody:
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {limits.body_s:g} s", code="timeout") from None
         self.raw = b"".join(parts)
-
-
-def check_parts(body: bytes) -> None:
-    """Refuses JSON of more parts than any request has."""
-    if sum(map(body.count, (b'"', b"[", b"{"))) <= MAX_PARTS and body.count(b",") <= MAX_VALUES:
-        return  # nearly every body
-    texts = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * MAX_PARTS)
-    outside = b"".join(texts[::2])
-    num_parts = len(texts) // 2 + outside.count(b"[") + outside.count(b"{")
-    if num_parts >= MAX_PARTS or outside.count(b",") > MAX_VALUES:
-        message = f"a body of {MAX_PARTS:,} or more lists, objects and texts, or of {MAX_VALUES:,} values"
-        raise ApiError(400, message, code="request_too_large")
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

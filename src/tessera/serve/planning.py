@@ -31,9 +31,9 @@ from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.forking import warm_up
 from tessera.execute.setups import interprets
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
-from tessera.serve.kept_plans import KeptModel, KeptPlans, find, keep, key_of
+from tessera.serve.kept_plans import KeptModel, KeptPlans, ServableModel, find, keep, key_of
 from tessera.serve.pages import modest_bytes
-from tessera.serve.records import ROWS, SLOTS, ServableModel, Shape, step_name
+from tessera.serve.records import ROWS, SLOTS, Shape, step_name
 
 if TYPE_CHECKING:
     from tessera.serve.steps import ServedModel

@@ -35,7 +35,6 @@ from tessera.serve.openai.read import (
     Card,
     Draft,
     EmbeddingDraft,
-    ImageDraft,
     detokenize,
     read_chat,
     read_completion,
@@ -43,6 +42,7 @@ from tessera.serve.openai.read import (
     read_image,
     tokenize,
 )
+from tessera.serve.records import ImageDraft
 from tessera.serve.templates import KEPT
 
 log = logging.getLogger("tessera.serve")

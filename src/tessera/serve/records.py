@@ -1,27 +1,24 @@
-"""Ask, Piece, Finish: what a client wants and what comes back; Snapshot: what the service is doing; Endpoint:
-what HTTP needs of the rest, handed in so that it can be tested without a model.
+"""Ask, Piece, Finish: what a client wants and what comes back; Snapshot: what the service is doing.
 
 An ask is in tokens already; text is made of tokens by `text`, HTTP of both by `app`. An ask is answered by
 pieces and then one finish, always: also when it is cancelled or a device is lost.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tessera.ir import Cluster, Decision, DeviceKind, Plan, Step
+import msgspec
+
+from tessera.ir import Cluster, Decision, DeviceKind, Step
 from tessera.kernels import PAGE
-from tessera.serve.text import Text
 
 if TYPE_CHECKING:
     import torch
 
-    from tessera.serve.embedding import EmbeddingService
-    from tessera.serve.grammar import Grammar, GrammarCompiler
-    from tessera.serve.images import ImageService
-    from tessera.serve.sight import Eyes, Sight
+    from tessera.serve.grammar import Grammar
 
 # Microbatches, and rows of each, where nobody says otherwise.
 SLOTS, ROWS, GPU_ROWS = 2, 8, 64
@@ -81,24 +78,6 @@ def sizes_for(cluster: Cluster) -> tuple[int, int]:
     if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
         return SLOTS, ROWS
     return min(SLOTS, len(cluster.devices)), GPU_ROWS
-
-
-class ServableModel(Protocol):
-    """What a service needs to know of a model: built (`steps.ServedModel`), or kept from an earlier start."""
-
-    @property
-    def shape(self) -> Shape:
-        """Its sizes."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one microbatch."""
-
-    def weights(self) -> "dict[str, torch.Tensor]":
-        """By name."""
-
-    def senses(self) -> "tuple[Sight, Eyes] | None":
-        """How it sees; None for one that does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +227,18 @@ class Snapshot:
     decided: dict[str, int] = field(default_factory=dict)
 
 
+class ImageDraft(msgspec.Struct, frozen=True, tag=True):
+    """A request for pictures."""
+
+    prompt: str
+    n: int
+    seed: int | None
+    # png, jpeg or webp.
+    form: str
+    # What else a pipeline is told, by its own names; None: nothing.
+    options: dict[str, int | float | str | None]
+
+
 class AnswerService(Protocol):
     """Answers asks; from any thread or event loop."""
 
@@ -260,29 +251,3 @@ class AnswerService(Protocol):
     @property
     def failure(self) -> str:
         """Why nothing can be served any more; empty: it can."""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One model behind one address."""
-
-    # What clients call it.
-    model: str
-    service: AnswerService
-    text: Text
-    # Tokens of a prompt and its answer together, at most.
-    capacity: int
-    # Tokens have numbers below this.
-    vocab_size: int
-    # Whole seconds since 1970.
-    created: int
-    # The plans that the policies follow now: a lost device may have changed them. None if undivided.
-    plans: Callable[[], Sequence[Plan]] = tuple
-    # Of a model that sees; None: it reads text only.
-    eyes: "Eyes | None" = None
-    # For answers of a form; None: the extra 'grammar' is not installed.
-    grammars: "GrammarCompiler | None" = None
-    # Of an encoder, which is the service then; None: the model generates.
-    embeddings: "EmbeddingService | None" = None
-    # Of a pipeline that makes pictures, likewise.
-    images: "ImageService | None" = None

@@ -16,19 +16,17 @@ import binascii
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tessera.capture import Workload
 from tessera.capture.models.vision import PICTURE_TOKENS, grid_of
 from tessera.errors import AskError, MissingExtra
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
-
-if TYPE_CHECKING:
-    from tessera.serve.steps import ServedModel
 
 GRID = grid_of(PICTURE_TOKENS)
 # What text behind a picture is shifted by: its tokens count as many positions as its longer side.
@@ -107,14 +105,11 @@ class Sight:
         return {"rotary": torch.from_numpy(places), "image": image, "is_image": is_image}
 
 
-def sight_of(model: "ServedModel") -> Sight | None:
-    """Of a model that sees; None for one that does not."""
-    encode = model.encode
-    if encode is None:
-        return None
+def sight_of(encode: Workload, tokens: Workload) -> Sight:
+    """Of a model that sees, by its steps."""
     fixed = encode.make_inputs(0)
     del fixed["patches"]
-    image = model.workloads[-1].make_inputs(0)["image"]
+    image = tokens.make_inputs(0)["image"]
     return Sight(fixed, image.shape[-1], image.dtype)
 
 
@@ -140,11 +135,9 @@ class Eyes:
     mark: str = MARK
 
     @classmethod
-    def of(cls, model: "ServedModel") -> "Eyes":
-        """The eyes of a served model that has them."""
+    def of(cls, encode: Workload) -> "Eyes":
+        """The eyes of a model that encodes pictures by this step."""
         _pillow()  # now, and not with the first picture
-        encode = model.encode
-        assert encode is not None, "only a model that sees has eyes"
         module: Any = encode.module
         config = module.config.vision_config
         return cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import AWAY, Cluster, DeviceKind
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.local import Local
 from tessera.serve.planning import ServeSpec, prepare
-from tessera.serve.records import Endpoint
 from tessera.serve.service import Service, ServiceConfig
-from tessera.serve.text import open_text
+from tessera.serve.tokenizer import open_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -91,7 +91,7 @@ def started(
     advance("starting workers")
     made, shape = prepared.model, prepared.model.shape
     name = options.name or (Path(model).name if Path(model).is_dir() else model)
-    text, created = open_text(place_of(model), shape.vocab_size), int(time.time())
+    text, created = open_text(place_of(model)), int(time.time())
     sight, eyes = made.senses() or (None, None)
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     with Local(prepared, transport=options.transport, hub=hub) as local:
@@ -181,7 +181,7 @@ def _vectors(
     encoder = Encoder.open(model, device, options.spec.random_weights)
     service = stack.enter_context(EmbeddingService(encoder, name))
     capacity = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens)
-    text = open_text(place_of(model), encoder.vocab_size)
+    text = open_text(place_of(model))
     sizes = (capacity, encoder.vocab_size, int(time.time()))
     endpoint = Endpoint(name, service, text, *sizes, embeddings=service)
     told = {"max_len": capacity, "dimensions": encoder.size}

@@ -13,7 +13,7 @@ below.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,9 +30,7 @@ from tessera.ir import Step
 from tessera.kernels import PAGE
 from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ROWS, SLOTS, Shape
-
-if TYPE_CHECKING:
-    from tessera.serve.sight import Eyes, Sight
+from tessera.serve.sight import Eyes, Sight, sight_of
 
 # Tokens of the largest step, of a model that computes on a CPU.
 MAX_BATCH_TOKENS = 128
@@ -65,12 +63,15 @@ class ServedModel:
         """Of one microbatch, without making them."""
         return state_bytes(self.workloads[-1])
 
-    def senses(self) -> "tuple[Sight, Eyes] | None":
-        """How it sees; None for one that does not."""
-        from tessera.serve.sight import Eyes, sight_of
+    @property
+    def sight(self) -> Sight | None:
+        """What it makes of pictures; None for a model that does not see."""
+        return None if self.encode is None else sight_of(self.encode, self.workloads[-1])
 
-        sight = sight_of(self)
-        return None if sight is None else (sight, Eyes.of(self))
+    def senses(self) -> tuple[Sight, Eyes] | None:
+        """Its sight and its eyes; None likewise."""
+        encode, sight = self.encode, self.sight
+        return None if encode is None or sight is None else (sight, Eyes.of(encode))
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state of one microbatch before anything ran: zeros."""

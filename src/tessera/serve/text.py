@@ -1,6 +1,5 @@
 """Text: between the words of a client and the tokens of a model.
 
-    open_text(model, vocab_size)  the tokenizer of a checkpoint folder, or bytes for a built-in model
     text.encode, text.chat        a prompt, a conversation -> tokens; of one that is too long only a part
     text.reader()                 tokens one by one -> text that can no longer change
 
@@ -12,7 +11,6 @@ shown as its number. Folders are read by `tokenizer`.
 import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.errors import AskError
@@ -61,15 +59,6 @@ class Text(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for by itself; it need not be whole characters."""
-
-
-def open_text(model: str, vocab_size: int) -> Text:
-    """The text of a model: a built-in name, or a folder with a tokenizer."""
-    if Path(model).is_dir():
-        from tessera.serve.tokenizer import FolderText
-
-        return FolderText.open(Path(model))
-    return ByteText()
 
 
 class ByteText:

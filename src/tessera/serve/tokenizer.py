@@ -1,5 +1,7 @@
 """The tokenizer and chat template of a checkpoint folder.
 
+    open_text(model)    those of a folder, or bytes for a built-in model
+
 Read with Hugging Face transformers, from local files only; no code that a folder brings along is run. Text of
 a client cannot become a special token: where a message holds the words of one (such as "<|im_end|>"), those
 words are read letter by letter. Nor do special tokens show in an answer.
@@ -20,7 +22,7 @@ from typing import Any
 
 from tessera.errors import ArtifactError, AskError, MissingExtra, TesseraError
 from tessera.serve.templates import ChatTemplate, Template, TemplateHere
-from tessera.serve.text import NO_LIMIT, Messages, Reader, Tools, within
+from tessera.serve.text import NO_LIMIT, ByteText, Messages, Reader, Text, Tools, within
 
 UNSURE = "\ufffd"
 # Incomplete characters of UTF-8 have up to three bytes.
@@ -303,3 +305,10 @@ def _listed(path: Path) -> list[int]:
     value = read_json(path).get("eos_token_id") if path.exists() else None
     listed = value if isinstance(value, list) else [value]
     return [x for x in listed if isinstance(x, int) and x >= 0]
+
+
+def open_text(model: str) -> Text:
+    """The text of a model: a built-in name, or a folder with a tokenizer."""
+    if Path(model).is_dir():
+        return FolderText.open(Path(model))
+    return ByteText()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
@@ -21,9 +21,6 @@ from tessera.execute.turns import PATIENCE
 from tessera.ir import Decision, Plan
 from tessera.simulate.rows import Demand, ModelledRows, RequestLedger
 from tessera.simulate.stepper import FAIR, Truth, VirtualStepper, Weather
-
-if TYPE_CHECKING:
-    from tessera.simulate.adaptive import Adaptive
 
 # Two moments closer than this are one, in microseconds: seconds are not exact to more.
 SAME_US = 1e-3
@@ -52,7 +49,7 @@ class SimulatedServer(Watcher[int]):
         truth: Truth | None = None,
         weather: Weather = FAIR,
         max_waiting: int | None = None,
-        driver: "Adaptive | None" = None,
+        driver: "Driver | None" = None,
     ) -> None:
         self.demand, self.ledger = demand, RequestLedger.of(len(demand))
         self.decisions: list[Decision] = []
@@ -161,3 +158,22 @@ class SimulatedServer(Watcher[int]):
     def back(self, back: DeviceBack) -> None:
         if self._driver is not None:
             self.at(self.now_s, partial(self._driver.on_back, self, back.device))
+
+
+class Driver(Protocol):
+    """What may switch plans while a simulation runs; it is told of everything that happens."""
+
+    def on_start(self, server: SimulatedServer) -> None:
+        """Before the first arrival."""
+
+    def on_arrival(self, server: SimulatedServer) -> None:
+        """A request has come."""
+
+    def on_step(self, server: SimulatedServer, lane: LoadedLane, done: StepDone) -> None:
+        """A step of a microbatch has ended."""
+
+    def on_lost(self, server: SimulatedServer, device: str) -> None:
+        """A device is lost."""
+
+    def on_back(self, server: SimulatedServer, device: str) -> None:
+        """It is there again."""

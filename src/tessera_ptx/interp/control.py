@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from tessera_ptx.interp.decode import Decoder, Get, Put, Unknown
-from tessera_ptx.interp.program import Block
 from tessera_ptx.interp.rules_warp import member_getter
+from tessera_ptx.interp.state import Block
 from tessera_ptx.interp.types import PRED, U32, U64
 from tessera_ptx.syntax import Args, Instruction, Operand, Reg, Sym
 

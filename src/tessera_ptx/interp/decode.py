@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from tessera_ptx.errors import UnknownInstruction
-from tessera_ptx.interp.program import Block, Step, blocks_of
-from tessera_ptx.interp.state import Active, Code, Frame
+from tessera_ptx.interp.program import blocks_of
+from tessera_ptx.interp.state import Active, Block, Code, Frame, Step
 from tessera_ptx.interp.types import PRED, TYPES, U64, Array, Type, narrow, widen
 from tessera_ptx.syntax import (
     FloatImm,

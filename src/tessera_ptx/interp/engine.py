@@ -21,9 +21,8 @@ from tessera_ptx.errors import (
 from tessera_ptx.interp.barriers import Barriers
 from tessera_ptx.interp.calls import enter, leave
 from tessera_ptx.interp.memory import BadAccess
-from tessera_ptx.interp.program import Block
 from tessera_ptx.interp.rules_warp import per_lane, warp_bits
-from tessera_ptx.interp.state import Active, Frame, Machine
+from tessera_ptx.interp.state import Active, Block, Frame, Machine
 from tessera_ptx.interp.types import Array
 from tessera_ptx.syntax import Instruction
 

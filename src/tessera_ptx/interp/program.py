@@ -7,40 +7,12 @@ behind it, so an engine that always runs the lowest-ranked block that has lanes 
 post-dominators.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
+from tessera_ptx.interp.state import Block
 from tessera_ptx.syntax import Function, Instruction, Sym
-
-if TYPE_CHECKING:
-    from tessera_ptx.interp.state import Active, Frame
-
-Step = Callable[["Frame", "Active"], None]
 
 ENDS = frozenset({"bra", "brx", "ret", "exit", "trap", "call"})
 _COLLECTIVE = frozenset({"mma", "ldmatrix", "stmatrix", "wmma", "wgmma", "movmatrix", "elect", "redux"})
 _COLLECTIVE_SYNC = frozenset({"shfl", "vote", "match"})
-
-
-@dataclass(slots=True)
-class Block:
-    """Straight-line code; `end` is its last instruction when that moves control or waits."""
-
-    first: int
-    body: list[Instruction]
-    end: Instruction | None = None
-    kind: str = "plain"  # plain, collective, barrier, bra, brx, ret, exit, trap, call
-    next: int = -1  # the block behind this one; -1 when there is none
-    targets: tuple[int, ...] = ()
-    rank: int = 0
-    # Filled by the decoder: (step, instruction, guard slot or -1, guard negated).
-    steps: list[tuple[Step, Instruction, int, bool]] = field(default_factory=list)
-    guard: int = -1
-    negated: bool = False
-    # Of a collective: getter of the member mask; of a branch table: getter of the index; of barriers and
-    # calls: a record of `control`.
-    info: Any = None
 
 
 def kind_of(ins: Instruction) -> str:

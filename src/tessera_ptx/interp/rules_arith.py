@@ -10,7 +10,7 @@ import numpy as np
 
 from tessera_ptx.interp import floats, rules_integer
 from tessera_ptx.interp.decode import Decoder, Unknown, only, rule, simple
-from tessera_ptx.interp.program import Step
+from tessera_ptx.interp.state import Step
 from tessera_ptx.interp.types import Type, types_of
 from tessera_ptx.syntax import Instruction
 

@@ -15,10 +15,9 @@ import numpy as np
 from tessera_ptx.interp.access import RANK_SHIFT, load, pick, spaces_of, store
 from tessera_ptx.interp.decode import Decoder, Get, Unknown, only, rule
 from tessera_ptx.interp.memory import SHARED
-from tessera_ptx.interp.program import Step
 from tessera_ptx.interp.rules_arith import lift
 from tessera_ptx.interp.rules_atomic import UPDATES
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import PRED, U32, U64, Array, types_of
 from tessera_ptx.syntax import Instruction, Mem, Reg
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from tessera_ptx.interp.decode import CARRY, Decoder, Unknown, only, rule, simple
-from tessera_ptx.interp.program import Step
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import S32, TYPES, U32, Array, Type, types_of
 from tessera_ptx.syntax import Instruction
 

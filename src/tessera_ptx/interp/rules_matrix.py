@@ -20,8 +20,7 @@ import numpy as np
 from tessera_ptx.interp import floats
 from tessera_ptx.interp.access import load, spaces_of, store
 from tessera_ptx.interp.decode import Decoder, Unknown, rule
-from tessera_ptx.interp.program import Step
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import F32, S32, U32, Array, Type, types_of
 from tessera_ptx.syntax import Instruction, Vec
 

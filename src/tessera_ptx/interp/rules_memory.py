@@ -10,8 +10,7 @@ from tessera_ptx.interp import rules_bulk, rules_tensor
 from tessera_ptx.interp.access import load, pick, spaces_of, spread, store
 from tessera_ptx.interp.decode import Decoder, Unknown, only, rule
 from tessera_ptx.interp.memory import BadAccess
-from tessera_ptx.interp.program import Step
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import U32, U64, Array, types_of
 from tessera_ptx.syntax import Imm, Instruction, Mem, Sym
 

@@ -20,9 +20,8 @@ from tessera_ptx.interp import rules_bulk
 from tessera_ptx.interp.access import load, spaces_of, store
 from tessera_ptx.interp.decode import Decoder, Get, Unknown, rule
 from tessera_ptx.interp.memory import SHARED, BadAccess
-from tessera_ptx.interp.program import Step
 from tessera_ptx.interp.rules_atomic import UPDATES
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import TYPES, U32, U64, Array
 from tessera_ptx.syntax import Imm, Instruction, Mem, Op, Vec
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from tessera_ptx.interp.decode import Decoder, Get, Unknown, only, rule
-from tessera_ptx.interp.program import Step
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import PRED, U32, Array, types_of
 from tessera_ptx.syntax import Instruction, Operand, Pair
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from tessera_ptx.interp.access import load
 from tessera_ptx.interp.decode import Decoder, Get, Unknown, rule
-from tessera_ptx.interp.program import Step
 from tessera_ptx.interp.rules_matrix import GROUP, PLACE, back, elements, fragment_a, rows, warps
 from tessera_ptx.interp.rules_tensor import swizzled
-from tessera_ptx.interp.state import Active, Frame
+from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import F32, PRED, U32, U64, Array
 from tessera_ptx.syntax import Imm, Instruction, Vec
 

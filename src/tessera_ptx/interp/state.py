@@ -1,13 +1,17 @@
-"""The state that decoded steps work on: active lanes, frames of functions, the machine."""
+"""Decoded code, and the state that its steps work on: active lanes, frames of functions, the machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tessera_ptx.interp.memory import Arena, Strips
-from tessera_ptx.interp.program import Block
 from tessera_ptx.interp.types import Array
+from tessera_ptx.syntax import Instruction
+
+# What one instruction does to the active lanes of a frame.
+Step = Callable[["Frame", "Active"], None]
 
 
 class Active:
@@ -25,6 +29,26 @@ class Active:
         if self._index is None:
             self._index = np.flatnonzero(self.mask)
         return self._index
+
+
+@dataclass(slots=True)
+class Block:
+    """Straight-line code; `end` is its last instruction when that moves control or waits."""
+
+    first: int
+    body: list[Instruction]
+    end: Instruction | None = None
+    kind: str = "plain"  # plain, collective, barrier, bra, brx, ret, exit, trap, call
+    next: int = -1  # the block behind this one; -1 when there is none
+    targets: tuple[int, ...] = ()
+    rank: int = 0
+    # Filled by the decoder: (step, instruction, guard slot or -1, guard negated).
+    steps: list[tuple[Step, Instruction, int, bool]] = field(default_factory=list)
+    guard: int = -1
+    negated: bool = False
+    # Of a collective: getter of the member mask; of a branch table: getter of the index; of barriers and
+    # calls: a record of `control`.
+    info: Any = None
 
 
 @dataclass(slots=True)

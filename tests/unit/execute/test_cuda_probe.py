@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera.execute.cuda import driver, nvshmem, probe
+from tessera.execute import driver
+from tessera.execute.cuda import nvshmem, probe
 from tessera.execute.cuda.probe import chosen, transports
 
 

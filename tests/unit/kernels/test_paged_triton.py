@@ -15,8 +15,8 @@ from triton.runtime.jit import JITFunction
 
 from paged_factory import PagedCall, make_call
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture import own_triton
-from tessera.capture.inductor.offline import compiling_for
+from tessera.capture import own
+from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels.paged_triton import Tile, Tiles, attend, attend_by, tiles_for
 from tessera_ptx import analyze
@@ -100,7 +100,7 @@ def test_the_division_it_would_have_on_a_gpu(parts: list[tuple[int, int]]) -> No
 
 def test_hoppers_own_products_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of 64 rows are other instructions on sm_90."""
-    monkeypatch.setattr(own_triton, "TARGET", 90)
+    monkeypatch.setattr(own, "TARGET", 90)
     with own_launches():
         check(
             make_call(MIXED, widths=(64, 64), dtype=torch.bfloat16),

@@ -19,11 +19,12 @@ openai = pytest.importorskip("openai", reason="needs openai")
 from http_factory import Running, Scripted, running, serving, wait_until  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
 from tessera.serve.embedding import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
+from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
 from tessera.serve.openai.read import Card, read_embedding  # noqa: E402
-from tessera.serve.records import Endpoint  # noqa: E402
-from tessera.serve.text import ByteText, open_text  # noqa: E402
+from tessera.serve.text import ByteText  # noqa: E402
+from tessera.serve.tokenizer import open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
 
 MODEL = "encoder"
@@ -160,7 +161,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServi
 
 @pytest.fixture(scope="module")
 def server(service: EmbeddingService) -> Iterator[Running]:
-    text = open_text(str(service.folder), 320)  # type: ignore[attr-defined]
+    text = open_text(str(service.folder))  # type: ignore[attr-defined]
     sizes = (service.encoder.max_tokens, service.encoder.vocab_size)
     endpoint = Endpoint(MODEL, service, text, *sizes, 1_700_000_000, embeddings=service)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
@@ -175,7 +176,7 @@ def client(server: Running) -> Iterator[Any]:
 
 def test_the_official_client_gets_vectors(client: Any, service: EmbeddingService) -> None:
     """Of one text, several, or tokens, in their order, as numbers or in base64, and counts tokens."""
-    text = open_text(str(service.folder), 320)  # type: ignore[attr-defined]
+    text = open_text(str(service.folder))  # type: ignore[attr-defined]
     tokens = [text.encode(x) for x in INPUTS]
     expected = service.encoder.encode(tokens)
     several = client.embeddings.create(model=MODEL, input=INPUTS)

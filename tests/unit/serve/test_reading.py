@@ -20,12 +20,13 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from http_factory import MODEL, Running, Scripted, serving, wait_until  # noqa: E402
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve import reading  # noqa: E402
+from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
 from tessera.serve.openai.read import Card, Draft  # noqa: E402
 from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
-from tessera.serve.records import Endpoint  # noqa: E402
-from tessera.serve.text import ByteText, Text, open_text  # noqa: E402
+from tessera.serve.text import ByteText, Text  # noqa: E402
+from tessera.serve.tokenizer import open_text  # noqa: E402
 from text_factory import TEMPLATE, make_text_folder  # noqa: E402
 
 CAPACITY = 100_000
@@ -42,7 +43,7 @@ WORDS = "Sphinx of black quartz, judge my vow. "
 def text_of(path: Path, template: str = TEMPLATE) -> Text:
     """The text of a folder with this template."""
     make_text_folder(path, template)
-    return open_text(str(path), 512)
+    return open_text(str(path))
 
 
 def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> Found:

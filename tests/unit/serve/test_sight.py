@@ -17,7 +17,7 @@ from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
 from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, Shape
 from tessera.serve.service import Service
-from tessera.serve.sight import GRID, rotary, sight_of
+from tessera.serve.sight import GRID, rotary
 from tessera.serve.steps import ServedModel, reference, served
 from tessera.serve.text import ByteText
 
@@ -90,7 +90,7 @@ def service() -> Iterator[Service]:
     made = model()
     with (
         reference(made, num_threads=1) as stepper,
-        Service(stepper, made.shape, ByteText(), model="tiny-qwen2.5-vl", sight=sight_of(made)) as running,
+        Service(stepper, made.shape, ByteText(), model="tiny-qwen2.5-vl", sight=made.sight) as running,
     ):
         yield running
 
@@ -181,7 +181,7 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
     made = model()
     with reference(made, num_threads=1) as inner:
         stepper: Any = Forgetful(inner, 0)
-        with Service(stepper, made.shape, ByteText(), sight=sight_of(made)) as running:
+        with Service(stepper, made.shape, ByteText(), sight=made.sight) as running:
             found = asyncio.run(tokens_of(running, ASKS[2]))
 
     assert expected(2) == found
@@ -190,4 +190,4 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
 
 def test_a_model_without_eyes_sees_nothing() -> None:
     """There is nothing to encode for a model that reads text."""
-    assert sight_of(ServedModel("x", Shape(1, 1, 8, (1, 2), 32, 258), ())) is None
+    assert ServedModel("x", Shape(1, 1, 8, (1, 2), 32, 258), ()).sight is None

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import ArtifactError, AskError
-from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text
+from tessera.serve.text import BEGIN, END, ByteText, Reader, Text
+from tessera.serve.tokenizer import open_text
 from text_factory import make_text_folder
 
 
@@ -23,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(folder: Path) -> Text:
     """Of that folder."""
-    return open_text(str(folder), 512)
+    return open_text(str(folder))
 
 
 def told(reader: Reader, tokens: list[int]) -> str:
@@ -143,7 +144,7 @@ def test_a_template_that_refuses_is_the_clients_mistake(folder: Path, tmp_path: 
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
 
     with pytest.raises(AskError, match="roles must alternate"):
-        open_text(str(tmp_path), 512).chat([{"role": "user", "content": "hi"}])
+        open_text(str(tmp_path)).chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_folder_without_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_folder_without_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
     with pytest.raises(ArtifactError, match="holds no tokenizer") as error:
-        open_text(str(tmp_path), 512)
+        open_text(str(tmp_path))
     assert "save_pretrained" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -161,7 +162,7 @@ def test_a_broken_tokenizer_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
 
     with pytest.raises(ArtifactError, match="cannot be read"):
-        open_text(str(tmp_path), 512)
+        open_text(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_a_tokenizer_that_is_none_is_told_in_one_line(contents: bytes, tmp_path:
     (tmp_path / "tokenizer.json").write_bytes(contents)
 
     with pytest.raises(ArtifactError, match="its tokenizer cannot be read") as error:
-        open_text(str(tmp_path), 512)
+        open_text(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
@@ -192,7 +193,7 @@ def test_ends_that_are_no_tokens_are_passed_over(folder: Path, tmp_path: Path, e
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
-    assert 1 in open_text(str(tmp_path), 512).end
+    assert 1 in open_text(str(tmp_path)).end
 
 
 def test_a_template_that_writes_marks_of_its_own_names_no_word(folder: Path, tmp_path: Path) -> None:
@@ -201,6 +202,6 @@ def test_a_template_that_writes_marks_of_its_own_names_no_word(folder: Path, tmp
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content[:4] }}\U0010fff0\U00100000")
 
-    said = open_text(str(tmp_path), 512).chat([{"role": "user", "content": "a\U00100001<|end|>b"}])
+    said = open_text(str(tmp_path)).chat([{"role": "user", "content": "a\U00100001<|end|>b"}])
 
     assert not {0, 1, 2} & set(said)

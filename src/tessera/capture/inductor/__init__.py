@@ -1,7 +1,6 @@
 """The inductor front end: launches of compiled code."""
 
 from tessera.capture.inductor.ledger import Ledger
-from tessera.capture.inductor.offline import Gpu
 from tessera.capture.inductor.record import (
     Recording,
     note,
@@ -10,7 +9,8 @@ from tessera.capture.inductor.record import (
     record_inductor,
     record_inductor_offline,
 )
-from tessera.capture.inductor.triton_kernels import (
+from tessera.capture.offline import Gpu
+from tessera.capture.triton_kernels import (
     Relaunch,
     TritonLaunch,
     inductor_launches,

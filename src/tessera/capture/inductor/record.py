@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tessera.capture.inductor.compile import Around, Code, compile_step
 from tessera.capture.inductor.extern import ExternCalls
 from tessera.capture.inductor.ledger import Ledger
-from tessera.capture.inductor.offline import CONFIG as OFFLINE_CONFIG
-from tessera.capture.inductor.offline import H100, Gpu, fake_like, offline
-from tessera.capture.inductor.triton_kernels import Relaunch, TritonLaunch, inductor_launches
+from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
+from tessera.capture.offline import H100, Gpu, fake_like, offline
 from tessera.capture.own import AccessesOf
 from tessera.capture.schema import whole_buffers
+from tessera.capture.triton_kernels import Relaunch, TritonLaunch, inductor_launches
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Access, BufferKind, Launch, Step, Trace, verify

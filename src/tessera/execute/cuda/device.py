@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.turnstile import Turnstile
 from tessera.ir import Device, DeviceKind
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from tessera.execute.cuda.device import GpuDevice
-from tessera.execute.cuda.driver import MemOp
 from tessera.execute.cuda.pace import Clockwork, Pace
 from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_move_of_state
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
+from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, fresh, tensor_of
 from tessera.ir import BufferKind, Free, Program, Recv, Region, Run, Send, Trace

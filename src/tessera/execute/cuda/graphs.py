@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 
 from tessera.errors import DeviceMemoryError, WorkerError
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.graph import MicrobatchRoom, ShareGraph
 from tessera.execute.cuda.ipc import PeerAway

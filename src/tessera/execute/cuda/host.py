@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tessera.execute.cuda import driver
-from tessera.execute.cuda.driver import MemOp
+from tessera.execute import driver
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot, Parcel
+from tessera.execute.driver import MemOp
 from tessera.execute.links import LinkFrame, LinkLost, Links
 from tessera.ir import Program, Trace, Transfer
 

@@ -8,10 +8,10 @@ worker is started again its inbox is another, so graphs that send there are capt
 from collections.abc import Sequence
 
 from tessera.errors import WorkerError
-from tessera.execute.cuda import driver
-from tessera.execute.cuda.driver import MemOp
+from tessera.execute import driver
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
 from tessera.execute.cuda.turnstile import RECORD_WORDS
+from tessera.execute.driver import MemOp
 from tessera.execute.links import KeyStore
 from tessera.execute.orders import OwnerGone, key_of
 

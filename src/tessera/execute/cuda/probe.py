@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tessera.execute.cuda import driver, nvshmem
+from tessera.execute import driver
+from tessera.execute.cuda import nvshmem
 
 NO_GPU = "no CUDA device"
 MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tessera.execute.cuda import driver
-from tessera.execute.cuda.driver import MemOp
+from tessera.execute import driver
 from tessera.execute.cuda.turnstile import RECORD_WORDS
+from tessera.execute.driver import MemOp
 from tessera.ir import Program, Trace
 
 # As torch aligns what it allocates: results can depend on alignment.

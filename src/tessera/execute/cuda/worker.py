@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tessera.errors import TesseraError, WorkerError
-from tessera.execute.cuda import driver
+from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.graph import MicrobatchRoom, ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs

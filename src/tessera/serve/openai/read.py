@@ -35,7 +35,7 @@ from tessera.serve.openai.bodies import (
 )
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
-from tessera.serve.records import Sampling
+from tessera.serve.records import ImageDraft, Sampling
 from tessera.serve.text import Text
 
 # Of a request: pictures that it shows, answers (each takes a place in the queue), and texts to embed.
@@ -115,18 +115,6 @@ class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
     is_base64: bool
     # Numbers of a vector; None: all.
     size: int | None
-
-
-class ImageDraft(msgspec.Struct, frozen=True, tag=True):
-    """A request for pictures."""
-
-    prompt: str
-    n: int
-    seed: int | None
-    # png, jpeg or webp.
-    form: str
-    # What else a pipeline is told, by its own names; None: nothing.
-    options: dict[str, int | float | str | None]
 
 
 def read_chat(raw: bytes, card: Card) -> Draft:

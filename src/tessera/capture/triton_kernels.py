@@ -3,7 +3,7 @@
     with inductor_launches(see):   kernels of Inductor's code  (hook: CachingAutotuner.run)
 
 `see` is called once for every launch, after it was issued, with a `TritonLaunch`. `from_jit` makes the same
-of a launch that the program makes itself (see `tessera.capture.own_triton`). Arguments are those of
+of a launch that the program makes itself (see `tessera.capture.own`). Arguments are those of
 the PTX entry, in its order: what was compiled in (constexpr, or specialised to a constant) is left out and
 listed in the kernel's constants.
 
