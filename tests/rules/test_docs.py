@@ -147,13 +147,17 @@ def test_the_guide_names_every_model() -> None:
 @pytest.mark.parametrize(
     ("example", "ending"),
     [
-        ("plan_on_a_laptop.py", "is the bottleneck"),
         ("compile_a_model.py", "equal bit for bit"),
+        ("own_triton_model.py", "on two workers, equal bit for bit"),
         ("train_on_two.py", "parameters equal bit for bit"),
+        pytest.param("two_unlike_boxes.py", "over TCP, equal bit for bit", marks=pytest.mark.slow),
+        pytest.param("what_to_rent.py", "both: a100 + l40s at $", marks=pytest.mark.slow),
     ],
 )
 def test_an_example_runs(example: str, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An example runs as a program, and its last line says what it is to show."""
+    if "triton" in example:
+        pytest.importorskip("triton")
     threads = torch.get_num_threads()
     try:
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")

@@ -1,0 +1,59 @@
+"""Two machines with unlike GPUs: is it worth joining them, and does it work?
+
+    python examples/two_unlike_boxes.py
+
+First the question, for Llama 3 8B on an H20 in one machine and an L40S in the other, joined by InfiniBand. No
+GPU and no weights are needed; every figure is modelled and simulated. Then the proof, with a small model: two
+worker processes that pass tensors on over TCP, as between machines, against the model itself. To go on with
+two machines, docs/cluster.md: `tessera serve` with --rendezvous on one, `tessera worker` on the other.
+"""
+
+import torch
+
+from tessera.capture import record_step
+from tessera.execute.offline import run_offline
+from tessera.execute.worker_stepper import WorkerStepper
+from tessera.flow import as_run, make_load_plan, make_plan, make_unit, price, requests_of, run_undivided
+from tessera.ir import Cluster, Objective, Step
+from tessera.plan import Target
+from tessera.profile import make_cluster, parse_devices
+
+
+def is_it_worth_it(cluster: Cluster) -> None:
+    """Decodes of Llama 3 8B at a context of 1,024: the plan and coarser policies, each at its best batch."""
+    step = Step("llama-3-8b", "decode", batch=1, context=1024)
+    answer = make_load_plan(
+        [step], cluster, Target(0), batches=(128, 320), max_microbatches=2, is_compiled=True
+    )
+    for option in (*answer.baselines, answer.chosen):
+        batches = ", ".join(f"{batch} on {device}" for device, batch in option.batch.items())
+        print(
+            f"{option.policy:>16} {option.tokens_per_s:7,.0f} tokens/s at {option.tpot_ms:.0f} ms: {batches}"
+        )
+
+
+def does_it_work(cluster: Cluster) -> bool:
+    """Four decodes of a small model, attention on one worker and the rest on the other."""
+    unit = make_unit([record_step(Step("tiny-llama", "decode", batch=8, context=64))])
+    plan = make_plan(unit, price(unit, cluster), cluster, Objective.THROUGHPUT, 2, policy="attention-ffn")
+    asked = requests_of(plan, 4)
+    with WorkerStepper([plan], asked.weights, transport="host") as stepper:
+        results = run_offline(stepper, asked.work).results
+    expected = [run_undivided(*as_run(plan, 0, request)) for request in asked.work]
+    return all(
+        torch.equal(output[name], result.outputs[run][name])
+        for model, result in zip(expected, results, strict=True)
+        for run, output in enumerate(model.outputs)
+        for name in output
+    )
+
+
+def main() -> None:
+    """Asks, then tries."""
+    cluster = make_cluster(parse_devices("emu:h20,emu:l40s"), "ib200")
+    is_it_worth_it(cluster)
+    print("over TCP, equal bit for bit" if does_it_work(cluster) else "DIFFERENT")
+
+
+if __name__ == "__main__":
+    main()
