@@ -59,7 +59,7 @@ def main() -> int:
     with chdir(ROOT):
         code = draw_terminal(Path("docs/demo.svg"))
         if code == 0 and browser:
-            photograph(browser, FOLDER / "timeline.html", Path("docs/timeline.png"))
+            photograph(browser, FOLDER / "report.html", Path("docs/timeline.png"))
         elif code == 0:
             print("no browser of that name: docs/timeline.png is left as it is", file=sys.stderr)
     return code

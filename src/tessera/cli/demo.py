@@ -216,7 +216,7 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
     write_perfetto(runs[1], files["perfetto"])
     write_perfetto(first.measured, files["perfetto_measured"])
     plans = [
-        (FULL.model, Shown(full.plan, runs[0], explain(full.plan).verdict)),
+        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {_how_sure(_headline(full))}")),
         (MODEL, Shown(first.plan, runs[1], explain(first.plan).verdict)),
     ]
     write_report(output, plans, None, files["page"])

@@ -27,7 +27,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about what is in a folder.
 
-    For every plan: comparison, timeline, utilisation, placement and dependencies of a layer, lanes. A
+    First a summary of its plans, best first; then for every plan its rate, the comparison and a layer's
+    placement, and folded away timeline, utilisation, dependencies and lanes. A
     timeline of the same name is shown where there is one (NAME.plan, NAME.timeline); otherwise a run is
     simulated. For a folder of `tessera bench paper`: its figures and the map of regimes.
     """

@@ -202,8 +202,14 @@ class _Search:
         if not everything:
             raise self._too_slow()
         chosen, make = max(everything, key=lambda x: x[0].tokens_per_s)
-        plan = make()
-        return LoadPlan(plan, chosen, tuple(o for o, _ in best.values()), tuple(self.options))
+        baselines = tuple(o for o, _ in best.values())
+        return LoadPlan(self._against(make(), baselines), chosen, baselines, tuple(self.options))
+
+    def _against(self, plan: ir.Plan, options: Sequence[Option]) -> ir.Plan:
+        """The plan beside every coarser policy at that policy's own best, in work units of the plan."""
+        tokens = plan.batch * max(1, self.target.output_tokens)
+        rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
+        return replace(plan, baselines=rates)
 
     def _too_slow(self) -> PlanInfeasible:
         fastest = min(self.options, key=lambda o: o.tpot_ms)

@@ -94,6 +94,13 @@ def gain(plan: Plan, made: Baseline | Plan) -> float | None:
     return own / other if own and other else None
 
 
+def headline(plan: Plan) -> tuple[float, str]:
+    """The one rate to remember, simulated, and what it counts: tokens where it decodes, else requests."""
+    units = zip(plan.unit.counts, plan.unit.graphs, strict=True)
+    decodes = sum(count for count, graph in units if graph.trace.step.kind == "decode")
+    return (plan.rows_per_s * decodes, "tokens") if decodes else (plan.rows_per_s, "requests")
+
+
 def class_times(plan: Plan) -> dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]]:
     """Class -> launches, time placed on each device, time if all of it ran on each; per work unit."""
     num = len(plan.cluster.devices)

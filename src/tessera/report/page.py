@@ -13,12 +13,12 @@ from string import Template
 
 from tessera.ir import Objective, Plan, Timeline
 from tessera.report.dependencies import dependencies
-from tessera.report.figures import gain
+from tessera.report.figures import gain, headline
 from tessera.report.output import write_text
 from tessera.report.page_plan import comparison, devices, lanes, layers
 from tessera.report.page_timeline import closer_look, legend, overview
 from tessera.report.tracks import end_us, tracks
-from tessera.report.units import duration, percent, plural, rate, ratio
+from tessera.report.units import digits, duration, percent, plural, rate, ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ def plan_part(shown: Shown, level: str) -> str:
         model=escape(plan.unit.graphs[0].trace.step.model),
         subtitle=escape(_subtitle(plan)),
         verdict=escape(shown.verdict),
+        headline=escape(headline_text(plan)),
+        source=f"simulated with {plan.slots} in flight, on modelled costs",
         tiles=_tiles(plan, timeline),
         comparison=comparison(plan),
         devices=devices(plan, timeline, found),
@@ -67,6 +69,12 @@ def plan_part(shown: Shown, level: str) -> str:
         dependencies=dependencies(plan),
         lanes=lanes(plan),
     )
+
+
+def headline_text(plan: Plan) -> str:
+    """One rate."""
+    per_s, what = headline(plan)
+    return f"{digits(per_s)} {what}/s"
 
 
 def _template(name: str) -> str:

@@ -52,8 +52,7 @@ def _bars(plan: Plan) -> Iterator[Bar]:
     yield Bar(f"{plan.policy} (this plan)", how, own, plan.latency_us, "own", factor)
     yield Bar("the same", "by busy time alone", plan.throughput_per_s, None, "own soft")
     for b in sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0)):
-        factor = gain(plan, b)
-        yield Bar(b.name, how, b.throughput_per_s, b.latency_us, factor=factor)
+        yield Bar(b.name, "simulated", b.throughput_per_s, b.latency_us, factor=gain(plan, b))
     yield Bar("upper bound", "of any mix, modelled", plan.bound_per_s, None, "bound")
 
 

@@ -116,3 +116,12 @@ def test_within_any_time_per_token_data_parallel_has_what_its_devices_give() -> 
                 alone[device] = max(alone.get(device, 0.0), option.tokens_per_s)
         parallel = max((o.tokens_per_s for o in within if o.policy == "data-parallel"), default=0.0)
         assert sum(alone.values()) == pytest.approx(parallel)
+
+
+def test_the_plan_is_recorded_beside_every_policy_at_its_own_best() -> None:
+    """Rates are of work units of the plan, so that who reads the plan later sees the same comparison."""
+    found = planned()
+
+    assert {o.policy: pytest.approx(o.tokens_per_s / found.plan.batch) for o in found.baselines} == {
+        b.name: b.throughput_per_s for b in found.plan.baselines
+    }

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from browser import browser
 from report_factory import make_cluster, make_plan, make_timeline
 from tessera.ir import Clock, Plan, Span, Timeline
-from tessera.report import write_page
+from tessera.report import Shown, write_page, write_report
 
 VOID = {"meta", "wbr", "br", "hr", "link", "img"}
 MANY = 50_000
@@ -138,3 +139,22 @@ def test_axis_has_round_times(tmp_path: Path) -> None:
 
     axis = re.findall(r"left:[\d.]+%'>([\d.,]+)</span>", page.split("A closer look")[0])
     assert ["0", "5", "10", "15", "20", "25", "30", "35"] == axis
+
+
+def test_a_page_of_plans_opens_with_the_best(tmp_path: Path) -> None:
+    """Each has one rate, what it gains, and a link to the rest; raw detail is folded away."""
+    plans = [(name, make_plan(throughput_per_s=per_s)) for name, per_s in (("low", 47.0), ("high", 53.1))]
+    path = tmp_path / "page.html"
+    shown = [(name, Shown(plan, make_timeline(plan), "A verdict.")) for name, plan in plans]
+    write_report(tmp_path, shown, None, path)
+    with browser() as opened:
+        page = opened.new_page(viewport={"width": 390, "height": 844})
+        page.goto(path.as_uri())
+        rows = page.locator("nav a")
+
+        assert ["high", "low"] == rows.locator("b").all_inner_texts()
+        assert "1.14x data-parallel" in rows.first.inner_text()
+        assert "13,186 tokens/s" in rows.first.inner_text()
+        assert rows.last.bounding_box()["y"] < 844 / 2
+        assert 390 == page.evaluate("document.documentElement.scrollWidth")
+        assert not page.get_by_text("A closer look at the middle").first.is_visible()
