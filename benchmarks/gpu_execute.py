@@ -8,10 +8,10 @@ limit, its results written as they come:
 
 probe     how well the turnstile keeps time, where kernels of partitions run
 overhead  a plan with everything on one worker against the compiled model as a CUDA graph
-pairs     for each family and pair of devices: the throughput plan, data-parallel and the splits over `ipc`,
-          by the same workers, against what was simulated. With --halves the plan over `ipc` and `nvshmem`,
-          each process with half of the card, which NVSHMEM asks for where two of its elements are one card;
-          with --host the plan for a link as `host` has it, over `host`
+pairs     for each family and pair of devices: the throughput plan, data-parallel and the best split over
+          `ipc`, by the same workers, against what was simulated. With --halves the plan over `ipc` and
+          `nvshmem`, each process with half of the card, which NVSHMEM asks for where two of its elements are
+          one card; with --host the plan for a link as `host` has it, over `host`
 soak      requests in a row with a change of policy at random and kills of workers: outputs equal, none lost
 
 Partitions of one card are priced by measuring, stretched devices by the cost model; rates on stretched
@@ -37,6 +37,7 @@ PARTS = ("probe", "overhead", "pairs", "soak")
 PAIRS = (
     ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4"),
     ("cuda:0/as=h20,cuda:0/as=l40s", "pcie4"),
+    ("cuda:0/as=h20,cuda:0/as=a100", "pcie4"),
 )
 POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
 SLOTS = 6
@@ -55,7 +56,8 @@ FAMILIES = {
     "llama": Family("llama-3-8b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
     "llama-decode": Family("llama-3-8b", 4, (("decode", 32, 1024, 0),)),
     "gpt-oss": Family("gpt-oss-20b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
-    "mamba": Family("mamba-codestral-7b", 4, (("decode", 64, 512, 0),)),
+    "mamba": Family("mamba-codestral-7b", 4, (("decode", 8, 512, 0),)),
+    "qwen-vl": Family("qwen2.5-vl-7b", 4, (("prefill", 4, 512, 4), ("decode", 4, 516, 0))),
     "sd3.5": Family("sd3.5-medium", 4, (("denoise", 1, 4096, 0),)),
 }
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.execute import worker
-from tessera.execute.cuda import device, driver, graph, measure
+from tessera.execute import driver, worker
+from tessera.execute.cuda import device, graph, measure
 from tessera.execute.driver import MemOp
 from tessera.execute.hub import Hub, Line
 from tessera.execute.setups import Setup

@@ -62,6 +62,18 @@ def fresh(trace: Trace, device: torch.device) -> Make:
     ).untyped_storage()
 
 
+def is_allocation(trace: Trace, launch: int) -> bool:
+    """Whether the result of a launch holds whatever was in memory."""
+    return trace.kernel_of(launch).name.startswith(("aten.empty", "aten.new_empty"))
+
+
+def zeroed(trace: Trace, device: torch.device) -> Make:
+    """The same with zeros in it."""
+    return lambda buffer: torch.zeros(
+        trace.buffers[buffer].size_bytes, dtype=torch.uint8, device=device
+    ).untyped_storage()
+
+
 def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> Storage:
     """The storage of a buffer that exists before the step, by its name."""
     if buffer.name not in given:

@@ -21,15 +21,22 @@ import torch
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, allocate, bytes_of, constant, flat_bytes, tensor_of
+from tessera.execute.memory import (
+    Memory,
+    Storage,
+    allocate,
+    bytes_of,
+    constant,
+    flat_bytes,
+    is_allocation,
+    tensor_of,
+)
 from tessera.ir import BufferKind, Trace, Value
 
 Tensors = Mapping[str, torch.Tensor]
 
 # 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
 POISON = 0x7F
-# Operators whose result holds whatever was in memory.
-UNINITIALISED = ("aten.empty", "aten.new_empty")
 # What operators raise when their arguments are garbage; anything else is a bug and keeps its traceback.
 GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError, TesseraError)
 
@@ -57,9 +64,7 @@ class Replay:
             for kind, tensors in ((BufferKind.INPUT, inputs), (BufferKind.STATE, state))
             for buffer in trace.buffers_of(kind)
         }
-        self._is_empty = [
-            trace.kernel_of(i).name.startswith(UNINITIALISED) for i in range(len(trace.launches))
-        ]
+        self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
         own = [b for b in range(len(trace.buffers)) if b not in self._weights]
         self._shared = _SharedMemory(self._weights, {b: trace.buffers[b].size_bytes for b in own})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cuda_stub
-from tessera.capture import build, record
+from tessera.capture import Workload, build, record
 from tessera.errors import WorkerError
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs
@@ -17,9 +17,10 @@ from tessera.execute.cuda.ipc import PeerAway
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
+from tessera.execute.stepper import Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_undivided
-from tessera.ir import Cluster, Device, DeviceKind, Link, Objective, Plan, Step, WorkUnit
+from tessera.ir import Cluster, Device, DeviceKind, Lane, Link, Objective, Placement, Plan, Step, WorkUnit
 from tessera.profile import estimate, parse_devices
 
 MICROBATCHES = 3
@@ -49,14 +50,19 @@ def unit() -> WorkUnit:
 @functools.cache
 def plan(policy: str, is_stretched: bool = True) -> Plan:
     """A policy on two devices of one card."""
+    return plan_of(unit(), policy, is_stretched)
+
+
+def plan_of(of: WorkUnit, policy: str, is_stretched: bool = True) -> Plan:
+    """The same for any work unit."""
     emulated = parse_devices("emu:a100,emu:l40s")
     devices = tuple(
         Device(f"cuda:0/as={d.gpu}", DeviceKind.CUDA, d.gpu, 1 << 34, is_stretched=is_stretched)
         for d in emulated
     )
     links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
-    costs = tuple(replace(estimate(g.trace, emulated), devices=devices) for g in unit().graphs)
-    return make_plan(unit(), costs, Cluster(devices, links), Objective.THROUGHPUT, MICROBATCHES, policy)
+    costs = tuple(replace(estimate(g.trace, emulated), devices=devices) for g in of.graphs)
+    return make_plan(of, costs, Cluster(devices, links), Objective.THROUGHPUT, MICROBATCHES, policy)
 
 
 def opened(*policies: str, transport: str = "ipc", **more: object) -> WorkerStepper:
@@ -90,6 +96,38 @@ def test_divided_runs_have_the_models_own_bits(policy: str, transport: str) -> N
     with opened(policy, transport=transport) as stepper:
         results = run_offline(stepper, [request(seed) for seed in range(5)]).results
         assert all(is_right(seed, result) for seed, result in enumerate(results))
+
+
+def sorted_and_back(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+    """As mixtures of experts do: sort, work, and take the order back by an index that is filled in."""
+    order = torch.argsort(inputs["x"])
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel())
+    return {"y": (inputs["x"][order] * 2)[back]}
+
+
+def test_an_index_that_comes_from_another_device_exists_in_the_rehearsal() -> None:
+    """Before it is captured a share runs without its peers: what they would have filled is no index."""
+    draw = torch.Generator().manual_seed(0)
+    workload = Workload(
+        Step("sorted", "call", 1, 1), torch.nn.Module(), sorted_and_back,
+        lambda seed: {"x": torch.randn(4096, generator=draw)}, lambda seed: {},
+        lambda first, run, last: dict(first),
+    )  # fmt: skip
+    made = make_unit([record(workload)])
+    trace = made.graphs[0].trace
+    first = next(n for n in range(len(trace.launches)) if "sort" in trace.kernel_of(n).name)
+    places = tuple(int(n > first) for n in range(len(trace.launches)))
+    whole = plan_of(made, "data-parallel")
+    divided = replace(whole, lanes=(Lane(Placement((places,)), 1.0),), lane_table=())
+    asked = UnitRequest([workload], workload.make_inputs(0), 0)
+    torch.use_deterministic_algorithms(True)  # fills what was only allocated with the largest number
+    try:
+        with WorkerStepper([divided], {}, transport="ipc", timeout_s=30.0) as stepper:
+            (result,) = run_offline(stepper, [asked]).results
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(result.outputs[0]["y"], asked.inputs(0, 0, {})["x"] * 2)
 
 
 def test_policies_share_weights_and_state() -> None:

@@ -11,7 +11,8 @@ compute stream in program order, sends to a stream for each destination.
 Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
 be handed out again while a send still reads it. The launches of a program run once before its first capture,
 without sends and waits, so that libraries and kernels set themselves up. That is a rehearsal, in which state
-is memory that nobody has: a microbatch may be at work on its own, under another plan.
+is memory that nobody has: a microbatch may be at work on its own, under another plan. Whatever nobody wrote
+is zero in it, so that an index that would come from another device is one that exists.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_m
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, bytes_of, fresh, tensor_of
+from tessera.execute.memory import Memory, Storage, bytes_of, fresh, is_allocation, tensor_of, zeroed
 from tessera.ir import BufferKind, Free, Program, Recv, Region, Run, Send, Trace
 
 
@@ -117,7 +118,8 @@ class _Issue:
     def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
         self._share, self._is_rehearsal = share, is_rehearsal
         self._program, self._room = share.program, share.room
-        self._memory = Memory(share._base, fresh(share.trace, share._device.card))
+        make = zeroed if is_rehearsal else fresh
+        self._memory = Memory(share._base, make(share.trace, share._device.card))
         self._compute = share._compute
         self._links = {dst: share.room.sends[dst] for dst in share._sends}
         self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
@@ -163,7 +165,8 @@ class _Issue:
         with torch.cuda.stream(self._compute):
             self._enter(launch)
             stand_ins = self._put_stand_ins(launch) if self._is_rehearsal else ()
-            self._share._launcher.run(launch, self._memory)
+            if not (self._is_rehearsal and is_allocation(self._share.trace, launch)):
+                self._share._launcher.run(launch, self._memory)
             for buffer in stand_ins:
                 self._memory.free(buffer)
 
