@@ -32,13 +32,14 @@ from tessera.ir.joining import check_counts, check_steps
 from tessera.ir.rebatch import Rebatched
 from tessera.plan import (
     BATCHES,
+    NEAR,
     Batched,
     LoadPlan,
     PlanConfig,
     Simulate,
     Target,
     Wish,
-    plan_load,
+    plan_load_on_many,
     solve,
     solve_batches,
 )
@@ -213,6 +214,7 @@ def plan_for(
     batches: Sequence[int] = BATCHES,
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
+    near: Sequence[Sequence[float]] = NEAR,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
 
@@ -220,7 +222,7 @@ def plan_for(
         made = SteadyRates()
         return made, made.glance
 
-    return plan_load(variant_at, cluster, target, rates, batches, max_microbatches, advance)
+    return plan_load_on_many(variant_at, cluster, target, rates, batches, max_microbatches, advance, near)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:

@@ -104,8 +104,12 @@ def plan_load(
     batches: Sequence[int] = BATCHES,
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
+    near: Sequence[Sequence[float]] = NEAR,
 ) -> LoadPlan:
-    """The plan that gives most tokens per second within memory and the limits."""
+    """The plan that gives most tokens per second within memory and the limits.
+
+    `near` are multiples of the best batches that are looked at too, round by round.
+    """
     search = _Search(cluster, target, make_simulate, max_microbatches or 2 * len(cluster.devices))
     for batch in batches:
         advance(f"pricing batch {batch}")
@@ -113,11 +117,18 @@ def plan_load(
             break
     if not search.points:
         raise search.refusal()
-    for factors in NEAR if len(batches) > 1 else ():
+    for factors in near if len(batches) > 1 else ():
         for batch in search.near(factors):
             advance(f"pricing batch {batch}")
             search.look(variant_at(batch))
     return search.found(advance)
+
+
+def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan:
+    """The plan beside every coarser policy at that policy's own best, in work units of the plan."""
+    tokens = plan.batch * max(1, target.output_tokens)
+    rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
+    return replace(plan, baselines=rates)
 
 
 @dataclass(eq=False)
@@ -145,7 +156,7 @@ class _Search:
         problem = build(variant.unit, variant.costs, self.cluster)
         simulate, glance = self.make_simulate()
         num = len(self.cluster.devices)
-        for slots in sorted({max(1, round(depth * num)) for depth in DEPTHS}):
+        for slots in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
             if slots > self.max_microbatches:
                 continue
             task = Task(problem, slots, is_judged=True)
@@ -203,13 +214,7 @@ class _Search:
             raise self._too_slow()
         chosen, make = max(everything, key=lambda x: x[0].tokens_per_s)
         baselines = tuple(o for o, _ in best.values())
-        return LoadPlan(self._against(make(), baselines), chosen, baselines, tuple(self.options))
-
-    def _against(self, plan: ir.Plan, options: Sequence[Option]) -> ir.Plan:
-        """The plan beside every coarser policy at that policy's own best, in work units of the plan."""
-        tokens = plan.batch * max(1, self.target.output_tokens)
-        rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
-        return replace(plan, baselines=rates)
+        return LoadPlan(against(make(), baselines, self.target), chosen, baselines, tuple(self.options))
 
     def _too_slow(self) -> PlanInfeasible:
         fastest = min(self.options, key=lambda o: o.tpot_ms)

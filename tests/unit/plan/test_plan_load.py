@@ -8,7 +8,7 @@ from batches_factory import MB, at_batch
 from plan_factories import Draft, Named, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load
+from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load, plan_load_on_many
 from tessera.simulate import SteadyRates
 
 BATCHES = (4, 16, 64)
@@ -17,11 +17,15 @@ ROW = 8 * MB
 
 
 def variant_at(batch: int, cluster: ir.Cluster) -> ir.Variant:
-    """Four launches: two read state and suit the first device, two read weights and suit the second."""
+    """Four launches: two read state and suit even devices, two read weights and suit odd ones."""
     flows = [(i, (i + 1,), batch * 1000) for i in range(3)]
     weights: Named = {f"w{i}": ((i,), 64 * MB) for i in (1, 3)}
     unit = at_batch(make_unit(Draft(4, flows, {"kv": ((0, 2), ROW * batch)}, weights)), batch)
-    cost = {"state": [5.0 * batch, 15.0 * batch], "weights": [200.0 + 4.0 * batch, 200.0 + batch]}
+    odd = [n % 2 for n in range(len(cluster.devices))]
+    cost = {
+        "state": [(15.0 if x else 5.0) * batch for x in odd],
+        "weights": [200.0 + (1.0 if x else 4.0) * batch for x in odd],
+    }
     us = [[cost["state"], cost["weights"], cost["state"], cost["weights"]]]
     return ir.Variant(unit, make_costs(unit, cluster, us))
 
@@ -125,3 +129,29 @@ def test_the_plan_is_recorded_beside_every_policy_at_its_own_best() -> None:
     assert {o.policy: pytest.approx(o.tokens_per_s / found.plan.batch) for o in found.baselines} == {
         b.name: b.throughput_per_s for b in found.plan.baselines
     }
+
+
+@cache
+def planned_on(num: int) -> LoadPlan:
+    """Devices of two kinds in turn, with memory to spare."""
+    cluster = make_cluster(num, gbps=25.0, latency_us=5.0, memory=[10_000 * MB] * num)
+    return plan_load_on_many(lambda b: variant_at(b, cluster), cluster, Target(1), rates, (16,), num)
+
+
+def test_many_devices_give_what_their_cells_give() -> None:
+    """Two pairs twice what one gives, for the plan and for the policies, on devices of their own."""
+    pair, both = planned_on(2), planned_on(4)
+
+    assert both.chosen.tokens_per_s == pytest.approx(2 * pair.chosen.tokens_per_s)
+    assert both.plan.rows_per_s == pytest.approx(both.chosen.tokens_per_s)
+    assert (0, 1, 2, 3) == both.plan.used
+    alone, together = ({o.policy: o.tokens_per_s for o in x.baselines} for x in (pair, both))
+    assert together["data-parallel"] == pytest.approx(2 * alone["data-parallel"])
+    assert together["single"] == pytest.approx(alone["single"])
+
+
+def test_a_card_more_than_there_are_pairs_works_by_itself() -> None:
+    """Five devices are two pairs and one."""
+    alone, pair, five = (planned_on(num).chosen.tokens_per_s for num in (1, 2, 5))
+
+    assert five == pytest.approx(2 * pair + alone)

@@ -30,6 +30,9 @@ def best_placement(
     No device holds more than it has with so many requests in flight.
     """
     nodes, num = problem.num_nodes, problem.num_devices
+    if num == 1:
+        only = problem.column(np.zeros(nodes, dtype=np.int64))
+        return only, float(only.busy_us.max())
     pairs = [(s, d) for s in range(num) for d in range(num) if s != d]
     vals, held = problem.values, problem.resident(slots)
     num_x, num_w, num_h = nodes * num, len(vals) * len(pairs), len(held.num_bytes) * num

@@ -1,0 +1,223 @@
+"""Load on many devices: loads of fewer devices side by side, where devices are alike.
+
+Four H20 and four L40S are four times one of each, three and five are three pairs and two cards more. Each
+part is planned for the load by itself, with batches and microbatches of its own, and copied to the devices of
+every copy; so are the policies it is compared with. Parts share nothing: the whole gives what they give
+together. All devices at once are searched where there are few, at the batches that were best for the parts.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from tessera import ir
+from tessera.errors import PlanInfeasible
+from tessera.plan.load import BATCHES, NEAR, LoadPlan, Option, Target, against, plan_load
+from tessera.plan.problem import build, kinds_of, spread_us
+from tessera.plan.search.cells import Cells, partitions
+from tessera.plan.solve import Simulate
+
+# Up to so many devices are also searched at once.
+MAX_AT_ONCE = 3
+
+VariantAt = Callable[[int], ir.Variant]
+
+
+def plan_load_on_many(
+    variant_at: VariantAt,
+    cluster: ir.Cluster,
+    target: Target,
+    make_simulate: Callable[[], tuple[Simulate, Simulate]],
+    batches: Sequence[int] = BATCHES,
+    max_microbatches: int | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+    near: Sequence[Sequence[float]] = NEAR,
+) -> LoadPlan:
+    """As `plan_load`; of alike devices, never below what their cells give."""
+
+    def at_once(tried: Sequence[int], around: Sequence[Sequence[float]]) -> LoadPlan:
+        return plan_load(variant_at, cluster, target, make_simulate, tried, max_microbatches, advance, around)
+
+    first = variant_at(batches[0])
+    kinds = kinds_of(build(first.unit, first.costs, cluster))
+    if kinds is None:
+        return at_once(batches, near)
+    known: dict[int, ir.Variant] = {}
+
+    def whole_at(batch: int) -> ir.Variant:
+        if batch not in known:
+            known[batch] = variant_at(batch)
+        return known[batch]
+
+    def plan_part(devices: tuple[int, ...]) -> LoadPlan:
+        advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
+        most = max_microbatches and max(1, max_microbatches * len(devices) // len(cluster.devices))
+        smaller = _cluster_of(cluster, devices)
+        args = (smaller, target, make_simulate, batches, most, advance, near)
+        return plan_load_on_many(lambda batch: _of(whole_at(batch), devices), *args)
+
+    found = []
+    for parts in partitions(kinds.members):
+        try:
+            planned = list(_planned(parts, plan_part))
+        except PlanInfeasible:  # a cell that is too small for the model
+            continue
+        found.append(_side_by_side(cluster, planned, {id(v.unit): v for v in known.values()}))
+    if not found:
+        return at_once(batches, near)
+    if len(cluster.devices) <= MAX_AT_ONCE:
+        tried = {max(o.batch.values()) for one in found for o in (one.chosen, *one.baselines)}
+        with suppress(PlanInfeasible):  # none of them may keep to the limits on all devices together
+            found.append(at_once(sorted(tried), ()))
+    return _best(found, target)
+
+
+def _planned(
+    parts: Iterable[Cells], plan_part: Callable[[tuple[int, ...]], LoadPlan]
+) -> Iterator[tuple[LoadPlan, Cells]]:
+    """Every part once; a card that is left over and cannot take part by itself stays idle."""
+    for number, cells in enumerate(parts):
+        try:
+            yield plan_part(cells[0]), cells
+        except PlanInfeasible:
+            if number == 0:
+                raise
+
+
+def _best(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
+    """The best plan, with each policy at its best in any of them."""
+    best = max(found, key=lambda one: one.chosen.tokens_per_s)
+    policies: dict[str, Option] = {}
+    for option in (o for one in found for o in one.baselines):
+        known = policies.get(option.policy)
+        if known is None or option.tokens_per_s > known.tokens_per_s:
+            policies[option.policy] = option
+    options = tuple(o for one in found for o in one.options)
+    baselines = tuple(policies.values())
+    return LoadPlan(against(best.plan, baselines, target), best.chosen, baselines, options)
+
+
+def _side_by_side(
+    cluster: ir.Cluster,
+    parts: Sequence[tuple[LoadPlan, Cells]],
+    whole: Mapping[int, ir.Variant],
+) -> LoadPlan:
+    """One plan of all copies of all parts, and what the policies give in the same parts.
+
+    `whole` are the variants that the parts were cut from, by the identity of their unit.
+    """
+    plan = _copied(cluster, parts, whole)
+    name = "plan" if plan.policy == ir.Objective.THROUGHPUT.value else plan.policy
+    chosen = _together(cluster, name, [(part.chosen, cells) for part, cells in parts])
+    baselines = [
+        max((_of_policy(part, policy) for part, _ in parts), key=lambda o: o.tokens_per_s)
+        if policy == "single"
+        else _together(cluster, policy, [(_of_policy(part, policy), cells) for part, cells in parts])
+        for policy in dict.fromkeys(o.policy for o in parts[0][0].baselines)
+    ]
+    return LoadPlan(plan, chosen, tuple(baselines), (*baselines, chosen))
+
+
+def _of_policy(part: LoadPlan, policy: str) -> Option:
+    """What a policy gives in one part; a card that is left over is alone."""
+    return next((o for o in part.baselines if o.policy == policy), part.chosen)
+
+
+def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cells]]) -> Option:
+    """The option of every part on all of its copies."""
+    names = cluster.names
+    return Option(
+        policy,
+        sum(o.tokens_per_s * len(cells) for o, cells in rows),
+        max(o.tpot_ms for o, _ in rows),
+        max(o.ttft_ms for o, _ in rows),
+        {
+            names[devices[cells[0].index(names.index(name))]]: batch
+            for o, cells in rows
+            for devices in cells
+            for name, batch in o.batch.items()
+        },
+        sum(o.microbatches * len(cells) for o, cells in rows),
+    )
+
+
+def _copied(
+    cluster: ir.Cluster,
+    parts: Sequence[tuple[LoadPlan, Cells]],
+    whole: Mapping[int, ir.Variant],
+) -> ir.Plan:
+    """The lanes of every part on the devices of every copy, each with the slots it had."""
+    units = list(dict.fromkeys(id(v.unit) for part, _ in parts for v in part.plan.every_variant))
+    variants = [whole[key] for key in units]
+    numbers = {key: number for number, key in enumerate(units)}
+    first = variants[0]
+    lanes: list[ir.Lane] = []
+    table: list[int] = []
+    for part, cells in parts:
+        plan = part.plan
+        own = plan.lane_table or tuple(
+            islice(ir.lane_sequence([x.rate_per_s for x in plan.lanes]), plan.slots)
+        )
+        slots = [own[n % len(own)] for n in range(plan.slots)]
+        for devices in cells:
+            table += [len(lanes) + lane for lane in slots]
+            lanes += [
+                ir.Lane(_moved(x.placement, devices), x.rate_per_s, numbers[id(plan.unit_of(x))])
+                for x in plan.lanes
+            ]
+    rows = [(part.plan, len(cells), part.plan.batch / first.batch) for part, cells in parts]
+    simulated = sum(plan.simulated_per_s * num * weight for plan, num, weight in rows)
+    joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num, _ in rows]
+    known = [(each, rate) for each, rate in joules if each is not None]
+    made = ir.Plan(
+        unit=first.unit,
+        cluster=cluster,
+        costs=first.costs,
+        objective=ir.Objective.THROUGHPUT,
+        policy=_policy([part.plan for part, _ in parts]),
+        lanes=tuple(lanes),
+        slots=len(table),
+        throughput_per_s=sum(plan.throughput_per_s * num * weight for plan, num, weight in rows),
+        simulated_per_s=simulated,
+        bound_per_s=max(_bound_rows_per_s(v, cluster) for v in variants) / first.batch,
+        latency_us=max(plan.latency_us for plan, _, _ in rows),
+        lane_table=tuple(table),
+        max_slots=len(table),
+        joules_per_unit=sum(e * r for e, r in known) / simulated if len(known) == len(rows) else None,
+        variants=tuple(variants[1:]),
+    )
+    ir.verify(made)
+    return made
+
+
+def _policy(plans: Sequence[ir.Plan]) -> str:
+    """That of all parts; where every lane stays on one device, data-parallel."""
+    used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
+    if all(len(devices) == 1 for devices in used):
+        return "data-parallel"
+    names = {plan.policy for plan in plans}
+    return names.pop() if len(names) == 1 else ir.Objective.THROUGHPUT.value
+
+
+def _bound_rows_per_s(variant: ir.Variant, cluster: ir.Cluster) -> float:
+    """No mix of placements of this batch does more, even with transfers for nothing."""
+    return variant.batch * 1e6 / spread_us(build(variant.unit, variant.costs, cluster).load_us)
+
+
+def _moved(placement: ir.Placement, devices: Sequence[int]) -> ir.Placement:
+    return ir.Placement(tuple(tuple(devices[d] for d in step) for step in placement.devices))
+
+
+def _cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
+    kept = tuple(cluster.devices[d] for d in devices)
+    names = {d.name for d in kept}
+    return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
+
+
+def _of(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
+    """The variant priced on some of the devices."""
+    costs = []
+    for priced in variant.costs:
+        rows = tuple(tuple(row[d] for d in devices) for row in priced.costs)
+        costs.append(ir.Costs(priced.trace_digest, tuple(priced.devices[d] for d in devices), rows))
+    return ir.Variant(variant.unit, tuple(costs))
