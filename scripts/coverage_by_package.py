@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def package_of(path: str) -> str:
-    """ "plan" of src/tessera/plan/solve.py, "tessera_ptx" of its files; modules of no package are together."""
+    """ "plan" of src/tessera/plan/solve.py, "tessera_ptx" of its files; other modules are together."""
     library, *inside = path.partition("src/")[2].split("/")
     if library != "tessera":
         return library
