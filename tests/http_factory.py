@@ -13,7 +13,7 @@ from tessera.serve.app import create_app
 from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
-from tessera.serve.records import AnswerPiece, Ask, DeviceView, Event, Finish, Snapshot, Token
+from tessera.serve.records import AnswerPiece, Ask, DeviceView, Event, Finish, Latency, Snapshot, Token
 from tessera.serve.server import HttpServer, bind, url_of
 from tessera.serve.text import ByteText
 
@@ -53,7 +53,10 @@ class Scripted:
         return _said(self, ask)
 
     def snapshot(self) -> Snapshot:
-        devices = (DeviceView("emu:a100", 0.75, 80 * 2**30), DeviceView("emu:l40s", 0.25, 48 * 2**30))
+        devices = (
+            DeviceView("emu:a100", 0.75, 80 * 2**30),
+            DeviceView("emu:l40s", 0.25, 48 * 2**30, restarts=2),
+        )
         decision = Decision(
             1.5, DecisionKind.SWITCH, "throughput", "3 requests wait; <b>latency</b> is too slow"
         )
@@ -67,6 +70,10 @@ class Scripted:
             waiting=3,
             pages_used=self.running,
             pages=8,
+            prefix_queries=200,
+            prefix_hits=150,
+            latency=Latency(0.2, 1.25, 0.021, 0.04),
+            up_s=61.5,
             prompt_tokens=sum(len(ask.prompt) for ask in self.asks),
             output_tokens=17,
             tokens_per_s=42.0,

@@ -69,6 +69,7 @@ class Live:
         self._background = ThreadPoolExecutor(1, "tessera-replan")
         self._replanning: Future[Sequence[Capability]] | None = None
         self._num_requests = 0
+        monitor.begin(clock())
         hands.switch(monitor.current)
 
     def __enter__(self) -> "Live":

@@ -80,11 +80,15 @@ class Monitor:
         # What came before the system was watched is not known: as much as makes neither policy better.
         self._meter.set(self.window_s, self.crossing_per_s or 0.0)
 
-    def observe(self, now_s: float, event: Event) -> tuple[Action, ...]:
-        """What follows from an event; most often nothing."""
+    def begin(self, now_s: float) -> None:
+        """From now on it watches: what has not come since then has not come."""
         if self._start_s is None:
             self._start_s = self._costs_since_s = now_s
             self._meter.start(now_s)
+
+    def observe(self, now_s: float, event: Event) -> tuple[Action, ...]:
+        """What follows from an event; most often nothing."""
+        self.begin(now_s)
         match event:
             case Arrived(num_requests):
                 self._meter.arrived(now_s)
@@ -127,8 +131,8 @@ class Monitor:
                 return ()
         self.current = chosen.name
         figures = (f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now))
-        come = f"{load:.3g} requests a second come, {num_requests} are here"
-        why = f"{come}; in the next {self.window_s:.3g} s there would be {', '.join(figures)}"
+        here = f"{self._meter.seen(now_s)}, {num_requests} are here"
+        why = f"{here}; in the next {self.window_s:.3g} s there would be {', '.join(figures)}"
         return (self._action(now_s, DecisionKind.SWITCH, why),)
 
     def _note(self, event: MeasuredLaunches) -> None:
@@ -258,6 +262,14 @@ class Meter:
             self._times.popleft()
         unseen_s = max(0.0, self.window_s - (now_s - (self._start_s or 0.0)))
         return len(self._times) + unseen_s * self.before_per_s
+
+    def seen(self, now_s: float) -> str:
+        """What really came, in words: counted, with nothing supposed."""
+        num, span_s = len(self._times), min(self.window_s, now_s - (self._start_s or 0.0))
+        came = "1 request" if num == 1 else f"{num} requests"
+        if span_s < self.window_s:
+            return f"{came} came in the first {span_s:.3g} s"
+        return f"{came} came in the last {span_s:.3g} s ({num / span_s:.3g} a second)"
 
     @property
     def dispersion(self) -> float:

@@ -45,6 +45,7 @@ class Delivery:
             if request.first_s is None:
                 request.first_s = now
                 self._meters.prompt_tokens += len(request.ask.prompt)
+                self._meters.first_s.append(now - request.arrived_s)
                 self._observer.first_token(now - request.arrived_s)
             else:
                 self._gaps.append(now - request.last_s)
@@ -88,6 +89,7 @@ class Delivery:
             if not request.is_over:
                 request.pick.prepare()
         if self._gaps:
+            self._meters.between_s.extend(self._gaps)
             self._observer.next_tokens(self._gaps)
             self._gaps = []
 

@@ -4,6 +4,7 @@ The engine's thread writes; totals may be read by any thread. Times of single re
 `Observer` as they come, and not kept: whoever wants histograms plugs them in there.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,12 @@ from typing import NamedTuple
 
 from tessera.execute.stepper import DeviceStatus, DeviceUse
 from tessera.serve.pages import PageCounts
-from tessera.serve.records import Finish
+from tessera.serve.records import Finish, Latency
 
 # Seconds between two looks at what the stepper counts, and over which shares and rates are shown.
 LOOK_S, WINDOW_S = 0.5, 5.0
+# Answers and tokens whose times are kept, the last ones.
+NUM_FIRST, NUM_BETWEEN = 500, 5000
 
 
 class Times(NamedTuple):
@@ -67,6 +70,9 @@ class Meters:
         self.losses: Counter[str] = Counter()
         self.status: Mapping[str, DeviceStatus] = {}
         self.plan_changes = 0
+        # Seconds to the first token of the last answers, and between the last tokens.
+        self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
+        self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
     def is_due(self) -> bool:
@@ -80,6 +86,12 @@ class Meters:
         self.status = dict(use.devices)
         while len(looks) > 2 and looks[1].at_s <= now - WINDOW_S:
             looks.popleft()
+
+    @property
+    def latency(self) -> Latency:
+        """Of the last answers and tokens."""
+        first, between = sorted(self.first_s), sorted(self.between_s)
+        return Latency(*(quantile(values, q) for values in (first, between) for q in (0.5, 0.99)))
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,6 +120,11 @@ class Meters:
     def _ends(self) -> tuple[_Look, _Look]:
         looks = self._looks
         return looks[0], looks[-1]
+
+
+def quantile(ascending: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least this share does not exceed; None of nothing."""
+    return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
 
 
 def _share(part_s: float, whole_s: float) -> float:

@@ -78,7 +78,26 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "bound_per_s": plan.bound_per_s,
         "latency_us": plan.latency_us,
         "baselines": {b.name: b.throughput_per_s for b in plan.baselines},
+        "layer": _layer(plan),
         "why": [found.verdict, *(reason.sentence for reason in found.reasons), *found.remarks],
+    }
+
+
+def _layer(plan: Plan) -> dict[str, Any]:
+    """Where one layer of the step that runs most often is placed, along the lane that most work follows."""
+    from tessera.report import main_lane
+    from tessera.report.picture import picture
+
+    step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
+    found = picture(plan, main_lane(plan), step)
+    return {
+        "subject": found.subject,
+        "step": found.step,
+        "lane": found.lane,
+        "columns": list(found.devices),
+        "hidden_after": found.hidden_after,
+        "num_hidden": found.num_hidden,
+        "rows": [asdict(row) for row in found.rows],
     }
 
 

@@ -194,6 +194,17 @@ class DeviceView:
     losses: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds that clients waited lately: half of them no longer, and 99 of 100; None: nothing came yet."""
+
+    first_token_p50_s: float | None = None
+    first_token_p99_s: float | None = None
+    # Between two tokens of an answer.
+    token_p50_s: float | None = None
+    token_p99_s: float | None = None
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What the service is doing now. Counters count from the start."""
@@ -217,6 +228,9 @@ class Snapshot:
     prompt_tokens: int = 0
     output_tokens: int = 0
     tokens_per_s: float = 0.0
+    latency: Latency = Latency()
+    # Seconds since the start, as the decisions count them.
+    up_s: float = 0.0
     # Finished requests by reason.
     finished: dict[str, int] = field(default_factory=dict)
     retried: int = 0

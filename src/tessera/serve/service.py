@@ -250,6 +250,8 @@ class Service:
             prompt_tokens=meters.prompt_tokens,
             output_tokens=meters.output_tokens,
             tokens_per_s=meters.tokens_per_s,
+            latency=meters.latency,
+            up_s=self._clock_s(),
             finished=dict(meters.finished),
             retried=meters.retried,
             plan_changes=meters.plan_changes,

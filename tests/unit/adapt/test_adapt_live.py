@@ -39,6 +39,16 @@ def test_a_crowd_switches_the_engine_and_an_empty_house_switches_it_back() -> No
     assert "quick" == switched[-1]
 
 
+def test_it_watches_from_its_start_and_not_from_the_first_request() -> None:
+    """A service that waited a minute for its first request knows that none came before."""
+    clock, watching = Seconds(), Monitor([QUICK, WIDE], MonitorConfig(window_s=2.0))
+    with Live(watching, Hands(lambda name: None), clock) as live:
+        clock.now += 60.0
+        live.arrived()
+
+    assert 0.5 == watching.load(clock.now)[0]
+
+
 def monitor() -> Monitor:
     """Judges costs every second."""
     return Monitor([QUICK, WIDE], MonitorConfig(window_s=1.0))

@@ -1,5 +1,7 @@
 """The monitor: which policy, when to plan anew, and when to leave things as they are."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -78,9 +80,21 @@ def test_a_reason_is_one_line_with_the_figures() -> None:
     (action,) = arrivals(Monitor([QUICK, WIDE]), 15.0, 300)
 
     assert "\n" not in action.decision.why
-    assert "requests a second come" in action.decision.why
+    assert re.search(r"^\d+ requests? came in the (first|last) [\d.]+ s", action.decision.why)
     assert "with wide (20/s)" in action.decision.why
     assert "with quick (10/s)" in action.decision.why
+
+
+def test_a_reason_counts_what_came_and_nothing_that_was_supposed() -> None:
+    """Four requests in a house that was empty for an hour are four, wherever the policies cross."""
+    monitor = Monitor([QUICK, WIDE], MonitorConfig(window_s=2.0))
+    monitor.begin(0.0)
+    actions: list[Action] = []
+    for number, here in enumerate((1, 2, 3, 60)):
+        actions += monitor.observe(3600.0 + 0.1 * number, Arrived(here))
+
+    assert (2.0, 1.0) == monitor.load(3600.3)
+    assert actions[-1].decision.why.startswith("4 requests came in the last 2 s (2 a second), 60 are here;")
 
 
 def test_a_steady_load_at_the_crossing_does_not_flap() -> None:

@@ -82,11 +82,14 @@ class Notes:
 
 
 def test_an_observer_sees_every_token() -> None:
-    """One first token and one end a request, a gap for every other token, in the order of time."""
+    """One first token and one end a request, a gap for every other token; the snapshot has their quantiles."""
     notes = Notes()
     with service_of(ToyStepper(), observer=notes) as service:
         wait_for(read_all(service, [LONG] * 7))
+    latency = service.snapshot().latency
 
+    assert max(notes.first) == latency.first_token_p99_s
+    assert sorted(notes.gaps)[len(notes.gaps) // 2 - 1] == latency.token_p50_s
     assert 7 == len(notes.queued) == len(notes.first) == len(notes.ends)
     assert 7 * 44 == len(notes.gaps)
     assert {"tokens-3", "tokens-8"} == notes.kinds

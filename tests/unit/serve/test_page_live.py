@@ -89,6 +89,20 @@ def test_page_shows_what_the_service_does(opened: Any) -> None:
         # Text of the service is text, whatever it looks like.
         assert "<b>latency</b>" in page.inner_text("#decisions")
         assert page.locator("#lanes .split").count() >= 2
+        assert ("200 ms / 1.3 s", "21 ms / 40 ms") == tuple(
+            map(page.inner_text, ("#first-token", "#per-token"))
+        )
+        assert ("75 %", "0 of 8") == tuple(map(page.inner_text, ("#prefix", "#pages")))
+        assert "ready, restarted 2 times" in page.inner_text("#devices .bar:last-child")
+        # A minute ago, by the clock of who looks.
+        told = page.inner_text("#decisions time").split(":")
+        passed_s = page.evaluate(
+            "(t) => (Date.now() - new Date().setHours(...t)) / 1000", list(map(int, told))
+        )
+        assert passed_s % 86400 == pytest.approx(60, abs=10)
+        # The picture of a layer: its blocks, and what crosses between the devices.
+        assert page.locator("#layer .block.d1").count() > 0
+        assert "KB" in page.inner_text("#layer")
         service.running = 5
         wait_until(lambda: bool(page.inner_text("#running") == "5"))
         assert page.evaluate("document.querySelector('#spark polyline').points.length") >= 2
