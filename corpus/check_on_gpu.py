@@ -22,8 +22,9 @@ import forms
 import launches
 import numpy as np
 
-from tessera_ptx.interp import InterpreterFault, Packed, rules_tensor, run
+from tessera_ptx.interp import InterpreterFault, Packed, run
 from tessera_ptx.interp.launch import DYNAMIC_SHARED, Binding, _entry
+from tessera_ptx.interp.rules.bulk import TENSOR_MAP_BYTES
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 FORM_LANES = 4096
@@ -119,7 +120,7 @@ def _three(dims: Any) -> tuple[int, int, int]:
 
 def holds_addresses(args: list[Any]) -> bool:
     """Whether a buffer of the launch holds addresses, or an argument is a tensor map in our own layout."""
-    if any(isinstance(a, Packed) and a.size == rules_tensor.SIZE for a in args):
+    if any(isinstance(a, Packed) and a.size == TENSOR_MAP_BYTES for a in args):
         return True
     inner = [v for a in args if isinstance(a, Packed) for v in a.fields.values()]
     return any(type(a).__name__ == "ByPointer" for a in [*args, *inner])

@@ -13,9 +13,8 @@ immovable, by name and line. See `report` for the result, `extent` for the bytes
 
 from tessera_ptx.analysis import analyze, analyze_launch, analyze_module
 from tessera_ptx.errors import ParseError, PtxError
-from tessera_ptx.extent import Extent, LaunchConfig
-from tessera_ptx.intervals import Intervals
-from tessera_ptx.launches import ParamHints
+from tessera_ptx.extent import Extent, Intervals, LaunchConfig
+from tessera_ptx.nodes import ParamHints
 from tessera_ptx.parser import parse
 from tessera_ptx.report import (
     AccessReport,

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tessera_ptx.collect import Facts, Piece, Touch, collect
-from tessera_ptx.expression import Exporter, Sum, loops_in
-from tessera_ptx.extent import Extent, Limit, Part
-from tessera_ptx.intervals import union
-from tessera_ptx.launches import ParamHints
+from tessera_ptx.expression import Exporter, Limit, Part, Sum, loops_in
+from tessera_ptx.extent import Extent, union
+from tessera_ptx.nodes import ParamHints
 from tessera_ptx.parser import parse
 from tessera_ptx.poly import Poly
 from tessera_ptx.report import AccessReport, IndirectReport, KernelReport, SymbolReport

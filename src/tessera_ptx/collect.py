@@ -1,4 +1,4 @@
-"""From a kernel's values to its accesses: the facts that `report` turns into records.
+"""From a kernel's values to its accesses: the facts that `analysis` turns into records.
 
 Every reachable memory operand that is not in shared, local or parameter space is classified; what
 cannot be classified becomes a reason why the kernel is immovable, with its line.
@@ -11,12 +11,12 @@ from typing import Any
 from tessera_ptx.classify import Classifier, Target
 from tessera_ptx.conditions import Condition, Conditions, Path
 from tessera_ptx.fixpoint import Flow, Node
-from tessera_ptx.forms import OpInfo
-from tessera_ptx.launches import ParamHints
+from tessera_ptx.nodes import ParamHints
 from tessera_ptx.poly import Poly, Value
 from tessera_ptx.scan import Access
 from tessera_ptx.syntax import Function, Imm, Instruction, Module, Operand, Sym
 from tessera_ptx.tensormaps import TensorMaps
+from tessera_ptx.transfer import OpInfo
 
 _FAR_SPACES = frozenset({"global", "const", ""})
 

@@ -6,11 +6,12 @@
             ("other", id, low, high, label)    anything within bounds: loaded values and the like
             ("as", id, Leaf)                   the same quantity as another thread or iteration saw it
 
-Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people.
+Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people. A `Part` is one
+access at such an offset, under the `Limit`s of the comparisons on the way to it.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera_ptx.poly import Poly
 from tessera_ptx.values import Atoms
@@ -117,3 +118,34 @@ def text(total: Sum) -> str:
         parts.append(f"{sign} {body}" if parts else f"-{body}" if coeff < 0 else body)
     out = " ".join(parts) or "0"
     return out if len(out) <= _MAX_TEXT else out[:_MAX_TEXT] + "..."
+
+
+_RELATIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+
+class Limit(NamedTuple):
+    """`left <relation> right` where the access happens."""
+
+    left: Sum
+    relation: str
+    right: Sum
+    bits: int
+    signed: bool
+
+    def __str__(self) -> str:
+        return f"{text(self.left)} {_RELATIONS[self.relation]} {text(self.right)}"
+
+
+class Part(NamedTuple):
+    """One access: `width` bytes at `offset` under the limits; offset None is anywhere."""
+
+    offset: Sum | None
+    width: int
+    limits: tuple[Limit, ...]
+    complete: bool
+
+    def __str__(self) -> str:
+        if self.offset is None or self.width == 0:
+            return "any"
+        shown = f"{text(self.offset)} + [0, {self.width})"
+        return f"{shown} where {' and '.join(map(str, self.limits))}" if self.limits else shown

@@ -13,13 +13,464 @@ progressions, merged into intervals. Terms that share a variable are bounded as 
 only widens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import product
+from typing import Any, NamedTuple
 
-from tessera_ptx.expression import loops_in
-from tessera_ptx.intervals import Intervals, merge
-from tessera_ptx.launches import LaunchConfig, Limit, Part
-from tessera_ptx.solve import Solver
+from tessera_ptx.expression import Limit, Part, Sum, loops_in
+from tessera_ptx.ranges import (
+    FULL,
+    Range,
+    add_ranges,
+    fit,
+    intersect,
+    mul_ranges,
+    op_range,
+    scale_range,
+    type_range,
+    within,
+)
+
+MAX_SPANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """The numbers of one launch; `params` maps a parameter index, or (index, byte offset), to its value."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    params: Mapping[int | tuple[int, int], int] = field(default_factory=dict)
+
+    def param(self, index: int, offset: int) -> int | None:
+        """The value of a scalar parameter, or None."""
+        value = self.params.get((index, offset))
+        return self.params.get(index) if value is None and offset == 0 else value
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Half-open intervals in ascending order, apart from one another; None is "no bound"."""
+
+    spans: tuple[tuple[int | None, int | None], ...]
+    # Every byte inside is really touched; else the set only covers what is.
+    exact: bool
+
+    def inside(self, low: int, high: int) -> list[tuple[int, int]]:
+        """The intervals cut off at two bounds; an end that is None is the bound."""
+        spans = [
+            (low if a is None else max(low, a), high if b is None else min(high, b)) for a, b in self.spans
+        ]
+        return [(a, b) for a, b in spans if a < b]
+
+    def covers(self, low: int, high: int) -> bool:
+        """Whether all bytes from low to high (exclusive) are in the set."""
+        return any((a is None or a <= low) and (b is None or high <= b) for a, b in self.spans)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """How many bytes, None when unbounded."""
+        total = 0
+        for low, high in self.spans:
+            if low is None or high is None:
+                return None
+            total += high - low
+        return total
+
+
+def merge(spans: list[tuple[int | None, int | None]], exact: bool) -> Intervals:
+    """The union, with touching intervals joined; too many are replaced by what covers them."""
+    out: list[tuple[int | None, int | None]] = []
+    for low, high in sorted(spans, key=lambda s: (s[0] is not None, s[0] or 0)):
+        if out:
+            last_low, last_high = out[-1]
+            if last_high is None or low is None or low <= last_high:
+                joined = None if last_high is None or high is None else max(last_high, high)
+                out[-1] = (last_low, joined)
+                continue
+        out.append((low, high))
+    if len(out) > MAX_SPANS:
+        return Intervals(((out[0][0], out[-1][1]),), False)
+    return Intervals(tuple(out), exact)
+
+
+def progressions(start: int, terms: list[tuple[int, Range]], width: int) -> list[tuple[int, int]] | None:
+    """The union of [v, v + width) over v = start + sum of factor * x, each x within its bounds.
+
+    None when it has too many pieces to list. Bounds must be numbers.
+    """
+    spans = [(start, start + width)]
+    for factor, (low, high) in sorted(terms, key=lambda t: abs(t[0])):
+        assert low is not None
+        assert high is not None
+        step, count = abs(factor), high - low + 1
+        first = factor * low if factor > 0 else factor * high
+        if len(spans) == 1 and spans[0][1] - spans[0][0] >= step:
+            a, b = spans[0]
+            spans = [(a + first, b + first + step * (count - 1))]
+        elif count * len(spans) > MAX_SPANS:
+            return None
+        else:
+            moved = [(a + first + k * step, b + first + k * step) for k in range(count) for a, b in spans]
+            spans = union(moved)
+    return spans
+
+
+def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending intervals, apart from one another, that cover the same numbers."""
+    out: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return out
+
+
+Mono = tuple[Any, ...]
+Linear = dict[Mono, int]  # product of leaves -> coefficient, () the constant
+
+
+class _Group(NamedTuple):
+    """A sub-sum that is treated as one variable: factor times a value within the span."""
+
+    key: frozenset[tuple[Mono, int]]
+    factor: int
+    span: Range
+    dense: bool
+
+
+class Solver:
+    """Puts the numbers of one launch into expressions."""
+
+    def __init__(
+        self, launch: LaunchConfig, loops: dict[int, tuple[Limit, ...]], later: dict[int, bool] | None = None
+    ) -> None:
+        self.launch, self.loops = launch, loops
+        # Loops taken apart: in their first turn (False) or in a later one (True).
+        self.later = later or {}
+        # Bounds of sums that a condition compares: sum without its constant -> bounds.
+        self.active: dict[frozenset[tuple[Mono, int]], Range] = {}
+        self._leaves: dict[Any, Linear] = {}
+        self.ranges: dict[Any, Range] = {}
+        self._open_loops: set[int] = set()
+
+    # Numbers in ---------------------------------------------------------------------------------------
+
+    def linear(self, total: Sum) -> Linear:
+        """The sum with everything known put in."""
+        out: Linear = {}
+        for coeff, leaves in total:
+            product: Linear = {(): coeff}
+            for leaf in leaves:
+                product = _times(product, self._leaf(leaf))
+            for mono, c in product.items():
+                out[mono] = out.get(mono, 0) + c
+        return {m: c for m, c in out.items() if c}
+
+    def _leaf(self, leaf: Any) -> Linear:
+        known = self._leaves.get(leaf)
+        if known is None:
+            known = self._leaves[leaf] = self._make(leaf)
+        return known
+
+    def _make(self, leaf: Any) -> Linear:
+        kind = leaf[0]
+        if kind == "special":
+            return self._special(leaf)
+        if kind == "param":
+            value = self.launch.param(leaf[1], leaf[2])
+            return self._variable(leaf, FULL) if value is None else _number(value)
+        if kind == "loop":
+            later = self.later.get(leaf[1])
+            if later is False:
+                return {}
+            low, high = self._loop(leaf[1])
+            # Kept as a variable even when it can be one number only: `_before` has to find it.
+            self.ranges[leaf] = (1 if later else low, high)
+            return {(leaf,): 1}
+        if kind == "as":
+            inner = self._leaf(leaf[2])
+            return inner if set(inner) <= {()} else self._variable(leaf, self.range(inner))
+        if kind == "op":
+            return self._op(leaf)
+        return self._variable(leaf, (leaf[2], leaf[3]))
+
+    def _variable(self, leaf: Any, span: Range) -> Linear:
+        if span[0] is not None and span[0] == span[1]:
+            return _number(span[0])
+        self.ranges[leaf] = span
+        return {(leaf,): 1}
+
+    def _special(self, leaf: Any) -> Linear:
+        name, _, axis = leaf[1].partition(".")
+        if axis in ("x", "y", "z"):
+            place = "xyz".index(axis)
+            block, grid = self.launch.block[place], self.launch.grid[place]
+            sizes = {
+                "tid": (0, block - 1),
+                "ntid": (block, block),
+                "ctaid": (0, grid - 1),
+                "nctaid": (grid, grid),
+            }
+            if name in sizes:
+                return self._variable(leaf, sizes[name])
+        if name == "laneid":
+            threads = self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
+            return self._variable(leaf, (0, min(31, threads - 1)))
+        return self._variable(leaf, FULL)
+
+    def _op(self, leaf: Any) -> Linear:
+        _, _, name, bits, sums = leaf
+        args = [self.linear(s) for s in sums]
+        spans = [self.range(a) for a in args]
+        if name in ("sext", "zext"):
+            whole = type_range(bits, name == "sext")
+            assert whole[0] is not None
+            assert whole[1] is not None
+            if within(spans[0], whole[0], whole[1]):
+                return args[0]
+        if name == "and" and set(args[1]) <= {()}:
+            mask = args[1].get((), 0)
+            if mask >= 0 and mask & (mask + 1) == 0 and within(spans[0], 0, mask):
+                return args[0]
+        return self._variable(leaf, op_range(name, bits, spans))
+
+    def _loop(self, loop: int) -> Range:
+        """Bounds of a loop's counter from the condition on its back edge."""
+        limits = self.loops.get(loop, ())
+        if not limits or loop in self._open_loops:
+            return 0, None
+        self._open_loops.add(loop)
+        self._leaves[("loop", loop)] = {(("loop", loop),): 1}
+        self.ranges[("loop", loop)] = (0, None)
+        highs = [h for limit in limits if (h := self._last_turn(loop, limit)) is not None]
+        self._open_loops.discard(loop)
+        # Anything worked out while the counter had no bound must be worked out again.
+        self._leaves.clear()
+        return 0, min(highs) if highs else None
+
+    def _last_turn(self, loop: int, limit: Limit) -> int | None:
+        """The largest counter when the back edge is taken while the limit holds."""
+        leaf = (("loop", loop),)
+        left, right = self.linear(limit.left), self.linear(limit.right)
+        difference = _plus(left, right, -1)
+        step = difference.pop(leaf, 0)
+        if not step or any(("loop", loop) in mono for mono in difference):
+            return None
+        if not self._comparable(limit, {**left, leaf: 0}, {**right, leaf: 0}):
+            return None
+        low, high = self.range(difference)
+        relation = limit.relation
+        if step < 0:
+            low, high, step = (None if high is None else -high), (None if low is None else -low), -step
+            relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
+        # step * k + rest < 0, with rest at least `low`.
+        if low is None or relation not in ("lt", "le", "ne"):
+            return None
+        last = (-low if relation == "le" else -low - 1) // step
+        return max(last + 1, 0)
+
+    # Ranges -------------------------------------------------------------------------------------------
+
+    def range(self, linear: Linear) -> Range:
+        """Bounds of a sum, also by a condition that compares it."""
+        found = self._plain_range(linear)
+        if self.active:
+            bounds = self.active.get(_moving(linear))
+            if bounds is not None:
+                constant = linear.get((), 0)
+                found = intersect(found, add_ranges(bounds, (constant, constant)))
+        return found
+
+    def _plain_range(self, linear: Linear) -> Range:
+        total: Range = (0, 0)
+        for mono, coeff in linear.items():
+            span: Range = (1, 1)
+            for leaf in mono:
+                span = mul_ranges(span, self.ranges.get(leaf, FULL))
+            total = add_ranges(total, scale_range(span, coeff))
+        return total
+
+    def _comparable(self, limit: Limit, left: Linear, right: Linear) -> bool:
+        """Whether both sides are the numbers that were compared: no wrap-around in their type."""
+        if limit.bits >= 64 and limit.signed:
+            return True
+        for side in (left, right):
+            span = self.range(side)
+            if fit(span, limit.bits, limit.signed) != span:
+                return False
+        return True
+
+    # One access ---------------------------------------------------------------------------------------
+
+    def part(self, part: Part) -> Intervals:
+        """The bytes of one access whose offset and width are known."""
+        assert part.offset is not None
+        clamps, exact, possible = self._clamps(part)
+        if not possible:
+            return Intervals((), True)
+        for linear, span in clamps:
+            self.active[frozenset(linear.items())] = span
+        if clamps:
+            # Widening and masks inside the sums may be decided by the conditions.
+            self._leaves.clear()
+            clamps, exact, possible = self._clamps(part)
+            if not possible:
+                return Intervals((), True)
+        offset = self.linear(part.offset)
+        groups, used = self._group(offset, clamps)
+        exact = exact and part.complete and used == len(clamps)
+        return self._spans(offset.get((), 0), groups, part.width, exact)
+
+    def _clamps(self, part: Part) -> tuple[list[tuple[Linear, Range]], bool, bool]:
+        """Bounds by conditions; whether all were usable; whether all can be true at once."""
+        clamps: list[tuple[Linear, Range]] = []
+        usable = True
+        sides = [(self.linear(c.left), self.linear(c.right), c) for c in part.limits]
+        for loop, later in self.later.items():
+            if later:
+                sides += self._turn_before(loop)
+        for left, right, limit in sides:
+            clamp = self._clamp(left, right, limit)
+            if clamp is None:
+                usable = False
+            elif clamp[0]:
+                clamps.append(clamp)
+            elif not within(clamp[1], 0, 0):
+                return [], usable, False
+        return clamps, usable, True
+
+    def _turn_before(self, loop: int) -> list[tuple[Linear, Linear, Limit]]:
+        """In a later turn, the condition of the back edge held for the turn before."""
+        found = []
+        for limit in self.loops.get(loop, ()):
+            left, right = (_before(loop, self.linear(side)) for side in (limit.left, limit.right))
+            if left is not None and right is not None:
+                found.append((left, right, limit))
+        return found
+
+    def _clamp(self, left: Linear, right: Linear, limit: Limit) -> tuple[Linear, Range] | None:
+        """A limit as (sum without its constant, bounds); the sum is empty when the limit is decided."""
+        if not self._comparable(limit, left, right):
+            return None
+        difference = _plus(left, right, -1)
+        bound = -difference.pop((), 0)
+        relation = limit.relation
+        spans: dict[str, Range] = {
+            "lt": (None, bound - 1), "le": (None, bound), "gt": (bound + 1, None), "ge": (bound, None),
+            "eq": (bound, bound),
+        }  # fmt: skip
+        if not difference:
+            true = bound != 0 if relation == "ne" else intersect((0, 0), spans[relation]) == (0, 0)
+            return {}, (0, 0) if true else (1, 1)
+        span = spans.get(relation)
+        if span is None:
+            return None
+        inside = self._plain_range(difference)
+        if intersect(inside, span) == inside:
+            return {}, (0, 0)  # always true
+        return difference, intersect(inside, span)
+
+    def _group(self, offset: Linear, clamps: list[tuple[Linear, Range]]) -> tuple[list[_Group], int]:
+        """The offset's terms, those that a clamp compares taken together; and how many clamps were used."""
+        left = {m: c for m, c in offset.items() if m}
+        groups: list[_Group] = []
+        used = 0
+        for linear, span in clamps:
+            first = next(iter(linear))
+            factor, remainder = divmod(left.get(first, 0), linear[first])
+            if factor and not remainder and all(left.get(m) == factor * c for m, c in linear.items()):
+                for mono in linear:
+                    del left[mono]
+                groups.append(_Group(frozenset(linear.items()), factor, span, self._is_dense(linear)))
+                used += 1
+                continue
+            for k, group in enumerate(groups):
+                same = frozenset(linear.items()) == group.key
+                flipped = frozenset((m, -c) for m, c in linear.items()) == group.key
+                if same or flipped:
+                    other = span if same else scale_range(span, -1)
+                    groups[k] = group._replace(span=intersect(group.span, other))
+                    used += 1
+        singles = [m for m in left if len(m) == 1]
+        shared = len({leaf for m in left for leaf in m}) != sum(len(m) for m in left)
+        for mono, coeff in left.items():
+            span = self.range({mono: 1})
+            dense = mono in singles and not shared and mono[0][0] == "special"
+            groups.append(_Group(frozenset({(mono, 1)}), coeff, span, dense))
+        return groups, used
+
+    def _is_dense(self, linear: Linear) -> bool:
+        """Whether the sum takes every value between its bounds, as `ctaid * ntid + tid` does."""
+        if any(len(m) != 1 or m[0][0] != "special" for m in linear):
+            return False
+        terms = [(c, self.range({m: 1})) for m, c in linear.items()]
+        found = progressions(0, terms, 1)
+        return found is not None and len(found) == 1
+
+    def _spans(self, constant: int, groups: list[_Group], width: int, exact: bool) -> Intervals:
+        terms: list[tuple[int, Range]] = []
+        for group in groups:
+            if group.span[0] is not None and group.span[1] is not None and group.span[0] > group.span[1]:
+                return Intervals((), True)
+            terms.append((group.factor, group.span))
+            exact = exact and group.dense
+        if any(None in span for _, span in terms):
+            total: Range = (constant, constant)
+            for factor, span in terms:
+                total = add_ranges(total, scale_range(span, factor))
+            low, high = total
+            return Intervals(((low, None if high is None else high + width),), False)
+        names = [leaf for group in groups for leaf in {n for mono, _ in group.key for n in mono}]
+        exact = exact and len(names) == len(set(names))
+        spans = progressions(constant, terms, width)
+        if spans is None or len(spans) > MAX_SPANS:
+            total = (constant, constant)
+            for factor, span in terms:
+                total = add_ranges(total, scale_range(span, factor))
+            assert total[1] is not None
+            return Intervals(((total[0], total[1] + width),), False)
+        return Intervals(tuple(spans), exact)
+
+
+def _moving(linear: Linear) -> frozenset[tuple[Mono, int]]:
+    return frozenset((m, c) for m, c in linear.items() if m)
+
+
+def _before(loop: int, linear: Linear) -> Linear | None:
+    """The sum one turn earlier; None when the counter is inside another operation."""
+    leaf = ("loop", loop)
+    out = dict(linear)
+    for mono, coeff in linear.items():
+        if mono.count(leaf) > 1 or any(m != leaf and loop in loops_in([((1, (m,)),)]) for m in mono):
+            return None
+        if leaf in mono:
+            rest = tuple(m for m in mono if m != leaf)
+            out[rest] = out.get(rest, 0) - coeff
+    return {m: c for m, c in out.items() if c}
+
+
+def _number(value: int) -> Linear:
+    return {(): value} if value else {}
+
+
+def _plus(a: Linear, b: Linear, factor: int) -> Linear:
+    out = dict(a)
+    for mono, coeff in b.items():
+        out[mono] = out.get(mono, 0) + factor * coeff
+    return {m: c for m, c in out.items() if c}
+
+
+def _times(a: Linear, b: Linear) -> Linear:
+    out: Linear = {}
+    for mono_a, coeff_a in a.items():
+        for mono_b, coeff_b in b.items():
+            mono = tuple(sorted(mono_a + mono_b, key=repr)) if mono_a and mono_b else mono_a + mono_b
+            out[mono] = out.get(mono, 0) + coeff_a * coeff_b
+    return {m: c for m, c in out.items() if c}
+
 
 _MAX_TAKEN_APART = 2
 
@@ -53,6 +504,3 @@ class Extent:
                 exact = exact and found.exact
                 spans += found.spans
         return merge(spans, exact)
-
-
-__all__ = ["Extent", "LaunchConfig", "Limit", "Part"]

@@ -16,12 +16,11 @@ from heapq import heapify, heappop, heappush
 from math import gcd
 
 from tessera_ptx.bits import halves, pack
-from tessera_ptx.forms import OpInfo
-from tessera_ptx.launches import ParamHints
-from tessera_ptx.nodes import Node, Nodes
+from tessera_ptx.nodes import Node, Nodes, ParamHints
 from tessera_ptx.poly import BOTTOM, Poly, Value, add, const, constant_of, multiply, sub, wrap
 from tessera_ptx.scan import Access
 from tessera_ptx.syntax import Function, Mem, Module, Sym, Vec
+from tessera_ptx.transfer import OpInfo
 from tessera_ptx.values import IN_TIME, MAX_POLY, PER_THREAD, UNIFORM, Key, by_base
 
 _MAX_VISITS = 8

@@ -2,16 +2,20 @@
 
 A node is a definition, a phi or a store into a frame. `want` makes the node of an operand; `build` then
 connects every wanted node to what it reads, until nothing new is wanted. Nothing else becomes a node.
+
+Registers written once have one definition and cost nothing. Others get the versions of static single
+assignment, but only where someone asks: `Definitions.reaching` finds the last definition in the block, or
+walks up to the nearest join, which becomes a phi. So a kernel with ten thousand accumulators makes no phis
+for them, and the work stays linear in what feeds an address.
 """
 
+from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Any
 
-from tessera_ptx.cfg import build_graph
-from tessera_ptx.defs import Definitions
+from tessera_ptx.cfg import Graph, build_graph
 from tessera_ptx.exchange import Exchanges
 from tessera_ptx.flatten import flatten
-from tessera_ptx.forms import OpInfo
-from tessera_ptx.launches import ParamHints
 from tessera_ptx.loads import LoadRules
 from tessera_ptx.poly import BOTTOM, Poly, Value, const
 from tessera_ptx.scan import Access, scan
@@ -29,7 +33,80 @@ from tessera_ptx.syntax import (
     Sym,
     Vec,
 )
+from tessera_ptx.transfer import OpInfo
 from tessera_ptx.values import Atoms, Key
+
+
+@dataclass(frozen=True, slots=True)
+class ParamHints:
+    """What a launch says of the parameters: which are certainly pointers, and which plain numbers."""
+
+    pointers: frozenset[int] = frozenset()
+    numbers: frozenset[int] = frozenset()
+
+
+class Definitions:
+    """The definitions of a kernel's registers.
+
+    Keys: the register's name (one definition), ("def", name, index) or ("phi", block, name); None when the
+    register is not defined on any way.
+    """
+
+    def __init__(self, graph: Graph, defs: dict[str, list[int]]) -> None:
+        self.graph, self.defs = graph, defs
+        self._at_entry: dict[tuple[int, str], Key] = {}
+        self._trivial: dict[Key, Key] = {}
+
+    def reaching(self, index: int, name: str) -> Key:
+        """The key of the value that `name` holds just before instruction `index`."""
+        found = self.defs.get(name)
+        if found is None:
+            return None
+        if len(found) == 1:
+            return name
+        block = self.graph.block_of[index]
+        at = bisect_left(found, index) - 1
+        if at >= 0 and found[at] >= self.graph.blocks[block].start:
+            return ("def", name, found[at])
+        return self._entry(block, name, found)
+
+    def at_end(self, block: int, name: str) -> Key:
+        """The key of the value that `name` holds when the block ends."""
+        found = self.defs[name]
+        node = self.graph.blocks[block]
+        at = bisect_left(found, node.stop) - 1
+        if at >= 0 and found[at] >= node.start:
+            return ("def", name, found[at])
+        return self._entry(block, name, found)
+
+    def _entry(self, block: int, name: str, found: list[int]) -> Key:
+        path = []
+        blocks, memo = self.graph.blocks, self._at_entry
+        while True:
+            key = memo.get((block, name), "")
+            if key != "":
+                break
+            path.append(block)
+            node = blocks[block]
+            # The entry block can be a loop header: then there is also the way in from outside.
+            if len(node.preds) != 1 or block == 0:
+                key = ("phi", block, name) if node.preds else None
+                break
+            block = node.preds[0]
+            before = blocks[block]
+            at = bisect_left(found, before.stop) - 1
+            if at >= 0 and found[at] >= before.start:
+                key = ("def", name, found[at])
+                break
+        for passed in path:
+            memo[(passed, name)] = key
+        return key
+
+    def phi_inputs(self, block: int, name: str) -> list[tuple[Key, bool]]:
+        """(key, comes over a back edge) for each predecessor."""
+        preds = self.graph.blocks[block].preds
+        return [(self.at_end(p, name), p >= block) for p in preds]
+
 
 # How many operands carry the value, where others only steer it.
 _SOURCES = {"selp": 2, "slct": 2, "shfl": 1}

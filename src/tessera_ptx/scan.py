@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from tessera_ptx.cfg import Graph
 from tessera_ptx.flatten import Flat
-from tessera_ptx.forms import OpInfo, info_of
 from tessera_ptx.syntax import Instruction, Mem, Operand, Pair, Reg, Vec
+from tessera_ptx.transfer import OpInfo, info_of
 
 
 class Access(NamedTuple):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tessera_ptx.analysis import analyze, analyze_launch
-from tessera_ptx.extent import Extent, Limit, Part
-from tessera_ptx.launches import ParamHints
+from tessera_ptx.expression import Limit, Part
+from tessera_ptx.extent import Extent
+from tessera_ptx.nodes import ParamHints
 from tessera_ptx.parser import parse
 from tessera_ptx.report import AccessReport, IndirectReport, KernelReport, SymbolReport
 from tessera_ptx.syntax import Module

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera_ptx import KernelReport, analyze
+from tessera_ptx.extent import LaunchConfig
 from tessera_ptx.interp import Packed, Result, run
-from tessera_ptx.launches import LaunchConfig
 
 BUFFERS, SIZE = 4, 4096
 HEAD = """.version 8.0

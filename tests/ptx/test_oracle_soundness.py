@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sampling import examples, one_of_each
 from tessera_ptx import analyze
+from tessera_ptx.extent import LaunchConfig
 from tessera_ptx.interp import run
-from tessera_ptx.launches import LaunchConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 checks: Any = importlib.import_module("checks")

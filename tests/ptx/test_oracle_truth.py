@@ -9,7 +9,7 @@ import pytest
 
 from tessera_ptx import collect
 from tessera_ptx.fixpoint import Flow
-from tessera_ptx.launches import ParamHints
+from tessera_ptx.nodes import ParamHints
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 checks: Any = importlib.import_module("checks")

@@ -3,7 +3,7 @@
 import pytest
 
 from ptx_factory import THREAD, flags, pointers, report_of
-from tessera_ptx.launches import LaunchConfig
+from tessera_ptx.extent import LaunchConfig
 
 FLAG = "ld.param.u32 %r9, [k_param_3]; cvt.u64.u32 %rd40, %r9;\n"
 TWO = ".shared .align 8 .b8 s1[8];\n.shared .align 8 .b8 s2[8];"

@@ -1,14 +1,20 @@
 """The engine: runs the blocks of a batch until every lane has left.
 
 Lanes at the same block of the same frame form a group. The engine always runs the group whose block has
-the lowest rank (see `program`), so lanes that parted meet again at the immediate post-dominator. Lanes wait
+the lowest rank (see `decode`), so lanes that parted meet again at the immediate post-dominator. Lanes wait
 
     at a block barrier      until all living lanes of their block, or as many as it says, have arrived;
     at a warp collective    until all living lanes of the member mask stand at the same instruction.
 
 Every 1,024 blocks the group that has waited longest gets a turn, so that lanes that spin on memory let
 others write. When every group waits, the launch is deadlocked: a Deadlock names the line.
+
+A frame belongs to a chain of call sites; lanes that came along the same chain share it, each lane with its
+own registers and its own strip of local memory. Recursion makes a new frame at each depth.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +24,305 @@ from tessera_ptx.errors import (
     OutOfBounds,
     UnknownInstruction,
 )
-from tessera_ptx.interp.barriers import Barriers
-from tessera_ptx.interp.calls import enter, leave
-from tessera_ptx.interp.memory import BadAccess
-from tessera_ptx.interp.rules_warp import per_lane, warp_bits
-from tessera_ptx.interp.state import Active, Block, Frame, Machine
-from tessera_ptx.interp.types import Array
-from tessera_ptx.syntax import Instruction
+from tessera_ptx.interp.decode import Decoder, Get, Put, Unknown
+from tessera_ptx.interp.memory import FRAMES, BadAccess
+from tessera_ptx.interp.rules.warp import member_getter, per_lane, warp_bits
+from tessera_ptx.interp.state import Active, Block, Code, Frame, Machine
+from tessera_ptx.interp.types import PRED, U32, U64, Array, narrow
+from tessera_ptx.syntax import Args, Instruction, Operand, Reg, Sym
+
+# A frame, the block to go on with, and the lanes that do.
+Move = tuple[Frame, int, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """`bar.sync`, `bar.arrive`, `bar.red` and their `barrier.cta` spellings; `barrier.cluster`."""
+
+    number: Get | None  # None: the cluster's barrier
+    count: Get | None  # threads expected; None: all of the block
+    waits: bool
+    reduction: str  # "", and, or, popc
+    predicate: Get | None
+    result: Put | None
+    arrives: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call: who, with what, into what."""
+
+    target: str  # "" when the address is computed
+    address: Get | None
+    # Names of param variables, or getters of registers and constants.
+    arguments: tuple[str | Get, ...]
+    results: tuple[str | Put, ...]
+
+
+def describe(block: Block, decoder: Decoder) -> None:
+    """Fill `block.info`; what cannot be decoded stays None and is refused when a lane gets there."""
+    try:
+        if block.kind == "collective":
+            block.info = member_getter(block.body[0], decoder)
+        elif block.end is not None and block.kind == "brx":
+            block.info = decoder.get(block.end.operands[0], U32)
+        elif block.end is not None and block.kind == "barrier":
+            block.info = _barrier(block.end, decoder)
+        elif block.end is not None and block.kind == "call":
+            block.info = _call(block.end, decoder)
+    except Unknown:
+        block.info = None
+
+
+def _barrier(ins: Instruction, decoder: Decoder) -> Barrier:
+    mods, operands = ins.op.mods, list(ins.operands)
+    if "cluster" in mods:
+        return Barrier(None, None, "wait" in mods, "", None, None, arrives="arrive" in mods)
+    if "red" not in mods:
+        gets = [decoder.get(o, U32) for o in operands]
+        waits = "arrive" not in mods
+        return Barrier(gets[0], gets[1] if len(gets) > 1 else None, waits, "", None, None)
+    name = next(m for m in mods if m in ("and", "or", "popc"))
+    result = decoder.put(operands[0], U32 if name == "popc" else PRED)
+    count = decoder.get(operands[2], U32) if len(operands) == 4 else None
+    return Barrier(decoder.get(operands[1], U32), count, True, name, decoder.predicate(operands[-1]), result)
+
+
+def _call(ins: Instruction, decoder: Decoder) -> Call:
+    operands = list(ins.operands)
+    results = _list(operands)
+    target = operands.pop(0)
+    arguments = _list(operands)
+    known = isinstance(target, Sym)
+    return Call(
+        target.name if isinstance(target, Sym) else "",
+        None if known else decoder.get(target, U64),
+        tuple(_argument(o, decoder) for o in arguments),
+        tuple(_result(o, decoder) for o in results),
+    )
+
+
+def _list(operands: list[Operand]) -> tuple[Operand, ...]:
+    """Takes a bracketed list off the front; an absent one is empty."""
+    if operands and isinstance(operands[0], Args):
+        first = operands.pop(0)
+        assert isinstance(first, Args)
+        return first.items
+    return ()
+
+
+def _argument(operand: Operand, decoder: Decoder) -> "str | Get":
+    return operand.name if isinstance(operand, Sym) else decoder.get(operand, U64)
+
+
+def _result(operand: Operand, decoder: Decoder) -> "str | Put":
+    if isinstance(operand, Sym):
+        return operand.name
+    if not isinstance(operand, Reg):
+        raise Unknown("a result that is no register")
+    return decoder.put(operand, U64)
+
+
+MAX_DEPTH = 64
+
+
+def make_frame(machine: Machine, code: Code, parent: Frame | None, call_block: int) -> Frame:
+    """A frame with zeroed registers and room for its variables."""
+    regs = [np.zeros(machine.num_lanes, dtype) for dtype in code.dtypes]
+    prefix = () if parent is None else (*parent.prefix, parent.code.blocks[call_block].rank)
+    frame = Frame(machine, code, regs, parent, call_block, prefix, {})
+    for name, (size, align) in code.sizes.items():
+        if not (code.is_entry and name in code.params):
+            frame.places[name] = machine.reserve(size, max(align, 8))
+    return frame
+
+
+def enter(
+    frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: Call, mask: Array
+) -> list[Move]:
+    """Move lanes into the function they call; KeyError names one that has no body."""
+    moves = []
+    for name, lanes in _targets(caller, call, mask):
+        code = caller.machine.codes.get(name)
+        if code is None:
+            raise KeyError(f"'{name}', whose body is not in this module")
+        if len(caller.prefix) >= MAX_DEPTH:
+            raise KeyError(f"'{name}' more than {MAX_DEPTH} calls deep")
+        key = id(caller), block, name
+        if key not in frames:
+            frames[key] = make_frame(caller.machine, code, caller, block)
+        _pass_arguments(caller, frames[key], call, lanes)
+        moves.append((frames[key], 0, lanes))
+    return moves
+
+
+def _targets(caller: Frame, call: Call, mask: Array) -> list[tuple[str, Array]]:
+    if call.address is None:
+        return [(call.target, mask)]
+    address = np.broadcast_to(call.address(caller), mask.shape)
+    found = []
+    for value in np.unique(address[mask]):
+        name = caller.machine.functions.get(int(value))
+        if name is None:
+            raise KeyError(f"address {int(value):#x}, where no function is")
+        found.append((name, mask & (address == value)))
+    return found
+
+
+def _pass_arguments(caller: Frame, callee: Frame, call: Call, mask: Array) -> None:
+    if len(call.arguments) != len(callee.code.params):
+        raise KeyError(f"'{callee.code.name}' with {len(call.arguments)} arguments")
+    index = np.flatnonzero(mask)
+    for given, formal in zip(call.arguments, callee.code.params, strict=True):
+        size = callee.code.sizes[formal][0]
+        if formal in callee.code.slots and not isinstance(given, str):
+            slot, raw = callee.code.slots[formal]
+            callee.regs[slot] = np.where(mask, given(caller).astype(raw), callee.regs[slot])
+        elif isinstance(given, str):
+            _copy(caller, caller.places[given], callee.places[formal], size, index)
+        else:
+            value = np.broadcast_to(given(caller), mask.shape)[index]
+            at = np.full(index.shape, callee.places[formal], np.uint64)
+            caller.machine.frames.store(index, at, value.astype(f"u{size}"), size)
+
+
+def leave(frame: Frame, mask: Array) -> None:
+    """Hand the results of a function back to its caller."""
+    caller = frame.parent
+    assert caller is not None
+    call: Call = caller.code.blocks[frame.call_block].info
+    index = np.flatnonzero(mask)
+    for wanted, formal in zip(call.results, frame.code.returns, strict=False):
+        size = frame.code.sizes[formal][0]
+        if formal in frame.code.slots and not isinstance(wanted, str):
+            wanted(caller, Active(mask), frame.regs[frame.code.slots[formal][0]].astype(np.uint64))
+        elif isinstance(wanted, str):
+            _copy(caller, frame.places[formal], caller.places[wanted], size, index)
+        else:
+            at = np.full(index.shape, frame.places[formal], np.uint64)
+            value = np.zeros(mask.shape, np.uint64)
+            value[index] = frame.machine.frames.load(index, at, size)
+            wanted(caller, Active(mask), narrow(value, U64))
+
+
+def _copy(frame: Frame, source: int, target: int, size: int, index: Array) -> None:
+    rows = frame.machine.frames.data.reshape(frame.machine.num_lanes, -1)
+    source, target = source - FRAMES, target - FRAMES
+    rows[index, target : target + size] = rows[index, source : source + size]
+
+
+CLUSTER = -1
+
+
+class Barriers:
+    """All barriers of a batch; numbers 0 to 15 per block, CLUSTER per cluster."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.arrived: dict[int, Array] = {}
+        self.expected: dict[int, Array] = {}
+        self.votes: dict[int, Array] = {}
+        # Lanes whose cluster arrival is complete and that have not waited for it yet.
+        self.passed: Array = np.zeros(machine.num_lanes, bool)
+        # (frame and block to go on with, barrier number, lanes, instruction)
+        self.waiting: list[tuple[tuple[Frame, int, Barrier], int, Array, Instruction]] = []
+
+    def arrive(self, barrier: Barrier, frame: Frame, after: int, mask: Array, ins: Instruction) -> list[Move]:
+        """Lanes reach a barrier; gives those, of all that wait, that may go on."""
+        moves: list[Move] = []
+        if barrier.number is None:
+            numbers: Any = np.full(mask.shape, CLUSTER)
+            if not barrier.arrives:
+                through = mask & self.passed
+                self.passed = self.passed & ~through
+                if through.any():
+                    moves.append((frame, after, through))
+                mask = mask & ~through
+        else:
+            numbers = np.broadcast_to(barrier.number(frame), mask.shape).astype(np.int64)
+        for number in np.unique(numbers[mask]):
+            self._arrive_at(int(number), barrier, frame, after, mask & (numbers == number), ins)
+        if not barrier.waits:
+            moves.append((frame, after, mask))
+        return moves + self.release()
+
+    def _arrive_at(
+        self, number: int, barrier: Barrier, frame: Frame, after: int, mask: Array, ins: Instruction
+    ) -> None:
+        none = np.zeros(mask.shape, bool)
+        if barrier.arrives:
+            self.arrived[number] = self.arrived.get(number, none) | mask
+        if barrier.count is not None:
+            counts = np.broadcast_to(barrier.count(frame), mask.shape)
+            zero = np.zeros(mask.shape, np.int64)
+            self.expected[number] = np.where(mask, counts, self.expected.get(number, zero))
+        if barrier.predicate is not None:
+            vote = mask & barrier.predicate(frame)
+            self.votes[number] = self.votes.get(number, none) | vote
+        if barrier.waits:
+            self.waiting.append(((frame, after, barrier), number, mask, ins))
+
+    def release(self) -> list[Move]:
+        """Lanes whose barrier is complete."""
+        moves: list[Move] = []
+        for number in list(self.arrived):
+            done = self._complete(number)
+            if done.any():
+                moves += self._let_go(number, done)
+        return moves
+
+    def _complete(self, number: int) -> Array:
+        """Lanes of blocks (or clusters) in which the barrier is complete."""
+        machine = self.machine
+        width = machine.threads * (machine.cluster if number == CLUSTER else 1)
+        arrived = self.arrived[number].reshape(-1, width)
+        needed = machine.alive.reshape(-1, width)
+        done = arrived.any(axis=1) & ~(needed & ~arrived).any(axis=1)
+        expected = self.expected.get(number)
+        if expected is not None:
+            counts = expected.reshape(-1, width).max(axis=1)
+            done = np.where(counts > 0, arrived.sum(axis=1) >= counts, done)
+        return np.repeat(done, width)
+
+    def _let_go(self, number: int, done: Array) -> list[Move]:
+        moves: list[Move] = []
+        kept = []
+        for (frame, after, barrier), which, mask, ins in self.waiting:
+            going = mask & done if which == number else np.zeros_like(mask)
+            if going.any():
+                self._result(barrier, number, frame, going)
+                moves.append((frame, after, going))
+            staying = mask & ~going
+            if staying.any():
+                kept.append(((frame, after, barrier), which, staying, ins))
+        self.waiting = kept
+        if number == CLUSTER:
+            gone = np.logical_or.reduce([m for _, _, m in moves]) if moves else np.zeros_like(done)
+            self.passed = self.passed | (self.arrived[number] & done & ~gone)
+        self.arrived[number] = self.arrived[number] & ~done
+        for table in (self.expected, self.votes):
+            if number in table:
+                table[number] = np.where(done, table[number].dtype.type(0), table[number])
+        if not self.arrived[number].any():
+            del self.arrived[number]
+        return moves
+
+    def _result(self, barrier: Barrier, number: int, frame: Frame, going: Array) -> None:
+        """Give the lanes of a reducing barrier what it found."""
+        if barrier.result is None:
+            return
+        width = self.machine.threads
+        votes, arrived = self.votes[number].reshape(-1, width), self.arrived[number].reshape(-1, width)
+        if barrier.reduction == "popc":
+            value: Any = votes.sum(axis=1).astype(np.uint32)
+        elif barrier.reduction == "or":
+            value = votes.any(axis=1)
+        else:
+            value = ~(arrived & ~votes).any(axis=1)
+        barrier.result(frame, Active(going), np.repeat(value, width))
+
 
 Place = tuple[Frame, int]  # a frame and the index of a block
-Move = tuple[Frame, int, Array]
 FAIR_EVERY = 1024
 
 

@@ -1,4 +1,7 @@
-"""Decoded code, and the state that its steps work on: active lanes, frames of functions, the machine."""
+"""Decoded code, and the state that its steps work on: active lanes, frames of functions, the machine.
+
+`load` and `store` serve the lanes of a frame in any state space, generic addresses included.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera_ptx.interp.memory import Arena, Strips
+from tessera_ptx.interp.memory import ARENA, FRAMES, LOCAL, PARAM, SHARED, Arena, BadAccess, Strips
 from tessera_ptx.interp.types import Array
 from tessera_ptx.syntax import Instruction
 
@@ -47,7 +50,7 @@ class Block:
     guard: int = -1
     negated: bool = False
     # Of a collective: getter of the member mask; of a branch table: getter of the index; of barriers and
-    # calls: a record of `control`.
+    # calls: a record of `engine`.
     info: Any = None
 
 
@@ -119,3 +122,101 @@ class Machine:
         self.top = at + size
         self.frames.grow(self.top)
         return at + self.frames.base
+
+
+SPACES = ("global", "shared", "local", "const", "param")
+RANK_SHIFT = 24  # shared memory of rank r of a cluster begins at (r + 1) << RANK_SHIFT
+_WINDOWS = {SHARED >> 44: ("shared", SHARED), LOCAL >> 44: ("local", LOCAL), PARAM >> 44: ("param", PARAM),
+            ARENA >> 44: ("global", 0)}  # fmt: skip
+
+
+def spaces_of(mods: tuple[str, ...]) -> list[str]:
+    """The state spaces among the qualifiers, in order."""
+    return [m.split("::")[0] for m in mods if m.split("::")[0] in SPACES]
+
+
+def pick(value: Any, index: Array) -> Array:
+    """A value's elements of some lanes; a constant is repeated."""
+    return value[index] if value.ndim else np.full(index.shape, value)
+
+
+def spread(value: Array, index: Array, num_lanes: int) -> Array:
+    """The inverse of `pick`: elements at their lanes, zeros elsewhere."""
+    if index.size == num_lanes:
+        return value
+    out = np.zeros(num_lanes, value.dtype)
+    out[index] = value
+    return out
+
+
+def load(frame: Frame, space: str, lanes: Array, address: Array, size: int, mark: str = "r") -> Array:
+    """Unsigned integers of `size` bytes, one for each entry of `lanes`."""
+    machine = frame.machine
+    if space in ("global", "const"):
+        return machine.arena.load(address, size, mark)
+    if space == "shared":
+        return machine.shared.load(*shared_place(frame, lanes, address), size)
+    if space == "local" or (space == "param" and not frame.code.is_entry):
+        return machine.frames.load(lanes, address, size)
+    if space == "param":
+        return _load_param(frame, lanes, address, size)
+    out = np.zeros(address.shape, f"u{size}")
+    for part, name, base in _split(address):
+        out[part] = load(frame, name, lanes[part], address[part] - np.uint64(base), size, mark)
+    return out
+
+
+def store(
+    frame: Frame, space: str, lanes: Array, address: Array, value: Array, size: int, mark: str = "w"
+) -> None:
+    """Store unsigned integers of `size` bytes."""
+    machine = frame.machine
+    if space == "global":
+        machine.arena.store(address, value, size, mark)
+    elif space == "shared":
+        machine.shared.store(*shared_place(frame, lanes, address), value, size)
+    elif space in ("local", "param"):
+        machine.frames.store(lanes, address, value, size)
+    elif space == "const":
+        raise BadAccess("a store to constant memory", 0)
+    else:
+        for part, name, base in _split(address):
+            store(frame, name, lanes[part], address[part] - np.uint64(base), value[part], size, mark)
+
+
+def shared_place(frame: Frame, lanes: Array, address: Array) -> tuple[Array, Array]:
+    """The block and the offset in its shared memory; `mapa` puts a rank of the cluster above the offset."""
+    block = frame.machine.block_of[lanes]
+    remote = address >> np.uint64(RANK_SHIFT)
+    if not remote.any():
+        return block, address
+    size = frame.machine.cluster
+    if (remote > np.uint64(size)).any():
+        lane = int(np.flatnonzero(remote > np.uint64(size))[0])
+        raise BadAccess(f"shared address {int(address[lane]):#x} of a block outside the cluster", lane)
+    there = block - block % size + remote.astype(np.int64) - 1
+    return np.where(remote > 0, there, block), address & np.uint64((1 << RANK_SHIFT) - 1)
+
+
+def _load_param(frame: Frame, lanes: Array, address: Array, size: int) -> Array:
+    machine = frame.machine
+    inside = address + np.uint64(size) <= np.uint64(machine.params.size)
+    if np.all(inside) and not np.any(address & np.uint64(size - 1)):
+        loaded: Array = machine.params.view(f"u{size}")[(address // np.uint64(size)).astype(np.intp)]
+        return loaded
+    if np.all(address >= np.uint64(FRAMES)):
+        return machine.frames.load(lanes, address, size)
+    raise BadAccess(f"access of {size} bytes outside the parameter block", int(np.flatnonzero(~inside)[0]))
+
+
+def _split(address: Array) -> list[tuple[Any, str, int]]:
+    """Generic addresses by the window they fall into."""
+    window = address >> np.uint64(44)
+    found = np.unique(window)
+    for bad in found:
+        if int(bad) not in _WINDOWS:
+            lane = int(np.flatnonzero(window == bad)[0])
+            raise BadAccess(f"generic address {int(address[lane]):#x} lies in no state space", lane)
+    if found.size == 1:
+        return [(slice(None), *_WINDOWS[int(found[0])])]
+    return [(np.flatnonzero(window == w), *_WINDOWS[int(w)]) for w in found]

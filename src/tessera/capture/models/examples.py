@@ -15,7 +15,6 @@ import torch
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
-IDS = ("input_ids", "decoder_input_ids")
 PIXELS = "pixel_values"
 # Beside the main input, what a model of text and something else is shown.
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tessera_ptx.interp.access import load, pick, spaces_of, spread, store
 from tessera_ptx.interp.decode import Decoder, Get, Unknown, rule
 from tessera_ptx.interp.memory import SHARED
-from tessera_ptx.interp.rules_arith import lift
-from tessera_ptx.interp.state import Active, Frame, Step
+from tessera_ptx.interp.rules.arith import lift
+from tessera_ptx.interp.state import Active, Frame, Step, load, pick, spaces_of, spread, store
 from tessera_ptx.interp.types import Array, Type, types_of
 from tessera_ptx.syntax import Instruction, Reg, Vec
 

@@ -6,11 +6,10 @@ hardware may choose, and waits for it are then no-ops.
 
 import numpy as np
 
-from tessera_ptx.interp import rules_bulk, rules_tensor
-from tessera_ptx.interp.access import load, pick, spaces_of, spread, store
 from tessera_ptx.interp.decode import Decoder, Unknown, only, rule
 from tessera_ptx.interp.memory import BadAccess
-from tessera_ptx.interp.state import Active, Frame, Step
+from tessera_ptx.interp.rules.bulk import bulk_copy, tensor_copy
+from tessera_ptx.interp.state import Active, Frame, Step, load, pick, spaces_of, spread, store
 from tessera_ptx.interp.types import U32, U64, Array, types_of
 from tessera_ptx.syntax import Imm, Instruction, Mem, Sym
 
@@ -142,9 +141,9 @@ def copy(ins: Instruction, decoder: Decoder) -> Step:
     if {"commit_group", "wait_group", "wait_all", "prefetch"} & set(mods):
         return lambda frame, act: None
     if "tensor" in mods:
-        return rules_tensor.copy(ins, decoder)
+        return tensor_copy(ins, decoder)
     if "bulk" in mods:
-        return rules_bulk.copy(ins, decoder)
+        return bulk_copy(ins, decoder)
     if "mbarrier" in mods:
         raise Unknown("cp.async.mbarrier")
     return _copy_async(ins, decoder)

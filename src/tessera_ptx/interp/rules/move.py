@@ -8,7 +8,7 @@ import numpy as np
 from tessera_ptx.interp import floats
 from tessera_ptx.interp.decode import Decoder, Unknown, only, rule, simple
 from tessera_ptx.interp.memory import ARENA, LOCAL, PARAM, SHARED, WINDOW
-from tessera_ptx.interp.rules_arith import mode_of
+from tessera_ptx.interp.rules.arith import mode_of
 from tessera_ptx.interp.state import Active, Frame, Step
 from tessera_ptx.interp.types import PRED, TYPES, U64, Type, types_of
 from tessera_ptx.syntax import Instruction, Pair, Vec
