@@ -10,9 +10,9 @@ import families
 from cuda_replay import CudaReplay
 from tessera.analyze.accesses import triton_accesses
 from tessera.capture import Workload, build, record_step
-from tessera.capture.agree import compare
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE
+from trace_agreement import compare
 
 pytestmark = [
     pytest.mark.gpu,

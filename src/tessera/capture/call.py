@@ -22,7 +22,7 @@ from tessera.capture.naming import flatten, open_dataclasses, path, unique
 from tessera.capture.own import own_launches
 from tessera.capture.pointer_tables import standing_for
 from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
-from tessera.capture.tracing import traced
+from tessera.capture.reads import traced
 from tessera.capture.watch import Watch
 from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError, MismatchError

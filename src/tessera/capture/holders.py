@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.inner import is_wrapper, parts
+from tessera.capture.schema import is_wrapper, parts
 
 MAX_DEPTH = 6
 

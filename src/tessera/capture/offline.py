@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from tessera.capture.guard import ensure_cuda_guard
+from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import MissingExtra
 
 

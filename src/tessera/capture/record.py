@@ -8,24 +8,23 @@ models on fake tensors are recorded once: there are no values, and their code is
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
-from tessera.capture.agree import first_difference
 from tessera.capture.models import build, known_models
 from tessera.capture.own import own_launches
 from tessera.capture.pystate import Before, python_state, refuse_change
 from tessera.capture.reads import calls_refused, reads_refused
-from tessera.capture.recorder import Recorder, call_operator
+from tessera.capture.recorder import Recorder, Scopes, call_operator
 from tessera.capture.refuse import fail, insisting
 from tessera.capture.rng import entered, seeded_state, without_generators
-from tessera.capture.scopes import Scopes
 from tessera.capture.shapes import Run, uncollected
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError, TesseraError, UnknownName
-from tessera.ir import GENERATOR, BufferKind, Step, Trace, verify
+from tessera.ir import GENERATOR, Arg, BufferKind, Launch, Step, Trace, View, verify
 
 # Attention kernels that every GPU of an unlike set can run; see `attention`.
 PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -186,3 +185,33 @@ def _record(
         trace = recorder.trace(workload.step, outputs)
     verify(trace)
     return trace, recorder.places
+
+
+def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
+    """Which launch of two recordings of one step on one device is the first to differ, and how."""
+    for number, (a, b) in enumerate(zip(one.launches, other.launches, strict=False)):
+        names = one.kernel_of(number).name, other.kernel_of(number).name
+        if names[0] != names[1]:
+            return number, f"one call runs {names[0]} where another runs {names[1]}"
+        pairs = zip(_values(one, a), _values(other, b), strict=False)
+        differs = next(((x, y) for x, y in pairs if x != y), None)
+        if differs is not None:
+            return number, f"{names[0]} is given {differs[0]} in one call and {differs[1]} in another"
+        if replace(a, kernel=0) != replace(b, kernel=0):
+            return number, f"{names[0]} has a result of another shape in another call"
+    counts = len(one.launches), len(other.launches)
+    if counts[0] != counts[1]:
+        return min(counts), f"one call runs {counts[0]} launches and another {counts[1]}"
+    return (max(counts), "one call returns other tensors than another") if one != other else None
+
+
+def _values(trace: Trace, launch: Launch) -> list[object]:
+    """What a launch is given besides buffers that are computed: plain values, and constants' bytes."""
+
+    def plain(arg: Arg) -> object:
+        if isinstance(arg, View):
+            said = trace.buffers[arg.buffer].constant_hex
+            return f"a tensor of bytes {said[:32]}" if said else f"a tensor of shape {arg.shape}"
+        return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    return [plain(arg) for arg in (*launch.args, *(value for _, value in launch.kwargs))]

@@ -13,11 +13,16 @@ A buffer varies if a request decides what it holds: inputs, state, what is drawn
 from these. What varies must not be read on the host; the rest is the same in every call.
 
 Refused, with the line of the program: see `tessera.capture.refuse` and `tessera.capture.reads`.
+
+A launch belongs to the module that runs, by its path in the model ("model.layers.0.mlp"). What runs backward
+through an operator belongs to the module that called it: torch numbers the operators that it may have to
+differentiate, and tells while it does so which number it is at.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,9 +33,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.inner import has_wrappers
 from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
 from tessera.capture.rng import Draws, generator_of, size_of
@@ -41,12 +46,12 @@ from tessera.capture.schema import (
     argument_accesses,
     byte_region,
     contents,
+    has_wrappers,
     split,
     symbol_of,
     view_of,
     whole_buffers,
 )
-from tessera.capture.scopes import Scopes
 from tessera.capture.shapes import Run
 from tessera.errors import CaptureError
 from tessera.ir import (
@@ -62,6 +67,50 @@ from tessera.ir import (
     Trace,
     View,
 )
+
+
+class Scopes:
+    """While entered, follows the calls of one module's submodules."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._names = {id(m): name for name, m in module.named_modules()}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._by_number: dict[int, str] = {}
+
+    @property
+    def current(self) -> str:
+        """Path of the innermost running submodule; empty outside of all."""
+        return self._stack[-1] if self._stack else ""
+
+    def of_launch(self) -> str:
+        """The scope of an operator that runs now, forward or backward."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return self._by_number.get(node._sequence_nr(), "")
+        if torch.is_grad_enabled():
+            self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.current)
+        return self.current
+
+    def __enter__(self) -> "Scopes":
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        self._stack.append(self._names.get(id(module), self.current))
+
+    def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        self._stack.pop()
+
 
 # What these return of a constant is that constant, on the device where it is wanted.
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})

@@ -2,6 +2,10 @@
 
 An argument that the schema marks as written is written, and read too unless the operator overwrites it
 unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
+
+A tensor subclass that wraps others, such as torchao's quantised weights, has no memory of its own: its parts
+are what is stored, sent and priced. Capture names the parts after the wrapper ("proj.weight.qdata") and
+leaves operators on wrappers to the wrapper's own code, whose operators on the parts are then recorded.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -9,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, View, arg_views, region
 
@@ -108,3 +113,21 @@ def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) 
                 all_bytes = Region(0, buffer.size_bytes)
                 found[view.buffer] = Access(view.buffer, all_bytes, read=True, write=writes)
     return tuple(found.values())
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """True for a tensor that only wraps others."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def has_wrappers(types: Any) -> bool:
+    """True if an operator is to be left to a wrapper among its arguments' types."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The plain tensors behind one, by name; the tensor itself if it is plain."""
+    if not is_wrapper(tensor):
+        return [(name, tensor)]
+    attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for key in attributes for part in parts(f"{name}.{key}", getattr(tensor, key))]

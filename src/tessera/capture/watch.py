@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
-from tessera.capture.inner import has_wrappers
 from tessera.capture.own import OwnLaunch, inside_operator, touched
 from tessera.capture.reads import reads_refused
 from tessera.capture.recorder import UNRECORDABLE, keep_apart
 from tessera.capture.refuse import check_operator, explain, insisting
 from tessera.capture.rng import generator_of
+from tessera.capture.schema import has_wrappers
 
 
 class Watch(TorchDispatchMode):

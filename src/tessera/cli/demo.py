@@ -24,6 +24,8 @@ from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
 
 if TYPE_CHECKING:
+    import torch
+
     from tessera.execute.offline import RunResult
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import Undivided, UnitRequest
@@ -44,6 +46,8 @@ PROMPTS = (
     "No gain: use one GPU",
 )
 PROMPT_TOKENS = 48
+# Its tokens are bytes, a begin and an end.
+BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
 # Both objectives, and a policy that always divides every layer: whether the best plan divides so small a
 # model hangs on a per cent, and the comparison of bits should not.
@@ -131,7 +135,6 @@ def _run(
     cluster: Cluster, tokens: int, slots: int, output: Path, advance: Callable[[str], None]
 ) -> list[Policy]:
     from tessera.capture import build, record
-    from tessera.capture.text import prompt_inputs
     from tessera.execute.spans import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
@@ -154,10 +157,7 @@ def _run(
         advance(f"planning for {policy or objective.value}")
         plans.append(make_plan(unit, costs, cluster, objective, slots, policy))
         save(plans[-1], output / f"{plans[-1].policy}.plan")
-    requests = [
-        UnitRequest(workloads, prompt_inputs([prompt], PROMPT_TOKENS), seed)
-        for seed, prompt in enumerate(PROMPTS)
-    ]
+    requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
     reference = []
     for request in requests:
         reference.append(run_undivided(unit, request))
@@ -356,3 +356,13 @@ def _show_no_gain(out: Console, plan: Plan) -> None:
     out.rule(f"3. {title}: the same {MODEL} on {names}", align="left")
     out.print(comparison_table(plan))
     out.print(said.verdict, markup=False)
+
+
+def _prompt_inputs(prompt: str) -> "dict[str, torch.Tensor]":
+    """Inputs of a prefill: a begin, the bytes of the prompt, and ends to fill up."""
+    import torch
+
+    row = [BEGIN, *prompt.encode()][:PROMPT_TOKENS]
+    tokens = torch.tensor([row + [END] * (PROMPT_TOKENS - len(row))])
+    positions = torch.arange(PROMPT_TOKENS)[None]
+    return {"tokens": tokens, "positions": positions, "last": torch.tensor([len(row) - 1])}

@@ -9,11 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import families
 from sampling import one_of_each
 from tessera.capture import Workload, check_device, fake, record_step
-from tessera.capture.agree import compare
-from tessera.capture.attention import choose
+from tessera.capture.fake import choose
 from tessera.capture.record import _record
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import BufferKind, Step, Trace
+from trace_agreement import compare
 
 SAMPLE = one_of_each(families.STEPS, lambda row: row[0])
 

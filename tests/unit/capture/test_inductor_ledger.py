@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tessera.capture.inductor import Ledger
-from tessera.capture.inductor.extern import ExternCalls
+from tessera.capture.inductor.ledger import ExternCalls
 from tessera.capture.schema import whole_buffers
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Kernel, Launch, Origin, Step

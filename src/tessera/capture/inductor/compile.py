@@ -1,15 +1,26 @@
 """A step compiled by Inductor, region by region, with the compiled code's own callables at hand.
 
-The step is traced (see `trace`) and cut (see `regions`). A region is compiled when it is first called:
+The step is traced (see `trace`) and cut. A region is compiled when it is first called:
 AOTAutograd makes it functional and Inductor compiles it, once for all regions that are alike. `Code.run`
 calls one after another as any compiled model is called; `Code.watched` does so with a context around each.
 
 Settings that differ from Inductor's own: the static launcher is off (it drops the PTX), caches are off (a
 cached kernel may have been made with other settings), and no memory is used twice (`allow_buffer_reuse`,
 `inplace_buffers`), which would tie launches together that have nothing to do with one another.
+
+A step is cut where the model's blocks begin, so that blocks that repeat are compiled once. A cut is moved
+back to just behind the last library call before it (a matrix product, a convolution, an attention): Inductor
+fuses nothing across those, so what ends a block can still be fused with what begins the next. Memory made
+before a cut is never written behind it: such a cut is moved on to where that is so, at most to its block's
+border, or left out. So a region sees other regions' work as plain arguments.
+
+Two regions share their compiled code only if nothing tells them apart: the same operators with the same
+numbers on the same earlier results (`Region.key`), and arguments of the same types, shapes, strides, offsets
+and devices that share memory in the same way (`alike`).
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,11 +28,156 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
 
-from tessera.capture.inductor.regions import Region, alike, cut
-from tessera.capture.inductor.trace import trace_step
+from tessera.capture.inductor.trace import Traced, trace_step
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
+
+_LIBRARY = ("mm", "convolution", "attention", "addmv", "linear")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of a step's operators as a graph of its own. Values are numbered over the whole step."""
+
+    module: torch.fx.GraphModule
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    # Values that no later region takes.
+    frees: tuple[int, ...]
+    # (place among gives, place among takes): the result is memory of the argument.
+    views: tuple[tuple[int, int], ...]
+    key: Any
+
+
+def cut(traced: Traced) -> tuple[list[Region], dict[str, int]]:
+    """The regions of a step, in order; together they are the whole of it. Also its results' numbers."""
+    nodes = [n for n in traced.graph.nodes if n.op != "output"]
+    places = {node: place for place, node in enumerate(nodes)}
+    last = {node: max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
+    first = sum(n.op == "placeholder" for n in nodes)
+    cuts = [first, *_cuts(traced, nodes, first), len(nodes)]
+    regions = []
+    for start, stop in itertools.pairwise(cuts):
+        inside = nodes[start:stop]
+        gives = [n for n in inside if last[n] >= stop and isinstance(traced.values[n], torch.Tensor)]
+        regions.append(_region(traced, inside, gives, places, {n for n in nodes[:stop] if last[n] < stop}))
+    return regions, {name: places[node] for name, node in traced.outputs.items()}
+
+
+def alike(args: Sequence[torch.Tensor]) -> Any:
+    """What compiled code may depend on of its arguments; equal where they can take each other's place."""
+    storages: dict[int, int] = {}
+    return tuple(
+        (
+            t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset(), t.untyped_storage().nbytes(),
+            storages.setdefault(t.untyped_storage()._cdata, place),
+        )
+        for place, t in enumerate(args)
+    )  # fmt: skip
+
+
+def _cuts(traced: Traced, nodes: list[Node], first: int) -> list[int]:
+    """Places to cut at, in order: for each border the first behind a library call that may be cut."""
+    bound = {p for start, stop in _bound(traced, nodes) for p in range(start + 1, stop + 1)}
+    found = set()
+    libraries = [place + 1 for place, node in enumerate(nodes) if _is_library(node)]
+    for border in traced.borders:
+        behind = max((p for p in libraries if p <= border), default=first)
+        allowed = (p for p in range(behind, border + 1) if p not in bound)
+        found.add(next(allowed, first))
+    return sorted(found - {first, len(nodes)})
+
+
+def _is_library(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return any(word in name for word in _LIBRARY)
+
+
+def _bound(traced: Traced, nodes: list[Node]) -> list[tuple[int, int]]:
+    """(place where memory is made, place where it is written last), and results of one call with the call."""
+    made: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        value = traced.values[node]
+        if isinstance(value, torch.Tensor):
+            made.setdefault(value.untyped_storage()._cdata, -1 if node.op == "placeholder" else place)
+        for tensor in _written(traced, node):
+            written[tensor.untyped_storage()._cdata] = place
+    spans = [(made[s], place) for s, place in written.items() if made[s] >= 0]
+    return spans + [
+        (place, place + len(value))
+        for place, node in enumerate(nodes)
+        if isinstance(value := traced.values[node], tuple | list)
+    ]
+
+
+def _written(traced: Traced, node: Node) -> list[torch.Tensor]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, Node):
+                    found.append(traced.values[item])
+    return found
+
+
+def _region(
+    traced: Traced, inside: list[Node], gives: list[Node], places: dict[Node, int], dead: set[Node]
+) -> Region:
+    mine = set(inside)
+    takes = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in mine))
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {n: graph.placeholder(f"x{i}") for i, n in enumerate(takes)}
+    held = torch.nn.Module()
+    for node in inside:
+        if node.op == "get_attr":
+            setattr(held, str(node.target), traced.constants[str(node.target)])
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in gives))
+    owners = {traced.values[n].untyped_storage()._cdata: i for i, n in reversed(list(enumerate(takes)))}
+    storages = [traced.values[n].untyped_storage()._cdata for n in gives]
+    return Region(
+        torch.fx.GraphModule(held, graph),
+        tuple(places[n] for n in takes),
+        tuple(places[n] for n in gives),
+        tuple(places[n] for n in takes if n in dead),
+        tuple((i, owners[s]) for i, s in enumerate(storages) if s in owners),
+        _key(traced, [*takes, *inside], len(takes), gives),
+    )
+
+
+def _key(traced: Traced, nodes: list[Node], num_takes: int, gives: list[Node]) -> Any:
+    """Equal for regions that do the same to their arguments."""
+    numbers = {node: number for number, node in enumerate(nodes)}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Node):
+            return Node, numbers[value]
+        if isinstance(value, tuple | list):
+            return type(value), *map(plain, value)
+        return type(value), value  # 1, 1.0 and True are equal, but not alike
+
+    def line(node: Node) -> Any:
+        if node.op == "get_attr":
+            return "constant", _contents(node, traced.constants[str(node.target)])
+        return node.target, plain(node.args), tuple((k, plain(v)) for k, v in node.kwargs.items())
+
+    return num_takes, tuple(map(line, nodes[num_takes:])), tuple(numbers[n] for n in gives)
+
+
+def _contents(node: Node, tensor: torch.Tensor) -> Any:
+    """A constant by its bytes if it is only copied from, else by what it is."""
+    is_copied = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    if not is_copied or tensor.numel() > 1024:
+        return id(tensor)
+    return tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
+
 
 # Set where this torch has them: the static launcher has had two names.
 CONFIG: dict[str, Any] = {

@@ -17,8 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture.inductor.compile import Around, Code, compile_step
-from tessera.capture.inductor.extern import ExternCalls
-from tessera.capture.inductor.ledger import Ledger
+from tessera.capture.inductor.ledger import ExternCalls, Ledger
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import H100, Gpu, fake_like, offline
 from tessera.capture.own import AccessesOf

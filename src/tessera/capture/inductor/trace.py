@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import fake
-from tessera.capture.attention import TargetAttention
-from tessera.capture.inner import has_wrappers, is_wrapper
+from tessera.capture.fake import TargetAttention
 from tessera.capture.recorder import UNRECORDABLE
 from tessera.capture.refuse import check_operator, explain, fail, insisting
+from tessera.capture.schema import has_wrappers, is_wrapper
 from tessera.capture.shapes import Run, uncollected
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError

@@ -100,8 +100,7 @@ def place_of(model: str) -> str:
 
 
 def _denoiser(name: str, step: Step) -> Workload:
-    from tessera.capture.models.denoise import denoise_workload
-    from tessera.capture.models.mmdit import MMDiTConfig
+    from tessera.capture.models.mmdit import MMDiTConfig, denoise_workload
 
     sizes, num_words, dtype = catalog.DENOISERS[name]
     return denoise_workload(MMDiTConfig(**sizes), num_words, dtype, step)

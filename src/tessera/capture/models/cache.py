@@ -14,6 +14,19 @@ from tessera.capture.workload import Tensors
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
+
+def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """Each row's newest token."""
+    if last is None:
+        return hidden[:, -1]
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
+
+
+def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The outputs of every language model here."""
+    return {"logits": logits, "next_tokens": logits.argmax(-1)}
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Masks are made this much wider than needed, to a multiple, so that no kernel has to pad them.
 MASK_ALIGNMENT = 8

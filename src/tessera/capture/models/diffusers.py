@@ -1,7 +1,7 @@
 """Denoisers of diffusers: transformers and UNets, from a pipeline's folder or from one with a config.json.
 
 One step is `denoise`: the model predicts, and the latents, which are the step's state, are moved along that
-from one noise level to the next (`denoise` has the schedule). `context` is the number of patches (or of the
+from one noise level to the next (`mmdit` has the schedule). `context` is the number of patches (or of the
 smallest pixels of a UNet) a picture; a video has `FRAMES` of them. What else it is shown is made by the
 names of its forward's parameters, at sizes that its configuration gives, and is random. An input that the
 model must have and that is not known here is refused by name.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tessera.capture.models import checkpoint
-from tessera.capture.models.denoise import sigmas
+from tessera.capture.models.mmdit import sigmas
 from tessera.capture.models.vision import grid_of
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError, MissingExtra, UnknownName

@@ -29,19 +29,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.fake import run_fake
-from tessera.capture.models.causal import choose, newest
+from tessera.capture.models.cache import choose, newest
 from tessera.capture.models.examples import (
     PIXELS,
     call_inputs,
     encoder_inputs,
+    given_inputs,
     picture_token,
     pictures,
+    read_inputs,
     tokens,
 )
-from tessera.capture.models.given import given_inputs, read_inputs
+from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
-from tessera.capture.tracing import traced
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step

@@ -36,7 +36,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.models.causal import choose
+from tessera.capture.models.cache import choose
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
@@ -57,8 +57,8 @@ from tessera.capture.models.pages import (
     exchanged_attention,
     places_ago,
 )
+from tessera.capture.reads import traced
 from tessera.capture.rng import forked
-from tessera.capture.tracing import traced
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step

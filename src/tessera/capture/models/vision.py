@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.models.cache import CacheShape, RowCache, cache_shape, make_state, masks
-from tessera.capture.models.causal import choose, newest
+from tessera.capture.models.cache import CacheShape, RowCache, cache_shape, choose, make_state, masks, newest
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step

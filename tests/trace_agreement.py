@@ -1,9 +1,7 @@
-"""agree: do two captures of one step say the same?
+"""Do a capture on a real device and one on fake tensors say the same?
 
-`first_difference` is for two calls on one device, which must agree in everything. `compare` is for real and
-fake tensors: launches are compared in order: kernel, plain arguments, shapes, dtypes, strides (of more than
-one element) and accesses, buffers being matched by who makes them. The differences that devices bring about
-are known:
+Launches are compared in order: kernel, plain arguments, shapes, dtypes, strides (of more than one element)
+and accesses, buffers being matched by who makes them. The differences that devices bring about are known:
 
   attention   the CPU runs `_scaled_dot_product_flash_attention_for_cpu` where a GPU runs flash or efficient
               attention, whose other arguments and results differ; queries, keys, values and result agree
@@ -15,7 +13,7 @@ are known:
 Anything else is a difference.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tessera.ir import Access, Arg, Launch, Symbol, Trace, View
 
@@ -33,36 +31,6 @@ class Agreement:
     # Differences that the table above explains, and those that it does not.
     explained: tuple[str, ...]
     differences: tuple[str, ...]
-
-
-def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
-    """Which launch of two recordings of one step on one device is the first to differ, and how."""
-    for number, (a, b) in enumerate(zip(one.launches, other.launches, strict=False)):
-        names = one.kernel_of(number).name, other.kernel_of(number).name
-        if names[0] != names[1]:
-            return number, f"one call runs {names[0]} where another runs {names[1]}"
-        pairs = zip(_values(one, a), _values(other, b), strict=False)
-        differs = next(((x, y) for x, y in pairs if x != y), None)
-        if differs is not None:
-            return number, f"{names[0]} is given {differs[0]} in one call and {differs[1]} in another"
-        if replace(a, kernel=0) != replace(b, kernel=0):
-            return number, f"{names[0]} has a result of another shape in another call"
-    counts = len(one.launches), len(other.launches)
-    if counts[0] != counts[1]:
-        return min(counts), f"one call runs {counts[0]} launches and another {counts[1]}"
-    return (max(counts), "one call returns other tensors than another") if one != other else None
-
-
-def _values(trace: Trace, launch: Launch) -> list[object]:
-    """What a launch is given besides buffers that are computed: plain values, and constants' bytes."""
-
-    def plain(arg: Arg) -> object:
-        if isinstance(arg, View):
-            said = trace.buffers[arg.buffer].constant_hex
-            return f"a tensor of bytes {said[:32]}" if said else f"a tensor of shape {arg.shape}"
-        return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
-
-    return [plain(arg) for arg in (*launch.args, *(value for _, value in launch.kwargs))]
 
 
 def compare(real: Trace, fake: Trace) -> Agreement:
