@@ -48,8 +48,8 @@ from tessera.capture.record import VARYING
 from tessera.compile.options import Options
 from tessera.compile.workers import MAX_ENGINES, Call, Workers, close_all
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
+from tessera.execute.memory import is_allocation
 from tessera.execute.offline import RunResult
-from tessera.execute.replay import UNINITIALISED
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
@@ -211,7 +211,7 @@ def _undefined(trace: Trace) -> set[str]:
     written = {
         access.buffer
         for index, launch in enumerate(trace.launches)
-        if not trace.kernel_of(index).name.startswith(UNINITIALISED)
+        if not is_allocation(trace, index)
         for access in launch.accesses
         if access.write or access.atomic
     }
