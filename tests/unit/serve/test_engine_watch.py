@@ -82,7 +82,7 @@ class Notes:
 
 
 def test_an_observer_sees_every_token() -> None:
-    """One first token and one end a request, a gap for every other token; the snapshot has their quantiles."""
+    """One first token and one end a request, a gap for every other token; the snapshot has quantiles."""
     notes = Notes()
     with service_of(ToyStepper(), observer=notes) as service:
         wait_for(read_all(service, [LONG] * 7))
