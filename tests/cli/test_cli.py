@@ -1,14 +1,16 @@
 """The command line, as a user runs it, with real files; in a process of its own where that is the point."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from commands import answer, call, within_s
-from tessera.cli import _main
+from tessera.cli import _main, app
 from tessera.ir import Plan, Trace, load
 
 
@@ -212,14 +214,41 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert [] == list(tmp_path.iterdir())
 
 
-def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever types the name alone is told what there is, and it is no error."""
+def test_no_arguments_print_five_things_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever types the name alone sees what people do with it, on one screen; it is no error."""
     code = _main([])
     out, err = capsys.readouterr()
 
     assert (0, "") == (code, err)
-    assert "Usage: tessera" in out
-    assert "capture" in out
+    shown = re.findall(r"  tessera (\w+)", out)
+    assert ["demo", "plan", "advise", "serve", "capture", "plan", "run"] == shown
+    assert set(shown) <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert len(out.splitlines()) < 24
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("analyze", "decode.trace"),
+        ("profile", "decode.trace", "--devices", "emu:a100"),
+        ("plan", "decode.trace", "--costs", "decode.costs", "-o", "x.plan"),
+        ("simulate", "decode.plan"),
+        ("report", "."),
+        ("doctor",),
+    ],
+)
+def test_what_takes_long_says_what_it_is_doing(
+    words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In plain lines where standard error is no terminal, and nothing of it where the answer is."""
+    monkeypatch.setattr("tessera.cli.output.QUIET_S", 0.0)
+    monkeypatch.chdir(folder)
+    code, out, err = call(*words, capsys=capsys)
+
+    assert 0 == code, err
+    assert err.startswith("tessera: ")
+    assert "tessera: " not in out
 
 
 def test_costs_of_another_trace_are_refused(

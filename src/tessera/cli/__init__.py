@@ -35,7 +35,6 @@ from tessera.errors import TesseraError
 app = typer.Typer(
     name="tessera",
     help="Makes unlike GPUs work as one: kernel-level placement of PyTorch inference.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -59,6 +58,20 @@ app.command()(gpus.gpus)
 
 # What a shell expects of a command that Ctrl-C ended.
 INTERRUPTED = 130
+# What people do with it, for who types the name alone.
+FIRST_SCREEN = """\
+Tessera makes unlike GPUs work as one. Five things to do with it:
+
+  See what it does         tessera demo
+  Plan for cards           tessera plan llama-3-8b --devices emu:h20,emu:l40s
+  Find what to rent        tessera advise llama-3-8b --rate 50 --prompt 1024 --output 256
+  Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s --port 8000
+  Divide your own model    tessera capture FOLDER -o x.trace
+                           tessera plan x.trace --devices emu:a100,emu:l40s -o x.plan
+                           tessera run x.plan --verify
+
+emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.
+tessera --help lists every command, tessera doctor what this machine can do."""
 # typer carries its own copy of click in some versions: find the base class of its usage errors.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -86,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str] | None) -> int:
     command: Any = typer.main.get_command(app)
     try:
-        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        words = list(sys.argv[1:] if argv is None else argv)
+        if not words:
+            typer.echo(FIRST_SCREEN)
+            return 0
         code = command.main(args=words, prog_name="tessera", standalone_mode=False)
     except UsageError as error:
         return _complain(_usage(error))

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tessera.cli.output import AsJson, cache_folder, console, print_json
+from tessera.cli.output import AsJson, cache_folder, console, print_json, progress
 from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
 
@@ -32,7 +32,10 @@ def analyze(
     from tessera.analyze import build_graph
     from tessera.report import graph_table
 
-    graph = build_graph(load(Trace, file))
+    with progress(f"reading {file.name}") as advance:
+        trace = load(Trace, file)
+        advance("finding dependencies")
+        graph = build_graph(trace)
     if output is not None:
         save(graph, output)
     if as_json:
@@ -61,7 +64,8 @@ def _analyze_ptx(file: Path, kernel: str | None, as_json: bool) -> None:
     except OSError as error:
         raise ArtifactError(f"cannot read: {error.strerror}", place=str(file)) from error
     try:
-        reports = tessera_ptx.reports_for(text, str(file), cache_folder() / "ptx")
+        with progress(f"analyzing {file.name}"):
+            reports = tessera_ptx.reports_for(text, str(file), cache_folder() / "ptx")
     except tessera_ptx.ParseError as error:
         raise ArtifactError(str(error)) from error  # it shows the line, and a caret below the place
     out = console()

@@ -55,7 +55,8 @@ def paper(
     figures = chosen(only or ())
     scale = narrowed(QUICK if quick else FULL, _words(models), [tuple(x.split("+")) for x in _words(pairs)])
     with shared_folder("paper") as folder:
-        steps, tasks = needed(figures, scale, library := Library(folder))
+        with progress("looking at what is known"):
+            steps, tasks = needed(figures, scale, library := Library(folder))
         with progress("recording", len(steps) + len(tasks)) as advance:
             found = evaluate(figures, scale, library, jobs or len(os.sched_getaffinity(0)), advance)
     files = _write(figures, found, output) if output is not None else []

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tessera import __version__
-from tessera.cli.output import AsJson, console, print_json
+from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.errors import install_line
 
 # extra -> modules it brings
@@ -30,16 +30,17 @@ CORE = ("torch", "numpy", "scipy", "typer", "rich")
 
 def doctor(as_json: AsJson = False) -> None:
     """Show devices, versions and extras of this machine."""
-    found = {
-        "tessera": __version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "versions": {name: _version(name) for name in CORE},
-        "devices": _devices(),
-        "transports": _transports(),
-        "extras": {name: _extra(name, modules) for name, modules in EXTRAS.items()},
-    }
+    with progress("importing torch"):
+        found = {
+            "tessera": __version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "versions": {name: _version(name) for name in CORE},
+            "devices": _devices(),
+            "transports": _transports(),
+            "extras": {name: _extra(name, modules) for name, modules in EXTRAS.items()},
+        }
     print_json(found) if as_json else _show(found)
 
 

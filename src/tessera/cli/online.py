@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from tessera.adapt import Capability, Factors, MonitorConfig, crossing_per_s, widened, without_devices
-from tessera.cli.output import console, print_json
+from tessera.cli.output import console, print_json, progress
 from tessera.errors import ArrivalsError
 from tessera.ir import Objective, Plan, Quantiles, ServingReport, load, need_one_batch
 from tessera.simulate.adaptive import Replan
@@ -110,11 +110,14 @@ def run_online(paths: Sequence[Path], options: OnlineOptions, has_monitor: bool,
     plans = _distinct(plans, paths)
     known: tuple[Capability, ...] = ()
     adaptive = None
-    if has_monitor:
-        plans = with_other(plans)
-        replan = replanner([plan for _, plan in plans])
-        adaptive, known = adapt(plans, setting, options.monitor(), replan)
-    fixed = compare(plans, setting)
+    with progress("planning") as advance:
+        if has_monitor:
+            plans = with_other(plans)
+            replan = replanner([plan for _, plan in plans])
+            advance("simulating with the monitor")
+            adaptive, known = adapt(plans, setting, options.monitor(), replan)
+        advance("simulating each plan alone")
+        fixed = compare(plans, setting)
     found = document(fixed, adaptive, known, setting)
     print_json(found) if as_json else _show(found, fixed, adaptive)
 

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from tessera.cli.measuring import keeping, measure_devices, measured_document, remarks
-from tessera.cli.output import AsJson, console, print_json
+from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.errors import TesseraError
 from tessera.ir import Costs, Device, Source, Trace, load, save
 
@@ -65,11 +65,13 @@ def _price(
     """Prices, saves and shows; returns the JSON document."""
     from tessera.profile.measured import combine
 
-    loaded = load(Trace, trace)
     if plot is not None:
         _check_plot(devices)
+    with progress(f"reading {trace.name}"):
+        loaded = load(Trace, trace)
     found = measure_devices(loaded, devices, kept)
-    costs, sums = combine(loaded, devices, found)
+    with progress("pricing"):
+        costs, sums = combine(loaded, devices, found)
     path = output or trace.with_suffix(".costs")
     save(costs, path)
     said = (*_modelled_notes(loaded, costs), *remarks(found, sums))

@@ -48,8 +48,8 @@ def report(
     with progress("reading", len(plans)) as advance:
         shown = []
         for path in plans:
+            advance(f"simulating {path.name}")
             shown.append((path.stem, _shown(path)))
-            advance(path.name)
     write_report(folder, shown, evaluation if evaluation.is_file() else None, page)
     found = {
         "page": str(page),

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tessera.cli.output import AsJson, console, print_json
+from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.errors import TesseraError
 from tessera.ir import Plan, Timeline, load, save
 
@@ -109,14 +109,17 @@ def _offline(
     from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
 
-    loaded = load(Plan, plan)
-    timeline = simulator.simulate(loaded, requests, is_detailed=trace is not None or output is not None)
-    if trace is not None:
-        write_perfetto(timeline, trace)
-    if page is not None:
-        write_page(loaded, timeline, page, explain(loaded).verdict)
-    if output is not None:
-        save(timeline, output)
+    with progress(f"reading {plan.name}") as advance:
+        loaded = load(Plan, plan)
+        advance(f"simulating {requests:,} requests")
+        timeline = simulator.simulate(loaded, requests, is_detailed=trace is not None or output is not None)
+        advance("writing")
+        if trace is not None:
+            write_perfetto(timeline, trace)
+        if page is not None:
+            write_page(loaded, timeline, page, explain(loaded).verdict)
+        if output is not None:
+            save(timeline, output)
     found = figures(loaded, timeline) | {
         "trace": str(trace) if trace else None,
         "page": str(page) if page else None,
