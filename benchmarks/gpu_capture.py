@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload
 from tessera.capture.inductor import Recording, on_device, record_inductor
 from tessera.capture.models import catalog
@@ -93,8 +93,7 @@ def build(case: Case, layers: int) -> Workload:
 
 def _build(step: Step, layers: int) -> Workload:
     if step.model in catalog.DENOISERS:
-        from tessera.capture.models.mmdit import denoise_workload
-        from tessera.capture.models.mmdit import MMDiTConfig
+        from tessera.capture.models.mmdit import MMDiTConfig, denoise_workload
 
         sizes, num_words, dtype = catalog.DENOISERS[step.model]
         config = dataclasses.replace(MMDiTConfig(**sizes), depth=layers)

@@ -190,7 +190,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_capture import build as build_case
     from benchmarks.gpu_execute_pairs import SKIPPED, opened
 
-    from tessera.analyze.accesses import triton_accesses
+    from tessera.analyze.ptx import triton_accesses
     from tessera.capture.inductor import record_inductor
     from tessera.execute.cuda.measure import Whole, whole_plan
     from tessera.execute.offline import rate_per_s, run_offline

@@ -124,7 +124,7 @@ def by_torch(workload: Workload, case: Case) -> Trace:
 
 def by_inductor(workload: Workload, case: Case) -> Trace:
     """The kernels that Inductor makes of the step."""
-    from tessera.analyze.accesses import triton_accesses
+    from tessera.analyze.ptx import triton_accesses
     from tessera.capture.inductor import record_inductor
 
     return record_inductor(workload, triton_accesses, case.portable, **dict(case.changes)).trace

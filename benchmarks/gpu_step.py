@@ -59,7 +59,7 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     from benchmarks.gpu_capture import _build, medians_us
     from benchmarks.gpu_execute import Same, whole_card
 
-    from tessera.analyze.accesses import triton_accesses
+    from tessera.analyze.ptx import triton_accesses
     from tessera.capture.inductor import on_device, record_inductor
     from tessera.capture.models.paged import lay_out
     from tessera.execute.cuda.measure import Whole

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload
 from tessera.capture.inductor import record_inductor_offline
 from tessera.ir import BufferKind, Graph, Hazard, Launch, Origin, Step, Trace, View

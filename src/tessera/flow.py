@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.accesses import tables_of, triton_accesses
-from tessera.analyze.interpret import interpret
+from tessera.analyze.ptx import interpret, tables_of, triton_accesses
 from tessera.capture import Workload, build, outlines, own, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line

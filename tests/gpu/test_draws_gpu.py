@@ -7,7 +7,7 @@ import torch
 
 from cuda_replay import CudaReplay
 from drawing_model import Sampler
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build, record, rng
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.ir import Step, Trace

@@ -8,7 +8,7 @@ from torch.nn.attention import sdpa_kernel
 
 import families
 from cuda_replay import CudaReplay
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build, record_step
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE

@@ -8,7 +8,7 @@ import torch
 
 from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build
 from tessera.capture.inductor import Recording, on_device, record_inductor
 from tessera.ir import Graph, Hazard, Origin, Step

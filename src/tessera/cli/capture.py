@@ -91,7 +91,7 @@ def capture(
 
 def _record_compiled(step: Step, device: str) -> Trace:
     """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
-    from tessera.analyze.accesses import triton_accesses
+    from tessera.analyze.ptx import triton_accesses
     from tessera.capture import build, record_step
     from tessera.capture.inductor import on_device, record_inductor, record_inductor_offline
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from tessera import flow
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, known_models, place_of, record
 from tessera.capture.inductor import on_device, record_inductor
 from tessera.capture.record import PORTABLE

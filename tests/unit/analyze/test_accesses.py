@@ -1,7 +1,7 @@
 """Accesses of one launch: the analysis of its PTX with the launch's numbers put in."""
 
 from ptx_factory import THREAD, make_module, pointers
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch, Origin, Region, View
 
 COPY = f"""{pointers(0, 1)}{THREAD}add.s64 %rd21, %rd11, %rd20;

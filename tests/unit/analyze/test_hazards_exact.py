@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tessera.analyze.ancestors import SWEEP_EVERY
-from tessera.analyze.hazards import direct_hazards, hazards
+from tessera.analyze.hazards import SWEEP_EVERY, direct_hazards, hazards
 from tessera.ir import (
     Access,
     Buffer,

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from inductor_factory import Block, Cpu, random_order, trace, workload
 from tessera.analyze import build_graph
-from tessera.analyze.accesses import triton_accesses
+from tessera.analyze.ptx import triton_accesses
 from tessera.capture import build
 from tessera.capture.inductor import record_inductor, record_inductor_offline
 from tessera.capture.inductor.compile import alike, cut
