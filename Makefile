@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## the gain on two unlike cards, the proof on a small model, and where it does not pay
+demo: $(READY) ## the gain on two different cards, the proof on a small model, and where it does not pay
 	$(BIN)/tessera demo
 
 test: $(READY) ## run every test that needs no GPU

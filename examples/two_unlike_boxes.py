@@ -1,4 +1,4 @@
-"""Two machines with unlike GPUs: is it worth joining them, and does it work?
+"""Two machines with different GPUs: is it worth joining them, and does it work?
 
     python examples/two_unlike_boxes.py
 

@@ -1,4 +1,4 @@
-"""Tessera makes unlike GPUs work as one.
+"""Tessera makes heterogeneous GPUs work as one.
 
     trace = tessera.capture(fn, *args, **kwargs)                        # what a call launches
     model = torch.compile(model, backend="tessera", options={...})      # see tessera.compile

@@ -255,7 +255,9 @@ class Function:
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
         if not same or blocks_of(tensors) != self.blocks:
-            raise MismatchError("these arguments are laid out unlike those of the capture", "Capture again.")
+            raise MismatchError(
+                "these arguments are laid out differently from those of the capture", "Capture again."
+            )
         changed = self._kept.changed() if self._kept is not None else None
         if changed is not None:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")

@@ -34,7 +34,7 @@ from tessera.errors import TesseraError
 
 app = typer.Typer(
     name="tessera",
-    help="Makes unlike GPUs work as one: kernel-level placement of PyTorch inference.",
+    help="Makes heterogeneous GPUs work as one: kernel-level placement of PyTorch inference.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -88,7 +88,7 @@ def _root(
         False, "--version", help="Print the version.", is_eager=True, callback=_show_version
     ),
 ) -> None:
-    """Makes unlike GPUs work as one: kernel-level placement of PyTorch inference."""
+    """Makes heterogeneous GPUs work as one: kernel-level placement of PyTorch inference."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

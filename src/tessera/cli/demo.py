@@ -38,7 +38,7 @@ FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
 # The proof.
 MODEL = "tiny-llama"
 PROMPTS = (
-    "Unlike GPUs, working as one",
+    "Heterogeneous GPUs, working as one",
     "A kernel is code; a launch is one run of it",
     "Which card should run this?",
     "Sound before fast",
@@ -57,8 +57,8 @@ POLICIES = (
     (Objective.THROUGHPUT, "attention-ffn"),
 )
 FIRST_LINE = (
-    f"Plans {FULL.model} for two unlike cards, proves on a small model that dividing it changes no bit, and "
-    "shows where dividing does not pay. No GPU, no weights; less than a minute."
+    f"Plans {FULL.model} for two different cards, proves on a small model that dividing it changes no bit, "
+    "and shows where dividing does not pay. No GPU, no weights; less than a minute."
 )
 
 
@@ -91,7 +91,7 @@ def demo(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Plan a large model on two unlike cards; run a small one divided, and check every bit."""
+    """Plan a large model on two different cards; run a small one divided, and check every bit."""
     if tokens < 1:
         raise TesseraError(f"{tokens} tokens are none", "Generate at least one.", "--tokens")
     started = time.perf_counter()
@@ -113,7 +113,7 @@ def demo(
     shown["seconds"] = round(time.perf_counter() - started, 1)
     print_json(shown) if as_json else _show(found, policies, shown)
     if not shown["verified"]:
-        raise TesseraError("the divided run differs from the undivided one", "Please report this.")
+        raise TesseraError("the divided run differs from the reference run", "Please report this.")
 
 
 def plan_full(load: Load) -> "LoadPlan":
@@ -161,7 +161,7 @@ def _run(
     reference = []
     for request in requests:
         reference.append(run_undivided(unit, request))
-        advance("generating undivided, for comparison")
+        advance("generating on one device, for comparison")
     with WorkerStepper(plans, workloads[0].weights(), max_failures=3) as stepper:
         stepper.spans = SpanLog(plans[0])
         return [_run_policy(stepper, i, requests, reference, advance) for i in range(len(plans))]

@@ -60,7 +60,7 @@ def picked_text(found: dict[str, Any], is_modelled: bool) -> str:
     rates = {t["plan"]: t for t in found["trials"]}
     mine = rates.pop(found["plan"])
     other = max(rates.values(), key=lambda t: float(t["per_s"]))
-    how = "modelled: stretched devices" if is_modelled else "measured here"
+    how = "modelled: dilated devices" if is_modelled else "measured here"
     return (
         f"picked {mine['policy']} ({found['plan']}): {mine['per_s']:,.1f} requests/s, {found['ahead']:+.1%} "
         f"against {other['policy']} ({how}, {len(found['trials'])} plans)"

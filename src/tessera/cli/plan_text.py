@@ -149,7 +149,7 @@ def show_reasons(made: Plan) -> None:
         mark = " (bottleneck)" if use.name == found.bottleneck else ""
         busy.add_row(use.name + mark, duration(use.busy_us), f"{use.utilisation:.0%}")
     out.print(busy)
-    memory = Table("device", "memory", "weights", "state", "temporaries", f"all, {made.slots} slots")
+    memory = Table("device", "memory", "weights", "state", "temporaries", f"all, {made.slots} microbatches")
     memory.title = "Memory (modelled, at most)"
     for room in found.memory:
         held = (room.weight_bytes, room.state_bytes, room.temporary_bytes)

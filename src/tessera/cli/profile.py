@@ -34,7 +34,7 @@ def profile(
         str, typer.Option(help="Of --links: over auto, shm, ipc, nvshmem or host.")
     ] = "auto",
     plot: Annotated[
-        Path | None, typer.Option(help="Draw how unlike two devices are, as PNG, SVG or PDF.")
+        Path | None, typer.Option(help="Draw how much two devices differ, as PNG, SVG or PDF.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

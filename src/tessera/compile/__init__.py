@@ -157,7 +157,7 @@ class Compiled:
             weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
 
     def _warn(self, reason: str) -> None:
-        warnings.warn(f"tessera runs this graph undivided: {reason}", UserWarning, stacklevel=3)
+        warnings.warn(f"tessera runs this graph on one device: {reason}", UserWarning, stacklevel=3)
 
 
 def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") -> None:
@@ -202,7 +202,7 @@ class Session:
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():
                 if name not in self._undefined and not _same_bits(tensor, theirs[name]):
-                    message = f"the divided run differs from the undivided one in '{name}'"
+                    message = f"the divided run differs from the reference run in '{name}'"
                     raise TesseraError(message, "Please report this model and these options.")
 
 

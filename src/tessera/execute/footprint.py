@@ -139,7 +139,7 @@ def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
             continue
         message = (
             f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights and "
-            f"{footprint.slots} slots of {_gb(footprint.slot_bytes)}), {_gb(over)} more than its "
+            f"{footprint.slots} microbatches of {_gb(footprint.slot_bytes)}), {_gb(over)} more than its "
             f"{_gb(device.memory_bytes)}"
         )
         raise DeviceMemoryError(message, _remedy(footprint, device.memory_bytes), f"device {device.name}")
@@ -181,7 +181,7 @@ def _remedy(footprint: Footprint, memory_bytes: int) -> str:
     if room <= 0:
         return f"Put {_gb(-room)} of its weights on another device: plan again with more devices."
     share = 1 - room / footprint.slot_bytes
-    return f"Use one slot, and capture with a batch or context at least {share:.0%} smaller."
+    return f"Use one microbatch, and capture with a batch or context at least {share:.0%} smaller."
 
 
 def _gb(size_bytes: int) -> str:

@@ -122,7 +122,9 @@ class WorkerStepper:
     def load(self, plans: Sequence[Plan]) -> None:
         """Sends the programs of other plans to the workers; what is open goes on."""
         if max(plan.slots for plan in plans) > self.microbatches:
-            raise MismatchError(f"there are {self.microbatches} microbatches only", "Plan with fewer slots.")
+            raise MismatchError(
+                f"there are {self.microbatches} microbatches only", "Plan with fewer (--slots)."
+            )
         programs = [ready_programs(plan) for plan in plans]
         needed = footprints(plans, programs)
         check_fits(plans, needed)

@@ -38,7 +38,7 @@ PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
         lambda p: all(0 <= lane.variant < len(p.every_variant) for lane in p.lanes),
     ),
     (
-        "the variants are the same steps at unlike batches",
+        "the variants are the same steps at different batches",
         lambda p: (
             len({variant.batch for variant in p.every_variant}) == len(p.every_variant)
             and len({_steps(variant.unit) for variant in p.every_variant}) == 1

@@ -38,7 +38,7 @@ FIGURES = {
     figure.name: figure
     for figure in (
         Figure(
-            heterogeneity.NAME, "Kernels on unlike cards", "tables where installed, else modelled",
+            heterogeneity.NAME, "Kernels on different cards", "tables where installed, else modelled",
             heterogeneity.tasks, heterogeneity.document, heterogeneity.draw, (12.0, 5.5),
         ),
         Figure(

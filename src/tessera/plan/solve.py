@@ -86,7 +86,7 @@ def work_out(
     Where memory is short, fewer requests in flight may leave room for a better placement: those are tried.
     """
     if config.slots < 1:
-        raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one slot.")
+        raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one (--slots).")
     most = work_out_at(unit, costs, cluster, config, simulate, glance)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
@@ -134,7 +134,7 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     task.glance = judge.quick_rate
     mixes = planner(task)
     if not mixes:
-        wishes = " with these wishes" if config.wishes else ""
+        wishes = " with these placement constraints" if config.wishes else ""
         raise PlanInfeasible(f"the policy '{name}' does not apply to this work{wishes}", _remedy(name))
     others = [m for m in coarse.values() if m is not None]
     others += _cells(task, judge, config)
@@ -158,7 +158,7 @@ def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
     def solve_part(devices: Sequence[int], slots: int) -> tuple[Mix, float]:
         part = restricted(problem, devices)
         if part is None:
-            raise PlanInfeasible("the wishes leave a launch nowhere to run there")
+            raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
         inner = Task(part, slots, task.is_judged, task.is_served)
         judged = Judge(inner, goal, name, judge.simulate, judge.glance)
         found = decide(inner, judged, replace(config, slots=slots, shown_slots=()))

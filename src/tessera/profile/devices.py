@@ -190,7 +190,7 @@ def _check_fit(here: Sequence[Device], card: Card) -> None:
     if not all(d.num_sms for d in here):
         raise TesseraError(
             f"{names} are the same card",
-            f"Cut it into parts ({base}/sm=K,{base}/sm=L) or stretch it ({base}/as=GPU,{base}/as=GPU).",
+            f"Cut it into parts ({base}/sm=K,{base}/sm=L) or dilate it ({base}/as=GPU,{base}/as=GPU).",
             PLACE,
         )
     total = sum(d.num_sms for d in here)

@@ -70,7 +70,7 @@ class Sureness:
         more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
         return (
             f"{self.wide_share:.0%} of the busy time is priced with an error above {WIDE:.0%}: "
-            f"{named}{more}. Unlike kernels are wrong independently, so that {whole}."
+            f"{named}{more}. Different kernels are wrong independently, so that {whole}."
         )
 
 

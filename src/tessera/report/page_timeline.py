@@ -136,7 +136,7 @@ def _spans(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[s
             place += f";top:{100 * min(row, num - 1) / num:.0f}%;height:{100 / num:.0f}%"
         name = short_name(span.label)
         took = duration(span.stop_us - span.start_us)
-        about = f"{span.label}, request {span.request}, slot {span.slot}, {took}"
+        about = f"{span.label}, request {span.request}, microbatch {span.slot}, {took}"
         text = cut(name, 24) if width >= NAMED_WIDTH and not span.is_transfer else ""
         style = f"r{span.request % NUM_COLOURS}" + (" t" if span.is_transfer else "")
         yield f'<i class="{style}" style="{place}" title="{cut(about, 140)}">{text}</i>'

@@ -73,7 +73,7 @@ def check_gpus(cluster: Cluster) -> None:
         )
     stretched = [d.name for d in cluster.devices if d.is_stretched]
     if stretched and len(stretched) < len(cluster.devices):
-        remedy = "Stretch all devices or none."
+        remedy = "Dilate all devices or none."
         raise TesseraError(f"{', '.join(stretched)} keep other times than the rest", remedy, PLACE)
 
 

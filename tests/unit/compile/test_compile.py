@@ -263,7 +263,7 @@ def test_verify_compares_every_call(value: float, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(torch.full((4,), 2.0), fn(torch.ones(4)))
         return
 
-    with pytest.raises(TesseraError, match=r"differs from the undivided one in 'output\.0'"):
+    with pytest.raises(TesseraError, match=r"differs from the reference run in 'output\.0'"):
         fn(torch.ones(4))
 
 

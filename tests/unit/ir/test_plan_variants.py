@@ -67,7 +67,7 @@ def test_rules_of_variants() -> None:
     broken = {
         "every lane follows a variant": replace(plan, lanes=(first, replace(plan.lanes[1], variant=2))),
         "each is followed by a lane": replace(plan, lanes=(first,)),
-        "the same steps at unlike batches": replace(plan, variants=(plan.every_variant[0],)),
+        "the same steps at different batches": replace(plan, variants=(plan.every_variant[0],)),
         "one price list per step": replace(
             plan, variants=(replace(plan.variants[0], costs=plan.every_variant[0].costs),)
         ),

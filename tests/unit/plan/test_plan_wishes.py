@@ -118,7 +118,9 @@ def test_coarse_policy_that_contradicts_has_no_figures() -> None:
 def test_policy_asked_for_against_the_wishes_is_refused() -> None:
     """It does not apply, because of them."""
     wishes = parse_wish("attention=d1", True), parse_wish("up=d0", True)
-    with pytest.raises(PlanInfeasible, match="'single' does not apply to this work with these wishes"):
+    with pytest.raises(
+        PlanInfeasible, match="'single' does not apply to this work with these placement constraints"
+    ):
         solve(*layered_case(), config(*wishes, policy="single"))
 
 

@@ -256,13 +256,13 @@ class DeviceGraphs:
             return
         fitting = (room - held_bytes) // each if each else 0
         remedy = (
-            f"Use {fitting} slots instead of {self.num_microbatches}, or a smaller batch or context."
+            f"Lower --slots from {self.num_microbatches} to {fitting}, or take a smaller batch or context."
             if fitting > 0
             else "Use a smaller batch or context, or fewer layers on this card."
         )
         raise DeviceMemoryError(
             f"the run needs {needed // MIB} MiB ({held_bytes // MIB} MiB of weights, {each // MIB} MiB a "
-            f"slot); {room // MIB} MiB are free",
+            f"microbatch); {room // MIB} MiB are free",
             remedy,
             self.device.record.name,
         )

@@ -305,7 +305,7 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
         order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.slots)]
         held = ", ".join(f"{order.count(n)}" for n in range(len(plan.lanes)))
         loss = f"{plan.rounding_loss:.2%} of the rate (simulated)"
-        yield f"Slots that follow each lane: {held}; rounding to whole slots costs {loss}."
+        yield f"Microbatches that follow each lane: {held}; rounding to whole ones costs {loss}."
     if plan.by_slots:
         listed = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_slots)
         yield f"With other numbers of requests in flight (simulated): {listed}."

@@ -284,6 +284,6 @@ class Judge:
         if devices not in self._bounds:
             part = restricted(prob, devices)
             if part is None:
-                raise PlanInfeasible("the wishes leave a launch nowhere to run")
+                raise PlanInfeasible("the placement constraints leave a launch nowhere to run")
             self._bounds[devices] = Task(part, self.task.slots).free.bound_per_s
         return self._bounds[devices]

@@ -80,7 +80,9 @@ def planner(objective: ir.Objective) -> Callable[[Task], tuple[Mix, ...]]:
         for devices, part in _worthwhile(task, objective):
             found += [_widened(task, devices, mix) for mix in throughput_mixes(part)]
         if not found:
-            raise PlanInfeasible("no subset of the devices fits", "Add a device, or lower batch or slots.")
+            raise PlanInfeasible(
+                "no subset of the devices fits", "Add a device, or lower --batch or --slots."
+            )
         return tuple(found)
 
     return mixes
