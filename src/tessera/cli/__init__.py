@@ -60,7 +60,7 @@ app.command()(gpus.gpus)
 INTERRUPTED = 130
 # What people do with it, for who types the name alone.
 FIRST_SCREEN = """\
-Tessera makes unlike GPUs work as one. Five things to do with it:
+Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
   See what it does         tessera demo
   Plan for cards           tessera plan llama-3-8b --devices emu:h20,emu:l40s
