@@ -15,6 +15,7 @@ from tessera.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = ("src", "tests", "benchmarks", "scripts", "examples", "corpus")
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -111,6 +112,15 @@ def test_a_script_exists(document: str, line: str) -> None:
     _, first, *more = shlex.split(line, comments=True)
     file = f"{more[0].replace('.', '/')}.py" if first == "-m" else first
     assert (ROOT / file).is_file(), document
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.name != "CHANGELOG.md"])
+def test_a_file_that_is_named_exists(document: Path) -> None:
+    """A Python file that a document speaks of is there, also where it is no link."""
+    names = {name for span in SPAN.findall(prose(document)) for name in re.findall(r"[\w/]+\.py\b", span)}
+    files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+    assert [name for name in names if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def test_the_readme_is_read_to_its_end() -> None:
