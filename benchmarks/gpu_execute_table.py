@@ -52,6 +52,7 @@ def table(whole: dict[str, Any]) -> str:
         name: part["ended"] for name, part in whole.items() if isinstance(part, dict) and "ended" in part
     }
     lines += ["", f"How the parts ended: {ended}"]
+    lines += ["", *(line for name, part in parts.items() for line in _other_runs(name, part))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -81,6 +82,12 @@ def side_by_side(whole: dict[str, Any]) -> str:
             cells = [f"{rate:.1f}" for rate in rates] + [f"{gain:.2f}" for gain in gains]
             lines.append(f"| {FAMILIES.get(family, family)} | {cards} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _other_runs(name: str, part: dict[str, Any]) -> list[str]:
+    """Of rows that were taken over: the command that made them."""
+    found = {key: value for key, value in part.items() if key.endswith("from")}
+    return [f"- {name}, {key.removesuffix('from').strip() or 'all'}: `{found[key]}`" for key in found]
 
 
 def _of(part: dict[str, Any], what: str) -> list[tuple[str, Any]]:

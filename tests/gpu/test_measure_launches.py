@@ -82,6 +82,6 @@ def test_the_clock_is_a_clock() -> None:
 @pytest.mark.parametrize("transport", ["ipc", "host"])
 def test_transfers_take_longer_the_more_they_move(transport: str) -> None:
     """Between two workers on one card."""
-    a, b = parse_devices("cuda:0,cuda:0")
+    a, b = parse_devices("cuda:0/as=a100,cuda:0/as=l40s")
     times = time_transfers(a, b, transport, (1 << 14, 1 << 26), build_graph).alone
     assert times[0][1] < times[1][1]
