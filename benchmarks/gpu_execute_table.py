@@ -61,7 +61,7 @@ FAMILIES = {
     "llama-decode": "Llama 3 8B, decode",
     "gpt-oss": "gpt-oss 20B",
     "mamba": "Mamba Codestral 7B",
-    "qwen": "Qwen2.5-VL 7B",
+    "qwen-vl": "Qwen2.5-VL 7B",
     "sd3.5": "SD 3.5 medium",
 }
 
