@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from browser import PHONE, browser, width_of
 from sampling import is_whole
 from tessera.advise import search
 from tessera.advise.records import in_ms
@@ -195,3 +196,36 @@ def test_diffusion_is_counted_in_images(capsys: pytest.CaptureFixture[str]) -> N
 def test_milliseconds_have_no_exponent() -> None:
     """Four digits where that is enough, all of them where it is not."""
     assert ("0.9361 ms", "1453 ms", "12990 ms") == tuple(map(in_ms, (0.93611, 1453.4, 12990.2)))
+
+
+def test_cards_that_are_there_are_told_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What to do, what it gains and costs, what to rent next; on a page too, which a phone can show."""
+    page_file = tmp_path / "advice.html"
+    words = ("--rate", "50", "--have", "a100,l40s", "--gpus", "l4,l40s", "--page", page_file)
+    found = advised(*words, "--save", tmp_path, "--batches", "8", "--slots", "1", capsys=capsys)
+
+    ways = {way["name"]: way for way in found["ways"]}
+    assert found["advice"]["name"] in ways
+    best = max(way["tokens_per_s"] for way in ways.values())
+    assert found["advice"]["tokens_per_s"] * (1 + found["rel_error"]) >= best
+    assert ways["data-parallel"]["requests_per_s"] * 4 == pytest.approx(ways["data-parallel"]["tokens_per_s"])
+    assert {"l4", "l40s"} == {card["gpu"] for card in found["next"]}
+    rent = gpu("a100").usd_per_hour, gpu("l40s").usd_per_hour
+    assert found["usd_per_hour"] <= sum(x for x in rent if x is not None)
+    assert 4 == len(found["answer"])
+    assert [str(tmp_path / "have.plan"), str(page_file)] == found["files"]
+    with browser() as opened:
+        page = opened.new_page(viewport=PHONE)
+        page.goto(page_file.as_uri())
+        assert found["answer"][0] == page.inner_text(".headline")
+        assert PHONE["width"] >= width_of(page)
+        assert "One more card" in page.inner_text("body")
+
+
+def test_a_map_goes_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a page, or where the folder has none, that is told before anything is planned."""
+    (tmp_path / "paper.json").write_text("{}")
+    asked = ("tiny-llama", *SMALL, "--rate", "5", "--regimes", tmp_path)
+
+    assert "--regimes: the map goes on a page" in run(*asked, capsys=capsys)[2]
+    assert "it has no map of regimes" in run(*asked, "--page", tmp_path / "x.html", capsys=capsys)[2]

@@ -1,6 +1,5 @@
 """tessera plan MODEL: batch, microbatches and placement for a load, from a model's name alone."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,8 +14,8 @@ from tessera.errors import TesseraError
 from tessera.ir import Cluster, Step, save
 from tessera.plan import BATCHES, LoadPlan, Option, Room, Target, explain
 
-# Columns of the curve in the terminal, and where it has lines.
-WIDTH, STEPS = 40, (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+# Columns of the curve in the terminal.
+WIDTH = 40
 # A gain below this is none.
 SAME = 5e-3
 
@@ -188,10 +187,12 @@ def verdict(found: LoadPlan) -> str:
 
 def curve(found: LoadPlan) -> list[str]:
     """Throughput over time per token: the best coarser policy's, and what a plan adds."""
+    from tessera.report import round_limits
+
     best = {o.tokens_per_s: o.tpot_ms for o in sorted(found.options, key=lambda o: -o.tpot_ms)}
     most = max(best)
     lines = ["tokens/s within so many ms a token (simulated): # best coarser policy, + what a plan adds"]
-    for limit in _round(min(o.tpot_ms for o in found.options), best[most]):
+    for limit in round_limits(min(o.tpot_ms for o in found.options), best[most]):
         within = [o for o in found.options if o.tpot_ms <= limit]
         others = max((o.tokens_per_s for o in within if o.policy != "plan"), default=0.0)
         rate = max(o.tokens_per_s for o in within)
@@ -200,11 +201,3 @@ def curve(found: LoadPlan) -> list[str]:
         gain = f"  {rate / others:.2f}x" if rate > others * (1 + SAME) > 0 else ""
         lines.append(f"{limit:8.3g} ms  {bar} {rate:,.0f}{gain}")
     return lines
-
-
-def _round(least: float, most: float) -> list[float]:
-    """Round numbers from the first that is not below the least to the first that is not below the most."""
-    scale = 10.0 ** math.floor(math.log10(least))
-    numbers = [scale * step * 10**n for n in range(math.ceil(math.log10(most / scale)) + 1) for step in STEPS]
-    end = next(x for x in numbers if x >= most)
-    return [x for x in numbers if least <= x <= end]

@@ -8,12 +8,13 @@ from tessera.report.folder_page import write_report
 from tessera.report.kernels import short_name
 from tessera.report.layer import layer_picture
 from tessera.report.page import Shown, write_page
+from tessera.report.page_advice import AdviceBar, AdviceTable, write_advice
 from tessera.report.perfetto import write_perfetto
 from tessera.report.tables import comparison_table, devices_table, graph_table, where_time_goes
-from tessera.report.units import duration, percent, rate, ratio, size
+from tessera.report.units import duration, percent, rate, ratio, round_limits, size
 
 __all__ = [
-    "Shown", "comparison_table", "devices_table", "duration", "graph_table", "layer_picture", "main_lane",
-    "percent", "rate", "ratio", "short_name", "size", "where_time_goes", "write_page", "write_perfetto",
-    "write_report",
+    "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration", "graph_table",
+    "layer_picture", "main_lane", "percent", "rate", "ratio", "round_limits", "short_name", "size",
+    "where_time_goes", "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

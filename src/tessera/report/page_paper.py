@@ -50,7 +50,7 @@ def _part(found: Mapping[str, Any], name: str, about: Row, folder: Path) -> str:
     if name == "throughput":
         body = "".join(_case(row) for row in found[name])
     elif name == "regimes":
-        body = _regimes(found[name]["cells"])
+        body = regimes_map(found[name]["cells"])
     else:
         body = _image(folder / f"{name}.png", str(about["title"]))
     published = found["published"][name]
@@ -82,7 +82,8 @@ def _case(row: Row) -> str:
     return f"{head}{escape(note)}</small></h3>{bars}"
 
 
-def _regimes(rows: Sequence[Row]) -> str:
+def regimes_map(rows: Sequence[Row]) -> str:
+    """Who is best where, and by how much: a table for each model and link."""
     tables: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         tables[row["model"], row["link"]].append(row)

@@ -1,6 +1,10 @@
 """Numbers as people read them: three significant digits and a unit. Bytes are decimal, as link rates are."""
 
+import math
+
 STEP = 1000.0
+# Round numbers within a power of ten.
+ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def duration(us: float) -> str:
@@ -39,6 +43,15 @@ def digits(value: float) -> str:
     if abs(value) < 0.1:
         return f"{value:.2g}"
     return f"{value:,.{places}f}"
+
+
+def round_limits(least: float, most: float) -> list[float]:
+    """Round numbers from the first that is not below the least to the first that is not below the most."""
+    scale = 10.0 ** math.floor(math.log10(least))
+    tens = range(math.ceil(math.log10(most / scale)) + 1)
+    numbers = [scale * step * 10**n for n in tens for step in ROUND]
+    end = next(x for x in numbers if x >= most)
+    return [x for x in numbers if least <= x <= end]
 
 
 def plural(count: int, noun: str) -> str:
