@@ -14,7 +14,7 @@ pairs     for each family and pair of devices: the throughput plan, data-paralle
           one card; with --host the plan for a link as `host` has it, over `host`
 soak      requests in a row with a change of policy at random and kills of workers: outputs equal, none lost
 
-Partitions of one card are priced by measuring, stretched devices by the cost model; rates on stretched
+Partitions of one card are priced by measuring, dilated devices by the cost model; rates on dilated
 devices are modelled rates: what was measured, times the time scale. Real widths, few layers, random weights.
 """
 
@@ -145,17 +145,17 @@ def whole_card() -> Any:
 def probe(log: Log, args: argparse.Namespace) -> None:
     """What the machine and the building blocks do."""
     from benchmarks.gpu_execute_probe import (
+        dilated_pair,
+        dilated_times,
         partitions_are_disjoint,
         parts_with_unused_sms,
         priorities_are_kept,
         slices_of_storage,
-        stretched_pair,
-        stretched_times,
     )
 
     log.attempt("slices of storage", slices_of_storage)
-    log.attempt("stretched launches", stretched_times)
-    log.attempt("stretched pair", stretched_pair)
+    log.attempt("dilated launches", dilated_times)
+    log.attempt("dilated pair", dilated_pair)
     log.attempt("partitions", partitions_are_disjoint)
     log.attempt("parts with SMs left over", parts_with_unused_sms)
     log.attempt("priorities of streams", priorities_are_kept)

@@ -72,7 +72,7 @@ def card_link(a: Device, b: Device) -> tuple[Link, ...]:
 def priced(
     built: Any, text: str, link: str, own: Sequence[Sequence[float]]
 ) -> tuple[Cluster, tuple[Costs, ...], TimeScale]:
-    """The pair's cluster, costs (measured for parts, modelled for stretched devices) and time scale."""
+    """The pair's cluster, costs (measured for parts, modelled for dilated devices) and time scale."""
     devices = parse_devices(text)
     if not devices[0].is_stretched:
         cluster = Cluster(devices, card_link(*devices))
@@ -214,7 +214,7 @@ def host_rates(
 ) -> dict[str, Any]:
     """The throughput plan for links as the host transport has them, over that transport.
 
-    A link is what it is, while devices are stretched: in the plan's time it is so many times as fast.
+    A link is what it is, while devices are dilated: in the plan's time it is so many times as fast.
     """
     a, b = cluster.devices
     times = time_transfers(a, b, "host", SIZES, build_graph)

@@ -62,8 +62,8 @@ def _replay_us(graph: Any, times: int = 9) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def _stretched(chains: list[tuple[Chain, Any, list[int]]], records: torch.Tensor) -> Any:
-    """A graph in which each stream does its launches, each stretched to so many nanoseconds."""
+def _dilated(chains: list[tuple[Chain, Any, list[int]]], records: torch.Tensor) -> Any:
+    """A graph in which each stream does its launches, each dilated to so many nanoseconds."""
     x = torch.ones(1 << 18, device="cuda")
     origin = driver.new_stream(0)
     graph = torch.cuda.CUDAGraph()
@@ -87,13 +87,13 @@ def _word() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device="cuda")
 
 
-def stretched_times() -> dict[str, Any]:
+def dilated_times() -> dict[str, Any]:
     """One stream, launches of 5 to 400 us: what a launch took on average, start to end of the graph."""
     turnstile, found = Turnstile(), {}
     for target in (5, 10, 20, 50, 100, 400):
         records = torch.zeros(LAUNCHES, RECORD_WORDS, dtype=torch.int64, device="cuda")
         chain = Chain(turnstile, _word())
-        graph = _stretched([(chain, driver.new_stream(0), [target * 1000] * LAUNCHES)], records)
+        graph = _dilated([(chain, driver.new_stream(0), [target * 1000] * LAUNCHES)], records)
         whole = _replay_us(graph)
         late = (records[:, 2] - records[:, 1]).float()
         found[str(target)] = {
@@ -103,7 +103,7 @@ def stretched_times() -> dict[str, Any]:
     return found
 
 
-def stretched_pair() -> dict[str, Any]:
+def dilated_pair() -> dict[str, Any]:
     """Two streams at once: devices of their own overlap, one device is passed one at a time."""
     turnstile, found = Turnstile(), {}
     places = torch.zeros(3, dtype=torch.int64, device="cuda")
@@ -117,7 +117,7 @@ def stretched_pair() -> dict[str, Any]:
             (Chain(turnstile, words[0], 0), driver.new_stream(0), [23_000] * LAUNCHES),
             (Chain(turnstile, words[1], 1), driver.new_stream(0), [21_000] * LAUNCHES),
         ]
-        whole = _replay_us(_stretched(chains, records))
+        whole = _replay_us(_dilated(chains, records))
         ends = [int(r[:, 1].max() - records[:, 0].min()) / 1e3 for r in records.split(LAUNCHES)]
         found[name] = {"us": round(whole, 1), "each ended at": [round(us, 1) for us in ends]}
     return {**found, "alone, us": [23 * LAUNCHES, 21 * LAUNCHES]}

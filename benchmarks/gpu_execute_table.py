@@ -11,7 +11,7 @@ from typing import Any
 NOTE = (
     "One worker process a device, both on one card under CUDA MPS. Rates are requests (work units) per "
     "second. On `/as=` devices time is modelled: rate = measured rate x scale, where every launch is "
-    "stretched to the modelled time of another GPU. 'simulated' is the planner's simulation of the same "
+    "dilated to the modelled time of another GPU. 'simulated' is the planner's simulation of the same "
     "plan. 'equal' says that every output and all state have the bits of the launches run one by one on one "
     "device."
 )

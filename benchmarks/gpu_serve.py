@@ -8,12 +8,12 @@ in a process of its own with a time limit, its results written as they come:
 
 engine     the service's engine on one device, all rows decoding, in turn with the Hugging Face model with a
            static cache under torch.compile, which is a process of its own on the same card
-pair       the engine on two stretched devices under a closed load: the plan, and coarser policies
-arrivals   a Poisson stream of requests on two stretched devices, for real and by the same engine in virtual
+pair       the engine on two dilated devices under a closed load: the plan, and coarser policies
+arrivals   a Poisson stream of requests on two dilated devices, for real and by the same engine in virtual
            time: what requests wait for their first token and for each after it
 
 Real widths (llama-3-8b), random weights, bfloat16, greedy. In the Hugging Face loop nobody looks at tokens;
-the engine hands each to its reader. On stretched devices time is modelled: rate = measured rate x scale.
+the engine hands each to its reader. On dilated devices time is modelled: rate = measured rate x scale.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def engine(log: Log, args: argparse.Namespace) -> None:
 
 
 def pair(log: Log, args: argparse.Namespace) -> None:
-    """The engine on two stretched devices, under every policy in turn."""
+    """The engine on two dilated devices, under every policy in turn."""
     from benchmarks.gpu_serve_hf import named
     from benchmarks.gpu_serve_load import run_load
 

@@ -3,8 +3,8 @@
     python benchmarks/soak.py --requests 1000 --switch-every 7 --out soak.json
 
 The tiny Llama (prefill and decodes) on two emulated devices under three policies: data-parallel,
-attention-ffn and layer-pipeline. Every output and state is compared with the undivided run, bit for bit
-(requests repeat after `--distinct`, so that the undivided run is made once for each). The resident memory of
+attention-ffn and layer-pipeline. Every output and state is compared with the reference run, bit for bit
+(requests repeat after `--distinct`, so that the reference run is made once for each). The resident memory of
 the engine and of every worker is read after the first tenth and at the end. Times are of this CPU, no GPU.
 """
 
@@ -22,7 +22,7 @@ from tessera.cli.ran import is_equal, overlap
 from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided, workloads_of
+from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference, workloads_of
 from tessera.ir import Objective, Plan, Step
 from tessera.profile import make_cluster, parse_devices
 
@@ -61,7 +61,7 @@ class Soak:
         self.faults: list[str] = []
         workloads = workloads_of(policies[0].unit)
         self.requests = [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(distinct)]
-        self._references = [run_undivided(policies[0].unit, request) for request in self.requests]
+        self._references = [run_reference(policies[0].unit, request) for request in self.requests]
         self.done = self.equal = self.switches = 0
         self.by_policy = [0] * self._num
 

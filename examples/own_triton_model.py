@@ -13,7 +13,7 @@ from tessera.capture import record
 from tessera.capture.function import workload
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
+from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
 from tessera.ir import Objective, Trace
 from tessera.plan import explain
 from tessera.profile import make_cluster, parse_devices
@@ -79,7 +79,7 @@ def main() -> None:
     request = UnitRequest([step], step.make_inputs(0), seed=0)
     with WorkerStepper([divided], step.weights()) as stepper:
         (result,) = run_offline(stepper, [request]).results
-    (expected,) = run_undivided(unit, request).outputs
+    (expected,) = run_reference(unit, request).outputs
     equal = all(torch.equal(tensor, result.outputs[0][name]) for name, tensor in expected.items())
     print("on two workers, equal bit for bit" if equal else "DIFFERENT")
 

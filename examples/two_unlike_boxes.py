@@ -13,7 +13,7 @@ import torch
 from tessera.capture import record_step
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import as_run, make_load_plan, make_plan, make_unit, price, requests_of, run_undivided
+from tessera.flow import as_run, make_load_plan, make_plan, make_unit, price, requests_of, run_reference
 from tessera.ir import Cluster, Objective, Step
 from tessera.plan import Target
 from tessera.profile import make_cluster, parse_devices
@@ -39,7 +39,7 @@ def does_it_work(cluster: Cluster) -> bool:
     asked = requests_of(plan, 4)
     with WorkerStepper([plan], asked.weights, transport="host") as stepper:
         results = run_offline(stepper, asked.work).results
-    expected = [run_undivided(*as_run(plan, 0, request)) for request in asked.work]
+    expected = [run_reference(*as_run(plan, 0, request)) for request in asked.work]
     return all(
         torch.equal(output[name], result.outputs[run][name])
         for model, result in zip(expected, results, strict=True)

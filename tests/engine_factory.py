@@ -12,7 +12,7 @@ from models import random_placement
 from tessera.capture import Workload, record
 from tessera.execute.offline import RunResult
 from tessera.execute.replay import same_bits
-from tessera.flow import Undivided, UnitRequest, make_unit, run_undivided
+from tessera.flow import ReferenceRun, UnitRequest, make_unit, run_reference
 from tessera.ir import Plan, Step, WorkUnit
 
 WIDTH, COUNTS = 16, (1, 3)
@@ -86,14 +86,14 @@ def plan_of(placements: Sequence[Sequence[Sequence[int]]], num_devices: int, slo
 
 
 @functools.cache
-def undivided(number: int) -> Undivided:
+def reference_run(number: int) -> ReferenceRun:
     """What the model gives for a request."""
-    return run_undivided(unit(), make_requests(number + 1)[number])
+    return run_reference(unit(), make_requests(number + 1)[number])
 
 
 def is_right(number: int, result: RunResult) -> bool:
-    """True iff every output and the state are the undivided run's, bit for bit."""
-    reference = undivided(number)
+    """True iff every output and the state are the reference run's, bit for bit."""
+    reference = reference_run(number)
     return (
         len(reference.outputs) == len(result.outputs)
         and all(

@@ -92,5 +92,5 @@ def _start(stepper: Stepper, microbatch: int, seat: _Seat) -> None:
 
 
 def are_right(results: Mapping[int, RunResult]) -> bool:
-    """True iff every request gave the undivided model's bits."""
+    """True iff every request gave the model itself's bits."""
     return all(made.is_right(number, result) for number, result in results.items())

@@ -336,14 +336,14 @@ def as_run(plan: Plan, lane: int, request: UnitRequest | BatchRequest) -> tuple[
 
 
 @dataclass(frozen=True)
-class Undivided:
+class ReferenceRun:
     """What the model itself gives for a request, in one process, with nothing placed anywhere."""
 
     outputs: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
 
 
-def run_undivided(unit: WorkUnit, request: UnitRequest) -> Undivided:
+def run_reference(unit: WorkUnit, request: UnitRequest) -> ReferenceRun:
     """The reference run: the model's own code, one thread, as in the workers."""
     torch.set_num_threads(1)
     state = {name: tensor.clone() for name, tensor in request.state().items()}
@@ -352,7 +352,7 @@ def run_undivided(unit: WorkUnit, request: UnitRequest) -> Undivided:
         for run in range(count):
             inputs = request.inputs(step, run, outputs[-1] if outputs else {})
             outputs.append(request.workloads[step].run(inputs, state))
-    return Undivided(outputs, state)
+    return ReferenceRun(outputs, state)
 
 
 # Weights and state of a model that is built on the CPU for the sake of its inputs.

@@ -30,7 +30,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
 
 
 def test_demo_is_verified(demo: tuple[dict[str, Any], Path]) -> None:
-    """Tokens, logits and state of every request equal the undivided run's, under both policies."""
+    """Tokens, logits and state of every request equal the reference run's, under both policies."""
     found, _ = demo
 
     assert found["verified"] is True

@@ -95,7 +95,7 @@ def test_the_plan_is_simulated(
 
 
 def test_the_plan_is_run(folder: Path, document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """On worker processes, every request bit for bit as the undivided model at its lane's batch."""
+    """On worker processes, every request bit for bit as the model itself at its lane's batch."""
     code, out, err = call("run", folder / "x.plan", "--requests", 6, "--verify", "--json", capsys=capsys)
 
     assert 0 == code, err

@@ -1,4 +1,4 @@
-"""Plans on worker processes of one GPU, on parts of it and on stretched devices: bits, time, faults, memory.
+"""Plans on worker processes of one GPU, on parts of it and on dilated devices: bits, time, faults, memory.
 
 Processes on one card take turns unless CUDA MPS joins them: what needs two at a time is skipped without it.
 Under MPS a process that is killed takes its neighbours with it: tests that kill are skipped there.
@@ -46,8 +46,8 @@ halves = pytest.mark.skipif(
 
 PROMPT, TOKENS, MICROBATCHES = 8, 4, 3
 PARTS = "cuda:0/sm=64,cuda:0/sm=32"
-STRETCHED = "cuda:0/as=a100,cuda:0/as=l40s"
-# Microseconds of every launch on both stretched devices.
+DILATED = "cuda:0/as=a100,cuda:0/as=l40s"
+# Microseconds of every launch on both dilated devices.
 TARGETS_US = (30.0, 50.0)
 TIMEOUT_S = 60.0
 # What a library may keep on the card, beside what a run needs.
@@ -124,8 +124,8 @@ def scattered(devices: str, seed: int = 0, lanes: int = 2) -> Plan:
 
 
 def apart(devices: Sequence[int]) -> Plan:
-    """A lane for each of these stretched devices, wholly on it."""
-    cluster = make_cluster(parse_devices(STRETCHED), "pcie4")
+    """A lane for each of these dilated devices, wholly on it."""
+    cluster = make_cluster(parse_devices(DILATED), "pcie4")
     lanes = tuple(whole_plan(unit(), cluster, d).lanes[0] for d in devices)
     return replace(whole_plan(unit(), cluster, 0), costs=flat_costs(cluster), lanes=lanes, slots=2)
 
@@ -183,9 +183,9 @@ def test_the_launches_one_by_one_give_the_models_own_bits() -> None:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "host"])
-@pytest.mark.parametrize("devices", [STRETCHED, PARTS])
+@pytest.mark.parametrize("devices", [DILATED, PARTS])
 def test_scattered_launches_give_the_bits_of_one_by_one(devices: str, transport: str) -> None:
-    """On stretched devices and on parts of the card, over every transport, nothing changes by a bit."""
+    """On dilated devices and on parts of the card, over every transport, nothing changes by a bit."""
     with opened([scattered(devices)], transport) as stepper:
         results = run_offline(stepper, [request(i % 4) for i in range(8)]).results
         moved = sum(stepper.use().moved.values())
@@ -204,7 +204,7 @@ def test_one_worker_on_the_card_gives_the_bits_of_one_by_one() -> None:
 @halves
 def test_nvshmem_gives_the_bits_of_one_by_one() -> None:
     """Two processing elements on one card, each with its half of it."""
-    with opened([scattered(STRETCHED)], "nvshmem", method="spawn") as stepper:
+    with opened([scattered(DILATED)], "nvshmem", method="spawn") as stepper:
         assert [] == wrong(run_offline(stepper, [request(i % 4) for i in range(8)]).results)
 
 
@@ -221,11 +221,11 @@ def test_policies_change_between_requests_and_drain_nothing() -> None:
 
 def test_plans_are_loaded_while_requests_run() -> None:
     """Requests in flight keep their lanes, later ones follow the new plan, and no worker is started again."""
-    with opened([scattered(STRETCHED, 0, lanes=1)]) as stepper:
+    with opened([scattered(DILATED, 0, lanes=1)]) as stepper:
 
         def on_done(number: int) -> None:
             if number == 3:
-                stepper.load([scattered(STRETCHED, 1, lanes=1)])
+                stepper.load([scattered(DILATED, 1, lanes=1)])
 
         results = run_offline(stepper, [request(i % 4) for i in range(12)], on_done=on_done).results
         restarts = [status.restarts for status in stepper.use().devices.values()]
@@ -237,8 +237,8 @@ def test_plans_are_loaded_while_requests_run() -> None:
 # Time -------------------------------------------------------------------------------------------------------
 
 
-def test_a_stretched_step_takes_its_modelled_time() -> None:
-    """Every launch of a step on one stretched device lasts for its target; so does the step."""
+def test_a_dilated_step_takes_its_modelled_time() -> None:
+    """Every launch of a step on one dilated device lasts for its target; so does the step."""
     plan = apart([1])
     traces = [g.trace for g in unit().graphs]
     us = [[TARGETS_US[1]] * len(trace.launches) for trace in traces]
@@ -268,14 +268,14 @@ def taken_s(plan: Plan) -> float:
 
 
 @beside
-def test_stretched_devices_work_at_the_same_time() -> None:
+def test_dilated_devices_work_at_the_same_time() -> None:
     """Two requests, each wholly on its own device, take little longer than the slower one; not both times."""
     slower, both = (f(TARGETS_US) * num_launches() * 1e-6 for f in (max, sum))
 
     assert taken_s(apart([0, 1])) < (slower + both) / 2
 
 
-def test_one_stretched_device_serves_one_launch_at_a_time() -> None:
+def test_one_dilated_device_serves_one_launch_at_a_time() -> None:
     """Two requests on the same device take twice as long as one."""
     both = 2 * TARGETS_US[0] * num_launches() * 1e-6
 
@@ -313,7 +313,7 @@ def test_measured_costs_add_up_to_the_step() -> None:
 @pytest.mark.parametrize("transport", ["ipc", "host"])
 def test_a_killed_worker_comes_back_and_results_stay_right(transport: str) -> None:
     """Requests in flight start again; its peer stays, and finds the new worker's memory."""
-    with opened([scattered(STRETCHED)], transport) as stepper:
+    with opened([scattered(DILATED)], transport) as stepper:
         stays, dies = stepper.plans[0].cluster.names
         pid = stepper.use().devices[dies].pid
         assert pid is not None
@@ -336,7 +336,7 @@ def test_a_killed_worker_comes_back_and_results_stay_right(transport: str) -> No
 @alone
 def test_a_worker_that_stands_still_is_found_by_the_time_out() -> None:
     """Its peer's graph waits for ever; the loss names the one that is silent, and requests start again."""
-    with opened([scattered(STRETCHED, lanes=1)], "ipc", timeout_s=10.0) as stepper:
+    with opened([scattered(DILATED, lanes=1)], "ipc", timeout_s=10.0) as stepper:
         assert [] == wrong(run_offline(stepper, [request(0)]).results)
         name = stepper.plans[0].cluster.names[1]
         pid = stepper.use().devices[name].pid

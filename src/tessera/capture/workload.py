@@ -108,7 +108,7 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """The undivided run: what every plan's result is compared with."""
+        """The reference run: what every plan's result is compared with."""
         with torch.no_grad(), entered(state), own_launches():
             return self.call(inputs, without_generators(state))
 

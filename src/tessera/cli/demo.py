@@ -3,7 +3,7 @@
 The gain is of a full-size model on two cards nobody has to own: planned from its outlines, without weights,
 by a process of its own. The proof is a four-layer Llama-style model with random weights: captured, analyzed,
 priced for two GPUs, planned three times, run for real on one worker process per device, and compared bit for
-bit with the undivided model. So small a model is also the case that gains nothing.
+bit with the model itself. So small a model is also the case that gains nothing.
 """
 
 import multiprocessing
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tessera.execute.offline import RunResult
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import Undivided, UnitRequest
+    from tessera.flow import ReferenceRun, UnitRequest
     from tessera.plan import LoadPlan
 
 # The gain: a model whose outlines are shipped, decodes alone, ten tokens a second for everyone at least; and
@@ -75,7 +75,7 @@ class Policy:
 
     @property
     def verified(self) -> bool:
-        """True iff nothing differs from the undivided run."""
+        """True iff nothing differs from the reference run."""
         return self.tokens_equal and self.logits_equal and self.state_equal
 
 
@@ -137,7 +137,7 @@ def _run(
     from tessera.capture import build, record
     from tessera.execute.spans import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import UnitRequest, make_plan, make_unit, price, run_undivided
+    from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
 
     steps = (
         Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
@@ -160,7 +160,7 @@ def _run(
     requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
     reference = []
     for request in requests:
-        reference.append(run_undivided(unit, request))
+        reference.append(run_reference(unit, request))
         advance("generating on one device, for comparison")
     with WorkerStepper(plans, workloads[0].weights(), max_failures=3) as stepper:
         stepper.spans = SpanLog(plans[0])
@@ -171,7 +171,7 @@ def _run_policy(
     stepper: "WorkerStepper",
     policy: int,
     requests: "list[UnitRequest]",
-    reference: "list[Undivided]",
+    reference: "list[ReferenceRun]",
     advance: Callable[[str], None],
 ) -> Policy:
     from tessera.execute.offline import run_offline, timeline_of

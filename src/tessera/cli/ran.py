@@ -13,7 +13,7 @@ from tessera.ir import Plan, Timeline
 if TYPE_CHECKING:
     from tessera.cli.picking import Picked
     from tessera.execute.offline import RunResult
-    from tessera.flow import Undivided
+    from tessera.flow import ReferenceRun
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Ran:
         )
 
 
-def is_equal(reference: "Undivided | RunResult", result: "RunResult") -> bool:
+def is_equal(reference: "ReferenceRun | RunResult", result: "RunResult") -> bool:
     """True iff every output of every run and the final state hold the same bytes."""
     from tessera.execute.replay import same_bits
 

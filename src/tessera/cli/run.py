@@ -1,4 +1,4 @@
-"""tessera run: plans on real worker processes, compared with the undivided model.
+"""tessera run: plans on real worker processes, compared with the model itself.
 
 With --verify every request has inputs of its own, and is compared with the model itself, called in this
 process on the same inputs; so a value that a capture took for a constant shows. On GPUs it is compared with
@@ -127,7 +127,7 @@ def _run(
 ) -> tuple[Ran, bool | None]:
     """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import as_run, requests_of, run_undivided
+    from tessera.flow import as_run, requests_of, run_reference
 
     on_gpus, scale = has_gpus(plans[0]), 1.0
     asked = requests_of(plans[0], num, is_fresh=verify and not on_gpus)
@@ -151,7 +151,7 @@ def _run(
     for request, result in zip(work, ran.results, strict=True):
         if not result.error:
             unit, own = as_run(plans[result.policy], result.lane, request)
-            equal &= is_equal(run_undivided(unit, own), result)
+            equal &= is_equal(run_reference(unit, own), result)
         advance(f"compared request {request.seed}")
     return ran, equal
 
@@ -169,7 +169,7 @@ def _try_out(
     scale: float,
     advance: Callable[[str], None],
 ) -> Picked:
-    """Tries every plan on the requests over and over; rates are modelled where devices are stretched."""
+    """Tries every plan on the requests over and over; rates are modelled where devices are dilated."""
     from tessera.execute.offline import EACH, pick, run_offline, try_all
 
     advance("trying the plans out")

@@ -38,7 +38,7 @@ def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
 
 
 def time_scale(plan: Plan, weights: "Tensors", request: "Request") -> float:
-    """How many times longer than modelled everything takes on stretched devices; 1 where none is."""
+    """How many times longer than modelled everything takes on dilated devices; 1 where none is."""
     from tessera.execute.cuda.measure import scale_of
 
     return scale_of(plan, weights, request).factor

@@ -231,7 +231,7 @@ def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: 
 
 
 def _announce_alone(ready: "RunningAlone", url: str, seconds: float, as_json: bool) -> None:
-    """The same of what is served undivided."""
+    """The same of what is served on one device."""
     if not as_json:
         told = f"{ready.name} ({ready.summary}) at {url} after {seconds:.1f} s"
         console().print(told, markup=False, soft_wrap=True)

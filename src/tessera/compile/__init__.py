@@ -11,7 +11,7 @@ Options, with what they are if left out:
   objective  "latency" or "throughput" ("latency": a call returns before the next one starts)
   slots      calls in flight that a plan for throughput counts on (1); calls of several threads share them
   policy     a coarser policy to follow instead of the objective's own, such as "layer-pipeline" (None)
-  verify     run every call undivided too and raise unless both agree bit for bit (False)
+  verify     run every call on one device too and raise unless both agree bit for bit (False)
 
 Results are equal bit for bit to those of the same model on one CPU thread, which is what a worker has.
 Tensors that the model changes in place (caches, buffers) are changed for the caller. Weights are put into

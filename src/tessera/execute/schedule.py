@@ -2,10 +2,10 @@
 
 After every launch a device looks at the jobs that can go on, and takes the one that will be done soonest,
 by the modelled times, with what it can do before it must wait for a transfer or ends; of equal ones the
-oldest. So a short stretch whose result another device waits for is not held up behind a long one: with few
-requests in flight, a decode that crosses between devices would otherwise wait for a whole stretch of a
+oldest. So a short segment whose result another device waits for is not held up behind a long one: with few
+requests in flight, a decode that crosses between devices would otherwise wait for a whole segment of a
 prefill at every crossing. A job never waits for a younger one for longer than the younger ones' shorter
-stretches last; where requests in flight are few and each ends, none waits for ever. A service's slots do not
+segments last; where requests in flight are few and each ends, none waits for ever. A service's slots do not
 end: there a long job may wait as long as shorter ones keep its device busy. Jobs without modelled
 times go by age.
 """

@@ -9,7 +9,7 @@ class DeviceKind(StrEnum):
 
     CPU = "cpu"  # computes on this machine's CPU, in real time
     EMU = "emu"  # computes on this machine's CPU, on another GPU's virtual clock
-    CUDA = "cuda"  # a GPU of this machine, a part of one, or one stretched to another GPU's times
+    CUDA = "cuda"  # a GPU of this machine, a part of one, or one dilated to another GPU's times
 
 
 AWAY = -1
@@ -35,7 +35,7 @@ class Device:
     ordinal: int = 0
     # Of a CUDA device that is a part of its card: how many SMs it has. 0 means all of them.
     num_sms: int = 0
-    # True iff launches run on the card and are stretched to the times of `gpu`, which is another one.
+    # True iff launches run on the card and are dilated to the times of `gpu`, which is another one.
     is_stretched: bool = False
 
 

@@ -5,11 +5,11 @@ A device list is comma-separated. Its words:
   cpu            this machine's CPU, one thread, in real time
   cuda:N         GPU number N of this machine, all of it
   cuda:N/sm=K    a part of that GPU with K of its SMs
-  cuda:N/as=GPU  that GPU, each launch stretched to the time it takes on another one
+  cuda:N/as=GPU  that GPU, each launch dilated to the time it takes on another one
   away:GPU       a whole GPU of that kind in another machine, the first one that its worker sees
   away:GPU:N     N of them
 The second of a kind is called `emu:a100#1`, and so on. Parts of one card must fit it together, and a card is
-either whole, cut into parts, or stretched; several devices on one card share its memory evenly.
+either whole, cut into parts, or dilated; several devices on one card share its memory evenly.
 
 Every two devices are joined in both directions by one kind of link, or, with the link `measured`, by what was
 measured between them. Mixed wiring by name is not handled.
@@ -147,7 +147,7 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
         sms = _sms(word, value, card)
         return replace(whole, name=f"{name}/sm={sms}", num_sms=sms)
     if what == "as" and value:
-        return _stretched(whole, value)
+        return _dilated(whole, value)
     raise TesseraError(f"'{option}' in '{word}' is not understood", "Write /sm=K or /as=GPU.", PLACE)
 
 
@@ -158,7 +158,7 @@ def _sms(word: str, value: str, card: Card) -> int:
     return int(value)
 
 
-def _stretched(whole: Device, name: str) -> Device:
+def _dilated(whole: Device, name: str) -> Device:
     spec = gpu(name)
     return replace(
         whole,

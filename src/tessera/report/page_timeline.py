@@ -116,7 +116,7 @@ def closer_look(timeline: Timeline, found: Sequence[Track]) -> str:
 
 
 def _window(timeline: Timeline) -> tuple[float, float]:
-    """The stretch of time that holds about MAX_SPANS spans around the middle one."""
+    """The span of time that holds about MAX_SPANS spans around the middle one."""
     spans = timeline.spans
     if len(spans) <= MAX_SPANS:
         return spans[0].start_us, max(s.stop_us for s in spans)

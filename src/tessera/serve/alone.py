@@ -1,4 +1,4 @@
-"""AloneService: what services of undivided models share, whatever they make.
+"""AloneService: what services of models on one device share, whatever they make.
 
 They compute on one device in this process, without plans and workers, so they take no asks; what they do they
 show as any service does.
@@ -57,8 +57,8 @@ class AloneService(ABC):
         share = self._busy_s / max(1e-9, time.monotonic() - self._begun_s)
         return Snapshot(
             model=self._model,
-            policy="undivided",
-            policies=("undivided",),
+            policy="single-device",
+            policies=("single-device",),
             devices=(DeviceView(self._device, share, 0),),
             links=(),
             running=self._running,

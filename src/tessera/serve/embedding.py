@@ -8,7 +8,7 @@ of sentence-transformers (modules.json): the mean, the largest of each number, o
 the last token, of length 1 if it says so. Without these files it is the mean, as that library does.
 
 Inputs of all clients that wait are computed together, those of one request from the shortest to the longest.
-The encoder is computed undivided on one device, the first of those named, by a thread of this process: an
+The encoder is computed on one device, the first of those named, by a thread of this process: an
 encoder has no state to place, and small ones fit anywhere. Plans, workers and emulated times are for models
 that generate. Not handled: modules behind the pooling other than Normalize, and models that generate as
 encoders.

@@ -29,7 +29,7 @@ class Endpoint:
     vocab_size: int
     # Whole seconds since 1970.
     created: int
-    # The plans that the policies follow now: a lost device may have changed them. None if undivided.
+    # The plans that the policies follow now: a lost device may have changed them. None if there are none.
     plans: Callable[[], Sequence[Plan]] = tuple
     # Of a model that sees; None: it reads text only.
     eyes: "Eyes | None" = None

@@ -1,13 +1,13 @@
 """prepare_on_gpus: `planning.prepare` for GPUs of this machine, each with a worker process of its own.
 
 Steps are captured from compiled code, so that they run at its speed. Launches are measured on real cards and
-parts of one; on stretched devices they are priced by the cost model, and the run has a time scale (see
-`execute.cuda.pace`): what is measured there is modelled time, stretched by that scale. The plan for
+parts of one; on dilated devices they are priced by the cost model, and the run has a time scale (see
+`execute.cuda.pace`): what is measured there is modelled time, dilated by that scale. The plan for
 throughput is rehearsed against simpler ones, and the best of them is served by; see `replan`.
 
 A large built-in model's random weights are made on the GPU, and are other numbers than the CPU would make;
 workers of the same card are handed that very memory. Not handled: GPUs beside CPUs, and real cards beside
-stretched ones.
+dilated ones.
 """
 
 import time
@@ -71,10 +71,10 @@ def check_gpus(cluster: Cluster) -> None:
             "Name GPUs of this machine only, or none of them.",
             PLACE,
         )
-    stretched = [d.name for d in cluster.devices if d.is_stretched]
-    if stretched and len(stretched) < len(cluster.devices):
+    dilated = [d.name for d in cluster.devices if d.is_stretched]
+    if dilated and len(dilated) < len(cluster.devices):
         remedy = "Dilate all devices or none."
-        raise TesseraError(f"{', '.join(stretched)} keep other times than the rest", remedy, PLACE)
+        raise TesseraError(f"{', '.join(dilated)} keep other times than the rest", remedy, PLACE)
 
 
 def prepare_on_gpus(

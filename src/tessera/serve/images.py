@@ -5,7 +5,7 @@
 
 The pipeline is diffusers' own for pictures from text, whatever its encoders, denoiser and decoder are; it is
 built from safetensors and from classes of the libraries, never from code that a folder brings. It is computed
-undivided on one device, the first of those named, by a thread of this process, one picture after the other:
+on one device, the first of those named, by a thread of this process, one picture after the other:
 a client that goes stops its picture at the next step. `tessera run` places a denoiser on several devices.
 
 Not handled: pictures that are changed or filled in, and pipelines for video or sound.

@@ -111,7 +111,7 @@ class Prepared:
     unit: WorkUnit
     costs: tuple[Costs, ...]
     plans: tuple[Plan, ...]
-    # Measured time = modelled time x scale; 1 where no device is stretched.
+    # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
     # Policy -> tokens a second when served, modelled, where that was looked at.
     rehearsed: Mapping[str, float] = field(default_factory=dict)

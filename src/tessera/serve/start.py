@@ -125,7 +125,7 @@ def started(
 
 @dataclass(frozen=True)
 class RunningAlone:
-    """An encoder or a pipeline that is served undivided, and the application in front of it."""
+    """An encoder or a pipeline that is served on one device, and the application in front of it."""
 
     name: str
     service: "EmbeddingService | ImageService"
@@ -137,7 +137,7 @@ class RunningAlone:
 
 
 def is_alone(model: str) -> bool:
-    """True for a model that is served undivided: `started_alone` is for it."""
+    """True for a model that is served on one device: `started_alone` is for it."""
     from tessera.serve.embedding import embeds
     from tessera.serve.images import makes_images
 

@@ -10,7 +10,7 @@ from tessera.adapt import Capability, LaneLoad, Point, crossing_per_s, planned_u
 from tessera.errors import ArrivalsError
 from tessera.ir import Plan
 from tessera.simulate.arrivals import poisson
-from tessera.simulate.columns import LaunchStretch, Scripts, bus_names
+from tessera.simulate.columns import LaunchSegment, Scripts, bus_names
 from tessera.simulate.metrics import METRICS, LatencyLimit, measured
 from tessera.simulate.online import SimulatedServer
 from tessera.simulate.rows import Demand
@@ -101,7 +101,7 @@ def lane_loads(plan: Plan) -> tuple[LaneLoad, ...]:
             for device, kernels in planned_us(plan, index, step).items():
                 busy.setdefault(device, []).extend(kernels)
             for item in (item for column in made[step][1].columns for item in column.items):
-                for wire in item.sends if isinstance(item, LaunchStretch) else ():
+                for wire in item.sends if isinstance(item, LaunchSegment) else ():
                     wires[names[wire.bus]] = wires.get(names[wire.bus], 0.0) + wire.wire_us
         devices = tuple((device, tuple(kernels)) for device, kernels in sorted(busy.items()))
         found.append(LaneLoad(devices, tuple(sorted(wires.items())), lane.rate_per_s))

@@ -1,12 +1,12 @@
 """simulate: requests that all wait at time zero, run through a plan under a virtual clock.
 
 Times what the workers would run by `core`. With detail there is one span per launch; without,
-one per stretch of launches: the same times with fewer records.
+one per segment of launches: the same times with fewer records.
 """
 
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Clock, Plan, Span, Timeline, verify
-from tessera.simulate.columns import LaunchStretch, Script, Scripts, TransferWire
+from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire
 from tessera.simulate.core import Core, Flight
 
 
@@ -50,8 +50,8 @@ class _Simulation(Core):
         self._done.append((flight.number, 0.0, now))
         self._admit(flight.microbatch, now)
 
-    def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
+    def on_segment(
+        self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
         """A span per launch, or one for all of them."""
         state = self.devices[device]
@@ -63,7 +63,7 @@ class _Simulation(Core):
                 self._span(track, trace.step.kind, flight, state.since_us, stop_us)
             return
         place = lane.placement.devices[script.step]
-        ends, first = stretch.ends_us, stretch.ends_us[state.start]
+        ends, first = segment.ends_us, segment.ends_us[state.start]
         for launch in range(state.start, state.stop):
             if place[launch] == device:
                 start, stop = (state.since_us + ends[i] - first for i in (launch, launch + 1))

@@ -1,4 +1,4 @@
-"""What a device goes through in one run of a program: receives, and stretches of launches that end in sends.
+"""What a device goes through in one run of a program: receives, and segments of launches that end in sends.
 
 `Scripts` makes this straight from a placement, with work that grows with the transfers and not with the
 launches; a test holds it against the programs that workers run.
@@ -31,10 +31,10 @@ class TransferWire:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchStretch:
+class LaunchSegment:
     """Launches in a row on one device, then transfers that leave at their end.
 
-    Launch i of the stretch's list ends at ends_us[i + 1]; this stretch is [start, stop) of it.
+    Launch i of the segment's list ends at ends_us[i + 1]; this segment is [start, stop) of it.
     """
 
     ends_us: list[float]
@@ -52,7 +52,7 @@ class LaunchStretch:
 class DeviceColumn:
     """One device's list, and from each place in it the time until it may have to wait."""
 
-    items: tuple[Recv | LaunchStretch, ...]
+    items: tuple[Recv | LaunchSegment, ...]
     until_wait_us: tuple[float, ...]
 
 
@@ -74,10 +74,10 @@ class Script:
     @cached_property
     def device_us(self) -> tuple[float, ...]:
         """How long each device is busy with it."""
-        return tuple(sum(x.us for x in c.items if isinstance(x, LaunchStretch)) for c in self.columns)
+        return tuple(sum(x.us for x in c.items if isinstance(x, LaunchSegment)) for c in self.columns)
 
 
-def make_column(items: Sequence[Recv | LaunchStretch]) -> DeviceColumn:
+def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
     """With its times until it waits."""
     return DeviceColumn(tuple(items), until_wait(items, lambda x: x.us))
 
@@ -194,9 +194,9 @@ class Scripts:
                 sends.setdefault(src, []).append(self.wires.of(number, src, home, size))
         if not sends:
             return None
-        columns: list[list[Recv | LaunchStretch]] = [[] for _ in self.cluster.devices]
+        columns: list[list[Recv | LaunchSegment]] = [[] for _ in self.cluster.devices]
         for src, wires in sends.items():
-            columns[src].append(LaunchStretch([0.0], 0, 0, tuple(wires)))
+            columns[src].append(LaunchSegment([0.0], 0, 0, tuple(wires)))
         for wires in sends.values():
             for wire in wires:
                 columns[wire.dst].append(Recv(wire.number))
@@ -225,19 +225,19 @@ def column_of(
     ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[TransferWire]
 ) -> DeviceColumn:
     """Events are (launch, 1: sent after it or 0: received before it, transfer), in trace order."""
-    items: list[Recv | LaunchStretch] = []
+    items: list[Recv | LaunchSegment] = []
     done = 0  # launches before this one are in the column
     for launch, is_send, number in events:
         at = launch + is_send
         has_work = ends[at] > ends[done]
         last = items[-1] if items else None
         if not is_send:
-            items += [LaunchStretch(ends, done, at), Recv(number)] if has_work else [Recv(number)]
-        elif not has_work and isinstance(last, LaunchStretch):
-            items[-1] = LaunchStretch(ends, last.start, last.stop, (*last.sends, wires[number]))
+            items += [LaunchSegment(ends, done, at), Recv(number)] if has_work else [Recv(number)]
+        elif not has_work and isinstance(last, LaunchSegment):
+            items[-1] = LaunchSegment(ends, last.start, last.stop, (*last.sends, wires[number]))
         else:
-            items.append(LaunchStretch(ends, done, at, (wires[number],)))
+            items.append(LaunchSegment(ends, done, at, (wires[number],)))
         done = at
     if ends[-1] > ends[done]:
-        items.append(LaunchStretch(ends, done, len(ends) - 1))
+        items.append(LaunchSegment(ends, done, len(ends) - 1))
     return make_column(items)

@@ -3,7 +3,7 @@
 Uses the queue that the workers use; only time is replaced. A launch takes its modelled
 time on its device, one at a time; after each one the device takes the job that the queue picks. A transfer
 occupies its bus for its wire time, first come first served, and arrives a latency later. Receives cost
-nothing. A stretch of launches is one event unless a job comes that the queue would rather have: then it ends
+nothing. A segment of launches is one event unless a job comes that the queue would rather have: then it ends
 at the launch that runs just then, which gives the same times as looking after every launch.
 """
 
@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from tessera.execute.schedule import Job, Queue
 from tessera.ir import Recv
-from tessera.simulate.columns import LaunchStretch, Script, TransferWire
+from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 
 # What an event says, where it is not the number of a transfer that arrives.
 END = -1
@@ -43,14 +43,14 @@ class Flight:
 
 @dataclass(slots=True)
 class SimulatedDevice:
-    """What a device does now: launches [start, stop) of the job's next stretch, since `since_us`."""
+    """What a device does now: launches [start, stop) of the job's next segment, since `since_us`."""
 
     queue: Queue = field(default_factory=Queue)
     job: Job | None = None
     start: int = 0
     stop: int = 0
     since_us: float = 0.0
-    # Counts the plans made for the end of a stretch; only the last of them counts.
+    # Counts the plans made for the end of a segment; only the last of them counts.
     epoch: int = 0
 
 
@@ -70,10 +70,10 @@ class Core(ABC):
         """A flight has nothing left to run."""
 
     @abstractmethod
-    def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
+    def on_segment(
+        self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
-        """A device has been busy with launches [device.start, device.stop) of a stretch."""
+        """A device has been busy with launches [device.start, device.stop) of a segment."""
 
     def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
         """A transfer occupies its bus."""
@@ -123,14 +123,14 @@ class Core(ABC):
             self._cut(state, device, job, now)
 
     def _cut(self, state: SimulatedDevice, device: int, job: Job, now: float) -> None:
-        """Ends the stretch at the launch that runs now, if the newcomer has less to do than what is left."""
+        """Ends the segment at the launch that runs now, if the newcomer has less to do than what is left."""
         current = state.job
         assert current is not None, "only a busy device is interrupted"
-        stretch, scale = current.instructions[current.position], self._running[current.ticket][2]
-        ends = stretch.ends_us
+        segment, scale = current.instructions[current.position], self._running[current.ticket][2]
+        ends = segment.ends_us
         reached = ends[state.start] + (now - state.since_us - SAME_US) / scale
         at = bisect_left(ends, reached, state.start, state.stop)
-        left = current.until_wait_us[current.position] - (ends[at] - ends[stretch.start])
+        left = current.until_wait_us[current.position] - (ends[at] - ends[segment.start])
         if at < state.stop and (job.left_us, job.ticket) < (left, current.ticket):
             state.stop = at
             self._plan_end(state, device, ends, scale)
@@ -154,27 +154,27 @@ class Core(ABC):
             job.position = at
             if at == num:
                 self._end_job(device, job, now)
-            elif type(item) is LaunchStretch:
+            elif type(item) is LaunchSegment:
                 state.job, state.since_us, state.stop = job, now, item.stop
                 state.start = item.start if not job.spent_us else _after(item, job.spent_us)
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
 
     def _end(self, device: int, now: float) -> None:
-        """A stretch, or the part of it that was let run, has ended."""
+        """A segment, or the part of it that was let run, has ended."""
         state = self.devices[device]
         job = state.job
-        assert job is not None, "only a busy device ends a stretch"
+        assert job is not None, "only a busy device ends a segment"
         flight, script, scale = self._running[job.ticket]
-        stretch = job.instructions[job.position]
-        self.on_stretch(device, flight, script, stretch, now)
+        segment = job.instructions[job.position]
+        self.on_segment(device, flight, script, segment, now)
         state.job = None
-        if state.stop < stretch.stop:
-            job.spent_us = stretch.ends_us[state.stop] - stretch.ends_us[stretch.start]
+        if state.stop < segment.stop:
+            job.spent_us = segment.ends_us[state.stop] - segment.ends_us[segment.start]
         else:
             job.spent_us = 0.0
             job.position += 1
-            if stretch.sends:
-                self._send(flight, job.ticket, stretch.sends, scale, now)
+            if segment.sends:
+                self._send(flight, job.ticket, segment.sends, scale, now)
             if job.position == len(job.instructions):
                 self._end_job(device, job, now)
         if state.job is None:
@@ -207,7 +207,7 @@ class Core(ABC):
             self.on_end(flight, now)
 
 
-def _after(stretch: LaunchStretch, spent_us: float) -> int:
-    """The launch of a stretch that follows when so much of it is done."""
-    reached = stretch.ends_us[stretch.start] + spent_us - SAME_US
-    return bisect_left(stretch.ends_us, reached, stretch.start, stretch.stop)
+def _after(segment: LaunchSegment, spent_us: float) -> int:
+    """The launch of a segment that follows when so much of it is done."""
+    reached = segment.ends_us[segment.start] + spent_us - SAME_US
+    return bisect_left(segment.ends_us, reached, segment.start, segment.stop)

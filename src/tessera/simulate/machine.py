@@ -2,7 +2,7 @@
 
 Whoever drives it begins the next run of a microbatch before the loop goes on. From one end of a run to the
 next devices and links do what follows from where they stand and from what is begun there, and from nothing
-else. So that stretch is kept, with its duration and the busy time in it: requests that join or leave a
+else. So that span is kept, with its duration and the busy time in it: requests that join or leave a
 microbatch change none of it, a busy server repeats itself, and a hundred thousand requests take seconds.
 Times between two ends are rounded to a millionth of a microsecond, so that places that are the same are found
 again; that is all that is lost. Runs whose times are all different (jitter) are not worth keeping.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tessera.execute.schedule import Job
-from tessera.simulate.columns import LaunchStretch, Script, TransferWire
+from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
 # Of a microsecond, in times that are kept.
@@ -71,8 +71,8 @@ class _Loop(Core):
         """Somebody looks at it before the loop goes on."""
         self.ended.append(flight.number)
 
-    def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
+    def on_segment(
+        self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
         self.busy_us[device] += stop_us - self.devices[device].since_us
 
@@ -172,7 +172,7 @@ class VirtualMachine:
         self.now_us = 0.0
         # Of every device and every bus, until the last end of a run.
         self.busy_us = [0.0] * (num_devices + num_buses)
-        # Stretches between two ends of runs that were known, and that were worked out.
+        # Spans between two ends of runs that were known, and that were worked out.
         self.num_followed = self.num_worked_out = 0
         self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
         self._places: dict[State, _Place] = {}

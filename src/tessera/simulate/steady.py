@@ -1,14 +1,14 @@
-"""SteadyRates: the rate of a plan with all microbatches full, from a short stretch of simulated time.
+"""SteadyRates: the rate of a plan with all microbatches full, from a short span of simulated time.
 
-The same loop as `simulate`, without a timeline, watched for a stretch of work instead of to an end
+The same loop as `simulate`, without a timeline, watched for a while instead of to an end
 (`Window`). Slots start spread over their requests, so the system is full at once and a quarter of a request's
 time with four slots sees every phase of a request once. Work is counted as fractions of a request: a
-stretch's share of its request's busy time, times the work units in the request.
+segment's share of its request's busy time, times the work units in the request.
 
 A verdict simulates every launch, of fewer requests where programs are long. A quick look at long programs,
 and a verdict on very long ones that would take a second, simulates samples (`Fluid`): while every slot stays
-in its step, each goes on at a steady pace, and what a few hundred stretches show holds for the thousands that
-follow. Some stretches are simulated to settle, then some to measure each slot's pace; then all slots are
+in its step, each goes on at a steady pace, and what a few hundred segments show holds for the thousands that
+follow. Some segments are simulated to settle, then some to measure each slot's pace; then all slots are
 moved ahead at their paces, until just before the first of them comes to the end of its step, which is always
 simulated. Work and time of what is skipped are those of the sample, times how often it fits. Not seen: what
 differs along a program beyond the samples, which fall on other launches every time.
@@ -25,7 +25,7 @@ import numpy as np
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.execute.schedule import Job
 from tessera.ir import Plan, Recv
-from tessera.simulate.columns import LaunchStretch, Script, Scripts
+from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
 # Runs of each slot, at least: before the clock counts, and while it does.
@@ -87,8 +87,8 @@ class Window(Core):
         self._lanes, self._slots, self._extent = lanes, plan.slots, extent
         self._weights = weights_of(plan)
         self._done = self._target = self._skipped_us = 0.0
-        self._count = 0  # stretches so far; a subclass may start again
-        self._due = math.inf  # stretches until something is to be done about them
+        self._count = 0  # segments so far; a subclass may start again
+        self._due = math.inf  # segments until something is to be done about them
         self._flights: dict[int, Flight] = {}
         # Slot -> the run that it is in: its script, its ticket and its busy time so far.
         self._script: dict[int, Script] = {}
@@ -113,10 +113,10 @@ class Window(Core):
         return self._stand(now)
 
     def _watch(self, now: float) -> None:
-        """So many stretches have passed as were waited for."""
+        """So many segments have passed as were waited for."""
 
     def _stand(self, now: float | None) -> tuple[float, float]:
-        """(time, work done), stretches that run counted as far as they are: those of a prefill are long."""
+        """(time, work done), segments that run counted as far as they are: those of a prefill are long."""
         at = now or 0.0
         return at + self._skipped_us, self._so_far(at)[0]
 
@@ -144,8 +144,8 @@ class Window(Core):
                 run_us[flight.microbatch] += now - device.since_us
         return done, run_us
 
-    def on_stretch(
-        self, device: int, flight: Flight, script: Script, stretch: LaunchStretch, stop_us: float
+    def on_segment(
+        self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
         us = stop_us - self.devices[device].since_us
         self._count += 1
@@ -158,7 +158,7 @@ class Window(Core):
         self._admit(flight.microbatch, now)
 
 
-# Stretches that settle and that are measured: of each slot on average, where there are no more than these.
+# Segments that settle and that are measured: of each slot on average, where there are no more than these.
 SETTLE, SAMPLE = 10, 30
 # A skip shorter than this many samples is not worth the settling behind it.
 MIN_SKIP = 1.0
@@ -178,7 +178,7 @@ class Cuts:
     def done_us(self) -> list[float]:
         """[launches done]: busy time of the run so far, over all devices."""
         lists = [
-            next((x.ends_us for x in c.items if isinstance(x, LaunchStretch)), None)
+            next((x.ends_us for x in c.items if isinstance(x, LaunchSegment)), None)
             for c in self.script.columns
         ]
         return np.sum([x for x in lists if x is not None], axis=0).tolist() if any(lists) else [0.0]
@@ -186,16 +186,16 @@ class Cuts:
     @cached_property
     def _sent(self) -> tuple[list[int], list[int]]:
         """(launches done when it leaves, transfer), in that order."""
-        stretches = [x for c in self.script.columns for x in c.items if isinstance(x, LaunchStretch)]
-        found = sorted((x.stop, wire.number) for x in stretches for wire in x.sends)
+        segments = [x for c in self.script.columns for x in c.items if isinstance(x, LaunchSegment)]
+        found = sorted((x.stop, wire.number) for x in segments for wire in x.sends)
         return [stop for stop, _ in found], [number for _, number in found]
 
     @cached_property
-    def _stretches(self) -> list[tuple[list[int], list[int]]]:
-        """[device]: (where its stretches stop, their places in its list)."""
+    def _segments(self) -> list[tuple[list[int], list[int]]]:
+        """[device]: (where its segments stop, their places in its list)."""
         found = []
         for column in self.script.columns:
-            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchStretch)]
+            listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchSegment)]
             found.append(([stop for stop, _ in listed], [n for _, n in listed]))
         return found
 
@@ -206,13 +206,13 @@ class Cuts:
     def job(self, device: int, cut: int, slot: int, ticket: int) -> Job | None:
         """What a device still has to do behind the cut; None if nothing."""
         column = self.script.columns[device]
-        stops, places = self._stretches[device]
+        stops, places = self._segments[device]
         first = bisect_right(stops, cut)
         if first == len(places):
             return None
         at = places[first]
         item = column.items[at]
-        assert isinstance(item, LaunchStretch), "only stretches are listed"
+        assert isinstance(item, LaunchSegment), "only segments are listed"
         spent = item.ends_us[cut] - item.ends_us[item.start] if item.start < cut else 0.0
         while item.start >= cut and at and isinstance(column.items[at - 1], Recv):
             at -= 1  # it may have to wait for what is read next

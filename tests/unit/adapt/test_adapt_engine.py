@@ -1,4 +1,4 @@
-"""The monitor beside a real run: worker processes, the wall clock, and the undivided model's bits."""
+"""The monitor beside a real run: worker processes, the wall clock, and the model itself's bits."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ from tessera.adapt import Capability, Hands, Live, Monitor, Point
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, run_undivided
+from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Plan
 
 NUM = 8
@@ -54,6 +54,6 @@ def test_a_switch_in_flight_changes_no_bit() -> None:
     assert 1 == len(live.decisions.latest)
     assert {0, 1} == {result.policy for result in results}
     for request, result in zip(requests, results, strict=True):
-        reference = run_undivided(models.unit(), request)
+        reference = run_reference(models.unit(), request)
         for one, other in zip(reference.outputs, result.outputs, strict=True):
             assert all(same_bits(one[name], other[name]) for name in one)

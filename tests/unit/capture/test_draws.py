@@ -20,7 +20,7 @@ from tessera.errors import CaptureError
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import Replay, differing, same_bits
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, make_unit, run_undivided
+from tessera.flow import UnitRequest, make_unit, run_reference
 from tessera.ir import BufferKind, Region, Step, Trace, save
 
 STEP = Step("drawing_model:step", "decode", 3, 4)
@@ -98,7 +98,7 @@ def test_another_order_of_draws_gives_other_numbers() -> None:
     assert differing(replay.run_in_program_order(), replay.run(order))
 
 
-def test_scattered_draws_give_the_undivided_bits() -> None:
+def test_scattered_draws_give_the_reference_bits() -> None:
     """On two workers, two lanes, two slots: tokens, counts and generator are those of one process."""
     graph = build_graph(trace())
     placements = [random_placement(graph, random.Random(seed), 2) for seed in range(2)]
@@ -110,7 +110,7 @@ def test_scattered_draws_give_the_undivided_bits() -> None:
     with WorkerStepper([plan], workload().weights()) as stepper:
         results = run_offline(stepper, requests).results
     for request, result in zip(requests, results, strict=True):
-        wanted = run_undivided(make_unit([trace()], [3]), request)
+        wanted = run_reference(make_unit([trace()], [3]), request)
         assert all(
             same_bits(one[name], other[name])
             for one, other in zip(wanted.outputs, result.outputs, strict=True)

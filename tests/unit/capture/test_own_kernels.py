@@ -20,7 +20,7 @@ from tessera.errors import CaptureError
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, make_unit, run_undivided
+from tessera.flow import UnitRequest, make_unit, run_reference
 from tessera.ir import Origin, Step, Trace, save
 
 STEP = Step("own_kernels_model:step", "decode", 4, 4)
@@ -94,7 +94,7 @@ def test_verify_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (0, 4, True) == (code, found["equal"], found["classes"]["raw"]["necessary"])
 
 
-def test_kernels_divided_over_two_workers_give_the_undivided_bits() -> None:
+def test_kernels_divided_over_two_workers_give_the_reference_bits() -> None:
     """Every launch on another worker than the one before it."""
     placement = [i % 2 for i in range(len(trace().launches))]
     for group in build_graph(trace()).groups:
@@ -106,7 +106,7 @@ def test_kernels_divided_over_two_workers_give_the_undivided_bits() -> None:
     with WorkerStepper([plan], workload().weights()) as stepper:
         results = run_offline(stepper, requests).results
     for request, result in zip(requests, results, strict=True):
-        wanted = run_undivided(make_unit([trace()], [2]), request)
+        wanted = run_reference(make_unit([trace()], [2]), request)
         assert all(
             same_bits(one["output"], other["output"])
             for one, other in zip(wanted.outputs, result.outputs, strict=True)

@@ -255,7 +255,7 @@ def test_another_shape_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("value", [2.0, 3.0])
 def test_verify_compares_every_call(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that differs from the undivided run is an error, and one that does not is returned."""
+    """A result that differs from the reference run is an error, and one that does not is returned."""
     result = RunResult(lane=0, outputs=[{"output.0": torch.full((4,), value)}])
     monkeypatch.setattr(Workers, "run", lambda self, request: result)
     fn = compiled(lambda x: x + 1, {**ONE, "verify": True})

@@ -1,4 +1,4 @@
-"""Stretching, partitions, spans and measuring for GPUs, as far as no GPU is needed."""
+"""Dilation, partitions, spans and measuring for GPUs, as far as no GPU is needed."""
 
 import itertools
 
@@ -17,9 +17,9 @@ from tessera.execute.lower import lower
 from tessera.ir import Cluster, Device, DeviceKind, Link
 
 
-def make_device(name: str, stretched: bool = False, kind: DeviceKind = DeviceKind.CUDA) -> Device:
+def make_device(name: str, dilated: bool = False, kind: DeviceKind = DeviceKind.CUDA) -> Device:
     """A device on GPU 0."""
-    return Device(name, kind, "a100", 1 << 34, is_stretched=stretched)
+    return Device(name, kind, "a100", 1 << 34, is_stretched=dilated)
 
 
 def test_a_card_that_is_fast_enough_needs_no_scale() -> None:
@@ -52,7 +52,7 @@ def test_a_message_holds_its_wire_and_arrives_later() -> None:
     assert (2000, 20_000) == (hold.hold_ns, hold.extra_ns)
 
 
-def test_only_links_of_stretched_devices_are_throttled() -> None:
+def test_only_links_of_dilated_devices_are_throttled() -> None:
     """Between two real devices a copy takes what it takes."""
     devices = (make_device("cuda:0/as=a100", True), make_device("cuda:1"), make_device("cuda:2"))
     links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)

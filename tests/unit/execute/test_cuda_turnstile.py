@@ -110,7 +110,7 @@ def test_a_key_never_is_zero_and_leaves_room_for_when_the_launch_came() -> None:
     assert key_of(Hold(5, left_ns=1 << 62)) + latest < 1 << 64
 
 
-def test_of_equal_stretches_the_one_that_came_first_goes_first() -> None:
+def test_of_equal_segments_the_one_that_came_first_goes_first() -> None:
     """Keys that others posted with a later time do not hold up a launch whose time left is the same."""
     later = key_of(Hold(5)) + (1 << 1)
     _, free, record = turn(None, 0, 40, True, 25, (later, 0), key_of(Hold(5)))

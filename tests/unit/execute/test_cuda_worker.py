@@ -19,7 +19,7 @@ from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import Tensors
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, make_plan, make_unit, run_undivided
+from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
 from tessera.ir import Cluster, Device, DeviceKind, Lane, Link, Objective, Placement, Plan, Step, WorkUnit
 from tessera.profile import estimate, parse_devices
 
@@ -79,7 +79,7 @@ def request(seed: int) -> UnitRequest:
 
 def is_right(seed: int, result: RunResult) -> bool:
     """Has it every bit of the model's own run?"""
-    wanted = run_undivided(unit(), request(seed))
+    wanted = run_reference(unit(), request(seed))
     outputs = [
         same_bits(t, other[name])
         for one, other in zip(wanted.outputs, result.outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Lists of requests on real worker processes, compared bit for bit with the undivided model."""
+"""Lists of requests on real worker processes, compared bit for bit with the model itself."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.replay import same_bits
 from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import UnitRequest, run_undivided
+from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Plan, Step
 
 
@@ -52,10 +52,10 @@ def make_sliced() -> tuple[Plan, UnitRequest]:
     return plan, UnitRequest([workload], workload.make_inputs(0), 0)
 
 
-def assert_equal_to_undivided(requests: Sequence[UnitRequest], results: Sequence[RunResult]) -> None:
+def assert_equal_to_reference(requests: Sequence[UnitRequest], results: Sequence[RunResult]) -> None:
     """Every output of every run, and the state at the end."""
     for request, result in zip(requests, results, strict=True):
-        reference = run_undivided(models.unit(), request)
+        reference = run_reference(models.unit(), request)
         for one, other in zip(reference.outputs, result.outputs, strict=True):
             assert one.keys() == other.keys()
             assert all(same_bits(one[name], other[name]) for name in one)
@@ -63,16 +63,16 @@ def assert_equal_to_undivided(requests: Sequence[UnitRequest], results: Sequence
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_scattered_launches_give_the_undivided_bits(num_devices: int) -> None:
+def test_scattered_launches_give_the_reference_bits(num_devices: int) -> None:
     """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
     requests = make_requests(5)
     plan = make_random_plan(num_devices, num_devices)
     with WorkerStepper([plan], requests[0].workloads[0].weights()) as stepper:
         results = run_offline(stepper, requests).results
-        assert_equal_to_undivided(requests, results)
+        assert_equal_to_reference(requests, results)
         log = stepper.spans = SpanLog(plan)
         again = run_offline(stepper, requests, spans=log).results  # microbatches can be used again
-        assert_equal_to_undivided(requests, again)
+        assert_equal_to_reference(requests, again)
         timeline = timeline_of(log, [plan], again)
     assert {0, 1} == {r.lane for r in results}
     assert set(plan.cluster.names) == {s.track for s in timeline.spans if not s.is_transfer}

@@ -1,4 +1,4 @@
-"""Lanes of unlike batches on real worker processes, compared bit for bit with the undivided model."""
+"""Lanes of unlike batches on real worker processes, compared bit for bit with the model itself."""
 
 import functools
 import multiprocessing
@@ -22,7 +22,7 @@ from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import BatchRequest, UnitRequest, as_run, make_unit, run_undivided
+from tessera.flow import BatchRequest, UnitRequest, as_run, make_unit, run_reference
 from tessera.ir import Cluster, Lane, Placement, Plan, Step, Variant, verify
 from tessera.serve.sequences import Steps
 
@@ -97,13 +97,13 @@ def make_mixed(seed: int = 0, slots: int = 3, is_apart: bool = False) -> Plan:
 def check_equal(
     plan: Plan, requests: Sequence[UnitRequest | BatchRequest], results: Sequence[RunResult]
 ) -> None:
-    """Every result is that of the undivided model at the batch of its lane."""
+    """Every result is that of the model itself at the batch of its lane."""
     for request, result in zip(requests, results, strict=True):
         unit, own = as_run(plan, result.lane, request)
-        assert is_equal(run_undivided(unit, own), result)
+        assert is_equal(run_reference(unit, own), result)
 
 
-def test_scattered_lanes_of_two_batches_give_the_undivided_bits() -> None:
+def test_scattered_lanes_of_two_batches_give_the_reference_bits() -> None:
     """Each request has the inputs, the state and the tokens of its own lane's batch."""
     plan, requests = make_mixed(), make_requests(8)
     weights = workloads(BATCHES[0])[0].weights()

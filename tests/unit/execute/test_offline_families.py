@@ -1,4 +1,4 @@
-"""The tiny model of every family, scattered over worker processes: the undivided bits in every mode."""
+"""The tiny model of every family, scattered over worker processes: the reference bits in every mode."""
 
 import functools
 import random
@@ -11,7 +11,7 @@ from models import random_placement
 from tessera.cli.ran import is_equal
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import Undivided, UnitRequest, make_unit, run_undivided
+from tessera.flow import ReferenceRun, UnitRequest, make_unit, run_reference
 from tessera.ir import Plan, WorkUnit
 
 # The steps of one request of each family.
@@ -40,9 +40,9 @@ def requests(model: str) -> tuple[UnitRequest, ...]:
 
 
 @functools.cache
-def references(model: str) -> tuple[Undivided, ...]:
+def references(model: str) -> tuple[ReferenceRun, ...]:
     """The model's own run."""
-    return tuple(run_undivided(unit(model), request) for request in requests(model))
+    return tuple(run_reference(unit(model), request) for request in requests(model))
 
 
 def plan(model: str) -> Plan:
@@ -55,7 +55,7 @@ def plan(model: str) -> Plan:
 
 @pytest.mark.parametrize("model", UNITS)
 @pytest.mark.parametrize("transport", ["shm", "host"])
-def test_a_divided_family_gives_the_undivided_bits(model: str, transport: str) -> None:
+def test_a_divided_family_gives_the_reference_bits(model: str, transport: str) -> None:
     """Through shared memory or sockets, not a bit changes."""
     weights = requests(model)[0].workloads[0].weights()
     with WorkerStepper([plan(model)], weights, transport=transport) as stepper:

@@ -27,7 +27,7 @@ def policies() -> list[Plan]:
 
 
 def test_a_hundred_requests_under_three_policies_are_right_and_memory_stays_flat() -> None:
-    """Every output is the undivided one's whatever the policy, and this process grows no more."""
+    """Every output is the reference run's whatever the policy, and this process grows no more."""
     requests = made.make_requests(25)
     with WorkerStepper(policies(), made.workloads()[0].weights()) as stepper:
 

@@ -63,7 +63,7 @@ def test_a_closed_lane_is_not_taken() -> None:
     assert [1, 1] == [shares.take([1]) for _ in range(2)]
 
 
-def test_the_shorter_stretch_goes_first() -> None:
+def test_the_shorter_segment_goes_first() -> None:
     """Of two ready jobs, the one that will sooner have to wait is taken, though it is younger."""
     queue = Queue()
     queue.add(Job(0, 1, [Run(0), Run(1)], until_wait_us=(200.0, 100.0)))

@@ -1,4 +1,4 @@
-"""Steps on worker processes: the undivided model's bits whatever the lane, the transport or the policy."""
+"""Steps on worker processes: the model itself's bits whatever the lane, the transport or the policy."""
 
 import os
 import random
@@ -75,7 +75,7 @@ def test_a_microbatch_that_is_opened_again_starts_empty(stepper: WorkerStepper) 
             done = stepper.take(60.0)
             assert isinstance(done, StepDone)
             if _ == 0:
-                assert (done.outputs["y"] == made.undivided(0).outputs[0]["y"]).all()
+                assert (done.outputs["y"] == made.reference_run(0).outputs[0]["y"]).all()
         stepper.close(1)
 
 
@@ -250,4 +250,4 @@ def test_a_worker_that_is_killed_takes_what_was_queued_with_it() -> None:
 
     assert [(0,)] == [event.microbatches for event in events if isinstance(event, DeviceLost)]
     assert isinstance(done, StepDone)
-    assert (done.outputs["y"] == made.undivided(0).outputs[0]["y"]).all()
+    assert (done.outputs["y"] == made.reference_run(0).outputs[0]["y"]).all()

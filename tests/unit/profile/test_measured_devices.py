@@ -1,4 +1,4 @@
-"""Words for the devices of this machine: whole cards, parts of them, stretched ones, the CPU."""
+"""Words for the devices of this machine: whole cards, parts of them, dilated ones, the CPU."""
 
 import pytest
 
@@ -38,14 +38,14 @@ def test_parts_of_a_card_share_its_memory() -> None:
     )
 
 
-def test_a_stretched_card_keeps_the_other_gpus_times() -> None:
-    """`as=` carries the other GPU's name, at most its memory, and says that it is stretched."""
+def test_a_dilated_card_keeps_the_other_gpus_times() -> None:
+    """`as=` carries the other GPU's name, at most its memory, and says that it is dilated."""
     (device,) = parse("cuda:0/as=l40s")
 
     assert ("l40s", True, 48_000_000_000) == (device.gpu, device.is_stretched, device.memory_bytes)
 
 
-def test_two_stretched_devices_on_one_card_get_unique_names() -> None:
+def test_two_dilated_devices_on_one_card_get_unique_names() -> None:
     """The second of a kind is numbered."""
     assert ["cuda:0/as=a100", "cuda:0/as=a100#1"] == [d.name for d in parse("cuda:0/as=a100,cuda:0/as=a100")]
 
@@ -94,7 +94,7 @@ def test_without_cuda_the_message_points_to_emulation() -> None:
         parse_devices("cuda:0", lambda: ())
 
 
-def test_a_stretched_card_needs_a_known_gpu() -> None:
+def test_a_dilated_card_needs_a_known_gpu() -> None:
     """A wrong GPU lists the right ones."""
     with pytest.raises(UnknownName, match="unknown GPU 'l50'"):
         parse("cuda:0/as=l50")

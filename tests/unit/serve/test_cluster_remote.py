@@ -123,7 +123,7 @@ def away(folder: Path) -> Iterator[Away]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[Ask, list[int]]:
-    """What the undivided model answers."""
+    """What the model itself answers."""
     asks = [*some_asks(24, 0), *some_asks(6, 1)]
     model = steps_factory.built(steps_factory.prepared())
     with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:

@@ -1,4 +1,4 @@
-"""The engine on worker processes: the undivided model's answers, also when workers are killed."""
+"""The engine on worker processes: the model itself's answers, also when workers are killed."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from tessera.serve.text import ByteText
 What = tuple[list[int], str, str]
 
 
-def undivided(asks: Sequence[Ask]) -> list[What]:
+def model_answers(asks: Sequence[Ask]) -> list[What]:
     """What the model itself answers."""
     model = steps_factory.built(steps_factory.prepared())
     with reference(model, 1) as stepper, Service(stepper, model.shape, ByteText()) as service:
@@ -52,7 +52,7 @@ def test_no_request_is_lost_with_its_worker() -> None:
     rng = random.Random(2)
     shape = steps_factory.prepared().model.shape
     asks = [random_ask(rng, shape.capacity, ignores_end=True) for _ in range(6)]
-    wanted = undivided(asks)
+    wanted = model_answers(asks)
     local = Local(steps_factory.prepared())
     with local, Service(local.stepper, shape, ByteText()) as service:
         once = wait_for(read_while_killing(service, local, asks, 1))

@@ -83,7 +83,7 @@ def answers(local: Local, policy: str, log: list[str] | None = None) -> list[Tol
 
 
 @pytest.mark.parametrize("transport", ["ipc", "host"])
-def test_a_service_on_stretched_devices_answers_as_the_model_does(transport: str) -> None:
+def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) -> None:
     """Random requests at once, under the plan and under one that crosses in every layer."""
     with Local(prepare(PAIR, CROSSING), transport=transport) as local:
         for policy in (local.prepared.plans[0].policy, CROSSING):

@@ -1,4 +1,4 @@
-"""HTTP over the real service: tiny-llama, undivided, behind a socket, and what schemathesis thinks of."""
+"""HTTP over the real service: tiny-llama, on one device, behind a socket, and what schemathesis thinks of."""
 
 import json
 from collections.abc import Iterator

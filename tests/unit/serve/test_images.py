@@ -189,4 +189,4 @@ def test_a_pipelines_folder_is_served(folder: Path) -> None:
     assert is_alone(str(folder))
     with started_alone(str(folder), wire(parse_devices("cpu"), [])) as running:
         assert (MODEL, "cpu") == (running.name, running.device)
-        assert "undivided" == running.service.snapshot().policy
+        assert "single-device" == running.service.snapshot().policy

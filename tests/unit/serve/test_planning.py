@@ -209,7 +209,7 @@ def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
 
 @pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-mamba"])
 def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
-    """Windows, experts and recurrences too: layers on two devices give what the undivided model gives."""
+    """Windows, experts and recurrences too: layers on two devices give what the model itself gives."""
     made = factory.prepared(model, (Objective.THROUGHPUT,))
     plan = factory.plan_by("layer-pipeline", model)
     assert len(plan.used) == 2

@@ -4,27 +4,27 @@ import pytest
 
 from factories import make_chain, make_plan
 from tessera.ir import Recv
-from tessera.simulate.columns import LaunchStretch, Script, Scripts, TransferWire, make_column
+from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire, make_column
 from tessera.simulate.machine import VirtualMachine
 
 FOR_EVER = float("inf")
 
 
-def script(*columns: list[Recv | LaunchStretch]) -> Script:
+def script(*columns: list[Recv | LaunchSegment]) -> Script:
     """What each device does in one run."""
     return Script(tuple(make_column(c) for c in columns), 1, 0.0, 0)
 
 
 def busy(us: float) -> Script:
     """So long on the first of two devices."""
-    return script([LaunchStretch([0.0, us], 0, 1)], [])
+    return script([LaunchSegment([0.0, us], 0, 1)], [])
 
 
 def test_a_run_that_only_receives_ends_beside_one_that_begins() -> None:
     """A device frees up with a finished hand-over in its queue: both ends are told, each once."""
-    long = script([], [LaunchStretch([0.0, 10.0], 0, 1, ())])
+    long = script([], [LaunchSegment([0.0, 10.0], 0, 1, ())])
     wire = TransferWire(0, 0, 1, 8, 0, 1.0, 1.0)
-    move = script([LaunchStretch([0.0, 1.0], 0, 1, (wire,))], [Recv(0)])
+    move = script([LaunchSegment([0.0, 1.0], 0, 1, (wire,))], [Recv(0)])
     machine = VirtualMachine(2, 1)
     machine.start(0, [(long, 1.0)])
     machine.start(1, [(move, 1.0)])
@@ -47,7 +47,7 @@ def test_runs_of_a_microbatch_follow_one_another() -> None:
 def test_the_clock_stops_at_the_limit_and_something_can_begin_there() -> None:
     """A shorter run that comes in the middle of a launch goes next, and nothing is counted twice."""
     machine = VirtualMachine(2, 1)
-    machine.start(0, [(script([LaunchStretch([0.0, 4.0, 8.0], 0, 2)], []), 1.0)])
+    machine.start(0, [(script([LaunchSegment([0.0, 4.0, 8.0], 0, 2)], []), 1.0)])
 
     assert (None, 3.0) == (machine.take(3.0), machine.now_us)
     machine.start(1, [(busy(1.0), 1.0)])

@@ -40,7 +40,7 @@ def test_a_batch_ends_when_the_offline_simulation_says(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", [mixed_plan(), split_plan(3), stateful_plan()])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_remembering_changes_no_time(plan: Plan, rows: int) -> None:
-    """A machine that follows known stretches and one that works everything out agree on every request."""
+    """A machine that follows known segments and one that works everything out agree on every request."""
     arrivals = make_arrivals("poisson:15000", 400, 3, "geometric:1,6")
     demand = demand_of(plan.unit, arrivals, rows)
     quick, plain = (SimulatedServer([plan], demand) for _ in range(2))

@@ -55,7 +55,7 @@ def test_a_busy_link_is_shared_in_order() -> None:
 
 
 def test_detail_changes_no_time() -> None:
-    """Merging launches into stretches gives the same completions."""
+    """Merging launches into segments gives the same completions."""
     plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]], [[1] * 6]], slots=3)
 
     assert simulate(plan, 30, True).requests == simulate(plan, 30, False).requests

@@ -8,7 +8,7 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
-from tessera.simulate.columns import DeviceColumn, LaunchStretch, Script, Scripts, Wires, column_of
+from tessera.simulate.columns import DeviceColumn, LaunchSegment, Script, Scripts, Wires, column_of
 from tessera.simulate.steady import Cuts, Fluid, Window, WindowExtent
 
 CROSSING = [0, 1, 0, 0, 1, 1]
@@ -54,13 +54,13 @@ def script_of(program: Program, us: Sequence[Sequence[float]], wires: Wires) -> 
             elif isinstance(x, Recv):
                 events.append((runs[-1] if runs else len(us), 0, x.transfer))
         columns.append(column_of(ends, events, sent))
-    busy = sum(x.us for c in columns for x in c.items if isinstance(x, LaunchStretch))
+    busy = sum(x.us for c in columns for x in c.items if isinstance(x, LaunchSegment))
     return Script(tuple(columns), program.count, busy, program.step)
 
 
 def shown(column: DeviceColumn) -> list[object]:
-    """What a device does: stretches by their time and sends, and receives."""
-    return [(pytest.approx(x.us), x.sends) if isinstance(x, LaunchStretch) else x for x in column.items]
+    """What a device does: segments by their time and sends, and receives."""
+    return [(pytest.approx(x.us), x.sends) if isinstance(x, LaunchSegment) else x for x in column.items]
 
 
 @pytest.mark.parametrize("plan", [fan_plan(), make_plan([make_chain(6)], [[CROSSING]]), two_step_plan()])
@@ -89,7 +89,7 @@ def test_skipping_repeated_runs_changes_no_rate() -> None:
     assert SteadyRates()(plan) == pytest.approx(throughput_per_s(simulate(plan, 40)), rel=0.02)
 
 
-def test_a_short_stretch_interrupts_a_long_one_between_launches() -> None:
+def test_a_short_segment_interrupts_a_long_one_between_launches() -> None:
     """While one request does many launches in a row, another's single launch need not wait for them."""
     long = [0] * 40
     short = [1, 0, 1]

@@ -148,7 +148,7 @@ def measure(
     request: Request,
     kernels: Kernels | None = None,
 ) -> tuple[tuple[Costs, ...], list[list[StepTimes]]]:
-    """Costs of every step, and the times behind them: times[device][step]. Devices must not be stretched."""
+    """Costs of every step, and the times behind them: times[device][step]. Devices must not be dilated."""
     devices = range(len(cluster.devices))
     alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
     times = [
@@ -166,7 +166,7 @@ def measure(
 
 
 def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
-    """The time scale of a plan on stretched devices; 1 where none is stretched."""
+    """The time scale of a plan on dilated devices; 1 where none is dilated."""
     devices = plan.cluster.devices
     if not any(d.is_stretched for d in devices):
         return TimeScale(1.0, 1.0, 0, 0)

@@ -1,12 +1,12 @@
 """pace: which launches and sends of one device keep time, and how long each takes.
 
-On a stretched device every launch that costs time holds the device for its modelled time, and every send on a
+On a dilated device every launch that costs time holds the device for its modelled time, and every send on a
 link that touches such a device holds the link. In a profiled graph everything else is stamped: a hold of
 nothing, in no queue. Who goes first on a device is decided as in `execute.schedule`; a link serves who comes
 first. Each sender keeps its own links' time: links of a group that several devices send on share a bus only
 as far as one device's sends go.
 
-A stretched device (`cuda:N/as=GPU`) runs each launch for real and lets it end when it would have ended on
+A dilated device (`cuda:N/as=GPU`) runs each launch for real and lets it end when it would have ended on
 another GPU. It serves launches one at a time, in the order in which they become ready, whatever request they
 belong to; so does a throttled link. A launch that is due to end before the card itself is done cannot be
 kept to its time. Then the whole run is slowed down by one factor: the time scale. It is the least factor at
@@ -85,7 +85,7 @@ def link_hold(link: Link, num_bytes: int, scale: float) -> Hold:
 
 
 def throttled_links(cluster: Cluster) -> Mapping[tuple[int, int], Link]:
-    """Links that must be slowed down: those that touch a stretched device. Others are what they are."""
+    """Links that must be slowed down: those that touch a dilated device. Others are what they are."""
     found = {}
     for a, src in enumerate(cluster.devices):
         for b, dst in enumerate(cluster.devices):

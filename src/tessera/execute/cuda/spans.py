@@ -1,6 +1,6 @@
 """spans: the records that turnstiles wrote -> rows of a worker's report, by the machine's own clock.
 
-A launch on a stretched device lasts for the time it held the device; any other, from its entry to its end. A
+A launch on a dilated device lasts for the time it held the device; any other, from its entry to its end. A
 send lasts while it held its link, without the latency.
 """
 

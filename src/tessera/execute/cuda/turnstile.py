@@ -8,7 +8,7 @@ A record is four words: when it was let in, when it may end, when it really ende
             end = start + hold, and the device is free from then on. Without a queue, start is now.
 
 A queue is a word that says until when it is taken, and for a device one word more a microbatch: the key of
-the launch that waits there, or zero. Then the least key goes first, as `execute.schedule` has it: the stretch
+the launch that waits there, or zero. Then the least key goes first, as `execute.schedule` has it: the segment
 of launches that is over soonest, of equal ones the one that came first. First come, first served alone would
 let all requests in flight advance in step, so that the devices of a pipeline take turns instead of
 overlapping. When a launch came is the middle of its key, in units of 1,024 ns; it starts over every 17 s, and
