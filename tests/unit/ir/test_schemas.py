@@ -34,7 +34,7 @@ def test_schemas_are_those_of_the_records() -> None:
     """docs/schemas has what `python scripts/schemas.py` makes of today's records."""
     committed = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in PLACE.glob("*.json")}
 
-    assert {name: committed.get(name) for name in schemas()} == schemas()
+    assert {name: committed.get(name) for name in schemas()} == schemas(), "run python scripts/schemas.py"
 
 
 def test_every_artifact_fits_its_schema(tmp_path: Path) -> None:
