@@ -263,7 +263,7 @@ def _owned_document(load: "Load", owned: "OwnedAdvice") -> dict[str, Any]:
 
 def _answer(load: "Load", owned: "OwnedAdvice") -> list[str]:
     """What to do, what it gains, what it costs and what to rent next: a sentence each."""
-    way, wanted = owned.advised, f"{load.needed_per_s:.4g} {load.unit}/s"
+    way, wanted = owned.advised, f"{load.rate_per_s:g} with {load.margin:.0%} to spare"
     policy = f" ({way.policy})" if way.name in ("data-parallel", "split") else ""
     enough = "enough for" if way.carries else "too little for"
     return [
@@ -280,9 +280,11 @@ def _gained(owned: "OwnedAdvice") -> str:
     if best is not way:
         more = f"{best.tokens_per_s / way.tokens_per_s:.2f}x"
         return f"{text}: {best.name} ({best.policy}) would give {more} of that, which is within it."
-    if owned.gain is not None and way.name != "data-parallel":
-        return f"{text}: {owned.gain:.2f}x data-parallel, which is beyond it."
-    return f"{text}; no finer way gives more."
+    others = [w for w in owned.ways if w is not way and w.name != "one card"]
+    gains = [f"{way.tokens_per_s / w.tokens_per_s:.2f}x {w.policy}" for w in others]
+    if not gains or way.name == "data-parallel":
+        return f"{text}; no finer way gives more."
+    return f"{text}: {' and '.join(gains)} are beyond it."
 
 
 def _cost(owned: "OwnedAdvice") -> str:
