@@ -1,4 +1,4 @@
-"""Plans on one GPU with one worker process a device: overhead, unlike pairs, transports, faults.
+"""Plans on one GPU with one worker process per device: overhead, heterogeneous pairs, transports, faults.
 
     export CUDA_MPS_PIPE_DIRECTORY=... CUDA_MPS_LOG_DIRECTORY=...; nvidia-cuda-mps-control -d
     python benchmarks/gpu_execute.py --out benchmarks/results --name execute_h200_202611

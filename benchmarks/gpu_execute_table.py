@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NOTE = (
-    "One worker process a device, both on one card under CUDA MPS. Rates are requests (work units) per "
+    "One worker process per device, both on one card under CUDA MPS. Rates are requests (work units) per "
     "second. On `/as=` devices time is modelled: rate = measured rate x scale, where every launch is "
     "dilated to the modelled time of another GPU. 'simulated' is the planner's simulation of the same "
     "plan. 'equal' says that every output and all state have the bits of the launches run one by one on one "
@@ -21,7 +21,7 @@ def table(whole: dict[str, Any]) -> str:
     """All sections."""
     about = whole["about"]
     lines = [
-        "# Plans on one GPU, one worker process a device",
+        "# Plans on one GPU, one worker process per device",
         "",
         f"{about.get('gpu')}, {about.get('sms')} SMs, torch {about.get('torch')}.",
         f"Command: `{whole['command']}`",

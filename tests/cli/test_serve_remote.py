@@ -115,7 +115,7 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, store: Any) -> Me
 
 
 def test_processes_of_torchrun_find_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 tells where it listens through torchrun's own store, and there must be one process a device."""
+    """Rank 0 tells where it listens through torchrun's own store, and there is one process per device."""
     store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
     first, second = (under_torchrun(monkeypatch, rank, store) for rank in (0, 1))
     with gathered("emu:a100,emu:l40s", "tiny-llama", first, None) as (devices, hub):

@@ -1,4 +1,4 @@
-"""tessera run and serve on several machines: one process a device; they meet at an address or under torchrun.
+"""tessera run and serve on several machines: one process per device; they meet by address or under torchrun.
 
     tessera run PLAN --rendezvous HOST:PORT --rank 0 --secret-file SECRET --requests 32 --verify
     tessera run PLAN --rendezvous HOST:PORT --rank 1 --secret-file SECRET
@@ -87,7 +87,7 @@ class Meeting:
 
         if self.world not in (None, num_devices):
             message = f"torchrun started {self.world} processes for {num_devices} devices"
-            raise MismatchError(message, "Start one process a device.", "--torchrun")
+            raise MismatchError(message, "Start one process per device.", "--torchrun")
         gate = self.gate()
         try:
             yield partial(RemoteHub, gate=gate, secret=self.secret, here=frozenset({0}), digest=digest)

@@ -82,7 +82,7 @@ def run(
     ray: OnRay = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run requests through a plan, one worker process a device."""
+    """Run requests through a plan, one worker process per device."""
     _check_counts(requests, switch_every)
     plans, place = [load(Plan, path) for path in plan], str(plan[0])
     _check_devices(plans[0], devices, place)

@@ -1,6 +1,6 @@
 """Hub: the workers of a stepper, the ways to them, and how lost ones come back.
 
-A hub starts one worker a device, each in a thread of its own that nobody waits for, carries messages, and
+A hub starts one worker per device, each in a thread of its own that nobody waits for, carries messages, and
 sees to it that none is left: a worker ends when its connection closes, and one that does not is killed. A
 worker that is lost, also one that has not started yet, is started again: at once, and from the third time in
 a row on after pauses that grow. What it cannot do is judge who is lost; that is the stepper's.

@@ -297,7 +297,7 @@ class RemoteHub(Hub):
                 if not said and self._gate.complaints:
                     said = f"sent away: {self._gate.complaints[-1]}"
                 what = f"nobody called within {limit_s:.0f} s{f'; {said}' if said else ''}"
-                raise WorkerError(what, "Start one process a device.")
+                raise WorkerError(what, "Start one process per device.")
         raise WorkerError("nobody waits for it any more")
 
     def _patience_s(self, device: int) -> float:

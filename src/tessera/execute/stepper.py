@@ -1,6 +1,6 @@
 """Stepper: the one seam between who decides what runs next (`scheduler`) and what runs it.
 
-    WorkerStepper     one worker process a device (`worker_stepper`)
+    WorkerStepper     one worker process per device (`worker_stepper`)
     VirtualStepper    nothing is computed; a virtual clock and modelled costs (`simulate.stepper`)
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 

@@ -1,4 +1,4 @@
-"""WorkerStepper: steps on one worker process a device; keeps `stepper.Stepper`.
+"""WorkerStepper: steps on one worker process per device; keeps `stepper.Stepper`.
 
 Orders of steps go out in one order, the same on every device; see `runs` for what they are.
 

@@ -1,4 +1,4 @@
-"""Workers that Ray places: one actor a device, in one placement group with a bundle a device.
+"""Workers that Ray places: one actor per device, in one placement group with a bundle per device.
 
 Ray chooses the nodes, starts the processes, and starts them anew: an actor that is lost, also with its node,
 is restarted where its bundle finds room again, for as long as the service lasts. The actor does what `tessera

@@ -1,4 +1,4 @@
-"""GPUs: one worker process a device, one CUDA graph a microbatch and program with its sends and waits inside.
+"""GPUs: one worker process per device, one CUDA graph per microbatch and program, sends and waits inside.
 
     turnstile   the one-thread kernel that keeps time on the device
     driver      the CUDA driver by ctypes: streams, green contexts, shared memory, flags

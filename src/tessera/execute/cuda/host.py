@@ -1,6 +1,6 @@
 """Host: transfers through pinned memory and the worker's links, over any network.
 
-To send, a graph copies to pinned memory and sets a flag there. A thread a link looks at the flags of its
+To send, a graph copies to pinned memory and sets a flag there. A thread per link looks at the flags of its
 destination, and sends what is there over the link (see `execute.links`). What arrives is read into pinned
 memory and its flag is set; the receiver's graph waits for that flag, clears it and copies to the GPU. Places
 and flags are laid out as the receiver's inbox, on both sides.
