@@ -174,36 +174,48 @@ class LoadSteps:
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
-        self._units = {batch: self.recorded(batch) for batch in self.anchors}
-        graphs = zip(*(unit.graphs for unit in self._units.values()), strict=True)
+        recorded = {batch: self.recorded(batch) for batch in self.anchors}
+        # [step, batch]
+        self._graphs = {(n, batch): g for batch, unit in recorded.items() for n, g in enumerate(unit.graphs)}
+        graphs = zip(*(unit.graphs for unit in recorded.values()), strict=True)
         self._families = [Rebatched(*pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
 
     def recorded(self, batch: int) -> WorkUnit:
         """As the model runs at that batch."""
-        steps = [replace(step, batch=batch) for step in self.steps]
-        if self.is_compiled:
-            self.advance(f"compiling batch {batch}")
-            return make_unit([outlines.made(step, record_compiled) for step in steps], self.counts)
-        self.advance(f"recording batch {batch}")
-        return make_unit([record_step(step, "fake") for step in steps], self.counts)
+        self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
+        return make_unit([self._trace(step, batch) for step in self.steps], self.counts)
 
-    def at(self, batch: int) -> WorkUnit:
-        """As it should be at that batch."""
-        if batch not in self._units:
-            graphs = tuple(family.at(batch) for family in self._families)
-            self._units[batch] = WorkUnit(graphs, tuple(self.counts))
-        return self._units[batch]
+    def _trace(self, step: Step, batch: int) -> Trace:
+        sized = replace(step, batch=batch)
+        return outlines.made(sized, record_compiled) if self.is_compiled else record_step(sized, "fake")
+
+    def at(self, batch: int, prefill_batch: int | None = None) -> WorkUnit:
+        """As it should be at that batch, with prefills of so many of its rows at a time."""
+        graphs, counts = [], []
+        for n, (step, count) in enumerate(zip(self.steps, self.counts, strict=True)):
+            rows = prefill_batch if prefill_batch and step.kind == "prefill" else batch
+            if (n, rows) not in self._graphs:
+                self._graphs[n, rows] = self._written(n, rows)
+            graphs.append(self._graphs[n, rows])
+            counts.append(count * (batch // rows))
+        return WorkUnit(tuple(graphs), tuple(counts))
+
+    def _written(self, step: int, batch: int) -> Graph:
+        """One step at a batch that was not recorded: between those that were, or recorded now."""
+        if self._families:
+            return self._families[step].at(batch)
+        return build_graph(self._trace(self.steps[step], batch))
 
     def check(self, plan: Plan) -> None:
         """Raises unless the plan's own batches, recorded, are what was planned with; not of compiled ones."""
-        for variant in plan.every_variant:
-            if variant.batch in self.anchors or self.is_compiled:
-                continue
-            if self.recorded(variant.batch).graphs != variant.unit.graphs:
-                raise MismatchError(
-                    f"what is recorded at batch {variant.batch} is not what {self.anchors} foretell",
-                    f"Plan with --batch {variant.batch}, or from traces of the batches that are wanted.",
-                )
+        for variant in plan.every_variant if self._families and not self.is_compiled else ():
+            for step, graph in zip(self.steps, variant.unit.graphs, strict=True):
+                batch = graph.trace.step.batch
+                if batch not in self.anchors and build_graph(self._trace(step, batch)) != graph:
+                    raise MismatchError(
+                        f"what is recorded at batch {batch} is not what {self.anchors} foretell",
+                        f"Plan with --batch {batch}, or from traces of the batches that are wanted.",
+                    )
 
 
 def plan_for(
@@ -214,6 +226,7 @@ def plan_for(
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
     near: Sequence[Sequence[float]] = NEAR,
+    in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
 
@@ -221,7 +234,9 @@ def plan_for(
         made = SteadyRates()
         return made, made.glance
 
-    return plan_load_on_many(variant_at, cluster, target, rates, batches, max_microbatches, advance, near)
+    return plan_load_on_many(
+        variant_at, cluster, target, rates, batches, max_microbatches, advance, near, in_parts
+    )
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
@@ -237,16 +252,32 @@ def make_load_plan(
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
     is_compiled: bool = False,
+    prefill_batch: int | None = None,
 ) -> LoadPlan:
-    """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch."""
+    """Batch, microbatches and placement for a load; `steps` are those of a request, at any batch.
+
+    A prefill takes as many of a batch's rows at a time as is best, or `prefill_batch` where they divide it.
+    """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(batches), advance, is_compiled)
 
-    def variant_at(batch: int) -> Variant:
-        unit = recorded.at(batch)
-        return Variant(unit, price(unit, cluster))
+    prices: dict[int, Costs] = {}
 
-    found = plan_for(variant_at, cluster, target, batches, max_microbatches, advance)
+    def in_parts(batch: int, rows: int) -> Variant:
+        unit = recorded.at(batch, rows)
+        for graph in unit.graphs:
+            if id(graph) not in prices:  # `recorded` keeps them all
+                (prices[id(graph)],) = price(WorkUnit((graph,), (1,)), cluster)
+        return Variant(unit, tuple(prices[id(graph)] for graph in unit.graphs))
+
+    def variant_at(batch: int) -> Variant:
+        is_part = prefill_batch is not None and batch % prefill_batch == 0
+        return in_parts(batch, prefill_batch if prefill_batch and is_part else batch)
+
+    # Of one batch, prefills of another are recorded; compiling them would take a minute each.
+    is_free = prefill_batch is None and (len(batches) > 1 or not is_compiled)
+    free = in_parts if is_free else None
+    found = plan_for(variant_at, cluster, target, batches, max_microbatches, advance, in_parts=free)
     recorded.check(found.plan)
     return found
 

@@ -50,6 +50,12 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Of a model: the batch, instead of the best.", show_default=False)
     ] = None,
+    prefill_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of a model: rows prefilled together, instead of the best.", show_default=False
+        ),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Of a model: tokens of a prompt.")] = 1024,
     output_tokens: Annotated[
         int,
@@ -108,6 +114,7 @@ def plan(
             tpot_ms,
             ttft_ms,
             batch,
+            prefill_batch,
             slots,
             random_weights,
             checked_launches(launches),
@@ -116,6 +123,7 @@ def plan(
         return
     given: dict[str, object] = {
         "--batch": batch,
+        "--prefill-batch": prefill_batch,
         "--tpot-ms": tpot_ms,
         "--ttft-ms": ttft_ms,
         "--launches": launches,

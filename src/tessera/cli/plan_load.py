@@ -32,6 +32,7 @@ class Load:
     ttft_ms: float | None = None
     # None: the best.
     batch: int | None = None
+    prefill_batch: int | None = None
     slots: int | None = None
     random_weights: bool = False
     # compiled, eager, or empty for what is known.
@@ -62,13 +63,18 @@ def planned(load: Load, cluster: Cluster, advance: Callable[[str], None]) -> tup
     """The plan, whether it is of compiled launches, and one line why not."""
     if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
         raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
+    if load.prefill_batch and load.batch and load.batch % load.prefill_batch:
+        message = f"a batch of {load.batch} rows has no parts of {load.prefill_batch}"
+        raise TesseraError(message, "Give a number that divides the batch.", "--prefill-batch")
     from tessera.flow import anchors_of, choose_launches, make_load_plan
 
     steps = _steps(load)
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
     is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
-    found = make_load_plan(steps, cluster, target, batches, load.slots, advance, is_compiled)
+    found = make_load_plan(
+        steps, cluster, target, batches, load.slots, advance, is_compiled, load.prefill_batch
+    )
     return found, is_compiled, note
 
 
@@ -101,10 +107,12 @@ def document(found: LoadPlan) -> dict[str, Any]:
         "ttft_ms": chosen.ttft_ms,
         "batch": found.plan.batch,
         "batches": chosen.batch,
+        "prefill_batch": found.plan.unit.prefill_batch,
+        "prefill_batches": chosen.prefill_batch,
         "microbatches": chosen.microbatches,
         "baselines": {
             o.policy: {"tokens_per_s": o.tokens_per_s, "batch": o.batch, "tpot_ms": o.tpot_ms}
-            | {"microbatches": o.microbatches}
+            | {"microbatches": o.microbatches, "prefill_batch": o.prefill_batch}
             for o in found.baselines
         },
         "best_baseline": best.policy if best else None,
@@ -152,21 +160,27 @@ def policies_table(found: LoadPlan) -> Table:
         "tokens/s",
         "ms a token",
         "batch",
+        "prefill",
         "in flight",
         title="Each policy at its own best (simulated)",
     )
     others = [o for o in found.baselines if o is not found.chosen]
     for option in sorted((*others, found.chosen), key=lambda o: o.tokens_per_s):
-        batches = ", ".join(f"{name} {rows}" for name, rows in option.batch.items())
-        if len(set(option.batch.values())) == 1:
-            batches = str(next(iter(option.batch.values())))
-        cells = (f"{option.tokens_per_s:,.0f}", f"{option.tpot_ms:.3g}", batches, str(option.microbatches))
+        rows = (_rows(option.batch), _rows(option.prefill_batch))
+        cells = (f"{option.tokens_per_s:,.0f}", f"{option.tpot_ms:.3g}", *rows, str(option.microbatches))
         if option is not found.chosen:
             table.add_row(option.policy, *cells)
         else:
             coarse = f": {option.policy}" if option in found.baselines else ""
             table.add_row(f"the plan{coarse}", *cells, style="bold")
     return table
+
+
+def _rows(by_device: dict[str, int]) -> str:
+    """One number where all devices have the same."""
+    if len(set(by_device.values())) <= 1:
+        return "".join(str(rows) for rows in set(by_device.values()))
+    return ", ".join(f"{name} {rows}" for name, rows in by_device.items())
 
 
 def verdict(found: LoadPlan) -> str:

@@ -33,6 +33,7 @@ from tessera.ir import (
     Trace,
     Transfer,
     Value,
+    need_whole_prefills,
     verify,
 )
 
@@ -44,6 +45,7 @@ def lower(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 
 def lower_lane(plan: Plan, lane: int) -> tuple[Program, ...]:
     """The programs of one lane in the order a request runs them."""
+    need_whole_prefills(plan, "a run")
     programs: list[Program] = []
     for step in range(len(plan.unit_of(plan.lanes[lane]).graphs)):
         if step > 0:

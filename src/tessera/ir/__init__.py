@@ -20,6 +20,7 @@ from tessera.ir.plan import (
     Variant,
     lane_sequence,
     need_one_batch,
+    need_whole_prefills,
 )
 from tessera.ir.program import (
     Free,
@@ -52,6 +53,6 @@ __all__ = [
     "Instruction", "Kernel", "Lane", "Launch", "Link", "Objective", "Origin", "Placement", "Plan",
     "Program", "Quantiles", "Recv", "Region", "Robust", "Run", "Send", "ServingReport", "Source",
     "Span", "Step", "Symbol", "Timeline", "Trace", "Transfer", "Value", "Variant", "View",
-    "WorkUnit", "arg_views", "digest", "kind_of", "lane_sequence", "load", "need_one_batch", "region", "save",
-    "verify",
+    "WorkUnit", "arg_views", "digest", "kind_of", "lane_sequence", "load", "need_one_batch",
+    "need_whole_prefills", "region", "save", "verify",
 ]  # fmt: skip

@@ -92,6 +92,23 @@ class WorkUnit:
         return sum(len(g.trace.launches) for g in self.graphs)
 
     @property
+    def batch(self) -> int:
+        """Rows of one request: of its decodes, where it has them."""
+        batches = {g.trace.step.kind: g.trace.step.batch for g in self.graphs}
+        return batches.get("decode", self.graphs[0].trace.step.batch)
+
+    @property
+    def prefill_batch(self) -> int | None:
+        """Rows of one prefill, which may be some of the request's; None if no step is one."""
+        batches = (g.trace.step.batch for g in self.graphs if g.trace.step.kind == "prefill")
+        return next(batches, None)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """True if a prefill takes some of a request's rows, so that it runs once for each part."""
+        return self.prefill_batch not in (None, self.batch)
+
+    @property
     def is_served(self) -> bool:
         """True if a service runs its steps in any order: then state has one home in all of them."""
         return any(g.trace.step.kind == "tokens" for g in self.graphs)

@@ -70,7 +70,7 @@ class Variant:
     @property
     def batch(self) -> int:
         """Rows of one request."""
-        return self.unit.graphs[0].trace.step.batch
+        return self.unit.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +208,18 @@ class Plan:
 
 
 def need_one_batch(plan: Plan, what: str, place: str = "") -> None:
-    """Raises MismatchError if lanes of the plan are of unlike batches, which `what` cannot take."""
+    """Raises MismatchError if lanes or steps of the plan are of unlike batches, which `what` cannot take."""
+    need_whole_prefills(plan, what, place)
     if plan.variants:
         batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
         remedy = "Plan without --batch-choices, from the traces of one batch."
         raise MismatchError(f"the plan has lanes of batch {batches}; {what} takes one batch", remedy, place)
+
+
+def need_whole_prefills(plan: Plan, what: str, place: str = "") -> None:
+    """Raises MismatchError if a prefill takes some of a request's rows only, which `what` cannot take."""
+    for unit in (variant.unit for variant in plan.every_variant):
+        if unit.is_in_parts:
+            message = f"the plan prefills {unit.prefill_batch} of {unit.batch} rows at a time; {what} cannot"
+            remedy = f"Plan with --batch {unit.batch} --prefill-batch {unit.batch}."
+            raise MismatchError(message, remedy, place)

@@ -1,11 +1,15 @@
 """Load: a model, a load and devices in; batch, microbatches and placement out.
 
-A work unit is a microbatch of requests: one prefill, and a decode for every token of the answers. Its batch
-and how many of them are in flight decide more than the placement: so points (batch, microbatches) are looked
-at, batches far apart first and then around the best of every policy, by a quick simulation of what the linear
-program proposes there; the best are planned in full. Baselines have the same freedom: each coarse policy at
-its own best point, data-parallel with a batch of its own for every device, all at the memory that there is
-and within the same limit of time per token.
+A work unit is a microbatch of requests: their prefill, and a decode for every token of the answers. Its batch
+and how many of them are in flight decide more than the placement: so points (batch, prefill batch,
+microbatches) are looked at, batches far apart first and then around the best of every policy, by a quick
+simulation of what the linear program proposes there; the best are planned in full. Baselines have the same
+freedom: each coarse policy at its own best point, data-parallel with batches of its own for every device, all
+at the memory that there is and within the same limit of time per token.
+
+A prefill of many prompts is hardly faster a prompt than one of a few, and holds far more temporaries, and
+state where its prompts are not decoded. So a microbatch is prefilled in parts: of as many rows as are worth
+having together by their prices, then of more and of fewer around the best.
 
 Time per output token is what a request waits for its next token: with n microbatches in flight on a lane that
 ends r of them a second, a microbatch takes n / r (Little's law), and what its prefill does not take of that
@@ -32,14 +36,21 @@ from tessera.plan.solve import PlanConfig, Simulate, decide
 # Batches that are looked at first; then those near the best of every policy, nearer and nearer.
 BATCHES = tuple(2 * 4**n for n in range(6))
 NEAR = ((0.5, 2.0), (0.75, 1.25, 1.5), (0.875, 1.125))
+# A prefill of twice the rows is worth while if it is faster by this share on some device; in the last round,
+# fewer and more rows than that are tried.
+PREFILL_GAIN, PREFILL_NEAR = 0.005, (0.25, 4.0)
 # Microbatches in flight as multiples of the number of devices.
 DEPTHS = (0.5, 1.0, 1.5, 2.0)
 # Points that are planned in full, and those of a coarse policy that are simulated.
-MAX_PLANNED, MAX_SIMULATED = 3, 6
+MAX_PLANNED, MAX_SIMULATED = 4, 6
+# What a coarse policy reaches of its hopes, at most, as the curve takes it: what is beaten so is left out.
+HOPED = 0.9
 # What a plan in full may add to the quick figure of a point, and take from its time per token.
 PLANNING_GAIN = 1.08
 
-Point = tuple[int, int]
+# Rows of a microbatch, and of one of its prefills.
+Shape = tuple[int, int]
+Point = tuple[Shape, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,8 @@ class Option:
     # Rows of a microbatch on each device that has one, by the device's name.
     batch: dict[str, int]
     microbatches: int
+    # Of one of its prefills; empty where there are none.
+    prefill_batch: dict[str, int] = field(default_factory=dict)
 
     def keeps(self, target: Target) -> bool:
         """Is it within the limits?"""
@@ -105,22 +118,36 @@ def plan_load(
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
     near: Sequence[Sequence[float]] = NEAR,
+    in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:
     """The plan that gives most tokens per second within memory and the limits.
 
-    `near` are multiples of the best batches that are looked at too, round by round.
+    `near` are multiples of the best batches that are looked at too, round by round. `in_parts` gives a batch
+    with prefills of so many of its rows at a time; without it, prefills are whole.
     """
     search = _Search(cluster, target, make_simulate, max_microbatches or 2 * len(cluster.devices))
+    rows = None if in_parts is None else _prefill_rows(in_parts, batches[-1])
+
+    def look(batch: int, prefill: int | None = None) -> bool:
+        """False where it does not fit, in parts of fewer rows either."""
+        advance(f"pricing batch {batch}" + (f", prefills of {prefill}" if prefill else ""))
+        if in_parts is None or rows is None:
+            return search.look(variant_at(batch))
+        part = prefill or _part(batch, rows)
+        smaller = (round(part * PREFILL_NEAR[0] ** n) for n in (1, 2) if prefill is None)
+        tried = dict.fromkeys([part, *(n for n in smaller if n >= 1 and batch % n == 0)])
+        return any(search.look(in_parts(batch, n)) for n in tried)
+
     for batch in batches:
-        advance(f"pricing batch {batch}")
-        if not search.look(variant_at(batch)):
+        if not look(batch):
             break
     if not search.points:
         raise search.refusal()
     for factors in near if len(batches) > 1 else ():
         for batch in search.near(factors):
-            advance(f"pricing batch {batch}")
-            search.look(variant_at(batch))
+            look(batch)
+    for batch, prefill in search.near_prefills() if rows is not None else ():
+        look(batch, prefill)
     return search.found(advance)
 
 
@@ -129,6 +156,28 @@ def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan
     tokens = plan.batch * max(1, target.output_tokens)
     rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
     return replace(plan, baselines=rates)
+
+
+def _prefill_rows(in_parts: Callable[[int, int], ir.Variant], batch: int) -> int | None:
+    """The fewest rows that are prefilled nearly as fast as more, by their prices; None without prefills."""
+    rows, last_us = 1, np.zeros(0)
+    while rows <= batch:
+        if batch % rows == 0:
+            variant = in_parts(batch, rows)
+            if variant.unit.prefill_batch is None:
+                return None
+            at = [g.trace.step.kind for g in variant.unit.graphs].index("prefill")
+            us = np.array([[cost.us for cost in row] for row in variant.costs[at].costs]).sum(axis=0) / rows
+            if len(last_us) and (last_us <= us * (1 + PREFILL_GAIN)).all():
+                return rows // 2
+            last_us = us
+        rows *= 2
+    return batch
+
+
+def _part(batch: int, rows: int) -> int:
+    """The least part of a batch of at least so many rows; all of it where no less is one."""
+    return next((part for part in range(rows, batch) if batch % part == 0), batch)
 
 
 @dataclass(eq=False)
@@ -156,6 +205,7 @@ class _Search:
         problem = build(variant.unit, variant.costs, self.cluster)
         simulate, glance = self.make_simulate()
         num = len(self.cluster.devices)
+        shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         for slots in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
             if slots > self.max_microbatches:
                 continue
@@ -167,13 +217,27 @@ class _Search:
                 self._refused = self._refused or error
                 return False
             judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, glance)
-            self.points[variant.batch, slots] = _Point(variant, task, judge)
+            self.points[shape, slots] = _Point(variant, task, judge)
         return True
 
     def near(self, factors: Sequence[float]) -> list[int]:
         """Batches between those looked at, around the most hopeful of every policy."""
-        hopes: dict[str, tuple[float, int]] = {}
-        for (batch, slots), point in self.points.items():
+        known = {batch for (batch, _), _ in self.points}
+        around = {_even(batch * factor) for batch, _ in self._hopeful() for factor in factors}
+        return sorted(around - known)
+
+    def near_prefills(self) -> list[Shape]:
+        """The most hopeful batches of every policy with prefills of more and of fewer rows."""
+        known = {shape for shape, _ in self.points}
+        around = {
+            (batch, round(prefill * factor)) for batch, prefill in self._hopeful() for factor in PREFILL_NEAR
+        }
+        return sorted(x for x in around - known if 1 <= x[1] <= x[0] and x[0] % x[1] == 0)
+
+    def _hopeful(self) -> set[Shape]:
+        """The shapes that each policy hopes most of."""
+        hopes: dict[str, tuple[float, Shape]] = {}
+        for (shape, slots), point in self.points.items():
             listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
             for device in range(len(self.cluster.devices)) if slots == 1 else ():
                 listed.append((f"{device}", Mix((_alone(point, device),), (1.0,))))
@@ -187,10 +251,8 @@ class _Search:
             if draft is not None and self._is_near(draft):
                 found.append(("plan", draft.tokens_per_s))
             for name, hope in found:
-                hopes[name] = max(hopes.get(name, (0.0, 0)), (hope, batch))
-        known = {batch for batch, _ in self.points}
-        around = {_even(batch * factor) for _, batch in hopes.values() for factor in factors}
-        return sorted(around - known)
+                hopes[name] = max(hopes.get(name, (0.0, (0, 0))), (hope, shape))
+        return {shape for _, shape in hopes.values()}
 
     def refusal(self) -> PlanInfeasible:
         """Why not even the smallest batch fits."""
@@ -229,7 +291,7 @@ class _Search:
     def _replicas(self) -> dict[str, list[tuple[Option, Callable[[], ir.Plan]]]]:
         """A model on every device, each at its own best batch; and on the best one alone."""
         best: dict[int, tuple[Option, Point, Column]] = {}
-        for (batch, slots), point in self.points.items():
+        for (shape, slots), point in self.points.items():
             for device in range(len(self.cluster.devices)) if slots == 1 else ():
                 column = _alone(point, device)
                 if not point.task.problem.fits((column,), 1):
@@ -238,7 +300,7 @@ class _Search:
                 if option.keeps(self.target) and (
                     device not in best or option.tokens_per_s > best[device][0].tokens_per_s
                 ):
-                    best[device] = (option, (batch, slots), column)
+                    best[device] = (option, (shape, slots), column)
         if not best:
             return {}
         alone = max(best.values(), key=lambda x: x[0].tokens_per_s)
@@ -265,18 +327,32 @@ class _Search:
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
         simulated: set[int] = set()
         best = 0.0
+        # Microbatches in flight -> the least batch that was too slow: larger ones are too.
+        slow: dict[int, int] = {}
         for hope, point, mix in sorted(hopes, key=lambda x: -x[0]):
             if len(found) == MAX_SIMULATED or hope <= best:
                 break
+            batch, slots = point.variant.batch, point.task.slots
+            if batch >= slow.get(slots, batch + 1):
+                continue
             option = self._simulated(name, point, mix)
-            if option.keeps(self.target):
-                best = max(best, option.tokens_per_s)
-            found.append((option, _planner(self._plan, point, mix, name)))
             simulated.add(id(mix))
-        for _, point, mix in hopes:
+            if not option.keeps(self.target):
+                slow[slots] = batch
+                continue
+            best = max(best, option.tokens_per_s)
+            found.append((option, _planner(self._plan, point, mix, name)))
+        shown = [o for o in self.options if o.policy == name]
+        for hope, point, mix in hopes:
             quick = point.judge.quick_rate
-            if id(mix) not in simulated and quick is not None and (rate := quick(mix)) > 0:
-                self._option(name, point, mix, rate)
+            if id(mix) in simulated or quick is None:
+                continue
+            taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / hope
+            least_ms = self._per_token_ms(point, mix, taken_ms) / HOPED
+            if any(o.tokens_per_s >= HOPED * hope and o.tpot_ms <= least_ms for o in shown):
+                continue
+            if (rate := quick(mix)) > 0:
+                shown.append(self._option(name, point, mix, rate))
         return found
 
     # The plan.
@@ -291,11 +367,13 @@ class _Search:
         by_hope = sorted(points, key=lambda p: -self._draft(p)[1])
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
         best = floor.tokens_per_s if floor else 0.0
-        best_coarse = self.points.get((max(floor.batch.values()), floor.microbatches)) if floor else None
+        best_coarse = self.points.get(_point_of(floor)) if floor else None
         first = [best_coarse] if best_coarse in near else []
         for point in dict.fromkeys(chain(first, *zip(by_hope, by_draft, strict=True))):
-            if len(found) == MAX_PLANNED or max(self._draft(point)[1], near[point] * PLANNING_GAIN) <= best:
+            if len(found) == MAX_PLANNED:
                 break
+            if max(self._draft(point)[1], near[point] * PLANNING_GAIN) <= best:
+                continue
             advance(f"planning batch {point.variant.batch}, {point.task.slots} microbatches")
             config = PlanConfig(ir.Objective.THROUGHPUT, point.task.slots, shown_slots=())
             made = decide(point.task, point.judge, config)
@@ -316,7 +394,8 @@ class _Search:
 
         None where nothing of it ends within what is looked at.
         """
-        key = (point.variant.batch, point.task.slots)
+        unit = point.variant.unit
+        key = ((unit.batch, unit.prefill_batch or unit.batch), point.task.slots)
         if key not in self._drafts:
             slots, glance = point.task.slots, point.judge.quick_rate
             assert glance is not None, "a load is judged by simulation"
@@ -353,15 +432,16 @@ class _Search:
     def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
         num = sum(slot_counts(mix, point.task.slots))
         taken_ms = 1e3 * num / rate_per_s
-        names = self.cluster.names
+        names, unit = self.cluster.names, point.variant.unit
         used = np.unique(np.concatenate([c.labels for c in mix.columns])).tolist()
         option = Option(
             policy,
             self._tokens(point) * rate_per_s,
             self._per_token_ms(point, mix, taken_ms),
             self._first_ms(point, mix, taken_ms),
-            {names[d]: point.variant.batch for d in used},
+            {names[d]: unit.batch for d in used},
             num,
+            {names[d]: unit.prefill_batch for d in used} if unit.prefill_batch else {},
         )
         self.options.append(option)
         return option
@@ -428,6 +508,7 @@ def _together(listed: Sequence[Option]) -> Option:
         max(o.ttft_ms for o in listed),
         {name: b for o in listed for name, b in o.batch.items()},
         len(listed),
+        {name: b for o in listed for name, b in o.prefill_batch.items()},
     )
 
 
@@ -451,6 +532,12 @@ def _alone(point: _Point, device: int) -> Column:
     """All of it on one device."""
     problem = point.task.problem
     return problem.column(np.full(problem.num_nodes, device, dtype=np.int64))
+
+
+def _point_of(option: Option) -> Point:
+    """Of the largest of its batches."""
+    device, batch = max(option.batch.items(), key=lambda x: x[1])
+    return (batch, option.prefill_batch.get(device, batch)), option.microbatches
 
 
 def _even(batch: float) -> int:

@@ -32,29 +32,35 @@ def plan_load_on_many(
     max_microbatches: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
     near: Sequence[Sequence[float]] = NEAR,
+    in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:
     """As `plan_load`; of alike devices, never below what their cells give."""
 
     def at_once(tried: Sequence[int], around: Sequence[Sequence[float]]) -> LoadPlan:
-        return plan_load(variant_at, cluster, target, make_simulate, tried, max_microbatches, advance, around)
+        args = (cluster, target, make_simulate, tried, max_microbatches, advance, around, in_parts)
+        return plan_load(variant_at, *args)
 
     first = variant_at(batches[0])
     kinds = kinds_of(build(first.unit, first.costs, cluster))
     if kinds is None:
         return at_once(batches, near)
-    known: dict[int, ir.Variant] = {}
+    known: dict[tuple[int, int | None], ir.Variant] = {}
 
-    def whole_at(batch: int) -> ir.Variant:
-        if batch not in known:
-            known[batch] = variant_at(batch)
-        return known[batch]
+    def known_at(batch: int, prefill: int | None = None) -> ir.Variant:
+        if (batch, prefill) not in known:
+            if prefill is None or in_parts is None:
+                known[batch, prefill] = variant_at(batch)
+            else:
+                known[batch, prefill] = in_parts(batch, prefill)
+        return known[batch, prefill]
 
     def plan_part(devices: tuple[int, ...]) -> LoadPlan:
         advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
         most = max_microbatches and max(1, max_microbatches * len(devices) // len(cluster.devices))
         smaller = _cluster_of(cluster, devices)
         args = (smaller, target, make_simulate, batches, most, advance, near)
-        return plan_load_on_many(lambda batch: _of(whole_at(batch), devices), *args)
+        parted = None if in_parts is None else lambda batch, rows: _of(known_at(batch, rows), devices)
+        return plan_load_on_many(lambda batch: _of(known_at(batch), devices), *args, in_parts=parted)
 
     found = []
     for parts in partitions(kinds.members):
@@ -138,6 +144,12 @@ def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cel
             for name, batch in o.batch.items()
         },
         sum(o.microbatches * len(cells) for o, cells in rows),
+        {
+            names[devices[cells[0].index(names.index(name))]]: batch
+            for o, cells in rows
+            for devices in cells
+            for name, batch in o.prefill_batch.items()
+        },
     )
 
 

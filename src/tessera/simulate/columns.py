@@ -4,7 +4,7 @@
 launches; a test holds it against the programs that workers run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,6 +15,8 @@ from tessera.execute.schedule import until_wait
 from tessera.ir import BufferKind, Cluster, Costs, Graph, Link, Placement, Recv, WorkUnit
 
 Ints = npt.NDArray[np.int64]
+# State on its way: source, destination, bytes.
+Moved = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Scripts:
     unit: WorkUnit
     costs: tuple[Costs, ...]
     cluster: Cluster
-    _known: dict[tuple[int, tuple[int, ...]], Script] = field(default_factory=dict)
+    _known: dict[tuple[int, tuple[int, ...], tuple[Moved, ...]], Script] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wires = Wires(self.cluster)
@@ -144,20 +146,35 @@ class Scripts:
         return tuple(script for move, step in self.steps(placement) for script in (move, step) if script)
 
     def steps(self, placement: Placement) -> tuple[tuple[Script | None, Script], ...]:
-        """Of every step: the move of state that it wants when it follows the one before it, and the step."""
-        last: dict[str, int] = {}
+        """Of every step: the move of state that it wants when it follows the one before it, and the step.
+
+        What a prefill leaves in parts is moved part by part: at the end of each run of its own.
+        """
+        moved = [*self._moved(placement), ()]
+        if self.unit.is_in_parts:
+            each = enumerate(placement.devices)
+            return tuple((None, self._step(step, place, moved[step + 1])) for step, place in each)
         return tuple(
-            (self._migration(step, place, last), self._step(step, place))
+            (self._migration(step, moved[step]), self._step(step, place))
             for step, place in enumerate(placement.devices)
         )
 
-    def _step(self, step: int, place: tuple[int, ...]) -> Script:
-        key = (step, place)
+    def _moved(self, placement: Placement) -> Iterator[tuple[Moved, ...]]:
+        """Of every step: state that lives elsewhere than the step wants it."""
+        last: dict[str, tuple[int, int]] = {}
+        for homes, place in zip(self._homes, placement.devices, strict=True):
+            wanted = {name: (place[launch], size) for name, (launch, size) in homes.items()}
+            ends = [(last.get(name, to), to) for name, to in wanted.items()]
+            yield tuple((src, dst, min(size, part)) for (src, size), (dst, part) in ends if src != dst)
+            last |= wanted
+
+    def _step(self, step: int, place: tuple[int, ...], leaving: tuple[Moved, ...] = ()) -> Script:
+        key = (step, place, leaving)
         if key not in self._known:
-            self._known[key] = self._make(step, np.array(place, dtype=np.int64))
+            self._known[key] = self._make(step, np.array(place, dtype=np.int64), leaving)
         return self._known[key]
 
-    def _make(self, step: int, place: Ints) -> Script:
+    def _make(self, step: int, place: Ints, leaving: tuple[Moved, ...]) -> Script:
         flows, num = self._flows[step], len(self.cluster.devices)
         home, there = place[flows.producer], place[flows.pin_reader]
         crossing = there != home[flows.pin_value]
@@ -176,28 +193,27 @@ class Scripts:
             wires.append(self.wires.of(number, src, to, int(flows.num_bytes[index])))
             events[src].append((made, 1, number))
             events[to].append((read, 0, number))
+        for number, (src, to, size) in enumerate(leaving, start=len(wires)):
+            wires.append(self.wires.of(number, src, to, size))
+            events[src].append((len(place) - 1, 1, number))
+            events[to].append((len(place), 0, number))
         ends = [
             np.concatenate([[0.0], np.cumsum(np.where(place == d, own, 0.0))]).tolist() for d in range(num)
         ]
         columns = tuple(column_of(ends[d], sorted(events[d]), wires) for d in range(num))
         return Script(columns, self.unit.counts[step], float(own.sum()), step)
 
-    def _migration(self, step: int, place: tuple[int, ...], last: dict[str, int]) -> Script | None:
-        """State that lives elsewhere than this step wants it; `last` is brought up to date."""
-        sends: dict[int, list[TransferWire]] = {}
-        for name, (launch, size) in self._homes[step].items():
-            home = place[launch]
-            src = last.get(name, home)
-            last[name] = home
-            if src != home:
-                number = sum(len(x) for x in sends.values())
-                sends.setdefault(src, []).append(self.wires.of(number, src, home, size))
-        if not sends:
+    def _migration(self, step: int, moved: tuple[Moved, ...]) -> Script | None:
+        """A script that moves state and does nothing else."""
+        if not moved:
             return None
+        by_source: dict[int, list[TransferWire]] = {}
         columns: list[list[Recv | LaunchSegment]] = [[] for _ in self.cluster.devices]
-        for src, wires in sends.items():
+        for number, (src, dst, size) in enumerate(moved):
+            by_source.setdefault(src, []).append(self.wires.of(number, src, dst, size))
+        for src, wires in by_source.items():
             columns[src].append(LaunchSegment([0.0], 0, 0, tuple(wires)))
-        for wires in sends.values():
+        for wires in by_source.values():
             for wire in wires:
                 columns[wire.dst].append(Recv(wire.number))
         return Script(tuple(make_column(c) for c in columns), 1, 0.0, step)

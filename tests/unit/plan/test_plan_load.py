@@ -7,7 +7,8 @@ import pytest
 from batches_factory import MB, at_batch
 from plan_factories import Draft, Named, make_cluster, make_costs, make_unit
 from tessera import ir
-from tessera.errors import PlanInfeasible
+from tessera.errors import MismatchError, PlanInfeasible
+from tessera.execute.lower import lower
 from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load, plan_load_on_many
 from tessera.simulate import SteadyRates
 
@@ -27,6 +28,22 @@ def variant_at(batch: int, cluster: ir.Cluster) -> ir.Variant:
         "weights": [200.0 + (1.0 if x else 4.0) * batch for x in odd],
     }
     us = [[cost["state"], cost["weights"], cost["state"], cost["weights"]]]
+    return ir.Variant(unit, make_costs(unit, cluster, us))
+
+
+def request_at(batch: int, prefill: int, cluster: ir.Cluster) -> ir.Variant:
+    """A prefill of some rows at a time, with large temporaries, and eight decodes of all of them."""
+    steps = [
+        Draft(2, [(0, (1,), rows * size)], {"kv": ((0,), ROW * rows)}, {"w": ((1,), 64 * MB)}, kind=kind)
+        for kind, rows, size in (("prefill", prefill, 40 * MB), ("decode", batch, 1000))
+    ]
+    unit = make_unit(*steps, counts=(batch // prefill, 8))
+    sized = (at_batch(ir.WorkUnit((g,), (1,)), n) for g, n in zip(unit.graphs, (prefill, batch), strict=True))
+    unit = ir.WorkUnit(tuple(one.graphs[0] for one in sized), unit.counts)
+    us = [
+        [[10.0 + 60.0 * prefill, 10.0 + 30.0 * prefill]] * 2,
+        [[100.0 + 2.0 * batch, 100.0 + 6.0 * batch]] * 2,
+    ]
     return ir.Variant(unit, make_costs(unit, cluster, us))
 
 
@@ -77,6 +94,35 @@ def test_less_time_per_token_means_smaller_batches() -> None:
     assert bound.chosen.tpot_ms <= 1.0 < free.chosen.tpot_ms
     assert all(o.tpot_ms <= 1.0 for o in bound.baselines)
     assert bound.chosen.tokens_per_s < free.chosen.tokens_per_s
+
+
+@cache
+def planned_requests(is_free: bool) -> LoadPlan:
+    """Sixteen requests of prompts and answers together; prefilled in parts, or whole."""
+    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[500 * MB, 500 * MB])
+    in_parts = (lambda batch, rows: request_at(batch, rows, cluster)) if is_free else None
+    return plan_load(
+        lambda b: request_at(b, b, cluster), cluster, Target(8), rates, (16,), 2, in_parts=in_parts
+    )
+
+
+def test_a_prefill_takes_some_of_the_rows_where_all_of_them_do_not_fit() -> None:
+    """Its temporaries leave room for the state of the whole batch then."""
+    with pytest.raises(PlanInfeasible, match="GB too little"):
+        planned_requests(False)
+    found = planned_requests(True)
+
+    assert (16, 4) == (found.plan.batch, found.plan.unit.prefill_batch)
+    assert {"d0": 4, "d1": 4} == found.chosen.prefill_batch
+    assert all(room.used_bytes <= room.capacity_bytes for room in explain(found.plan).memory)
+
+
+def test_a_plan_with_prefills_in_parts_is_not_run_and_says_how_to_plan_one_that_is() -> None:
+    """In one line."""
+    plan = planned_requests(True).plan
+
+    with pytest.raises(MismatchError, match=rf"Plan with --batch {plan.batch} --prefill-batch {plan.batch}"):
+        lower(plan)
 
 
 def test_a_limit_that_nothing_keeps_says_what_is_fastest() -> None:

@@ -153,35 +153,43 @@ def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
 
 
 def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """State handed from one step to the next that uses it."""
-    last: dict[str, int] = {}
+    """State handed from one step to the next that uses it; what a step leaves in parts, part by part."""
+    last: dict[str, tuple[int, int]] = {}
     for graph, nodes in zip(unit.graphs, node_of, strict=True):
         sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
         for name, group in graph.state_groups.items():
-            home = int(nodes[graph.groups[group][0]])
-            before = last.get(name, home)
+            home, size = int(nodes[graph.groups[group][0]]), sizes[name]
+            before, part = last.get(name, (home, size))
             if before != home:
-                yield before, sizes[name], 1, [home]
-            last[name] = home
+                yield before, part, max(1, size // max(1, part)), [home]
+            last[name] = home, size
 
 
 def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKind) -> Holdings:
-    """Which nodes need which buffers of one kind."""
-    item_of: dict[str, int] = {}
-    sizes: list[int] = []
-    pins: set[tuple[int, int]] = set()
+    """Which nodes need which buffers of one kind.
+
+    Of a buffer that steps have at several sizes (a prefill takes some rows of the state at a time), a device
+    holds the largest that it needs: one item is what all of them hold, another what the larger have more.
+    """
+    needs: dict[str, dict[int, set[int]]] = {}
     for graph, nodes in zip(unit.graphs, node_of, strict=True):
         buffers, node = graph.trace.buffers, nodes.tolist()
         for index, launch in enumerate(graph.trace.launches):
             for access in launch.accesses:
                 buffer = buffers[access.buffer]
                 if buffer.kind is kind:
-                    item = item_of.setdefault(buffer.name, len(sizes))
-                    if item == len(sizes):
-                        sizes.append(0)
-                    sizes[item] = max(sizes[item], buffer.size_bytes)
-                    pins.add((item, node[index]))
-    listed = np.array(sorted(pins), dtype=np.int64).reshape(-1, 2)
-    return Holdings(
-        np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy(), tuple(item_of)
-    )
+                    by_size = needs.setdefault(buffer.name, {})
+                    by_size.setdefault(buffer.size_bytes, set()).add(node[index])
+    names: list[str] = []
+    sizes: list[int] = []
+    pins: list[tuple[int, int]] = []
+    for name, by_size in needs.items():
+        below = 0
+        for size in sorted(by_size):
+            held = set().union(*(nodes for other, nodes in by_size.items() if other >= size))
+            pins += [(len(sizes), node) for node in sorted(held)]
+            names.append(f"{name} from {below}" if below else name)
+            sizes.append(size - below)
+            below = size
+    listed = np.array(pins, dtype=np.int64).reshape(-1, 2)
+    return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy(), tuple(names))

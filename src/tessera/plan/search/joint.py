@@ -45,7 +45,7 @@ class JointTask(Task):
     @cached_property
     def weights(self) -> tuple[float, ...]:
         """Work units in a request of each batch."""
-        batches = [p.unit.graphs[0].trace.step.batch for p in self.problems]
+        batches = [p.unit.batch for p in self.problems]
         return tuple(batch / batches[0] for batch in batches)
 
     @cached_property
