@@ -84,7 +84,7 @@ def demo(
         str, typer.Option(help="Two or more devices that divide the small model.")
     ] = "emu:a100,emu:l40s",
     link: Annotated[str, typer.Option(help="What joins them.")] = "pcie4",
-    tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 24,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 16,
     slots: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
         "tessera-demo"
