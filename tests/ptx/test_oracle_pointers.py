@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sampling import examples
 from tessera_ptx import KernelReport, analyze
 from tessera_ptx.extent import LaunchConfig
 from tessera_ptx.interp import Packed, Result, run
@@ -150,7 +151,7 @@ def announced(report: KernelReport, result: Result, numbers: LaunchConfig) -> di
     return masks
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(250, 50), deadline=None)
 @given(
     kernels(),
     st.integers(1, 3),
@@ -172,7 +173,7 @@ def test_random_pointers_are_covered(source: str, grid: int, block: int, k: int,
         assert not ((seen.write | seen.atomic) & ~masks[name][1]).any(), f"writes of {name}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120, 25), deadline=None)
 @given(kernels())
 def test_most_pointer_kernels_are_followed(source: str) -> None:
     """None of these moves is beyond the analysis: it stops on no such kernel."""

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling import examples, one_of_each
+from sampling import examples
 from tessera_ptx import analyze
 from tessera_ptx.extent import LaunchConfig
 from tessera_ptx.interp import run
@@ -19,20 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 checks: Any = importlib.import_module("checks")
 
 RUNNABLE = [row for row in checks.rows() if checks.is_runnable(row)]
-SAMPLE = one_of_each(RUNNABLE, lambda row: (row["part"], row["theme"], row["kernel"]))
-NAMES = [checks.name_of(row) for row in SAMPLE]
 
 
-@pytest.mark.parametrize("row", SAMPLE, ids=NAMES)
-def test_static_covers_dynamic(row: dict[str, Any]) -> None:
-    """Every byte that a launch reads, writes or updates is announced, and extents called exact are."""
-    made, result = checks.run_row(row, 11)
-
-    assert [] == checks.uncovered(row, made, result)
-    assert [] == checks.falsely_exact(row, made, result)
-
-
-@settings(max_examples=examples(250, 50), deadline=None)
+@settings(max_examples=examples(250, 40), deadline=None)
 @given(st.sampled_from(RUNNABLE), st.integers(0, 2**32 - 1))
 def test_static_covers_random_launches(row: dict[str, Any], seed: int) -> None:
     """The same for any kernel and any grid, sizes, strides and contents."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptx_factory import pointers, report_of
+from sampling import examples
 from tessera_ptx import LaunchConfig
 
 WIDTH = 4
@@ -94,7 +95,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(500, 100), deadline=None)
 @given(SHAPES, st.integers(1, 4), st.integers(1, 9), st.integers(-6, 24))
 def test_extent_covers_every_byte(shape: Shape, grid: int, block: int, n: int) -> None:
     """No thread touches a byte outside the extent, and an exact extent has no byte that none touches."""

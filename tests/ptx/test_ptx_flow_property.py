@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptx_factory import report_of
+from sampling import examples
 
 BUFFERS = (0x7F00_0000_0000, 0x7F20_0000_0000, 0x7F48_0000_0000)
 NEAR = 1 << 24
@@ -190,7 +191,7 @@ def kernel(program: list[Any]) -> str:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(300, 40), deadline=None)
 @given(programs)
 def test_every_access_is_announced(program: list[Any]) -> None:
     """What a run touches, the report names with its effect, or the kernel is immovable."""
@@ -205,7 +206,7 @@ def test_every_access_is_announced(program: list[Any]) -> None:
         assert set() == machine.seen - told
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(120, 25), deadline=None)
 @given(st.lists(simple.filter(lambda s: s[0] not in ("diff", "load", "load_at")), min_size=3, max_size=14))
 def test_plain_shuffling_stays_movable(program: list[Any]) -> None:
     """Moves, selections, offsets, halves and alignment never make a kernel immovable."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptx_factory import HEAD, THREAD, make_module, pointers
+from sampling import examples
 from tessera_ptx import analyze
 from tessera_ptx.errors import ParseError
 
@@ -49,14 +50,14 @@ def survives(text: str | bytes) -> None:
     assert time.process_time() - begin < MAX_SECONDS
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300, 60), deadline=None)
 @given(st.sampled_from(SEEDS), st.data())
 def test_truncated_text_is_survived(text: str, data: st.DataObject) -> None:
     """A file cut anywhere is refused or analyzed."""
     survives(text[: data.draw(st.integers(0, len(text)))])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(600, 100), deadline=None)
 @given(st.sampled_from(SEEDS), st.data())
 def test_mutated_text_is_survived(text: str, data: st.DataObject) -> None:
     """Characters replaced, dropped or put in anywhere are refused or analyzed."""
@@ -69,7 +70,7 @@ def test_mutated_text_is_survived(text: str, data: st.DataObject) -> None:
     survives(text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(300, 60), deadline=None)
 @given(st.sampled_from(SEEDS), st.data())
 def test_shuffled_lines_are_survived(text: str, data: st.DataObject) -> None:
     """Statements in any order, repeated or dropped, are refused or analyzed."""
@@ -81,7 +82,7 @@ def test_shuffled_lines_are_survived(text: str, data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(200, 40), deadline=None)
 @given(st.binary(max_size=400))
 def test_binary_is_survived(data: bytes) -> None:
     """Bytes that are no text are refused."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tessera.analyze.hazards import SWEEP_EVERY, direct_hazards, hazards
+from tessera.analyze.hazards import direct_hazards, hazards
 from tessera.ir import (
     Access,
     Buffer,
@@ -148,11 +148,12 @@ def test_no_edge_is_implied_by_others() -> None:
         assert all(edge.src not in above[src] for src in others)
 
 
-def test_the_reduction_is_the_same_after_it_has_forgotten() -> None:
+def test_the_reduction_is_the_same_after_it_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of dead launches are handed out again without mixing anybody up."""
+    monkeypatch.setattr("tessera.analyze.hazards.SWEEP_EVERY", 100)
     rng = random.Random(2)
     launches = []
-    for i in range(3 * SWEEP_EVERY):
+    for i in range(400):
         read = (
             [Access(rng.randrange(max(0, i - 6), i), Region(0, 8), read=True) for _ in range(2)] if i else []
         )

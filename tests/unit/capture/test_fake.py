@@ -41,7 +41,7 @@ def names(trace: Trace) -> list[str]:
 @pytest.mark.parametrize(("model", "kind"), SAMPLE)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fake_and_real_captures_agree(model: str, kind: str, batch: int) -> None:
-    """Every launch is the same, or differs as the table of `agree` says."""
+    """Every launch is the same, or differs as the table of `trace_agreement` says."""
     found = compare(families.trace(model, kind, "cpu", batch), families.trace(model, kind, "fake", batch))
 
     assert () == found.differences
@@ -80,7 +80,10 @@ def test_a_wider_access_is_a_difference() -> None:
 
 @pytest.mark.parametrize(
     ("model", "kind", "launches", "weight_gb"),
-    [("llama-3-8b", "decode", 1308, 16.1), ("sd3.5-medium", "denoise", 2230, 4.9)],
+    [
+        ("llama-3-8b", "decode", 1308, 16.1),
+        pytest.param("sd3.5-medium", "denoise", 2230, 4.9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_size_model_needs_no_memory(model: str, kind: str, launches: int, weight_gb: float) -> None:
     """Billions of parameters are recorded by name and size alone."""

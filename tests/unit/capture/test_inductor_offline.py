@@ -149,6 +149,7 @@ def test_blocks_that_are_alike_are_compiled_once() -> None:
     assert 5 == len({reading, first, second, fourth, last})
 
 
+@pytest.mark.slow
 def test_a_full_size_decode_needs_no_memory() -> None:
     """32 GB of state at batch 256: the 32 layers are three kinds of region, and nothing is allocated."""
     with torch.device("meta"):
@@ -213,7 +214,9 @@ def test_the_tiny_llama_is_proved_and_has_fewer_launches_than_eager() -> None:
     assert [] == [x.immovable for x in made.launches if x.immovable]
 
 
-@pytest.mark.parametrize(("model", "tokens"), [("tiny-llama", 16), ("tiny-mamba", 4)])
+@pytest.mark.parametrize(
+    ("model", "tokens"), [("tiny-llama", 16), pytest.param("tiny-mamba", 4, marks=pytest.mark.slow)]
+)
 def test_steps_of_tokens_are_proved_and_write_their_state_in_place(model: str, tokens: int) -> None:
     """One attention launch a layer; pages and rows are written by kernels with known accesses."""
     with torch.device("meta"):

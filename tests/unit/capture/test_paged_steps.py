@@ -10,6 +10,7 @@ import torch
 from benchmarks.coverage_models import MODELS, Model
 
 from paged_mixer import Mixer, generated
+from sampling import examples
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another
 from tessera.capture.models.paged import DENSE, FLAT, ROWS, Parts, layout_of
@@ -21,7 +22,7 @@ from tessera.kernels import PAGE
 
 BY_NAME = {model.name: model for model in MODELS}
 SEQUENCES, TOKENS, POSITIONS = 4, 12, 512
-NUM_NEW = 12
+NUM_NEW = examples(12, 5)
 LAYOUTS = {
     "gpt2": FLAT,
     "opt": FLAT,
@@ -63,7 +64,7 @@ def prompts_of(num: int, seed: int = 0) -> list[list[int]]:
 
 def check_answers(workload: Workload, num: int = 7) -> None:
     """Prompts in random parts, mixed with answers of others, are answered as by generate."""
-    prompts = prompts_of(num)
+    prompts = prompts_of(examples(num, min(num, SEQUENCES + 1)))
 
     assert generated(workload, prompts, NUM_NEW) == Mixer(workload).answers(prompts, NUM_NEW)
 
