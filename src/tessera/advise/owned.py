@@ -16,8 +16,8 @@ from tessera.advise.records import Load, Market, check
 from tessera.advise.search import steps_of
 from tessera.advise.sizes import Size
 from tessera.errors import TesseraError
-from tessera.flow import LoadSteps, anchors_of, choose_launches, plan_for, price
-from tessera.ir import Cluster, Variant
+from tessera.flow import LoadSteps, anchors_of, choose_launches, make_load_plan
+from tessera.ir import Cluster
 from tessera.plan import BATCHES, LoadPlan, Option, Target
 from tessera.profile import estimate, gpu, make_cluster, parse_devices, sureness
 from tessera.report import round_limits
@@ -37,14 +37,15 @@ class Way:
     name: str
     policy: str
     requests_per_s: float
+    # Of an image: steps.
     tokens_per_s: float
     tpot_ms: float
     ttft_ms: float
     batch: dict[str, int]
     # Does it carry the rate with its margin?
     carries: bool
-    # None where no price is known.
-    usd_per_1m_tokens: float | None
+    # Rent while a thousand requests are served at full load; None where no price is known.
+    usd_per_1k_requests: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +113,25 @@ def use(
     batches = market.batches or BATCHES
     anchors = anchors_of(batches)
     is_compiled, note = choose_launches(steps, anchors, market.launches)
-    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
-    cluster = _cluster(names, market)
-
-    def variant_at(batch: int) -> Variant:
-        unit = recorded.at(batch)
-        return Variant(unit, price(unit, cluster))
-
     target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
-    found = plan_for(variant_at, cluster, target, batches, market.slots, advance)
+    cluster = _cluster(names, market)
+    found = make_load_plan(steps, cluster, target, batches, market.slots, advance, is_compiled)
+    recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
     rents = {name: _rent(name, market) for name in names}
     unpriced = tuple(name for name, rent in rents.items() if rent is None)
     usd = None if unpriced else sum(rents[name] or 0.0 for name in names)
     listed = [o for o in found.baselines if o is not found.chosen]
-    ways = tuple(_ways(load, target, [*listed, found.chosen], usd))
+    ways = tuple(_ways(load, [*listed, found.chosen], usd))
     error = sureness(found.plan).rel_error
+    advised = _coarsest(ways, error)
     return OwnedAdvice(
         names,
         found,
         ways,
-        _coarsest(ways, error),
+        advised,
         error,
         tuple(_regimes(found, error)),
-        _next(load, market, recorded, batches, max(w.requests_per_s for w in ways), advance),
+        _next(load, market, recorded, batches, advised.requests_per_s, advance),
         usd,
         unpriced,
         gpu(names[0]).price_source,
@@ -153,8 +150,8 @@ def _rent(name: str, market: Market) -> float | None:
     return prices.get(market.provider) if market.provider else min(prices.values(), default=None)
 
 
-def _ways(load: Load, target: Target, options: Sequence[Option], usd_per_hour: float | None) -> list[Way]:
-    """The best of each kind."""
+def _ways(load: Load, options: Sequence[Option], usd_per_hour: float | None) -> list[Way]:
+    """The best of each kind. A request is so many tokens, and an image so many steps, as the load says."""
     best: dict[str, Option] = {}
     for option in options:
         kind = KINDS.get(option.policy, "split")
@@ -163,8 +160,8 @@ def _ways(load: Load, target: Target, options: Sequence[Option], usd_per_hour: f
     found = []
     for name in (name for name in WAYS if name in best):
         o = best[name]
-        per_s = o.tokens_per_s / target.output_tokens
-        usd = None if usd_per_hour is None else usd_per_hour / 3600 / o.tokens_per_s * 1e6
+        per_s = o.tokens_per_s / load.output
+        usd = None if usd_per_hour is None else usd_per_hour / 3.6 / per_s
         carries = per_s >= load.needed_per_s
         found.append(Way(name, o.policy, per_s, o.tokens_per_s, o.tpot_ms, o.ttft_ms, o.batch, carries, usd))
     return found

@@ -220,9 +220,9 @@ def _show(load: "Load", found: "Advice", files: list[str]) -> None:
 # Cards that are there.
 
 DO = {
-    "one card": "Use one card",
+    "one card": "Use the best card alone",
     "data-parallel": "Run a copy on each card",
-    "split": "Split the model",
+    "split": "Split the model between them",
     "kernel level": "Divide it kernel by kernel",
 }
 
@@ -264,14 +264,17 @@ def _owned_document(load: "Load", owned: "OwnedAdvice") -> dict[str, Any]:
 def _answer(load: "Load", owned: "OwnedAdvice") -> list[str]:
     """What to do, what it gains, what it costs and what to rent next: a sentence each."""
     way, wanted = owned.advised, f"{load.rate_per_s:g} with {load.margin:.0%} to spare"
-    policy = f" ({way.policy})" if way.name in ("data-parallel", "split") else ""
     enough = "enough for" if way.carries else "too little for"
     return [
-        f"{DO[way.name]}{policy}: {way.requests_per_s:.4g} {load.unit}/s, {enough} {wanted}",
+        f"{DO[way.name]} ({_named(way)}): {way.requests_per_s:.4g} {load.unit}/s, {enough} {wanted}",
         _gained(owned),
-        _cost(owned),
+        _cost(load, owned),
         _rent_next(load, owned),
     ]
+
+
+def _named(way: "Way") -> str:
+    return f"{way.name} ({way.policy})" if way.name == "split" else way.name
 
 
 def _gained(owned: "OwnedAdvice") -> str:
@@ -279,18 +282,20 @@ def _gained(owned: "OwnedAdvice") -> str:
     text = f"The costs have an error of ±{owned.error:.0%}"
     if best is not way:
         more = f"{best.tokens_per_s / way.tokens_per_s:.2f}x"
-        return f"{text}: {best.name} ({best.policy}) would give {more} of that, which is within it."
+        return f"{text}: {_named(best)} would give {more} of that, which is within it."
     others = [w for w in owned.ways if w is not way and w.name != "one card"]
-    gains = [f"{way.tokens_per_s / w.tokens_per_s:.2f}x {w.policy}" for w in others]
+    gains = [f"{way.tokens_per_s / w.tokens_per_s:.2f}x {_named(w)}" for w in others]
     if not gains or way.name == "data-parallel":
         return f"{text}; no finer way gives more."
     return f"{text}: {' and '.join(gains)} are beyond it."
 
 
-def _cost(owned: "OwnedAdvice") -> str:
-    if owned.usd_per_hour is None or owned.advised.usd_per_1m_tokens is None:
+def _cost(load: "Load", owned: "OwnedAdvice") -> str:
+    if owned.usd_per_hour is None or owned.advised.usd_per_1k_requests is None:
         return f"What they cost is not known: nobody's price of {', '.join(owned.unpriced)} is."
-    each = f"{owned.advised.usd_per_1m_tokens:.3g} USD for a million output tokens at full load"
+    each = f"{owned.advised.usd_per_1k_requests:.3g} USD for 1,000 {load.unit} at full load"
+    if not load.is_image:
+        each += f", {1000 * owned.advised.usd_per_1k_requests / load.output:.3g} for a million output tokens"
     return f"Rented, the cards would cost {owned.usd_per_hour:.2f} USD an hour, {each}."
 
 
@@ -300,7 +305,7 @@ def _rent_next(load: "Load", owned: "OwnedAdvice") -> str:
     card = owned.next_cards[0]
     what = f"{card.gpu} ({card.usd_per_hour:.2f} USD an hour, {card.provider})"
     adds = f"{card.adds_per_s:.4g} {load.unit}/s"
-    if any(way.carries for way in owned.ways):
+    if owned.advised.carries:
         return f"Rent nothing for this load. To grow, a request is cheapest on one more {what}: {adds}."
     end = "and that is enough" if card.carries else "which is not enough yet"
     return f"Rent one more {what}: it adds {adds} by itself, {end}."
@@ -338,22 +343,25 @@ def _bars(load: "Load", owned: "OwnedAdvice") -> list["AdviceBar"]:
             way.policy if way.name == "split" else "",
             way.requests_per_s,
             f"{load.unit}/s",
-            _facts(way),
+            _facts(load, way),
             way is owned.advised,
         )
         for way in owned.ways
     ]
 
 
-def _facts(way: "Way") -> str:
-    usd = "" if way.usd_per_1m_tokens is None else f", {way.usd_per_1m_tokens:.3g} USD for a million tokens"
-    return f"{way.tokens_per_s:,.0f} tokens/s, {way.tpot_ms:.3g} ms a token{usd}"
+def _facts(load: "Load", way: "Way") -> str:
+    parts = [] if load.is_image else [f"{way.tokens_per_s:,.0f} tokens/s", f"{way.tpot_ms:.3g} ms a token"]
+    if way.usd_per_1k_requests is not None:
+        parts.append(f"{way.usd_per_1k_requests:.3g} USD for 1,000 {load.unit}")
+    return ", ".join(parts)
 
 
 def _tables(load: "Load", owned: "OwnedAdvice") -> list["AdviceTable"]:
     from tessera.advise.owned import WAYS
     from tessera.report import AdviceTable
 
+    word = "step" if load.is_image else "token"
     names = [name for name in WAYS if any(name in regime.tokens_per_s for regime in owned.regimes)]
     regimes = []
     for r in owned.regimes:
@@ -366,9 +374,9 @@ def _tables(load: "Load", owned: "OwnedAdvice") -> list["AdviceTable"]:
         cards.append([card.gpu, rent, *figures, "yes" if card.carries else "no"])
     return [
         AdviceTable(
-            "What is best at which time per token",
-            "Tokens per second of each way within a time per token, by a quicker simulation; advised is the "
-            "coarsest that is within the costs' error of the best.",
+            f"What is best at which time per {word}",
+            f"{word.capitalize()}s per second of each way within a time per {word}, by a quicker simulation; "
+            "advised is the coarsest that is within the costs' error of the best.",
             ("at most", *names, "advised"),
             regimes,
         ),
