@@ -36,33 +36,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.ledger import Ledger
 from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
-from tessera.capture.rng import Draws, generator_of, size_of
+from tessera.capture.rng import Draws, generator_of
 from tessera.capture.schema import (
-    MAX_CONSTANT_BYTES,
     Recorded,
     Results,
-    argument_accesses,
-    byte_region,
-    contents,
     has_wrappers,
     split,
-    symbol_of,
-    view_of,
     whole_buffers,
 )
 from tessera.capture.shapes import Run
 from tessera.errors import CaptureError
 from tessera.ir import (
-    Access,
     Arg,
-    Buffer,
     BufferKind,
-    Kernel,
     Launch,
-    Origin,
-    Region,
     Step,
     Trace,
     View,
@@ -155,14 +145,8 @@ class Recorder(TorchDispatchMode):
         `varying`: kinds of buffer that may hold other values in another call.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._scopes, self._run, self._recorded_on = scopes, run, recorded_on
+        self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
         self._draws = Draws(recorded_on == "fake")
-        # A weak reference keeps the storage's identity from being handed out again, not its memory.
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._buffers: list[Buffer] = []
-        self._kernels: dict[Kernel, int] = {}
-        self._operators: dict[Any, int] = {}
-        self._launches: list[Launch] = []
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
@@ -172,50 +156,28 @@ class Recorder(TorchDispatchMode):
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
         """Declares storages that exist before the step, by name."""
         for name, tensor in tensors.items():
-            if self._find(tensor) is not None:
-                raise CaptureError(
-                    f"{kind} '{name}' shares its memory with another tensor handed to the step",
-                    "Give each its own memory with .clone().",
-                )
             size = tensor.untyped_storage().nbytes()
             is_whole = tensor.is_contiguous() and size == tensor.numel() * tensor.itemsize
             if kind is not BufferKind.WEIGHT and not is_whole:
                 raise CaptureError(f"{kind} '{name}' is a part of a larger tensor", "Pass it .contiguous().")
-            if kind in self._varying_kinds:
-                self._varying.add(len(self._buffers))
-            self._add(tensor, Buffer(name, kind, size))
+        declared = self._ledger.declare(kind, tensors)
+        if kind in self._varying_kinds:
+            self._varying.update(declared)
 
     def varies(self, value: Any) -> bool:
         """True for a tensor or storage whose values depend on the request."""
         if isinstance(value, torch.Tensor):
             return value.layout is torch.strided and self._find(value) in self._varying
         if isinstance(value, torch.UntypedStorage):
-            return self._storages.get(value._cdata, (None, -1))[1] in self._varying
+            return self._ledger.storages.get(value._cdata, (None, -1))[1] in self._varying
         return False
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         """The finished trace; `outputs` are what the step returned."""
         self._draws.check()
-        keep_apart({key: held for key, (held, buffer) in self._storages.items() if self._is_made(buffer)})
-        views = tuple((name, self._view(tensor)) for name, tensor in outputs.items())
-        returned = {view.buffer for _, view in views}
-        buffers = tuple(
-            Buffer(b.name, BufferKind.OUTPUT, b.size_bytes)
-            if i in returned and b.kind is BufferKind.TEMPORARY
-            else b
-            for i, b in enumerate(self._buffers)
-        )
-        aliases = tuple(sorted(self._aliases.items()))
-        return Trace(
-            step,
-            tuple(self._kernels),
-            buffers,
-            tuple(self._launches),
-            views,
-            self._num_views,
-            aliases,
-            self._recorded_on,
-        )
+        storages = self._ledger.storages.items()
+        keep_apart({key: held for key, (held, buffer) in storages if self._is_made(buffer)})
+        return self._ledger.trace(step, outputs, self._num_views, tuple(sorted(self._aliases.items())))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -243,7 +205,7 @@ class Recorder(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         tensors = _tensors(results)
         if self._carries_constant(func, given, tensors):
-            self._know(tensors[0], self._index(given[0]))
+            self._ledger.know(tensors[0], self._ledger.index(given[0]))
         if func._schema.is_mutable or any(self._find(t) is None for t in tensors):
             for one, made in split(func, recorded, results):
                 self._launch(func, one, made, generator)
@@ -256,13 +218,13 @@ class Recorder(TorchDispatchMode):
         """True if a constant has only changed its device, or has become fake."""
         if func._schema.name not in CARRIERS or len(given) != 1 or self._find(made[0]) is not None:
             return False
-        source = self._buffers[self._index(given[0])]
+        source = self._ledger.buffers[self._ledger.index(given[0])]
         size = made[0].untyped_storage().nbytes()
         return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
 
     def _is_made(self, buffer: int) -> bool:
         """True for what the step computes from a request."""
-        return buffer in self._varying and self._buffers[buffer].kind is BufferKind.TEMPORARY
+        return buffer in self._varying and self._ledger.buffers[buffer].kind is BufferKind.TEMPORARY
 
     def _note_alias(self, func: Any, results: Results) -> None:
         """Counts an operator that returned old memory without its schema saying so."""
@@ -273,14 +235,14 @@ class Recorder(TorchDispatchMode):
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
         """A kernel that the program launches itself; gives what to check once it has run."""
-        number = self._kernel(seen.kernel)
+        number = self._ledger.kernel(seen.kernel)
         self._check_tables(seen)
         args = tuple(self._arg(a) for a in seen.args)
         launch = Launch(number, args, (), (), (), self._scopes.current, grid=seen.grid, block=seen.block)
-        accesses, why = prove(seen.kernel, launch, self._buffers)
+        accesses, why = prove(seen.kernel, launch, self._ledger.buffers)
         if why:
             why = "; ".join(filter(None, (why, seen.unread)))
-            accesses = whole_buffers(launch, self._buffers, frozenset())
+            accesses = whole_buffers(launch, self._ledger.buffers, frozenset())
         self._add_launch(replace(launch, accesses=accesses, immovable=why))
         weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if why else []
         return unchanged(seen.kernel.name, weights) if weights else None
@@ -295,119 +257,47 @@ class Recorder(TorchDispatchMode):
                 fail(f"{what} depends on the request", "Pass a list of the tensors as the table.")
             for tensor in tensors_in(seen.args[place]):
                 found = self._find(tensor)
-                kind = BufferKind.WEIGHT if found is None else self._buffers[found].kind
+                kind = BufferKind.WEIGHT if found is None else self._ledger.buffers[found].kind
                 if kind not in (BufferKind.WEIGHT, BufferKind.STATE):
                     fail(
                         f"{what} leads to a tensor of one request", "Pass a list of the tensors as the table."
                     )
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        return self._buffers[self._index(tensor)].kind is BufferKind.WEIGHT
+        return self._ledger.buffers[self._ledger.index(tensor)].kind is BufferKind.WEIGHT
 
-    def _launch(
-        self,
-        func: Any,
-        recorded: Recorded,
-        results: Results,
-        generator: str,
-    ) -> None:
-        args, kwargs = recorded
-        fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self._find(t) is None}
-        outputs = tuple(self._output(t) if isinstance(t, torch.Tensor) else None for t in results)
-        accesses = argument_accesses(func._schema, args, dict(kwargs))
-        for tensor, view in zip(results, outputs, strict=True):
-            touched = byte_region(view) if view is not None and id(tensor) in fresh else None
-            if view is not None and touched is not None:
-                accesses.append(Access(view.buffer, touched, write=True))
-        if generator:
-            state = Region(0, size_of(generator))
-            accesses.append(Access(self._generator(generator), state, read=True, write=True))
-        self._add_launch(
-            Launch(self._operator(func), args, kwargs, outputs, tuple(accesses), self._scopes.of_launch())
-        )
+    def _launch(self, func: Any, recorded: Recorded, results: Results, generator: str) -> None:
+        num = len(self._ledger.buffers)
+        launch = self._ledger.operator(func, recorded, results, generator, self._scopes.of_launch())
+        if generator and self._ledger.generator(generator) >= num:  # one that the step was not given
+            self._varying.add(self._ledger.generator(generator))
+        self._add_launch(launch)
 
     def _add_launch(self, launch: Launch) -> None:
         """What is computed from a buffer that varies, varies."""
         if any(a.read and a.buffer in self._varying for a in launch.accesses):
             self._varying.update(a.buffer for a in launch.accesses if a.write or a.atomic)
-        self._launches.append(launch)
+        self._ledger.launch(launch)
         self.places.append(program_line())
 
-    def _generator(self, name: str) -> int:
-        """The buffer of a generator's state; one that the step was not given is declared now."""
-        for index, buffer in enumerate(self._buffers):
-            if buffer.name == name:
-                return index
-        self._buffers.append(Buffer(name, BufferKind.STATE, size_of(name)))
-        self._varying.add(len(self._buffers) - 1)
-        return len(self._buffers) - 1
-
-    def _output(self, tensor: torch.Tensor) -> View:
-        if self._find(tensor) is None:
-            size = tensor.untyped_storage().nbytes()
-            self._add(tensor, Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))
-        return self._view(tensor)
-
-    def _operator(self, func: Any) -> int:
-        if func not in self._operators:
-            self._operators[func] = self._kernel(Kernel(str(func), Origin.ATEN, str(func._schema)))
-        return self._operators[func]
-
-    def _kernel(self, kernel: Kernel) -> int:
-        return self._kernels.setdefault(kernel, len(self._kernels))
-
     def _arg(self, value: Any) -> Arg:
-        if isinstance(value, torch.Tensor):
-            if self._find(value) is None:
-                self._add_constant(value)
-            return self._view(value)
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, tuple | list):
-            return tuple(self._arg(item) for item in value)
-        symbol = symbol_of(value)
-        if symbol is not None:
-            return symbol
-        fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
+        return self._ledger.arg(value, self._argument)
 
-    def _add_constant(self, tensor: torch.Tensor) -> None:
-        """A tensor nobody declared: made by the program from Python values, or held outside any module."""
+    def _argument(self, tensor: torch.Tensor) -> View:
+        """One nobody declared was made by the program from Python values, or is held outside any module."""
         storage = tensor.untyped_storage()
-        if storage._cdata in _earlier and not _earlier[storage._cdata].expired():
+        is_new = self._find(tensor) is None
+        if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
             fail(
                 "a tensor is used that an earlier call has left behind",
                 "Hand it over as an argument, or keep it in a buffer that is changed in place.",
             )
-        if storage.nbytes() > MAX_CONSTANT_BYTES:
-            fail(
-                f"a tensor of {storage.nbytes()} bytes is neither weight, input nor state",
-                "Register it on its module with register_buffer.",
-            )
-        name = f"constant.{len(self._buffers)}"
-        self._add(tensor, Buffer(name, BufferKind.WEIGHT, storage.nbytes(), contents(tensor)))
+        if is_new:
+            self._ledger.declare_constant(tensor)
+        return self._ledger.view(tensor)
 
     def _find(self, tensor: torch.Tensor) -> int | None:
-        known = self._storages.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[1]
-
-    def _index(self, tensor: torch.Tensor) -> int:
-        """The buffer of a tensor that is known to have one."""
-        return self._storages[tensor.untyped_storage()._cdata][1]
-
-    def _add(self, tensor: torch.Tensor, buffer: Buffer) -> None:
-        check_tensor(tensor)
-        self._know(tensor, len(self._buffers))
-        self._buffers.append(buffer)
-
-    def _know(self, tensor: torch.Tensor, buffer: int) -> None:
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = (StorageWeakRef(storage), buffer)
-
-    def _view(self, tensor: torch.Tensor) -> View:
-        buffer = self._find(tensor)
-        if buffer is None:
-            fail("the step returns a tensor that no launch made", "Return a result of the step.")
-        return view_of(tensor, buffer)
+        return self._ledger.find(tensor)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

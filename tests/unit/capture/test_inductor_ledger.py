@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tessera.capture.inductor import Ledger
-from tessera.capture.inductor.ledger import ExternCalls
+from tessera.capture.inductor.extern_calls import ExternCalls, scoped
+from tessera.capture.ledger import Ledger
 from tessera.capture.schema import whole_buffers
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Kernel, Launch, Origin, Step
@@ -95,7 +95,7 @@ def test_scope_is_the_module_of_a_weight_of_its_own() -> None:
         a = torch.add(x, own)
         b = torch.mul(a, tables)
         c = torch.sub(b, tables)
-    trace = ledger.trace(STEP, {"c": c})
+    trace = scoped(ledger.trace(STEP, {"c": c}))
 
     assert ["layers.0.up"] * 3 == [launch.scope for launch in trace.launches]
 

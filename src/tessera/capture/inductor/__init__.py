@@ -1,6 +1,5 @@
 """The inductor front end: launches of compiled code."""
 
-from tessera.capture.inductor.ledger import Ledger
 from tessera.capture.inductor.record import (
     Recording,
     note,
@@ -18,7 +17,6 @@ from tessera.capture.triton_kernels import (
 
 __all__ = [
     "Gpu",
-    "Ledger",
     "Recording",
     "Relaunch",
     "TritonLaunch",

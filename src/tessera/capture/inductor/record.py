@@ -17,7 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture.inductor.compile import Around, Code, compile_step
-from tessera.capture.inductor.ledger import ExternCalls, Ledger
+from tessera.capture.inductor.extern_calls import ExternCalls, scoped
+from tessera.capture.ledger import Ledger
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import H100, Gpu, fake_like, offline
 from tessera.capture.own import AccessesOf
@@ -110,7 +111,7 @@ def record_code(
 
     with code.watched(_watcher(ledger, see)):
         outputs = code.run(weights, inputs, state)
-    trace = ledger.trace(step, outputs)
+    trace = scoped(ledger.trace(step, outputs))
     verify(trace)
     return Recording(trace, kernels, code)
 
