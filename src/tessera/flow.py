@@ -160,6 +160,10 @@ def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) 
     return False, "Launches are eager ones; --launches compiled makes compiled ones, and keeps them."
 
 
+def _recorded(step: Step) -> Trace:
+    return record_step(step, "fake")
+
+
 @dataclass(eq=False)
 class LoadSteps:
     """The steps of a request at every batch: recorded at some, and written down for the others."""
@@ -172,6 +176,8 @@ class LoadSteps:
     advance: Callable[[str], None] = lambda text: None
     # By Inductor, as outlines; else as the model calls them.
     is_compiled: bool = False
+    # How an eager step is had.
+    record: Callable[[Step], Trace] = _recorded
 
     def __post_init__(self) -> None:
         recorded = {batch: self.recorded(batch) for batch in self.anchors}
@@ -187,7 +193,7 @@ class LoadSteps:
 
     def _trace(self, step: Step, batch: int) -> Trace:
         sized = replace(step, batch=batch)
-        return outlines.made(sized, record_compiled) if self.is_compiled else record_step(sized, "fake")
+        return outlines.made(sized, record_compiled) if self.is_compiled else self.record(sized)
 
     def at(self, batch: int, prefill_batch: int | None = None) -> WorkUnit:
         """As it should be at that batch, with prefills of so many of its rows at a time."""
@@ -260,7 +266,22 @@ def make_load_plan(
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(batches), advance, is_compiled)
+    found = plan_steps(recorded, cluster, target, batches, max_microbatches, advance, prefill_batch)
+    recorded.check(found.plan)
+    return found
 
+
+def plan_steps(
+    recorded: LoadSteps,
+    cluster: Cluster,
+    target: Target,
+    batches: Sequence[int] = BATCHES,
+    max_microbatches: int | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+    prefill_batch: int | None = None,
+    near: Sequence[Sequence[float]] = NEAR,
+) -> LoadPlan:
+    """As `make_load_plan`, of steps at hand; that they are so at the plan's batches is not checked."""
     prices: dict[int, Costs] = {}
 
     def in_parts(batch: int, rows: int) -> Variant:
@@ -275,11 +296,9 @@ def make_load_plan(
         return in_parts(batch, prefill_batch if prefill_batch and is_part else batch)
 
     # Of one batch, prefills of another are recorded; compiling them would take a minute each.
-    is_free = prefill_batch is None and (len(batches) > 1 or not is_compiled)
+    is_free = prefill_batch is None and (len(batches) > 1 or not recorded.is_compiled)
     free = in_parts if is_free else None
-    found = plan_for(variant_at, cluster, target, batches, max_microbatches, advance, in_parts=free)
-    recorded.check(found.plan)
-    return found
+    return plan_for(variant_at, cluster, target, batches, max_microbatches, advance, near, free)
 
 
 def workload_of(trace: Trace) -> Workload:

@@ -99,7 +99,8 @@ def test_a_truncated_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 def evaluation() -> dict[str, Any]:
     """A document as `tessera bench paper` writes it, with two figures."""
     beside = {"cited": "a publication", "reports": "2.3x <at most>", "why_ours_differs": "Other baselines."}
-    shape = {"model": "llama", "batch": 8, "prompt": 512, "link": "pcie4", "best_coarse": "data-parallel"}
+    load = {"model": "llama", "workload": "llama, decodes at 512 tokens"}
+    shape = {**load, "link": "pcie4", "best_coarse": "data-parallel"}
     return {
         "figures": {
             name: {"title": f"The {name}", "scale": "quick", "label": "simulated"}

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from tessera.cli.output import AsJson, console, print_json, progress, shared_fol
 from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:
-    from tessera.paper import Figure
+    from benchmarks.paper import Figure
 
 ONLY_HELP = (
     "One figure: heterogeneity, throughput, cost, online, sensitivity, scaling, links or regimes. Repeatable."
@@ -32,6 +33,16 @@ def paper(
     jobs: Annotated[
         int | None, typer.Option(help="Processes.", show_default="one for each core that may be used")
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Begin no case after so long; the next run goes on.", show_default="until all is done"
+        ),
+    ] = None,
+    arrivals: Annotated[
+        list[str] | None,
+        typer.Option(help="A log of arrivals, BurstGPT's or Azure's, for the monitor. Repeatable."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for paper.json and the plots.")
     ] = None,
@@ -40,8 +51,10 @@ def paper(
     """Make the published evaluation again on modelled GPUs: all baselines by the same code, no GPU needed.
 
     With -o, the document is written to FOLDER/paper.json and each plot beside it; a document that is there
-    keeps the figures that are not made again.
+    keeps the figures that are not made again. What came out of every case is kept in the cache folder, so
+    that a run which was ended goes on there.
     """
+    _find()
     if jobs is not None and jobs < 1:
         raise TesseraError(f"{jobs} processes are none", "Use at least one.", "--jobs")
     if output is not None and not as_json:
@@ -49,18 +62,34 @@ def paper(
 
         check_matplotlib()
     with progress("importing torch", 1):
-        from tessera.paper import FULL, QUICK, Library, chosen, evaluate, narrowed, needed
+        from benchmarks.paper import FULL, QUICK, Library, chosen, evaluate, narrowed, needed
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
     figures = chosen(only or ())
-    scale = narrowed(QUICK if quick else FULL, _words(models), [tuple(x.split("+")) for x in _words(pairs)])
+    logs = [str(Path(log).resolve()) for log in arrivals or ()]
+    named = [tuple(x.split("+")) for x in _words(pairs)]
+    scale = narrowed(QUICK if quick else FULL, _words(models), named, logs)
     with shared_folder("paper") as folder:
+        num = jobs or len(os.sched_getaffinity(0))
         with progress("looking at what is known"):
-            steps, tasks = needed(figures, scale, library := Library(folder))
-        with progress("recording", len(steps) + len(tasks)) as advance:
-            found = evaluate(figures, scale, library, jobs or len(os.sched_getaffinity(0)), advance)
+            steps, tasks = needed(figures, scale, library := Library(folder), num)
+        with progress("evaluation", len(steps) + len(tasks)) as advance:
+            found = evaluate(figures, scale, library, num, advance, minutes and 60 * minutes)
     files = _write(figures, found, output) if output is not None else []
     print_json(found | {"files": files}) if as_json else _show(figures, found, files)
+
+
+def _find() -> None:
+    """Makes the evaluation, which is beside the package in its repository, importable."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "benchmarks" / "paper" / "__init__.py").is_file():
+        raise TesseraError(
+            "the evaluation is not in the installed package",
+            "Clone the repository, `pip install -e .` there, and run `tessera bench paper` again.",
+            "bench paper",
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
 
 
 def _words(text: str) -> list[str]:
@@ -69,7 +98,7 @@ def _words(text: str) -> list[str]:
 
 def _write(figures: "Sequence[Figure]", found: dict[str, Any], folder: Path) -> list[str]:
     """The document, with what was there before, and the plots where there is matplotlib."""
-    from tessera.paper.plots import draw_all
+    from benchmarks.paper.plots import draw_all
 
     path = folder / "paper.json"
     try:
@@ -88,7 +117,7 @@ def _write(figures: "Sequence[Figure]", found: dict[str, Any], folder: Path) -> 
 
 
 def _with_old(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    from tessera.paper import merged
+    from benchmarks.paper import merged
 
     if not path.exists():
         return found
@@ -106,14 +135,16 @@ def _remark(text: str) -> None:
 
 
 def _show(figures: "Sequence[Figure]", found: dict[str, Any], files: list[str]) -> None:
-    from tessera.paper.tables import tables
+    from benchmarks.paper.tables import tables
 
     out = console()
-    for figure in figures:
+    for figure in (figure for figure in figures if figure.name in found):
         out.rule(f"{figure.title}: {figure.label}", align="left")
         out.print(tables(figure.name, found[figure.name]))
         beside = found["published"][figure.name]
         out.print(f"Published ({beside['cited']}): {beside['reports']}", markup=False)
         out.print(f"Why ours differs: {beside['why_ours_differs']}", markup=False)
+    if found["num_missing"]:
+        out.print(f"{found['num_missing']} cases are missing: run the command again.", markup=False)
     for path in files:
         out.print(f"{path}: written", markup=False)

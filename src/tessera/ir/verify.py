@@ -17,8 +17,10 @@ from tessera.ir.trace import BufferKind, Trace, View, item_bytes
 
 
 def _steps(unit: WorkUnit) -> tuple[Any, ...]:
-    """What a unit's steps are, whatever their batch."""
-    return (unit.counts, tuple(replace(g.trace.step, batch=1) for g in unit.graphs))
+    """What a unit's steps are, and how often a row runs each, whatever their batch."""
+    steps = tuple(g.trace.step for g in unit.graphs)
+    runs = tuple(n * step.batch / unit.batch for n, step in zip(unit.counts, steps, strict=True))
+    return (runs, tuple(replace(step, batch=1) for step in steps))
 
 
 def _one_size(plan: Plan) -> bool:
@@ -40,7 +42,7 @@ PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
     (
         "the variants are the same steps at different batches",
         lambda p: (
-            len({variant.batch for variant in p.every_variant}) == len(p.every_variant)
+            len({(v.batch, v.unit.prefill_batch) for v in p.every_variant}) == len(p.every_variant)
             and len({_steps(variant.unit) for variant in p.every_variant}) == 1
         ),
     ),

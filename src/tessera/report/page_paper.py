@@ -96,12 +96,12 @@ def regimes_map(rows: Sequence[Row]) -> str:
 
 
 def _map(title: str, rows: Sequence[Row]) -> str:
-    shapes = sorted({(row["batch"], row["prompt"]) for row in rows})
+    loads = list(dict.fromkeys(row["workload"] for row in rows))
     pairs = list(dict.fromkeys(row["pair"] for row in rows))
-    cells = {(row["pair"], row["batch"], row["prompt"]): row for row in rows}
-    head = "".join(f"<th>batch {batch}<br>context {context}</th>" for batch, context in shapes)
+    cells = {(row["pair"], row["workload"]): row for row in rows}
+    head = "".join(f"<th>{escape(load.split(', ', 1)[-1])}</th>" for load in loads)
     body = "".join(
-        f"<tr><th>{cut(pair)}</th>{''.join(_cell(cells.get((pair, *shape))) for shape in shapes)}</tr>"
+        f"<tr><th>{cut(pair)}</th>{''.join(_cell(cells.get((pair, load))) for load in loads)}</tr>"
         for pair in pairs
     )
     return (

@@ -3,33 +3,42 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.paper import FULL, QUICK, chosen, merged, narrowed
+from benchmarks.paper import throughput as throughput_figure
+from benchmarks.paper.evaluate import ordered
+from benchmarks.paper.published import PUBLISHED
+from benchmarks.paper.records import Case, Effort, Load, Outcome, Reached, Wire, costs_in_words
+from benchmarks.paper.regimes import verdict
 
 from tessera.errors import TesseraError, UnknownName
-from tessera.paper import FULL, QUICK, chosen, merged, narrowed
-from tessera.paper import throughput as throughput_figure
-from tessera.paper.evaluate import ordered
-from tessera.paper.published import PUBLISHED
-from tessera.paper.records import Case, Effort, Outcome, Wire, Workload, costs_in_words
-from tessera.paper.regimes import verdict
 
-TINY = Workload("tiny-llama", 4, 64, 16)
+TINY = Load("tiny-llama", 64, 16)
 PAIR = Case(TINY, ("a100", "l40s"), Wire.preset("pcie4"))
 
 
-def outcome(**policies: float | None) -> Outcome:
+def outcome(**policies: float) -> Outcome:
     """Policies at given rates; `_` stands for `-` in a name."""
-    named = {name.replace("_", "-"): rate for name, rate in policies.items()}
-    return Outcome(named, 20.0, None, "", 1, 3.6, {"fitted": 1.0}, 0.1)
+    named = {
+        name.replace("_", "-"): Reached(rate, 10.0, {"emu:a100": 8}, 2) for name, rate in policies.items()
+    }
+    return Outcome(named, 20.0, "throughput", "", None, 1, 3.6, {"fitted": 1.0}, "eager", 0.1)
 
 
 def test_the_best_baseline_is_not_the_plan_itself() -> None:
     """The ratio is to the best of the others."""
-    found = outcome(throughput=12.0, data_parallel=8.0, single_placement=10.0)
+    found = outcome(throughput=12.0, data_parallel=8.0, single_placement=10.0, single=4.5)
 
-    row = throughput_figure.row_of(PAIR, found, outcome(data_parallel=9.0))
+    row = throughput_figure.row_of(PAIR, found)
 
     assert ("single-placement", 1.2) == (row["best_baseline"], row["ratio_to_best_baseline"])
     assert {"2x a100": {"policy": "data-parallel", "value": 9.0}} == row["elsewhere"]
+
+
+def test_a_million_tokens_have_a_price() -> None:
+    """Of a pair for 3.6 dollars an hour: answers of 16 tokens, ten a second."""
+    row = throughput_figure.row_of(PAIR, outcome(throughput=10.0))
+
+    assert row["usd_per_million_tokens"]["throughput"] == pytest.approx(1000 / 160)
 
 
 def test_coarse_policies_exclude_the_single_placement() -> None:
@@ -41,9 +50,9 @@ def test_coarse_policies_exclude_the_single_placement() -> None:
 
 def test_a_case_without_a_plan_has_a_row_that_says_so() -> None:
     """Nothing fits: no ratio, and the reason."""
-    found = replace(outcome(throughput=None), why="too large")
+    found = replace(outcome(), why="too large")
 
-    row = throughput_figure.row_of(PAIR, found, outcome())
+    row = throughput_figure.row_of(PAIR, found)
 
     assert (None, None, "too large") == (
         row["best_baseline"], row["ratio_to_best_baseline"], row["why_none"],
@@ -69,17 +78,12 @@ def test_a_verdict_names_who_is_best(
 
 def test_a_case_that_two_figures_want_is_worked_out_once_with_the_larger_effort() -> None:
     """The figure that wants more decides."""
-    more = replace(PAIR, effort=Effort(milp_s=2.0, has_latency=True))
+    more = replace(PAIR, effort=Effort((8,), (), 2.0, True))
 
     (task,) = ordered([PAIR, more, PAIR])
 
     assert isinstance(task, Case)
-    assert Effort(2.0, True) == task.effort
-
-
-def test_the_better_card_has_more_compute_and_bandwidth() -> None:
-    """Of an A100 and an L40S that is the A100, though the L40S has more operations by its data sheet."""
-    assert ("a100", "a100") == PAIR.doubled().gpus
+    assert replace(PAIR.effort, milp_s=2.0, has_latency=True) == task.effort
 
 
 def test_costs_from_several_sources_are_named_with_their_shares() -> None:
@@ -88,12 +92,17 @@ def test_costs_from_several_sources_are_named_with_their_shares() -> None:
     assert "tables 30% / modelled 70%" == costs_in_words({"table": 0.3, "fitted": 0.7})
 
 
-def test_both_scales_have_five_workloads_on_three_pairs() -> None:
-    """What the evaluation promises."""
-    for scale in (QUICK, FULL):
-        assert len({w.model for w in scale.workloads}) >= 5
-        assert len(set(scale.pairs)) >= 3
-    assert (2, 16) == (FULL.sizes[0], FULL.sizes[-1])
+def test_the_full_grid_has_a_hundred_rows_of_every_kind() -> None:
+    """Families, phases, pairs, links, devices and limits; in any first half too."""
+    assert len(FULL.cases) >= 100
+    for cases in (FULL.cases, FULL.cases[: len(FULL.cases) // 2]):
+        assert 5 == len({case.load.model for case in cases})
+        assert {"request", "decode", "prefill"} == {case.load.phase for case in cases}
+        assert 10 == len({tuple(sorted(set(case.gpus))) for case in cases})
+        assert 3 == len({case.wire for case in cases})
+        assert (2, 16) == (min(sizes := [len(case.gpus) for case in cases]), max(sizes))
+        assert 0.4 < sum(case.load.limit_ms is not None for case in cases) / len(cases) < 0.6
+    assert len({case.load.model for case in QUICK.cases}) == 5
 
 
 def test_every_figure_says_what_was_published_and_why_it_differs() -> None:

@@ -1,5 +1,6 @@
 """Plans for a load: batch and microbatches are chosen, for the plan and for what it is compared with."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -115,6 +116,17 @@ def test_a_prefill_takes_some_of_the_rows_where_all_of_them_do_not_fit() -> None
     assert (16, 4) == (found.plan.batch, found.plan.unit.prefill_batch)
     assert {"d0": 4, "d1": 4} == found.chosen.prefill_batch
     assert all(room.used_bytes <= room.capacity_bytes for room in explain(found.plan).memory)
+
+
+def test_replicas_may_prefill_unlike_parts_of_like_batches() -> None:
+    """A row runs every step as often in both, so they are the same steps."""
+    plan = planned_requests(True).plan
+    other = request_at(plan.batch, 8, plan.cluster)
+    half = replace(plan.lanes[0], rate_per_s=plan.throughput_per_s / 2)
+
+    both = replace(plan, lanes=(half, replace(half, variant=1)), variants=(other,), lane_table=(0, 1))
+
+    ir.verify(both)
 
 
 def test_a_plan_with_prefills_in_parts_is_not_run_and_says_how_to_plan_one_that_is() -> None:

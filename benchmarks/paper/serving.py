@@ -1,17 +1,20 @@
 """What the two figures about serving share: a latency and a throughput plan, and what each can do.
 
+Policies that a monitor switches between run the same steps, so both are of one batch.
+
 Both plans are for the same devices and costs, as a monitor needs them. What a process has made it keeps.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
+from benchmarks.paper.compare import sources_of
+from benchmarks.paper.library import Library
+from benchmarks.paper.records import Shape, Wire, costs_in_words, wired
+
 from tessera.adapt import Capability
 from tessera.flow import price
 from tessera.ir import Objective, Plan
-from tessera.paper.compare import sources_of
-from tessera.paper.library import Library
-from tessera.paper.records import Case, costs_in_words
 from tessera.plan import PlanConfig, solve
 from tessera.simulate import SteadyRates
 from tessera.simulate.arrivals import make_arrivals
@@ -42,18 +45,25 @@ class Served:
         """A stream of requests with drawn lengths."""
         return Setting(make_arrivals(arrivals, num, seed, self.lengths))
 
+    def logged(self, path: str, share: float, num: int) -> Setting:
+        """The times of a log, as fast as this share of the capacity, with drawn lengths."""
+        asked = make_arrivals(path, num, 0, self.lengths)
+        own_per_s = len(asked.times_s) / max(asked.times_s[-1], 1e-9)
+        speed = share * self.best_per_s / own_per_s
+        return Setting(make_arrivals(path, num, 0, self.lengths, speed))
+
 
 @lru_cache(maxsize=1)
-def served(library: Library, case: Case) -> Served:
-    """Plans for both objectives; prompts and answers have the workload's lengths on average."""
-    unit, cluster = library.unit(case.workload), case.cluster()
+def served(library: Library, shape: Shape, gpus: tuple[str, ...], slots: int) -> Served:
+    """Plans for both objectives; prompts and answers have the load's lengths on average."""
+    unit, cluster = library.unit(shape), wired(gpus, Wire.preset("pcie4"))
     costs = price(unit, cluster)
     plans = []
     for goal in GOALS:
         rates = SteadyRates()
-        config = PlanConfig(goal, case.slots, is_served=True, shown_slots=())
+        config = PlanConfig(goal, slots, is_served=True, shown_slots=())
         plans.append((goal.value, solve(unit, costs, cluster, config, rates, rates.glance)))
-    lengths = f"geometric:{case.workload.prompt},{case.workload.output}"
+    lengths = f"geometric:{shape.load.prompt},{shape.load.output}"
     known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))
     words = f"simulated on {costs_in_words(sources_of(costs))} costs"
     return Served(tuple(plans), known, lengths, words)

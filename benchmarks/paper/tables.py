@@ -39,8 +39,8 @@ def _heterogeneity(found: Any) -> tuple[Cells, list[Cells]]:
 
 def _throughput(found: Any) -> tuple[Cells, list[Cells]]:
     heads = [
-        "workload",
-        "pair",
+        "load",
+        "devices",
         "link",
         "throughput",
         "best baseline",
@@ -49,7 +49,7 @@ def _throughput(found: Any) -> tuple[Cells, list[Cells]]:
         "strict split",
     ]
     rows = [
-        [r["model"], r["pair"], r["link"], _number(r["policies"].get("throughput")),
+        [r["workload"], r["pair"], r["link"], _number(r["policies"].get("throughput")),
          r["best_baseline"] or "-", _times(r["ratio_to_best_baseline"]),
          _times(r["ratios"].get("data-parallel")), _times(r["ratios"].get("prefill-decode"))]
         for r in found
@@ -58,11 +58,13 @@ def _throughput(found: Any) -> tuple[Cells, list[Cells]]:
 
 
 def _cost(found: Any) -> tuple[Cells, list[Cells]]:
-    heads = ["workload", "pair", "against", "throughput", "per dollar"]
+    heads = ["load", "devices", "$/M tokens", "best baseline", "against", "throughput", "per dollar"]
     rows = [
         [
-            r["model"],
+            r["workload"],
             r["pair"],
+            _number(r["usd_per_million_tokens"]),
+            _number(r["best_baseline_usd_per_million_tokens"]),
             f"2x {r['two_of']}",
             _times(r["ratio_throughput"]),
             _times(r["ratio_per_usd"]),
@@ -74,11 +76,11 @@ def _cost(found: Any) -> tuple[Cells, list[Cells]]:
 
 def _online(found: Any) -> tuple[Cells, list[Cells]]:
     names = list(found["rates"][0]["normalised_ms"])
-    heads = ["arrivals", *(f"{n}, ms a token" for n in names), "against the better", "switches"]
+    heads = ["arrivals", "seeds", *(f"{n}, ms a token" for n in names), "against the better", "worst"]
     rows = [
-        [r["arrivals"], *(_number(r["normalised_ms"].get(n)) for n in names),
-         _times(r["ratio_to_better_fixed"]), str(r["switches"])]
-        for r in found["rates"]
+        [r["arrivals"], str(r["seeds"]), *(_number(r["normalised_ms"].get(n)) for n in names),
+         _times(r["ratio_to_better_fixed"]), _times(r["worst_ratio"])]
+        for r in found["mean_of_seeds"]
     ]  # fmt: skip
     return heads, rows
 
@@ -114,9 +116,9 @@ def _links(found: Any) -> tuple[Cells, list[Cells]]:
 
 
 def _regimes(found: Any) -> tuple[Cells, list[Cells]]:
-    heads = ["pair", "model", "batch", "prompt", "link", "over data-parallel", "over the best coarse", "best"]
+    heads = ["devices", "load", "batch", "link", "over data-parallel", "over the best coarse", "best"]
     rows = [
-        [c["pair"], c["model"], str(c["batch"]), str(c["prompt"]), c["link"],
+        [c["pair"], c["workload"], str(c["batch"]), c["link"],
          _times(c["ratio_to_data_parallel"]), _times(c["ratio_to_best_coarse"]), c["verdict"]]
         for c in found["cells"]
     ]  # fmt: skip

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper.library import Library
+from benchmarks.paper.online import row_of
+from benchmarks.paper.records import Shape
+from benchmarks.paper.scale import Scale
+from benchmarks.paper.serving import served
+
 from tessera.adapt import Monitor, MonitorConfig
-from tessera.paper.library import Library
-from tessera.paper.online import case_of, row_of
-from tessera.paper.records import Case
-from tessera.paper.scale import Scale
-from tessera.paper.serving import served
 from tessera.simulate.study import adapt, compare
 
 NAME = "sensitivity"
@@ -21,9 +22,11 @@ NAME = "sensitivity"
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """One case under one load, with a monitor set in several ways."""
+    """One shape on a pair under one load, with a monitor set in several ways."""
 
-    case: Case
+    shape: Shape
+    gpus: tuple[str, ...]
+    slots: int
     burst: float
     num_requests: int
     windows: tuple[float, ...]
@@ -32,13 +35,13 @@ class Watching:
 
 def tasks(scale: Scale) -> list[Watching]:
     """One, for the same reason as the figure about rates."""
-    burst = scale.bursts[0]
-    return [Watching(case_of(scale), burst, scale.num_requests, scale.windows, scale.thresholds)]
+    how = (scale.bursts[0], scale.num_requests, scale.windows, scale.thresholds)
+    return [Watching(scale.served, scale.first_pair, scale.slots, *how)]
 
 
 def work(library: Library, task: Watching) -> dict[str, Any]:
     """Every setting of the monitor on the same arrivals."""
-    made = served(library, task.case)
+    made = served(library, task.shape, task.gpus, task.slots)
     text = made.phases(task.burst)
     setting = made.setting(text, task.num_requests)
     fixed = compare(made.plans, setting)
@@ -54,13 +57,15 @@ def work(library: Library, task: Watching) -> dict[str, Any]:
 
 
 def document(scale: Scale, done: Mapping[Any, Any]) -> dict[str, Any]:
-    """The task's own, with what it was for."""
+    """The task's own, with what it was for; nothing if it is not done."""
     (task,) = tasks(scale)
+    if task not in done:
+        return {}
     found: dict[str, Any] = done[task]
     return {
-        "model": task.case.workload.model,
-        "pair": task.case.pair,
-        "link": task.case.wire.name,
+        "model": task.shape.load.model,
+        "pair": "+".join(task.gpus),
+        "link": "pcie4",
         "requests": task.num_requests,
     } | found
 

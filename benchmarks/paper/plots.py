@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.figures import Figure
+
 from tessera.errors import TesseraError
-from tessera.paper.figures import Figure
 from tessera.report.ratios import check_matplotlib
 
 
 def draw_all(figures: Sequence[Figure], found: dict[str, Any], folder: Path) -> list[Path]:
     """Writes FOLDER/NAME.png for every figure; the label of its numbers stands in the picture."""
     check_matplotlib()
-    return [draw(figure, found, folder / f"{figure.name}.png") for figure in figures]
+    return [draw(figure, found, folder / f"{figure.name}.png") for figure in figures if figure.name in found]
 
 
 def draw(figure: Figure, found: dict[str, Any], path: Path) -> Path:

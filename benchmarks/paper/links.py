@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.paper.records import Case, Outcome, Wire
-from tessera.paper.scale import Scale
+from benchmarks.paper.records import Case, Outcome, Wire
+from benchmarks.paper.scale import Scale
 
 NAME = "links"
 # A gain below this is none: it is within what a simulation of a finite run can tell.
@@ -12,33 +12,27 @@ NO_GAIN = 1.005
 
 
 def tasks(scale: Scale) -> list[Case]:
-    """The first pair at every bandwidth."""
-    return [
-        Case(workload, scale.pairs[0], Wire.of_gbps(gbps), scale.slots)
-        for workload in scale.linked
-        for gbps in scale.gbps
-    ]
+    """The first load on the first pair at every bandwidth."""
+    return [Case(scale.first_load, scale.first_pair, Wire.of_gbps(x), scale.effort) for x in scale.gbps]
 
 
 def document(scale: Scale, done: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """One row a workload and bandwidth."""
+    """One row a bandwidth that is done."""
     rows = []
-    for case in tasks(scale):
+    for case in (case for case in tasks(scale) if case in done):
         found: Outcome = done[case]
-        best, parallel = found.best_baseline, found.policies.get("data-parallel")
-        ratio = found.own / parallel if found.own and parallel else None
+        ratio = found.over("data-parallel")
         rows.append(
             {
-                "model": case.workload.model,
-                "workload": case.workload.title,
+                "model": case.load.model,
+                "workload": case.load.title,
                 "pair": case.pair,
                 "gbps": case.wire.gbps,
                 "latency_us": case.wire.latency_us,
-                "policies": dict(found.policies),
-                "best_baseline": best[0] if best else None,
-                "ratio_to_best_baseline": found.own / best[1] if found.own and best else None,
-                "ratio_to_data_parallel": ratio,
+                "policies": found.rates,
+                **found.ratios,
                 "has_gain": None if ratio is None else ratio > NO_GAIN,
+                "launches": found.launches,
                 "source": found.source,
             }
         )

@@ -1,47 +1,52 @@
-"""Scaling: the first workload on 2 to 16 GPUs, half of each kind of the first pair.
+"""Scaling: the first load on 2 to 16 GPUs, half of each kind of the first pair.
 
-Batches in flight grow with the GPUs; every two GPUs have a link of their own.
+Every two GPUs have a link of their own. Beyond three devices a plan is made of cells: plans for fewer side by
+side.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.paper.records import Case, Wire
-from tessera.paper.scale import Scale
+from benchmarks.paper.records import Case, Wire
+from benchmarks.paper.scale import Scale
 
 NAME = "scaling"
 
 
 def tasks(scale: Scale) -> list[Case]:
-    """Two batches in flight for each GPU."""
-    a, b = scale.pairs[0][:2]
-    wire = Wire.preset(scale.links[0])
-    workload = scale.workloads[0]
-    return [Case(workload, (a,) * (n // 2) + (b,) * (n - n // 2), wire, 2 * n) for n in scale.sizes]
+    """As many of each kind as of the other."""
+    a, b = scale.first_pair[:2]
+    wire = Wire.preset("pcie4")
+    return [
+        Case(scale.first_load, (a,) * (n // 2) + (b,) * (n - n // 2), wire, scale.effort) for n in scale.sizes
+    ]
 
 
 def document(scale: Scale, done: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """One row a number of GPUs."""
-    rows = []
-    for case in tasks(scale):
+    """One row a number of GPUs that is done."""
+    rows: list[dict[str, Any]] = []
+    for case in (case for case in tasks(scale) if case in done):
         found = done[case]
-        best = found.best_baseline
+        own = found.policies.get("throughput")
         rows.append(
             {
-                "model": case.workload.model,
+                "model": case.load.model,
+                "workload": case.load.title,
                 "gpus": len(case.gpus),
                 "devices": case.pair,
-                "slots": case.slots,
+                "slots": own.microbatches if own else None,
                 "link": case.wire.name,
-                "policies": dict(found.policies),
+                "policies": found.rates,
                 "bound": found.bound_per_s,
-                "best_baseline": best[0] if best else None,
-                "ratio_to_best_baseline": found.own / best[1] if found.own and best else None,
+                **found.ratios,
                 "planning_cpu_s": found.cpu_s,
+                "launches": found.launches,
                 "source": found.source,
                 "why_none": found.why or None,
             }
         )
+    if not rows:
+        return rows
     first = rows[0]["policies"].get("throughput")
     for row in rows:
         own = row["policies"].get("throughput")

@@ -6,18 +6,19 @@ Also one stream in phases over time, with every switch of the monitor, so that o
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.paper.library import Library
+from benchmarks.paper.records import Shape
+from benchmarks.paper.scale import Scale
+from benchmarks.paper.serving import Served, served
 
 from tessera.adapt import crossing_per_s
 from tessera.ir import ServingReport
-from tessera.paper.library import Library
-from tessera.paper.records import Case, Wire
-from tessera.paper.scale import Scale
-from tessera.paper.serving import Served, served
 from tessera.simulate.metrics import measured
-from tessera.simulate.study import adapt, compare, watched
+from tessera.simulate.study import Setting, adapt, compare, watched
 
 NAME = "online"
 # Parts that a stream over time is shown in.
@@ -26,30 +27,39 @@ NUM_BINS = 60
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """One case under several loads, as shares of what its best policy can do."""
+    """One shape on a pair under several loads, as shares of what its best policy can do."""
 
-    case: Case
+    shape: Shape
+    gpus: tuple[str, ...]
+    slots: int
     loads: tuple[float, ...]
     bursts: tuple[float, ...]
+    seeds: int
+    logs: tuple[str, ...]
     num_requests: int
-
-
-def case_of(scale: Scale) -> Case:
-    """The served workload on the first pair."""
-    return Case(scale.served, scale.pairs[0], Wire.preset(scale.links[0]), scale.slots)
 
 
 def tasks(scale: Scale) -> list[Rates]:
     """One: its loads share two plans, which take longer to make than a load to simulate."""
-    return [Rates(case_of(scale), scale.loads, scale.bursts, scale.num_requests)]
+    how = (scale.loads, scale.bursts, scale.seeds, scale.logs, scale.num_requests)
+    return [Rates(scale.served, scale.first_pair, scale.slots, *how)]
 
 
 def work(library: Library, task: Rates) -> dict[str, Any]:
-    """Every load through both policies and with a monitor."""
-    made = served(library, task.case)
+    """Every load through both policies and with a monitor, seed by seed; then the logs."""
+    made = served(library, task.shape, task.gpus, task.slots)
     streams = [(x, f"poisson:{x * made.best_per_s:.5g}") for x in task.loads]
     streams += [(x, f"bursty:{x * made.best_per_s:.5g}") for x in task.bursts]
-    rows = [_row(made, share, text, task.num_requests) for share, text in streams]
+    rows = [
+        _row(made, share, text, made.setting(text, task.num_requests, seed)) | {"seed": seed}
+        for seed in range(task.seeds)
+        for share, text in streams
+    ]
+    rows += [
+        _row(made, share, Path(log).name, made.logged(log, share, task.num_requests)) | {"seed": None}
+        for log in task.logs
+        for share in task.bursts
+    ]
     shown = made.phases(task.bursts[0])
     return {
         "source": made.source,
@@ -61,8 +71,7 @@ def work(library: Library, task: Rates) -> dict[str, Any]:
     }
 
 
-def _row(made: Served, share: float, text: str, num: int) -> dict[str, Any]:
-    setting = made.setting(text, num)
+def _row(made: Served, share: float, text: str, setting: Setting) -> dict[str, Any]:
     adaptive, _ = adapt(made.plans, setting, known=made.known)
     fixed = compare(made.plans, setting)
     return row_of(share, text, fixed, adaptive)
@@ -109,25 +118,51 @@ def _over_time(made: Served, text: str, num: int) -> dict[str, Any]:
 
 
 def document(scale: Scale, done: Mapping[Any, Any]) -> dict[str, Any]:
-    """The task's own, with what it was for."""
+    """The task's own, with what it was for; nothing if it is not done."""
     (task,) = tasks(scale)
+    if task not in done:
+        return {}
     found: dict[str, Any] = done[task]
     words = {
-        "model": task.case.workload.model,
-        "workload": task.case.workload.title,
-        "pair": task.case.pair,
-        "link": task.case.wire.name,
-        "slots": task.case.slots,
+        "model": task.shape.load.model,
+        "workload": task.shape.title,
+        "pair": "+".join(task.gpus),
+        "link": "pcie4",
+        "slots": task.slots,
         "requests": task.num_requests,
+        "seeds": task.seeds,
     }
     ratios = [r["ratio_to_better_fixed"] for r in found["rates"] if r["ratio_to_better_fixed"]]
-    return words | found | {"worst_ratio_to_better_fixed": max(ratios, default=None)}
+    return (
+        words
+        | found
+        | {
+            "worst_ratio_to_better_fixed": max(ratios, default=None),
+            "median_ratio_to_better_fixed": float(np.median(ratios)) if ratios else None,
+            "mean_of_seeds": _means(found["rates"]),
+        }
+    )
+
+
+def _means(rates: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Over all seeds, one row a stream: mean latencies, and the ratio of the means and its spread."""
+    rows = []
+    for text in dict.fromkeys(r["arrivals"] for r in rates):
+        here = [r for r in rates if r["arrivals"] == text]
+        means = {n: float(np.mean([r["normalised_ms"][n] for r in here])) for n in here[0]["normalised_ms"]}
+        better = min((v for n, v in means.items() if n != "adaptive"), default=None)
+        ratios = [r["ratio_to_better_fixed"] for r in here if r["ratio_to_better_fixed"]]
+        row = {"arrivals": text, "seeds": len(here), "normalised_ms": means}
+        row |= {"ratio_to_better_fixed": means["adaptive"] / better if better else None}
+        row |= {"least_ratio": min(ratios, default=None), "worst_ratio": max(ratios, default=None)}
+        rows.append(row)
+    return rows
 
 
 def draw(figure: Any, found: dict[str, Any]) -> None:
     """Latency over rate; below it the stream in phases over time with the policy in force."""
     top, middle, low = figure.subplots(3, 1, height_ratios=(3, 2, 2))
-    poisson = [r for r in found["rates"] if r["arrivals"].startswith("poisson")]
+    poisson = [r for r in found["rates"] if r["arrivals"].startswith("poisson") and not r["seed"]]
     for name in poisson[0]["normalised_ms"]:
         points = [(r["rate_per_s"], r["normalised_ms"][name]) for r in poisson]
         top.plot(*zip(*points, strict=True), "--" if name == "adaptive" else "-", marker="o", label=name)

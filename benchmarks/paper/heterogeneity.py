@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from benchmarks.paper.compare import sources_of
+from benchmarks.paper.library import Library
+from benchmarks.paper.records import Shape, Wire, costs_in_words, wired
+from benchmarks.paper.scale import Scale
 
 from tessera.flow import price
 from tessera.ir import Costs, Trace
-from tessera.paper.compare import sources_of
-from tessera.paper.library import Library
-from tessera.paper.records import Case, Wire, Workload, costs_in_words
-from tessera.paper.scale import Scale
 from tessera.report.kernels import kernel_class
 
 NAME = "heterogeneity"
@@ -29,19 +29,19 @@ NUM_SHOWN, NUM_POINTS = 12, 41
 class Ratios:
     """One workload on two cards."""
 
-    workload: Workload
+    shape: Shape
     gpus: tuple[str, ...]
 
 
 def tasks(scale: Scale) -> list[Ratios]:
-    """Every workload on the first pair."""
-    return [Ratios(workload, scale.pairs[0]) for workload in scale.workloads]
+    """Every load on the first pair, at one batch."""
+    return [Ratios(shape, scale.first_pair) for shape in scale.shapes]
 
 
 def work(library: Library, task: Ratios) -> dict[str, Any]:
     """Prices every launch of every step on both cards."""
-    unit = library.unit(task.workload)
-    cluster = Case(task.workload, task.gpus, Wire.preset("pcie4")).cluster()
+    unit = library.unit(task.shape)
+    cluster = wired(task.gpus, Wire.preset("pcie4"))
     costs = price(unit, cluster)
     steps = [_step(g.trace, priced) for g, priced in zip(unit.graphs, costs, strict=True)]
     return {"sources": sources_of(costs), "steps": steps}
@@ -94,14 +94,14 @@ def _distribution(rows: list[tuple[float, float]]) -> list[dict[str, float]]:
 
 
 def document(scale: Scale, done: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """One row a workload."""
+    """One row a workload that is done."""
     rows = []
-    for task in tasks(scale):
+    for task in (task for task in tasks(scale) if task in done):
         found = done[task]
         rows.append(
             {
-                "model": task.workload.model,
-                "workload": task.workload.title,
+                "model": task.shape.load.model,
+                "workload": task.shape.title,
                 "first": task.gpus[0],
                 "second": task.gpus[1],
                 "source": costs_in_words(found["sources"]),

@@ -4,15 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper import cost, heterogeneity, links, online, regimes, scaling, sensitivity, throughput
+from benchmarks.paper.compare import compare
+from benchmarks.paper.heterogeneity import Ratios
+from benchmarks.paper.library import Library
+from benchmarks.paper.online import Rates
+from benchmarks.paper.records import Case, Outcome
+from benchmarks.paper.scale import Scale
+from benchmarks.paper.sensitivity import Watching
+
 from tessera.errors import UnknownName
-from tessera.paper import cost, heterogeneity, links, online, regimes, scaling, sensitivity, throughput
-from tessera.paper.compare import compare
-from tessera.paper.heterogeneity import Ratios
-from tessera.paper.library import Library
-from tessera.paper.online import Rates
-from tessera.paper.records import Case, Workload
-from tessera.paper.scale import Scale
-from tessera.paper.sensitivity import Watching
+from tessera.ir import Step
 
 # Whatever can be worked out by itself.
 Task = Case | Ratios | Rates | Watching
@@ -43,11 +45,11 @@ FIGURES = {
         ),
         Figure(
             throughput.NAME, "Offline throughput", _SIMULATED,
-            throughput.tasks, throughput.document, throughput.draw, (11.0, 10.0),
+            throughput.tasks, throughput.document, throughput.draw, (11.0, 5.0),
         ),
         Figure(
             cost.NAME, "Cost efficiency", f"{_SIMULATED}; list prices",
-            cost.tasks, cost.document, cost.draw, (11.0, 8.0),
+            cost.tasks, cost.document, cost.draw, (11.0, 5.0),
         ),
         Figure(
             online.NAME, "Latency under load", _SIMULATED,
@@ -82,7 +84,13 @@ def chosen(names: Sequence[str]) -> list[Figure]:
 
 
 def work(library: Library, task: Task) -> Any:
-    """Works one task out."""
+    """Works one task out, and keeps what came out of it."""
+    found = _worked(library, task)
+    library.keep(repr(task), found)
+    return found
+
+
+def _worked(library: Library, task: Task) -> Any:
     match task:
         case Case():
             return compare(library, task)
@@ -94,17 +102,22 @@ def work(library: Library, task: Task) -> Any:
             return sensitivity.work(library, task)
 
 
-def workload_of(task: Task) -> Workload:
+def kept(library: Library, task: Task) -> Any:
+    """What came out of it in an earlier run; None if there was none."""
+    return library.kept(repr(task), Outcome if isinstance(task, Case) else dict[str, Any])
+
+
+def steps_of(library: Library, task: Task) -> Sequence[Step]:
     """What has to be recorded for a task."""
-    return task.case.workload if isinstance(task, Rates | Watching) else task.workload
+    return library.recorded_for(task.load) if isinstance(task, Case) else task.shape.steps
 
 
 def title_of(task: Task) -> str:
     """A task in a few words."""
     match task:
         case Case():
-            return f"{task.workload.model} on {task.pair}, {task.wire.name}"
+            return f"{task.load.title} on {task.pair}, {task.wire.name}"
         case Ratios():
-            return f"kernels of {task.workload.model}"
+            return f"kernels of {task.shape.load.model}"
         case Rates() | Watching():
-            return f"serving {task.case.workload.model}"
+            return f"serving {task.shape.load.model}"

@@ -1,0 +1,129 @@
+"""compare: all policies of one case, each at its own best batch and microbatches, by the load planner.
+
+The plan and the coarse policies come from one run of what `tessera plan MODEL` does. The single placement is
+the published mixed-integer program (HiGHS, with a time limit), the latency policy the placement of the
+shortest makespan; both are made at the points where the plan and the best coarse policy of one batch are, and
+judged as all others are, within the same memory and the same limit of time.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.paper.library import Library
+from benchmarks.paper.records import Case, Load, Outcome, Reached, wired
+
+from tessera.errors import PlanInfeasible
+from tessera.flow import LoadSteps, plan_steps, price
+from tessera.ir import Cluster, Costs, Objective
+from tessera.plan import LoadPlan, Option
+from tessera.plan.problem import Mix, build
+from tessera.plan.search.judge import Judge
+from tessera.plan.search.planners import PLANNERS, single_placement
+from tessera.plan.search.task import Task
+from tessera.simulate import SteadyRates
+
+
+def compare(library: Library, case: Case) -> Outcome:
+    """Plans and simulates; a case that does not fit its devices has an outcome that says so."""
+    started = time.process_time()
+    steps, cluster = library.steps(case.load), wired(case.gpus, case.wire)
+    launches = "compiled" if steps.is_compiled else "eager"
+    effort = case.effort
+    try:
+        found = plan_steps(steps, cluster, case.load.target, effort.batches, near=effort.near)
+    except PlanInfeasible as error:
+        sources = sources_of(price(steps.at(effort.batches[0]), cluster))
+        spent = time.process_time() - started
+        return Outcome({}, None, "", "", None, 0, rent(cluster), sources, launches, spent, str(error))
+    policies = {o.policy: _reached(case.load, o) for o in found.baselines}
+    policies = {"throughput": _reached(case.load, found.chosen), **policies}
+    others = _Others(case, found, steps, cluster)
+    note, busy = "", None
+    if case.effort.milp_s is not None:
+        limit_s = case.effort.milp_s
+        note = f"at most {limit_s:g} s for each of {len(others.points)} points"
+        placed = others.best(lambda task: single_placement(task, limit_s))
+        if placed is not None:
+            policies["single-placement"], busy = placed
+    if case.effort.has_latency:
+        quickest = others.best(PLANNERS[Objective.LATENCY.value])
+        if quickest is not None:
+            policies["latency"] = quickest[0]
+    per_s = found.plan.batch * max(1, case.load.target.output_tokens) / case.load.per_result
+    return Outcome(
+        policies,
+        found.plan.bound_per_s * per_s,
+        found.plan.policy,
+        note,
+        busy,
+        len(found.plan.lanes),
+        rent(cluster),
+        sources_of(found.plan.costs),
+        launches,
+        time.process_time() - started,
+    )
+
+
+def _reached(load: Load, option: Option) -> Reached:
+    ms = option.ttft_ms if load.steps[-1].kind == "prefill" else option.tpot_ms
+    rates = (option.tokens_per_s / load.per_result, ms)
+    return Reached(*rates, option.batch, option.microbatches, option.prefill_batch)
+
+
+@dataclass(frozen=True, eq=False)
+class _Others:
+    """Policies that the load planner does not look at, where its best are."""
+
+    case: Case
+    found: LoadPlan
+    steps: LoadSteps
+    cluster: Cluster
+
+    @property
+    def points(self) -> list[tuple[int, int, int]]:
+        """(batch, rows of a prefill, microbatches) of the plan and of the best coarse policy of one batch."""
+        ranked = sorted(self.found.baselines, key=lambda o: -o.tokens_per_s)
+        points: list[tuple[int, int, int]] = []
+        for option in (self.found.chosen, *ranked):
+            batches, prefills = set(option.batch.values()), set(option.prefill_batch.values())
+            if len(batches) == 1 and len(prefills) <= 1:
+                (batch,) = batches
+                points.append((batch, max(prefills, default=batch), option.microbatches))
+        return list(dict.fromkeys(points))[:2]
+
+    def best(self, propose: Callable[[Task], Sequence[Mix] | None]) -> tuple[Reached, float] | None:
+        """The best that keeps to the limit, with its rate by busy time."""
+        load, reached = self.case.load, []
+        for batch, prefill, slots in self.points:
+            unit = self.steps.at(batch, prefill)
+            task = Task(build(unit, price(unit, self.cluster), self.cluster), slots, True)
+            mixes = propose(task)
+            if not mixes:
+                continue
+            mix = mixes[0]
+            per_s = Judge(task, Objective.THROUGHPUT, "", SteadyRates()).rate_per_s(mix)
+            results = batch * max(1, load.target.output_tokens) / load.per_result
+            ms = 1e3 * slots / per_s / max(1, load.target.output_tokens)
+            if load.limit_ms is None or ms <= load.limit_ms:
+                row = Reached(results * per_s, ms, dict.fromkeys(self.cluster.names, batch), slots)
+                reached.append((row, results * mix.rate_per_s))
+        return max(reached, key=lambda x: x[0].per_s, default=None)
+
+
+def rent(cluster: Cluster) -> float | None:
+    """Dollars an hour of all devices; None where one has no price."""
+    prices = [d.usd_per_hour for d in cluster.devices]
+    return None if None in prices else sum(p for p in prices if p is not None)
+
+
+def sources_of(costs: Sequence[Costs]) -> dict[str, float]:
+    """Share of the time, over all launches and devices, that has a price from each source."""
+    counted: Counter[str] = Counter()
+    for priced in costs:
+        for row in priced.costs:
+            for cost in row:
+                counted[cost.source.value] += cost.us  # type: ignore[assignment]
+    total = sum(counted.values())
+    return {name: us / total for name, us in counted.most_common()} if total else {}
