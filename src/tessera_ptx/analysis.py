@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tessera_ptx.collect import Facts, Piece, Touch, collect
-from tessera_ptx.expression import Exporter, Limit, Part, Sum, loops_in
+from tessera_ptx.expression import Exporter, ExtentLimit, ExtentPart, Sum, loops_in
 from tessera_ptx.extent import Extent, union
 from tessera_ptx.nodes import ParamHints
 from tessera_ptx.parser import parse
@@ -119,30 +119,31 @@ def _symbol_reason(symbol: SymbolReport, variable: Variable | None, written: set
     return ""
 
 
-def _limits(exporter: Exporter, conditions: Iterable[Any]) -> tuple[Limit, ...]:
+def _limits(exporter: Exporter, conditions: Iterable[Any]) -> tuple[ExtentLimit, ...]:
     return tuple(
-        Limit(exporter.sum(c.left), c.relation, exporter.sum(c.right), c.bits, c.signed) for c in conditions
+        ExtentLimit(exporter.sum(c.left), c.relation, exporter.sum(c.right), c.bits, c.signed)
+        for c in conditions
     )
 
 
-def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[Limit, ...]]) -> Extent:
+def _extent(exporter: Exporter, touch: Touch, loops: dict[int, tuple[ExtentLimit, ...]]) -> Extent:
     """The pieces of one pointer; neighbours that differ by a constant are joined."""
     if touch.by_map or any(p.offset is None or p.width == 0 for p in touch.pieces):
-        return Extent((Part(None, 0, (), False),))
+        return Extent((ExtentPart(None, 0, (), False),))
     parts = _joined(exporter, touch.pieces)
     if len(parts) > _MAX_PARTS:
-        return Extent((Part(None, 0, (), False),))
+        return Extent((ExtentPart(None, 0, (), False),))
     counted = loops_in(s for p in parts for s in _sums(p.offset, p.limits))
     while more := loops_in(s for h in counted for s in _sums((), loops.get(h, ()))) - counted:
         counted |= more  # a loop's end may depend on the loop around it
     return Extent(parts, tuple((h, loops[h]) for h in sorted(counted) if h in loops))
 
 
-def _sums(offset: Sum | None, limits: tuple[Limit, ...]) -> list[Sum]:
+def _sums(offset: Sum | None, limits: tuple[ExtentLimit, ...]) -> list[Sum]:
     return [offset or (), *(side for limit in limits for side in (limit.left, limit.right))]
 
 
-def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[Part, ...]:
+def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[ExtentPart, ...]:
     """Accesses at constant distances from one another become one part each run of bytes."""
     runs: dict[Any, tuple[Piece, set[tuple[int, int]]]] = {}
     for piece in pieces:
@@ -154,11 +155,11 @@ def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[Part, ...]:
         )
         _, found = runs.setdefault((moving, under, piece.complete), (piece, set()))
         found.add((offset.get((), 0), offset.get((), 0) + piece.width))
-    parts: list[Part] = []
+    parts: list[ExtentPart] = []
     for piece, found in runs.values():
         limits = _limits(exporter, piece.conditions)
         moving_sum = exporter.sum({m: c for m, c in (piece.offset or {}).items() if m})
         for low, high in union(found):
             offset_sum = (*moving_sum, (low, ())) if low else moving_sum
-            parts.append(Part(offset_sum, high - low, limits, piece.complete))
+            parts.append(ExtentPart(offset_sum, high - low, limits, piece.complete))
     return tuple(parts)

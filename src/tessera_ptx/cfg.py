@@ -14,8 +14,8 @@ _ENDS = frozenset({"ret", "exit", "trap"})
 
 
 @dataclass(slots=True)
-class Block:
-    """Instructions `start` to `stop` (exclusive) and the neighbours, as indices of `Graph.blocks`."""
+class BasicBlock:
+    """Instructions `start` to `stop` (exclusive) and the neighbours, as indices of `FlowGraph.blocks`."""
 
     start: int
     stop: int
@@ -24,10 +24,10 @@ class Block:
 
 
 @dataclass(slots=True)
-class Graph:
+class FlowGraph:
     """Reachable blocks in reverse post-order; block 0 is the entry."""
 
-    blocks: list[Block]
+    blocks: list[BasicBlock]
     # Instruction index -> index of its block, -1 where not reachable.
     block_of: list[int]
     # Branch targets that could not be found: (line, reason).
@@ -46,7 +46,7 @@ def targets_of(instruction: Instruction, flat: Flat) -> list[int] | None:
     return found if found and len(found) == len(names) else None
 
 
-def build_graph(flat: Flat) -> Graph:
+def build_graph(flat: Flat) -> FlowGraph:
     """Cuts the body into blocks and orders them."""
     body, size = flat.body, len(flat.body)
     stops: list[tuple[int, str]] = []
@@ -74,7 +74,7 @@ def _order(
     body: list[Instruction],
     jumps: dict[int, list[int]],
     stops: list[tuple[int, str]],
-) -> Graph:
+) -> FlowGraph:
     number = {start: n for n, start in enumerate(starts)}
     ends = [*starts[1:], size]
     succs: list[list[int]] = []
@@ -94,10 +94,10 @@ def _order(
         for succ in succs[old]:
             preds[rank[succ]].append(new)
         block_of[starts[old] : ends[old]] = [new] * (ends[old] - starts[old])
-        blocks.append(Block(starts[old], ends[old], tuple(rank[s] for s in succs[old])))
+        blocks.append(BasicBlock(starts[old], ends[old], tuple(rank[s] for s in succs[old])))
     for block, before in zip(blocks, preds, strict=True):
         block.preds = tuple(before)
-    return Graph(blocks, block_of, stops)
+    return FlowGraph(blocks, block_of, stops)
 
 
 def _reverse_postorder(succs: list[list[int]]) -> list[int]:

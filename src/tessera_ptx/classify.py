@@ -22,7 +22,7 @@ _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AccessTarget:
     """One buffer an address may point into."""
 
     kind: str  # param, symbol, indirect, frame, unknown
@@ -104,9 +104,9 @@ class Classifier:
             )
         return item[0] in ("frame", "symbol", "func")
 
-    def targets(self, poly: Poly) -> list[Target]:
+    def targets(self, poly: Poly) -> list[AccessTarget]:
         """Every buffer the address may be in."""
-        out: list[Target] = []
+        out: list[AccessTarget] = []
         for one in self._alternatives(poly):
             out += self._targets(one)
         return out
@@ -130,17 +130,17 @@ class Classifier:
         rest = {m: c for m, c in poly.items() if m != mono}
         return [add(rest, scale(dict(one), coeff)) for one in alternatives]
 
-    def _targets(self, poly: Poly) -> list[Target]:
+    def _targets(self, poly: Poly) -> list[AccessTarget]:
         found = self._weights(poly)
         base = self.bases(poly) or self._contradictory(poly, found)
         if not base:
             return [self._baseless(poly)]
-        out: list[Target] = []
+        out: list[AccessTarget] = []
         for number in sorted(base):
             plain = poly.get((number,)) == 1 and number in found and found[number].plain
             out += self._expand(number, {m: c for m, c in poly.items() if m != (number,)} if plain else None)
         if not any(n in found and found[n].exact for n in base) and not self._is_one_of(poly):
-            out.append(Target("unknown", "an address computed in a way that is not followed", None))
+            out.append(AccessTarget("unknown", "an address computed in a way that is not followed", None))
         return out
 
     def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
@@ -161,36 +161,36 @@ class Classifier:
         hiding = [n for mono in poly for n in mono if self.atoms.atoms[n].taint]
         return all(self._is_joined(n) for n in hiding)
 
-    def _baseless(self, poly: Poly) -> Target:
+    def _baseless(self, poly: Poly) -> AccessTarget:
         if within(self.atoms.range(poly), -_NEAR_NULL, _NEAR_NULL):
-            return Target("null", "", None)
-        return Target("unknown", "an address of unknown origin", None)
+            return AccessTarget("null", "", None)
+        return AccessTarget("unknown", "an address of unknown origin", None)
 
-    def _expand(self, number: int, rest: Poly | None) -> list[Target]:
+    def _expand(self, number: int, rest: Poly | None) -> list[AccessTarget]:
         item = self.item(number)
         kind = item[0]
         if kind == "param":
-            return [Target("param", (item[1], item[2]), rest)]
+            return [AccessTarget("param", (item[1], item[2]), rest)]
         if kind == "fields":
-            return [Target("param", (item[1], offset), None) for offset in item[2]]
+            return [AccessTarget("param", (item[1], offset), None) for offset in item[2]]
         if kind == "symbol":
-            return [Target("symbol", item[1], rest)]
+            return [AccessTarget("symbol", item[1], rest)]
         if kind == "frame":
-            return [Target("frame", item[1:], rest)]
+            return [AccessTarget("frame", item[1:], rest)]
         if kind == "loaded":
-            return [Target("indirect", self.table_names(item[3]), None)]
+            return [AccessTarget("indirect", self.table_names(item[3]), None)]
         if kind == "func":
-            return [Target("unknown", "accesses code", None)]
+            return [AccessTarget("unknown", "accesses code", None)]
         return self._tainted(number)
 
-    def _tainted(self, number: int) -> list[Target]:
+    def _tainted(self, number: int) -> list[AccessTarget]:
         """An opaque value may be any base that went into it; one computed from bases may be anything."""
-        out: list[Target] = []
+        out: list[AccessTarget] = []
         for inner in sorted(self.atoms.atoms[number].taint):
-            out += [Target(t.kind, t.what, None) for t in self._expand(inner, None)]
+            out += [AccessTarget(t.kind, t.what, None) for t in self._expand(inner, None)]
         if not self._is_joined(number):
-            out.append(Target("unknown", "an address computed in a way that is not followed", None))
-        return out or [Target("unknown", "an address of unknown origin", None)]
+            out.append(AccessTarget("unknown", "an address computed in a way that is not followed", None))
+        return out or [AccessTarget("unknown", "an address of unknown origin", None)]
 
     def _is_joined(self, number: int) -> bool:
         item = self.item(number)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera_ptx.classify import Classifier, Target
+from tessera_ptx.classify import AccessTarget, Classifier
 from tessera_ptx.conditions import Condition, Conditions, Path
 from tessera_ptx.fixpoint import Flow, Node
 from tessera_ptx.nodes import ParamHints
 from tessera_ptx.poly import Poly, Value
-from tessera_ptx.scan import Access
+from tessera_ptx.scan import MemoryAccess
 from tessera_ptx.syntax import Function, Imm, Instruction, Module, Operand, Sym
 from tessera_ptx.tensormaps import TensorMaps
 from tessera_ptx.transfer import OpInfo
@@ -87,10 +87,10 @@ class _Collector:
         self.conditions = Conditions(flow)
         self.maps = TensorMaps(flow, self.conditions)
         # Accesses that may leave the block's own memory.
-        self.outside: set[Access] = set()
-        self.roots: list[tuple[Access, Node | Value, Path]] = []
+        self.outside: set[MemoryAccess] = set()
+        self.roots: list[tuple[MemoryAccess, Node | Value, Path]] = []
         # Line, value and address of 64-bit integers written to memory.
-        self.stored: list[tuple[int, Node | Value, Access]] = []
+        self.stored: list[tuple[int, Node | Value, MemoryAccess]] = []
 
     def run(self) -> Facts:
         flow = self.flow
@@ -129,7 +129,7 @@ class _Collector:
         if isinstance(operand, Sym) and not self.flow.loads.declared(operand.name):
             self.facts.stops.append((self.flow.flat.body[index].line, f"'{operand.name}' is not declared"))
 
-    def _want_stored(self, access: Access) -> None:
+    def _want_stored(self, access: MemoryAccess) -> None:
         """64-bit integers written to memory may be addresses that leave the kernel."""
         instruction, info = self._at(access.at)
         if access.effect == "w" and instruction.op.name == "st" and info.width == 8 and info.form is not None:
@@ -152,7 +152,7 @@ class _Collector:
         for effect, line, target in self.maps.accesses(self.classifier):
             self._touch(effect, line, target, Piece(None, 0))
 
-    def _access(self, access: Access, address: Value, path: Path) -> None:
+    def _access(self, access: MemoryAccess, address: Value, path: Path) -> None:
         instruction, info = self._at(access.at)
         if not address:
             self._stop(instruction, "an address that no definition reaches")
@@ -173,7 +173,7 @@ class _Collector:
     def _stop(self, instruction: Instruction, reason: str) -> None:
         self.facts.stops.append((instruction.line, f"{reason} in '{instruction.op.text}'"))
 
-    def _touch(self, effect: str, line: int, target: Target, piece: Piece) -> None:
+    def _touch(self, effect: str, line: int, target: AccessTarget, piece: Piece) -> None:
         facts = self.facts
         if target.kind == "param":
             facts.params.setdefault(target.what, Touch()).add(effect, line, piece)

@@ -14,7 +14,7 @@ An older store cannot be seen then: in a program without races it comes before t
 
 from collections.abc import Callable, Iterator
 
-from tessera_ptx.cfg import Graph
+from tessera_ptx.cfg import FlowGraph
 from tessera_ptx.flatten import Flat
 from tessera_ptx.poly import Frozen, Poly, freeze
 from tessera_ptx.scan import Scan
@@ -29,7 +29,7 @@ _MAX_SIZE = 64
 class Exchanges:
     """The exchanges of one kernel."""
 
-    def __init__(self, flat: Flat, graph: Graph, scan: Scan, sizes: tuple[int, ...]) -> None:
+    def __init__(self, flat: Flat, graph: FlowGraph, scan: Scan, sizes: tuple[int, ...]) -> None:
         self.flat, self.graph, self.scan = flat, graph, scan
         # Threads of a block; 0 if that is not known or they have more than one index.
         self.threads = sizes[0] if sizes and set(sizes[1:]) <= {1} else 0

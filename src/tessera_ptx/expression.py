@@ -6,8 +6,8 @@
             ("other", id, low, high, label)    anything within bounds: loaded values and the like
             ("as", id, Leaf)                   the same quantity as another thread or iteration saw it
 
-Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people. A `Part` is one
-access at such an offset, under the `Limit`s of the comparisons on the way to it.
+Two leaves are the same quantity exactly when they are equal. `text` prints a sum for people. An `ExtentPart`
+is one access at such an offset, under the `ExtentLimit`s of the comparisons on the way to it.
 """
 
 from collections.abc import Iterable
@@ -123,7 +123,7 @@ def text(total: Sum) -> str:
 _RELATIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 
-class Limit(NamedTuple):
+class ExtentLimit(NamedTuple):
     """`left <relation> right` where the access happens."""
 
     left: Sum
@@ -136,12 +136,12 @@ class Limit(NamedTuple):
         return f"{text(self.left)} {_RELATIONS[self.relation]} {text(self.right)}"
 
 
-class Part(NamedTuple):
+class ExtentPart(NamedTuple):
     """One access: `width` bytes at `offset` under the limits; offset None is anywhere."""
 
     offset: Sum | None
     width: int
-    limits: tuple[Limit, ...]
+    limits: tuple[ExtentLimit, ...]
     complete: bool
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
-from tessera_ptx.expression import Limit, Part, Sum, loops_in
+from tessera_ptx.expression import ExtentLimit, ExtentPart, Sum, loops_in
 from tessera_ptx.ranges import (
     FULL,
     Range,
@@ -145,7 +145,10 @@ class Solver:
     """Puts the numbers of one launch into expressions."""
 
     def __init__(
-        self, launch: LaunchConfig, loops: dict[int, tuple[Limit, ...]], later: dict[int, bool] | None = None
+        self,
+        launch: LaunchConfig,
+        loops: dict[int, tuple[ExtentLimit, ...]],
+        later: dict[int, bool] | None = None,
     ) -> None:
         self.launch, self.loops = launch, loops
         # Loops taken apart: in their first turn (False) or in a later one (True).
@@ -251,7 +254,7 @@ class Solver:
         self._leaves.clear()
         return 0, min(highs) if highs else None
 
-    def _last_turn(self, loop: int, limit: Limit) -> int | None:
+    def _last_turn(self, loop: int, limit: ExtentLimit) -> int | None:
         """The largest counter when the back edge is taken while the limit holds."""
         leaf = (("loop", loop),)
         left, right = self.linear(limit.left), self.linear(limit.right)
@@ -293,7 +296,7 @@ class Solver:
             total = add_ranges(total, scale_range(span, coeff))
         return total
 
-    def _comparable(self, limit: Limit, left: Linear, right: Linear) -> bool:
+    def _comparable(self, limit: ExtentLimit, left: Linear, right: Linear) -> bool:
         """Whether both sides are the numbers that were compared: no wrap-around in their type."""
         if limit.bits >= 64 and limit.signed:
             return True
@@ -305,7 +308,7 @@ class Solver:
 
     # One access ---------------------------------------------------------------------------------------
 
-    def part(self, part: Part) -> Intervals:
+    def part(self, part: ExtentPart) -> Intervals:
         """The bytes of one access whose offset and width are known."""
         assert part.offset is not None
         clamps, exact, possible = self._clamps(part)
@@ -324,7 +327,7 @@ class Solver:
         exact = exact and part.complete and used == len(clamps)
         return self._spans(offset.get((), 0), groups, part.width, exact)
 
-    def _clamps(self, part: Part) -> tuple[list[tuple[Linear, Range]], bool, bool]:
+    def _clamps(self, part: ExtentPart) -> tuple[list[tuple[Linear, Range]], bool, bool]:
         """Bounds by conditions; whether all were usable; whether all can be true at once."""
         clamps: list[tuple[Linear, Range]] = []
         usable = True
@@ -342,7 +345,7 @@ class Solver:
                 return [], usable, False
         return clamps, usable, True
 
-    def _turn_before(self, loop: int) -> list[tuple[Linear, Linear, Limit]]:
+    def _turn_before(self, loop: int) -> list[tuple[Linear, Linear, ExtentLimit]]:
         """In a later turn, the condition of the back edge held for the turn before."""
         found = []
         for limit in self.loops.get(loop, ()):
@@ -351,7 +354,7 @@ class Solver:
                 found.append((left, right, limit))
         return found
 
-    def _clamp(self, left: Linear, right: Linear, limit: Limit) -> tuple[Linear, Range] | None:
+    def _clamp(self, left: Linear, right: Linear, limit: ExtentLimit) -> tuple[Linear, Range] | None:
         """A limit as (sum without its constant, bounds); the sum is empty when the limit is decided."""
         if not self._comparable(limit, left, right):
             return None
@@ -479,9 +482,9 @@ _MAX_TAKEN_APART = 2
 class Extent:
     """The bytes one kernel reaches through one pointer."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ExtentPart, ...]
     # Conditions on the back edge of each loop that `parts` count, by loop.
-    loops: tuple[tuple[int, tuple[Limit, ...]], ...] = ()
+    loops: tuple[tuple[int, tuple[ExtentLimit, ...]], ...] = ()
 
     def __str__(self) -> str:
         shown = list(dict.fromkeys(str(p) for p in self.parts))

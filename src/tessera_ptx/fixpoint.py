@@ -18,7 +18,7 @@ from math import gcd
 from tessera_ptx.bits import halves, pack
 from tessera_ptx.nodes import Node, Nodes, ParamHints
 from tessera_ptx.poly import BOTTOM, Poly, Value, add, const, constant_of, multiply, sub, wrap
-from tessera_ptx.scan import Access
+from tessera_ptx.scan import MemoryAccess
 from tessera_ptx.syntax import Function, Mem, Module, Sym, Vec
 from tessera_ptx.transfer import OpInfo
 from tessera_ptx.values import IN_TIME, MAX_POLY, PER_THREAD, UNIFORM, Key, by_base
@@ -321,7 +321,7 @@ class Flow(Nodes):
 
     # Answers ------------------------------------------------------------------------------------------
 
-    def address(self, access: Access, base: "Node | Value") -> Value:
+    def address(self, access: MemoryAccess, base: "Node | Value") -> Value:
         """The address of an access after the run."""
         value: Value = base.value if isinstance(base, Node) else base
         offset = const(access.operand.offset)

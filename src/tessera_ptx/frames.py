@@ -93,7 +93,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Frame:
+class PointerFrame:
     """Stores into one variable; writers are store nodes, readers load nodes."""
 
     blur: Blur

@@ -71,7 +71,7 @@ TOP = re.compile(
 SPACE = re.compile(r"\s*")
 
 
-class Source:
+class SourceText:
     """The text with comments blanked, and the way from an offset to a line and column."""
 
     __slots__ = ("_starts", "file", "raw", "text")

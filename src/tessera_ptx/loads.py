@@ -16,7 +16,7 @@ from typing import Any
 
 from tessera_ptx.bits import halves, pack, widen
 from tessera_ptx.flatten import Flat
-from tessera_ptx.frames import Frame, Somewhere, constant_offset
+from tessera_ptx.frames import PointerFrame, Somewhere, constant_offset
 from tessera_ptx.opcodes import vector_of, width_of
 from tessera_ptx.poly import Poly, Value, add, const, freeze, sub
 from tessera_ptx.ranges import FULL, hull
@@ -97,7 +97,7 @@ class LoadRules:
         self.params = {p.name: (i, p) for i, p in enumerate(entry.params)}
         self.symbols = {v.name: v for v in module.variables}
         self.functions = {f.name for f in module.functions}
-        self.frames: dict[tuple[str, str], Frame] = {}
+        self.frames: dict[tuple[str, str], PointerFrame] = {}
         # Loads from an unknown variable of a space look at all of them.
         self.any_readers: dict[str, dict[Any, None]] = {}
         # writer -> frames it writes
@@ -240,7 +240,7 @@ class LoadRules:
         above = PER_THREAD if space in ("local", "param") else UNIFORM
         return [self.atoms.others(p, above, (node.key, "seen")) for v in values for p in v]
 
-    def _strays(self, node: Any, frame: Frame, offset: int, width: int) -> list[Value]:
+    def _strays(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
         """Stores at computed offsets that may have hit these bytes."""
         values: list[Value] = []
         for stray in frame.anywhere.values():
@@ -263,10 +263,10 @@ class LoadRules:
     def _any_carries(self, values: Iterable[Value]) -> bool:
         return any(self.atoms.may_carry(p) for value in values for p in value)
 
-    def _frame_of(self, space: str, name: str) -> Frame:
+    def _frame_of(self, space: str, name: str) -> PointerFrame:
         frame = self.frames.get((space, name))
         if frame is None:
-            frame = self.frames[space, name] = Frame(
+            frame = self.frames[space, name] = PointerFrame(
                 lambda key, value: self._blurred((space, name, key), value)
             )
         return frame
@@ -323,7 +323,7 @@ class LoadRules:
             return max(mask & -mask, 1), 0
         return step, start
 
-    def _whole(self, node: Any, frame: Frame, rest: Poly | None, width: int) -> list[Value]:
+    def _whole(self, node: Any, frame: PointerFrame, rest: Poly | None, width: int) -> list[Value]:
         """What a load at a dynamic offset may see: cells its stride and range can reach."""
         step, start = (1, 0) if rest is None else self._stride(rest)
         low, high = FULL if rest is None else self.atoms.range(rest)
@@ -342,7 +342,7 @@ class LoadRules:
                 values.append(self.atoms.opaque((node.key, "piece"), *cell.values()))
         return values
 
-    def _pieces(self, node: Any, frame: Frame, offset: int, width: int) -> list[Value]:
+    def _pieces(self, node: Any, frame: PointerFrame, offset: int, width: int) -> list[Value]:
         """Stores of other widths that share bytes with the load."""
         near = frame.overlapping(offset, width)
         if not near:

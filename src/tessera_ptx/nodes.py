@@ -13,12 +13,12 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from tessera_ptx.cfg import Graph, build_graph
+from tessera_ptx.cfg import FlowGraph, build_graph
 from tessera_ptx.exchange import Exchanges
 from tessera_ptx.flatten import flatten
 from tessera_ptx.loads import LoadRules
 from tessera_ptx.poly import BOTTOM, Poly, Value, const
-from tessera_ptx.scan import Access, scan
+from tessera_ptx.scan import MemoryAccess, scan
 from tessera_ptx.syntax import (
     Function,
     Imm,
@@ -52,7 +52,7 @@ class Definitions:
     register is not defined on any way.
     """
 
-    def __init__(self, graph: Graph, defs: dict[str, list[int]]) -> None:
+    def __init__(self, graph: FlowGraph, defs: dict[str, list[int]]) -> None:
         self.graph, self.defs = graph, defs
         self._at_entry: dict[tuple[int, str], Key] = {}
         self._trivial: dict[Key, Key] = {}
@@ -311,7 +311,7 @@ class Nodes:
         self.nodes[node.key] = node
         return node
 
-    def _add_store(self, access: Access, instruction: Instruction, info: OpInfo) -> None:
+    def _add_store(self, access: MemoryAccess, instruction: Instruction, info: OpInfo) -> None:
         operand = instruction.operands.index(access.operand)
         node = self._store_node(access.at, operand)
         node.info, node.part = info, operand

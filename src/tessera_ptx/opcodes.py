@@ -33,7 +33,7 @@ class Use(NamedTuple):
     which: int  # which of the qualifiers' spaces
 
 
-class Row(NamedTuple):
+class OpcodeRow(NamedTuple):
     """What an instruction family reads and writes."""
 
     family: str
@@ -140,14 +140,14 @@ def _use(word: str) -> Use:
     return Use(int(operand), word[0], fixed, int(which or 0))
 
 
-def _row(family: str, words: list[str]) -> Row:
+def _row(family: str, words: list[str]) -> OpcodeRow:
     writes = tuple(int(w[1:]) for w in words if w[0] == "d")
     uses = tuple(_use(w) for w in words if w[0] in "rwah")
     least = next((int(w[1:]) for w in words if w[0] == "n"), 0)
-    return Row(family, writes, uses, frozenset(w[1:] for w in words if w[0] == "#"), least)
+    return OpcodeRow(family, writes, uses, frozenset(w[1:] for w in words if w[0] == "#"), least)
 
 
-def _table() -> dict[str, Row]:
+def _table() -> dict[str, OpcodeRow]:
     rows = {name: _row(name, ["d0", f"n{least}"]) for least, names in _PURE.items() for name in names.split()}
     rows |= {name: _row(name, []) for name in _NONE.split()}
     for line in _ROWS.strip().splitlines():
@@ -161,7 +161,7 @@ _DEPTH = 5
 
 
 @lru_cache(maxsize=65536)
-def row_of(op: Op) -> Row | None:
+def row_of(op: Op) -> OpcodeRow | None:
     """The row of an opcode, or None when it is unknown."""
     # `tcgen05.wait::ld` is of the family `tcgen05.wait`.
     words = [word.partition("::")[0] for word in (op.name, *op.mods)]

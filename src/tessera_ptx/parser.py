@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tessera_ptx.lexer import NAME, STATEMENT, TOP, BadOperand, OperandReader, Source, parse_int
+from tessera_ptx.lexer import NAME, STATEMENT, TOP, BadOperand, OperandReader, SourceText, parse_int
 from tessera_ptx.syntax import (
     Function,
     Guard,
@@ -62,7 +62,7 @@ class Words(NamedTuple):
     end: int
 
 
-def read_words(source: Source, at: int, stop: int) -> Words:
+def read_words(source: SourceText, at: int, stop: int) -> Words:
     """Reads dotted words from `at` up to the first other character."""
     linkage = space = type_ = ptr_space = ""
     vector, align, is_pointer = 1, 0, False
@@ -92,7 +92,7 @@ def read_words(source: Source, at: int, stop: int) -> Words:
     return Words(linkage, space, type_, vector, align, is_pointer, ptr_space, at)
 
 
-def _count(source: Source, dims: str, at: int) -> int:
+def _count(source: SourceText, dims: str, at: int) -> int:
     """The number of elements of `[4][3]`; 0 when a dimension is open."""
     total = 1
     for match in _DIMENSION.finditer(dims):
@@ -103,7 +103,7 @@ def _count(source: Source, dims: str, at: int) -> int:
     return total
 
 
-def read_params(source: Source, at: int, stop: int) -> tuple[Param, ...]:
+def read_params(source: SourceText, at: int, stop: int) -> tuple[Param, ...]:
     """The parameters between two brackets; `at` is behind '(' and `stop` at ')'."""
     params: list[Param] = []
     while source.skip_space(at) < stop:
@@ -148,7 +148,7 @@ def param_offsets(params: tuple[Param, ...]) -> dict[str, int]:
     return offsets
 
 
-def read_registers(source: Source, words: Words, stop: int) -> list[RegDecl]:
+def read_registers(source: SourceText, words: Words, stop: int) -> list[RegDecl]:
     """`.reg .b32 %r<5>, x;`: one node a name."""
     if not words.type:
         raise source.error("a register type is expected", words.end)
@@ -167,7 +167,7 @@ def read_registers(source: Source, words: Words, stop: int) -> list[RegDecl]:
         at += 1
 
 
-def read_variables(source: Source, words: Words, stop: int) -> list[Variable]:
+def read_variables(source: SourceText, words: Words, stop: int) -> list[Variable]:
     """`.global .align 4 .b8 name[16] = {...}, other;`: one node a name; `stop` is at the semicolon."""
     if not words.type or not words.space:
         raise source.error("a variable declaration is expected", words.end)
@@ -214,7 +214,7 @@ _VALUE = re.compile(r"[^,{}]*")
 _BRACE = re.compile(r"[{}]")
 
 
-def _initial(source: Source, at: int, stop: int) -> tuple[str, int]:
+def _initial(source: SourceText, at: int, stop: int) -> tuple[str, int]:
     """The text of an initial value and where it ends; '' when there is none."""
     text = source.text
     if at >= stop or text[at] != "=":
@@ -241,12 +241,12 @@ _PROTOTYPE = re.compile(
 _BRANCHES = frozenset({"bra", "brx", "call"})
 
 
-class Scope:
+class NameScope:
     """Names declared in one `{ ... }`; inner declarations get a suffix."""
 
     __slots__ = ("families", "labels", "number", "parent", "plain", "reader", "registers", "renames")
 
-    def __init__(self, number: int, parent: "Scope | None") -> None:
+    def __init__(self, number: int, parent: "NameScope | None") -> None:
         self.number, self.parent = number, parent
         self.registers: set[str] = set()
         # prefix -> count, of `.reg .b32 %r<5>`
@@ -292,7 +292,7 @@ class Scope:
 
     def is_register(self, name: str) -> bool:
         """Whether the name was declared with .reg in this scope or one around it."""
-        scope: Scope | None = self
+        scope: NameScope | None = self
         while scope is not None:
             if name in scope.registers or scope._family(name):
                 return True
@@ -303,7 +303,7 @@ class Scope:
 
     def rename(self, name: str) -> str:
         """The unique name behind a name written in this scope."""
-        scope: Scope | None = self
+        scope: NameScope | None = self
         while scope is not None:
             unique = scope.renames.get(name)
             if unique is not None:
@@ -317,9 +317,9 @@ class Scope:
 class BodyReader:
     """Reads one body; `read` starts behind the opening brace."""
 
-    def __init__(self, source: Source, head: Function) -> None:
+    def __init__(self, source: SourceText, head: Function) -> None:
         self.source, self.head = source, head
-        self.scope = Scope(0, None)
+        self.scope = NameScope(0, None)
         self.num_scopes = 1
         self.depth = 1
         self.body: list[Instruction] = []
@@ -329,7 +329,7 @@ class BodyReader:
         self.tables: dict[str, tuple[str, ...]] = {}
         self.prototypes: dict[str, Prototype] = {}
         # Instructions that name a label, with the scope they stand in.
-        self.jumps: list[tuple[int, Scope]] = []
+        self.jumps: list[tuple[int, NameScope]] = []
         self.pending_label = ""
         for param in (*head.params, *head.returns):
             self.scope.renames[param.name] = param.name
@@ -405,7 +405,7 @@ class BodyReader:
             self.depth += 1
             if self.depth > _MAX_DEPTH:
                 raise self.source.error("scopes are nested too deeply", match.start(6))
-            self.scope = Scope(self.num_scopes, self.scope)
+            self.scope = NameScope(self.num_scopes, self.scope)
             self.num_scopes += 1
             return False
         self.depth -= 1
@@ -466,7 +466,7 @@ class BodyReader:
     def _rename_jumps(self) -> None:
         """Points branches at the label of their own scope where a label name occurs in several."""
         for index, inner in self.jumps:
-            scope: Scope | None = inner
+            scope: NameScope | None = inner
             operands = list(self.body[index].operands)
             for k, operand in enumerate(operands):
                 scope = inner
@@ -498,13 +498,13 @@ def parse(text: str | bytes, file: str = "<ptx>") -> Module:
     """The module of a PTX text. Bytes are read as UTF-8, with a trailing NUL as drivers store it."""
     if isinstance(text, bytes):
         text = text.rstrip(b"\0").decode("utf-8", "replace")
-    return _ModuleReader(Source(text, file)).read()
+    return _ModuleReader(SourceText(text, file)).read()
 
 
 class _ModuleReader:
     """One pass over the top level; function bodies go to `BodyReader`."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceText) -> None:
         self.source = source
         self.version = (0, 0)
         self.target: tuple[str, ...] = ()

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from tessera_ptx.cfg import Graph
+from tessera_ptx.cfg import FlowGraph
 from tessera_ptx.flatten import Flat
 from tessera_ptx.syntax import Instruction, Mem, Operand, Pair, Reg, Vec
 from tessera_ptx.transfer import OpInfo, info_of
 
 
-class Access(NamedTuple):
+class MemoryAccess(NamedTuple):
     """One memory operand of one instruction."""
 
     at: int  # the instruction's index
@@ -25,7 +25,7 @@ class Scan:
     infos: list[OpInfo | None] = field(default_factory=list)
     # Register -> indices of the instructions that write it, ascending.
     defs: dict[str, list[int]] = field(default_factory=dict)
-    accesses: list[Access] = field(default_factory=list)
+    accesses: list[MemoryAccess] = field(default_factory=list)
     stops: list[tuple[int, str]] = field(default_factory=list)
     # Tensor copies and tensor-map edits, by instruction index.
     tensors: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ def registers_in(operand: Operand) -> tuple[str, ...]:
     return ()
 
 
-def scan(flat: Flat, graph: Graph) -> Scan:
+def scan(flat: Flat, graph: FlowGraph) -> Scan:
     """Reads every reachable instruction once."""
     out = Scan(infos=[None] * len(flat.body), stops=[*flat.stops, *graph.stops])
     known: dict[str, OpInfo] = {}
@@ -99,7 +99,7 @@ def _note(out: Scan, index: int, instruction: Instruction, info: OpInfo) -> None
     for use, space in info.uses:
         operand = operands[use.operand] if use.operand < len(operands) else None
         if isinstance(operand, Mem):
-            out.accesses.append(Access(index, operand, use.effect, space))
+            out.accesses.append(MemoryAccess(index, operand, use.effect, space))
         elif not _optional(info, use.operand):
             out.stops.append((instruction.line, f"'{op.text}' without an address where one is expected"))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera_ptx.analysis import analyze, analyze_launch
-from tessera_ptx.expression import Limit, Part
+from tessera_ptx.expression import ExtentLimit, ExtentPart
 from tessera_ptx.extent import Extent
 from tessera_ptx.nodes import ParamHints
 from tessera_ptx.parser import parse
@@ -119,8 +119,8 @@ def _tuples(data: Any) -> Any:
     return tuple(_tuples(d) for d in data) if isinstance(data, list) else data
 
 
-def _limits(data: Any) -> tuple[Limit, ...]:
-    return tuple(Limit(*limit) for limit in data)
+def _limits(data: Any) -> tuple[ExtentLimit, ...]:
+    return tuple(ExtentLimit(*limit) for limit in data)
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -133,7 +133,7 @@ def _checked(value: Any, kind: type) -> Any:
 def _access(data: Any) -> AccessReport:
     param, offset, read, write, atomic, is_map, lines, parts, loops = _tuples(data)
     extent = Extent(
-        tuple(Part(p[0], p[1], _limits(p[2]), p[3]) for p in parts),
+        tuple(ExtentPart(p[0], p[1], _limits(p[2]), p[3]) for p in parts),
         tuple((header, _limits(limits)) for header, limits in loops),
     )
     return AccessReport(

@@ -12,7 +12,7 @@ edit before it, provided that outside loops some thread surely makes that edit (
 
 from collections.abc import Iterator
 
-from tessera_ptx.classify import Classifier, Target
+from tessera_ptx.classify import AccessTarget, Classifier
 from tessera_ptx.conditions import Condition, Conditions, Path
 from tessera_ptx.fixpoint import Flow, Node
 from tessera_ptx.frames import constant_offset
@@ -70,19 +70,19 @@ class TensorMaps:
             self.moves.append((index, place, operands[0].offset, source, operands[1].offset))
             self.paths[index] = self.conditions.want(index)
 
-    def accesses(self, classifier: Classifier) -> Iterator[tuple[str, int, Target]]:
+    def accesses(self, classifier: Classifier) -> Iterator[tuple[str, int, AccessTarget]]:
         """(effect, line, target) of every tensor copy."""
         self.classifier = classifier
         known = self._contents()
         for line in self.missing:
-            yield "r", line, Target("unknown", "a tensor copy without a tensor map", None)
+            yield "r", line, AccessTarget("unknown", "a tensor copy without a tensor map", None)
         for line, effect, node, offset in self.copies:
             places = [add(p, const(offset)) for p in _value(node)]
             if not places:
                 yield (
                     effect,
                     line,
-                    Target("unknown", "a tensor map whose address no definition reaches", None),
+                    AccessTarget("unknown", "a tensor map whose address no definition reaches", None),
                 )
             for place in places:
                 for target in self._behind(place, known):
@@ -149,7 +149,7 @@ class TensorMaps:
         table = {"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}
         return table[condition.relation]
 
-    def _behind(self, place: Poly, known: list[tuple[Poly, Value]]) -> Iterator[Target]:
+    def _behind(self, place: Poly, known: list[tuple[Poly, Value]]) -> Iterator[AccessTarget]:
         base, rest = self.flow.atoms.split(place)
         items = [self.classifier.item(n) for n in sorted(base)]
         for _, space, name in [i for i in items if i[0] == "frame"]:
@@ -159,7 +159,9 @@ class TensorMaps:
         # The map itself is read from memory.
         for target in self.classifier.targets(place):
             if target.kind in ("param", "symbol"):
-                yield Target("param_read" if target.kind == "param" else "symbol", target.what, target.offset)
+                yield AccessTarget(
+                    "param_read" if target.kind == "param" else "symbol", target.what, target.offset
+                )
         exact = [v for p, v in known if p == place]
         if exact:
             for value in exact:
@@ -170,22 +172,22 @@ class TensorMaps:
             if self.flow.atoms.base_of(poly) == base:
                 for inner in value:
                     yield from self.classifier.targets(inner)
-        yield Target("indirect", self.classifier.table_names(base or frozenset({-1})), None)
+        yield AccessTarget("indirect", self.classifier.table_names(base or frozenset({-1})), None)
 
-    def _parameter(self, name: str, rest: Poly) -> Iterator[Target]:
+    def _parameter(self, name: str, rest: Poly) -> Iterator[AccessTarget]:
         index, param = self.flow.loads.params[name]
         offset = constant_offset(rest)
         if offset is not None:
-            yield Target("map", (index, offset), None)
+            yield AccessTarget("map", (index, offset), None)
             return
         step = stride_of(rest)
         step = step if step % 64 == 0 else 64
         for start in range(rest.get((), 0) % step, max(param.size - _MAP_BYTES, 0) + 1, step):
-            yield Target("map", (index, start), None)
+            yield AccessTarget("map", (index, start), None)
 
 
-def _plain(target: Target) -> Target:
-    return Target("param", target.what, target.offset) if target.kind == "param_read" else target
+def _plain(target: AccessTarget) -> AccessTarget:
+    return AccessTarget("param", target.what, target.offset) if target.kind == "param_read" else target
 
 
 def _value(node: "Node | Value") -> Value:

@@ -22,7 +22,7 @@ from tessera_ptx.bits import (
     shift_right,
     widen,
 )
-from tessera_ptx.opcodes import Row, Use, row_of, space_of, vector_of, width_of
+from tessera_ptx.opcodes import OpcodeRow, Use, row_of, space_of, vector_of, width_of
 from tessera_ptx.poly import (
     ZERO,
     Poly,
@@ -297,7 +297,7 @@ class OpInfo:
     """One spelling: its row, its value rule and the shape of its memory accesses."""
 
     op: Op
-    row: Row | None
+    row: OpcodeRow | None
     writes: tuple[int, ...]
     # Memory operands with their state space; hints are left out.
     uses: tuple[tuple[Use, str], ...]

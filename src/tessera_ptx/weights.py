@@ -101,12 +101,12 @@ def _choose(at: Atoms, poly: Poly) -> list[Poly]:
 
 def weights(at: Atoms, poly: Poly, followed: bool = False) -> dict[int, Weight]:
     """The weight of every pointer that has a part in the address, by atom."""
-    collector = _Collector(at, followed)
+    collector = _Weigher(at, followed)
     collector.collect(poly, Fraction(1), ())
     return collector.found
 
 
-class _Collector:
+class _Weigher:
     """Adds up the weights in one address."""
 
     def __init__(self, at: Atoms, followed: bool) -> None:

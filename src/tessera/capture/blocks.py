@@ -16,7 +16,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """How one tensor lies in its storage; `start` and `stop` are the bytes it covers."""
 
     dtype: torch.dtype
@@ -37,10 +37,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MemoryBlock:
     """One storage: which tensors lie in it, by their numbers, and the bytes that are handed over."""
 
-    parts: tuple[tuple[int, Part], ...]
+    parts: tuple[tuple[int, BlockPart], ...]
     start: int
     stop: int
 
@@ -52,13 +52,13 @@ class Block:
         return is_one and first.is_dense and first.start % ALIGN == 0
 
 
-def part_of(tensor: torch.Tensor) -> Part:
+def part_of(tensor: torch.Tensor) -> BlockPart:
     """Where a tensor lies in its storage."""
     size = tensor.dtype.itemsize
     start = int(tensor.storage_offset()) * size
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     stop = start + (last + 1) * size if tensor.numel() else start
-    return Part(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start, stop)
+    return BlockPart(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start, stop)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -66,35 +66,35 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[Block, ...]:
+def blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[MemoryBlock, ...]:
     """The blocks behind some tensors, in order of first appearance."""
-    parts: dict[int, list[tuple[int, Part]]] = {}
+    parts: dict[int, list[tuple[int, BlockPart]]] = {}
     for number, tensor in enumerate(tensors):
         parts.setdefault(storage_key(tensor), []).append((number, part_of(tensor)))
     return tuple(_block(tuple(found)) for found in parts.values())
 
 
-def _block(parts: tuple[tuple[int, Part], ...]) -> Block:
+def _block(parts: tuple[tuple[int, BlockPart], ...]) -> MemoryBlock:
     start = min(part.start for _, part in parts)
     stop = max(part.stop for _, part in parts)
-    block = Block(parts, start, stop)
-    return block if block.is_tensor else Block(parts, start - start % ALIGN, stop)
+    block = MemoryBlock(parts, start, stop)
+    return block if block.is_tensor else MemoryBlock(parts, start - start % ALIGN, stop)
 
 
-def handed(block: Block, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """What stands for the block: its tensor, or its bytes, in the memory where they are."""
     first = tensors[block.parts[0][0]].detach()
     return first if block.is_tensor else raw(first, block.start, block.stop)
 
 
-def spread(block: Block, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def spread(block: MemoryBlock, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """The block's tensors again, by their numbers, as views of what was handed over."""
     if block.is_tensor:
         return [(number, whole) for number, _ in block.parts]
     return [(number, _view(whole, part, block.start)) for number, part in block.parts]
 
 
-def _view(whole: torch.Tensor, part: Part, origin: int) -> torch.Tensor:
+def _view(whole: torch.Tensor, part: BlockPart, origin: int) -> torch.Tensor:
     span = whole[part.start - origin : part.stop - origin].view(part.dtype)
     return span.as_strided(part.shape, part.stride, (part.start - origin) // part.dtype.itemsize)
 
@@ -105,7 +105,7 @@ def raw(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
-def view_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
     """Another tensor over the storage of one."""
     if part_of(tensor) == part:
         return tensor

@@ -14,7 +14,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture import rng
-from tessera.capture.blocks import Part, blocks_of, fill, handed, part_of, raw, spread, storage_key, view_of
+from tessera.capture.blocks import (
+    BlockPart,
+    blocks_of,
+    fill,
+    handed,
+    part_of,
+    raw,
+    spread,
+    storage_key,
+    view_of,
+)
 from tessera.capture.fresh import fresh_tensor
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Finder, Held, find, root
@@ -49,7 +59,7 @@ class Made:
     name: str
     storage: int
     size_bytes: int
-    part: Part
+    part: BlockPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,7 @@ class Alias:
     """A result that lies in the memory of the given tensor `number`."""
 
     number: int
-    part: Part
+    part: BlockPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class Fixed:
     value: Any
 
 
-class Function:
+class FunctionCall:
     """A callable and the structure of one call: binds other calls of that structure to the same step."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,7 +139,7 @@ class Function:
         named: list[tuple[str, Any]],
         given: Any,
         tensors: list[torch.Tensor],
-        parts: list[Part],
+        parts: list[BlockPart],
         keys: list[int],
         touched: set[int],
     ) -> None:

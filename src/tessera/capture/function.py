@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.call import Function
+from tessera.capture.call import FunctionCall
 from tessera.capture.record import record
 from tessera.capture.workload import Tensors, Workload
 from tessera.ir import Step, Trace
@@ -64,7 +64,7 @@ def make_callable(package: str) -> None:
 class FunctionWorkload(Workload):
     """A call as a step. `make_inputs` and `make_state` give the values of the call for every seed."""
 
-    function: "Function"
+    function: "FunctionCall"
 
     @property
     def roots(self) -> tuple[object, ...]:
@@ -86,7 +86,7 @@ class FunctionWorkload(Workload):
 
 def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWorkload:
     """The call as a step that can be recorded and run again."""
-    function = Function(fn, args, kwargs)
+    function = FunctionCall(fn, args, kwargs)
     given = function.bind(args, kwargs)
     example = {name: tensor.clone() for name, tensor in (given.inputs | given.state).items()}
 

@@ -25,7 +25,7 @@ from tessera.errors import MissingExtra
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class FakeGpu:
     """What Inductor asks about a GPU."""
 
     arch: int  # compute capability, 90 for 9.0
@@ -54,7 +54,7 @@ class Gpu:
         )
 
 
-H100 = Gpu(90, 132)
+H100 = FakeGpu(90, 132)
 
 # Off: passes that run or time operators on the device while compiling, and compiling in other processes,
 # which know nothing of this one's make-believe.
@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def offline(gpu: Gpu = H100) -> Iterator[FakeTensorMode]:
+def offline(gpu: FakeGpu = H100) -> Iterator[FakeTensorMode]:
     """While active, compiled code can be made for a GPU that is not there, and walked through on fakes."""
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -159,7 +159,7 @@ def _asked_anew() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interface(gpu: Gpu) -> Iterator[None]:
+def _interface(gpu: FakeGpu) -> Iterator[None]:
     """Dynamo's view of the device."""
     from torch._dynamo import device_interface
 
@@ -220,7 +220,7 @@ class _NoGuard:
         pass
 
 
-def _replacements(gpu: Gpu) -> list[tuple[Any, str, Any]]:
+def _replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
     """(object, attribute, what it is meanwhile)"""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 

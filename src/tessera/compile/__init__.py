@@ -40,7 +40,7 @@ import torch
 from tessera import flow
 from tessera.capture import record, rng
 from tessera.capture.blocks import storage_key
-from tessera.capture.call import Function, Given
+from tessera.capture.call import FunctionCall, Given
 from tessera.capture.function import workload
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.own import own_launches
@@ -132,7 +132,7 @@ class Compiled:
         self._end_with(args, session)
         return session, function.bind((), dict(inputs))
 
-    def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[Function, Trace | None]:
+    def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[FunctionCall, Trace | None]:
         """The graph as a step, and what it launches; no trace if it launches nothing."""
         foreign = {a.device.type for a in args if isinstance(a, torch.Tensor)} - {"cpu"}
         if foreign:
@@ -177,7 +177,7 @@ def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
 class Session:
     """A step with its plan, bound to one set of weights."""
 
-    def __init__(self, function: Function, plan: Plan) -> None:
+    def __init__(self, function: FunctionCall, plan: Plan) -> None:
         self.function = function
         weights = function.weights()
         self._storages = {name: storage_key(tensor) for name, tensor in weights.items()}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tessera_ptx.errors import UnknownInstruction
-from tessera_ptx.interp.state import Active, Block, Code, Frame, Step
+from tessera_ptx.interp.state import Active, CodeBlock, DecodedFunction, Frame, Step
 from tessera_ptx.interp.types import PRED, TYPES, U64, Array, Type, narrow, widen
 from tessera_ptx.syntax import (
     FloatImm,
@@ -53,7 +53,7 @@ def kind_of(ins: Instruction) -> str:
     return "plain"
 
 
-def blocks_of(function: Function) -> list[Block]:
+def blocks_of(function: Function) -> list[CodeBlock]:
     """The basic blocks of a function, with successors and ranks."""
     starts = {0, *function.labels.values()}
     for index, ins in enumerate(function.body):
@@ -75,14 +75,14 @@ def blocks_of(function: Function) -> list[Block]:
     return blocks
 
 
-def _block(first: int, body: list[Instruction]) -> Block:
+def _block(first: int, body: list[Instruction]) -> CodeBlock:
     kind = kind_of(body[-1]) if body else "plain"
     if kind in ("plain", "collective"):
-        return Block(first, body, None, kind)
-    return Block(first, body[:-1], body[-1], kind)
+        return CodeBlock(first, body, None, kind)
+    return CodeBlock(first, body[:-1], body[-1], kind)
 
 
-def _targets(block: Block, function: Function, labels: dict[str, int]) -> tuple[int, ...]:
+def _targets(block: CodeBlock, function: Function, labels: dict[str, int]) -> tuple[int, ...]:
     if block.end is None or block.kind not in ("bra", "brx"):
         return ()
     last = block.end.operands[-1]
@@ -91,7 +91,7 @@ def _targets(block: Block, function: Function, labels: dict[str, int]) -> tuple[
     return tuple(labels.get(n, -1) for n in names)
 
 
-def successors(block: Block) -> list[int]:
+def successors(block: CodeBlock) -> list[int]:
     """Blocks that may run next within the function; -1 is the way out."""
     if block.kind in ("ret", "exit", "trap"):
         return [-1] if block.end is not None and block.end.guard is None else [-1, block.next]
@@ -101,7 +101,7 @@ def successors(block: Block) -> list[int]:
     return [block.next]
 
 
-def _rank(blocks: list[Block]) -> None:
+def _rank(blocks: list[CodeBlock]) -> None:
     parent = post_dominators([successors(b) for b in blocks])
     children: dict[int, list[int]] = {}
     for block, above in enumerate(parent):
@@ -196,22 +196,24 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def decode(function: Function, file: str, describe: Callable[[Block, "Decoder"], None]) -> Code:
+def decode(
+    function: Function, file: str, describe: Callable[[CodeBlock, "Decoder"], None]
+) -> DecodedFunction:
     """Blocks of steps for one function; `describe` adds what control flow needs to know."""
     decoder = Decoder(function, file)
-    blocks = blocks_of(function) if function.body else [Block(0, [], None, "ret")]
+    blocks = blocks_of(function) if function.body else [CodeBlock(0, [], None, "ret")]
     for block in blocks:
         block.steps = [decoder.step(ins) for ins in block.body]
         if block.end is not None:
             block.guard, block.negated = decoder.guard(block.end)
         describe(block, decoder)
     if blocks[-1].kind in ("plain", "collective"):
-        blocks.append(Block(len(function.body), [], None, "ret", rank=blocks[-1].rank + 1))
+        blocks.append(CodeBlock(len(function.body), [], None, "ret", rank=blocks[-1].rank + 1))
         blocks[-2].next = len(blocks) - 1
     sizes = {v.name: (v.size, v.align) for v in function.variables if v.space in ("local", "param")}
     sizes |= {p.name: (p.size, p.align) for p in (*function.params, *function.returns)}
     params, returns = (tuple(p.name for p in ps) for ps in (function.params, function.returns))
-    return Code(
+    return DecodedFunction(
         function.name, blocks, decoder.slots, decoder.dtypes, params, returns, sizes, function.is_entry,
         function.line,
     )  # fmt: skip

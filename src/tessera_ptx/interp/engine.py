@@ -27,7 +27,7 @@ from tessera_ptx.errors import (
 from tessera_ptx.interp.decode import Decoder, Get, Put, Unknown
 from tessera_ptx.interp.memory import FRAMES, BadAccess
 from tessera_ptx.interp.rules.warp import member_getter, per_lane, warp_bits
-from tessera_ptx.interp.state import Active, Block, Code, Frame, Machine
+from tessera_ptx.interp.state import Active, CodeBlock, DecodedFunction, Frame, InterpState
 from tessera_ptx.interp.types import PRED, U32, U64, Array, narrow
 from tessera_ptx.syntax import Args, Instruction, Operand, Reg, Sym
 
@@ -49,7 +49,7 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallInfo:
     """A call: who, with what, into what."""
 
     target: str  # "" when the address is computed
@@ -59,7 +59,7 @@ class Call:
     results: tuple[str | Put, ...]
 
 
-def describe(block: Block, decoder: Decoder) -> None:
+def describe(block: CodeBlock, decoder: Decoder) -> None:
     """Fill `block.info`; what cannot be decoded stays None and is refused when a lane gets there."""
     try:
         if block.kind == "collective":
@@ -88,13 +88,13 @@ def _barrier(ins: Instruction, decoder: Decoder) -> Barrier:
     return Barrier(decoder.get(operands[1], U32), count, True, name, decoder.predicate(operands[-1]), result)
 
 
-def _call(ins: Instruction, decoder: Decoder) -> Call:
+def _call(ins: Instruction, decoder: Decoder) -> CallInfo:
     operands = list(ins.operands)
     results = _list(operands)
     target = operands.pop(0)
     arguments = _list(operands)
     known = isinstance(target, Sym)
-    return Call(
+    return CallInfo(
         target.name if isinstance(target, Sym) else "",
         None if known else decoder.get(target, U64),
         tuple(_argument(o, decoder) for o in arguments),
@@ -126,7 +126,7 @@ def _result(operand: Operand, decoder: Decoder) -> "str | Put":
 MAX_DEPTH = 64
 
 
-def make_frame(machine: Machine, code: Code, parent: Frame | None, call_block: int) -> Frame:
+def make_frame(machine: InterpState, code: DecodedFunction, parent: Frame | None, call_block: int) -> Frame:
     """A frame with zeroed registers and room for its variables."""
     regs = [np.zeros(machine.num_lanes, dtype) for dtype in code.dtypes]
     prefix = () if parent is None else (*parent.prefix, parent.code.blocks[call_block].rank)
@@ -138,7 +138,7 @@ def make_frame(machine: Machine, code: Code, parent: Frame | None, call_block: i
 
 
 def enter(
-    frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: Call, mask: Array
+    frames: dict[tuple[int, int, str], Frame], caller: Frame, block: int, call: CallInfo, mask: Array
 ) -> list[Move]:
     """Move lanes into the function they call; KeyError names one that has no body."""
     moves = []
@@ -156,7 +156,7 @@ def enter(
     return moves
 
 
-def _targets(caller: Frame, call: Call, mask: Array) -> list[tuple[str, Array]]:
+def _targets(caller: Frame, call: CallInfo, mask: Array) -> list[tuple[str, Array]]:
     if call.address is None:
         return [(call.target, mask)]
     address = np.broadcast_to(call.address(caller), mask.shape)
@@ -169,7 +169,7 @@ def _targets(caller: Frame, call: Call, mask: Array) -> list[tuple[str, Array]]:
     return found
 
 
-def _pass_arguments(caller: Frame, callee: Frame, call: Call, mask: Array) -> None:
+def _pass_arguments(caller: Frame, callee: Frame, call: CallInfo, mask: Array) -> None:
     if len(call.arguments) != len(callee.code.params):
         raise KeyError(f"'{callee.code.name}' with {len(call.arguments)} arguments")
     index = np.flatnonzero(mask)
@@ -190,7 +190,7 @@ def leave(frame: Frame, mask: Array) -> None:
     """Hand the results of a function back to its caller."""
     caller = frame.parent
     assert caller is not None
-    call: Call = caller.code.blocks[frame.call_block].info
+    call: CallInfo = caller.code.blocks[frame.call_block].info
     index = np.flatnonzero(mask)
     for wanted, formal in zip(call.results, frame.code.returns, strict=False):
         size = frame.code.sizes[formal][0]
@@ -217,7 +217,7 @@ CLUSTER = -1
 class Barriers:
     """All barriers of a batch; numbers 0 to 15 per block, CLUSTER per cluster."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: InterpState) -> None:
         self.machine = machine
         self.arrived: dict[int, Array] = {}
         self.expected: dict[int, Array] = {}
@@ -326,10 +326,10 @@ Place = tuple[Frame, int]  # a frame and the index of a block
 FAIR_EVERY = 1024
 
 
-class Engine:
+class Interpreter:
     """Runs one batch of blocks."""
 
-    def __init__(self, machine: Machine, max_steps: int) -> None:
+    def __init__(self, machine: InterpState, max_steps: int) -> None:
         self.machine, self.steps_left = machine, max_steps
         self.groups: dict[Place, Array] = {}
         self.stuck: set[Place] = set()
@@ -388,7 +388,7 @@ class Engine:
 
     # ---- one block -------------------------------------------------------------------------------
 
-    def _run_block(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _run_block(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         act = Active(mask, bool(int(mask.sum()) == self.everyone))
         self.steps_left -= len(block.steps) + 1
         if self.steps_left < 0:
@@ -412,7 +412,7 @@ class Engine:
         except BadAccess as bad:
             raise self._bad_access(bad, block.end, act) from None
 
-    def _control(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _control(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         taken, rest = mask, None
         if block.guard >= 0:
             on = frame.regs[block.guard]
@@ -425,10 +425,10 @@ class Engine:
             moves.append((frame, block.next, rest))
         return moves
 
-    def _end_bra(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_bra(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         return [(frame, self._known(block.targets[0], block), mask)]
 
-    def _end_brx(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_brx(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         chosen = np.broadcast_to(block.info(frame), mask.shape)
         moves = []
         for value in np.unique(chosen[mask]):
@@ -440,13 +440,13 @@ class Engine:
             moves.append((frame, self._known(block.targets[int(value)], block), mask & (chosen == value)))
         return moves
 
-    def _known(self, target: int, block: Block) -> int:
+    def _known(self, target: int, block: CodeBlock) -> int:
         if target < 0:
             assert block.end is not None
             raise self._fault(UnknownInstruction, "a branch to a label that is not there", block.end)
         return target
 
-    def _end_ret(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_ret(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         return self._leave(frame, mask)
 
     def _leave(self, frame: Frame, mask: Array) -> list[Move]:
@@ -455,10 +455,10 @@ class Engine:
         leave(frame, mask)
         return [(frame.parent, frame.parent.code.blocks[frame.call_block].next, mask)]
 
-    def _end_exit(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_exit(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         return self._exit(mask)
 
-    def _end_trap(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_trap(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         assert block.end is not None
         raise self._fault(InterpreterFault, "the kernel trapped", block.end)
 
@@ -468,7 +468,7 @@ class Engine:
         self.stuck.clear()
         return self.barriers.release()
 
-    def _end_call(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_call(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         assert block.end is not None
         if block.info is None:
             raise self._fault(UnknownInstruction, "a call that cannot be decoded", block.end)
@@ -477,7 +477,7 @@ class Engine:
         except KeyError as missing:
             raise self._fault(UnknownInstruction, f"a call of {missing.args[0]}", block.end) from None
 
-    def _end_barrier(self, frame: Frame, index: int, block: Block, mask: Array) -> list[Move]:
+    def _end_barrier(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> list[Move]:
         assert block.end is not None
         if block.info is None:
             raise self._fault(
@@ -487,7 +487,7 @@ class Engine:
 
     # ---- warps -----------------------------------------------------------------------------------
 
-    def _assemble(self, frame: Frame, index: int, block: Block, mask: Array) -> Array:
+    def _assemble(self, frame: Frame, index: int, block: CodeBlock, mask: Array) -> Array:
         """The lanes that may run a collective now; the others stay where they are."""
         machine = self.machine
         passing = mask

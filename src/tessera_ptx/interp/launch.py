@@ -24,9 +24,9 @@ import numpy as np
 from tessera_ptx.errors import BadLaunch
 from tessera_ptx.interp import rules
 from tessera_ptx.interp.decode import decode
-from tessera_ptx.interp.engine import Engine, describe, make_frame
-from tessera_ptx.interp.memory import FRAMES, Arena, Layout, Strips, as_bytes, place_symbols
-from tessera_ptx.interp.state import Code, Machine
+from tessera_ptx.interp.engine import Interpreter, describe, make_frame
+from tessera_ptx.interp.memory import FRAMES, Arena, Strips, SymbolLayout, as_bytes, place_symbols
+from tessera_ptx.interp.state import DecodedFunction, InterpState
 from tessera_ptx.interp.types import Array
 from tessera_ptx.parser import parse
 from tessera_ptx.syntax import Function, Module
@@ -85,7 +85,7 @@ class Geometry:
         mask: Array = np.tile(np.arange(self.threads) < self.size, len(blocks))
         return mask
 
-    def special(self, blocks: range, layout: Layout) -> dict[str, Array]:
+    def special(self, blocks: range, layout: SymbolLayout) -> dict[str, Array]:
         """Special registers of every lane."""
         lanes = self.lanes(blocks)
         thread = np.tile(np.arange(self.threads), len(blocks))
@@ -227,7 +227,7 @@ def run(
     layout.initialise(bound.arena)
     for blocks in geometry.batches(lanes_at_once):
         machine = _machine(module, geometry, blocks, bound, layout, codes)
-        Engine(machine, max_steps).run(make_frame_of_entry(machine, codes[entry], function))
+        Interpreter(machine, max_steps).run(make_frame_of_entry(machine, codes[entry], function))
     return bound.result()
 
 
@@ -236,10 +236,10 @@ def _parsed(text: str, file: str) -> Module:
     return parse(text, file)
 
 
-_CODES: dict[int, tuple[Module, dict[str, Code]]] = {}
+_CODES: dict[int, tuple[Module, dict[str, DecodedFunction]]] = {}
 
 
-def _decoded(module: Module) -> dict[str, Code]:
+def _decoded(module: Module) -> dict[str, DecodedFunction]:
     """Decoded functions, kept with the module they came from."""
     known = _CODES.get(id(module))
     if known is None or known[0] is not module:
@@ -259,7 +259,7 @@ def _entry(module: Module, name: str) -> Function:
     raise BadLaunch(f"no kernel '{name}'; the module has: {known}", place=module.file)
 
 
-def make_frame_of_entry(machine: Machine, code: Code, function: Function) -> Any:
+def make_frame_of_entry(machine: InterpState, code: DecodedFunction, function: Function) -> Any:
     """The kernel's own frame: its parameters lie in the parameter block."""
     frame = make_frame(machine, code, None, -1)
     frame.places.update(function.param_offsets)
@@ -271,11 +271,11 @@ def _machine(
     geometry: Geometry,
     blocks: range,
     bound: "Binding",
-    layout: Layout,
-    codes: dict[str, Code],
-) -> Machine:
+    layout: SymbolLayout,
+    codes: dict[str, DecodedFunction],
+) -> InterpState:
     lanes = geometry.lanes(blocks)
-    machine = Machine(
+    machine = InterpState(
         module.file, bound.arena, Strips("shared", len(blocks), layout.shared_bytes),
         Strips("local", lanes, 16, FRAMES), bound.params, lanes, geometry.threads, geometry.exists(blocks),
         geometry.special(blocks, layout), layout.symbols, layout.spaces, layout.functions, codes,

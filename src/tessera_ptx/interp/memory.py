@@ -44,7 +44,7 @@ class BadAccess(Exception):
 
 
 @dataclass(slots=True)
-class Region:
+class ArenaRegion:
     """One buffer in the arena."""
 
     name: str
@@ -56,7 +56,7 @@ class Region:
 class Arena:
     """Global memory: buffers side by side with gaps between them."""
 
-    regions: list[Region] = field(default_factory=list)
+    regions: list[ArenaRegion] = field(default_factory=list)
     data: Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     marks: dict[str, Array] = field(default_factory=dict)
     starts: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -67,7 +67,7 @@ class Arena:
     def add(self, name: str, content: Array) -> int:
         """Place a buffer's bytes; gives its address. `seal` must follow before use."""
         start = self._top
-        self.regions.append(Region(name, start, content.size))
+        self.regions.append(ArenaRegion(name, start, content.size))
         self._pending.append(content)
         self._top = -(-(start + content.size + GAP) // ALIGN) * ALIGN
         return ARENA + start
@@ -196,7 +196,7 @@ _TOKEN = re.compile(
 
 
 @dataclass(slots=True)
-class Layout:
+class SymbolLayout:
     """Where symbols live."""
 
     symbols: dict[str, int] = field(default_factory=dict)
@@ -215,9 +215,9 @@ class Layout:
                 arena.data[start : start + content.size] = content
 
 
-def place_symbols(module: Module, arena: Arena, dynamic_bytes: int) -> Layout:
+def place_symbols(module: Module, arena: Arena, dynamic_bytes: int) -> SymbolLayout:
     """Give every symbol of the module an address."""
-    layout = Layout(dynamic_bytes=0)
+    layout = SymbolLayout(dynamic_bytes=0)
     shared = [v for v in module.variables if v.space == "shared"]
     for number, function in enumerate(module.functions):
         layout.symbols[function.name] = CODE + 16 * number
@@ -232,7 +232,7 @@ def place_symbols(module: Module, arena: Arena, dynamic_bytes: int) -> Layout:
     return layout
 
 
-def _place_shared(layout: Layout, shared: list[Variable], dynamic_bytes: int) -> None:
+def _place_shared(layout: SymbolLayout, shared: list[Variable], dynamic_bytes: int) -> None:
     top = 0
     for variable in shared:
         if variable.size:
@@ -252,7 +252,7 @@ def _place_shared(layout: Layout, shared: list[Variable], dynamic_bytes: int) ->
     layout.shared_bytes = top
 
 
-def initial_bytes(variable: Variable, layout: Layout) -> Array:
+def initial_bytes(variable: Variable, layout: SymbolLayout) -> Array:
     """The bytes of a variable's initial value; shorter than the variable when the rest is zero."""
     kind = TYPES[variable.type]
     out = bytearray()
@@ -261,7 +261,7 @@ def initial_bytes(variable: Variable, layout: Layout) -> Array:
     return np.frombuffer(bytes(out[: variable.size]), np.uint8)
 
 
-def _element(match: re.Match[str], size: int, kind: str, variable: Variable, layout: Layout) -> bytes:
+def _element(match: re.Match[str], size: int, kind: str, variable: Variable, layout: SymbolLayout) -> bytes:
     text = match[0]
     if match[1] is not None:
         base = SHARED if layout.spaces.get(match[1]) == "shared" else 0

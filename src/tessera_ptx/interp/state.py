@@ -35,7 +35,7 @@ class Active:
 
 
 @dataclass(slots=True)
-class Block:
+class CodeBlock:
     """Straight-line code; `end` is its last instruction when that moves control or waits."""
 
     first: int
@@ -55,11 +55,11 @@ class Block:
 
 
 @dataclass(slots=True)
-class Code:
+class DecodedFunction:
     """A decoded function."""
 
     name: str
-    blocks: list[Block]
+    blocks: list[CodeBlock]
     # Register name -> (slot, type of its bits).
     slots: dict[str, tuple[int, np.dtype[Any]]]
     dtypes: list[np.dtype[Any]]
@@ -75,8 +75,8 @@ class Code:
 class Frame:
     """One activation of a function, for all lanes that came along the same chain of calls."""
 
-    machine: "Machine"
-    code: Code
+    machine: "InterpState"
+    code: DecodedFunction
     regs: list[Array]
     parent: "Frame | None"
     call_block: int
@@ -88,7 +88,7 @@ class Frame:
 
 
 @dataclass(slots=True)
-class Machine:
+class InterpState:
     """One batch of blocks while it runs."""
 
     file: str
@@ -105,7 +105,7 @@ class Machine:
     symbols: dict[str, int]
     spaces: dict[str, str]
     functions: dict[int, str]
-    codes: dict[str, Code]
+    codes: dict[str, DecodedFunction]
     block_of: Array  # block (row of `shared`) of each lane
     alive: Array = field(init=False)
     top: int = 0  # first free byte of the lanes' strips

@@ -8,7 +8,7 @@ from tessera.capture.inductor.record import (
     record_inductor,
     record_inductor_offline,
 )
-from tessera.capture.offline import Gpu
+from tessera.capture.offline import FakeGpu
 from tessera.capture.triton_kernels import (
     Relaunch,
     TritonLaunch,
@@ -16,7 +16,7 @@ from tessera.capture.triton_kernels import (
 )
 
 __all__ = [
-    "Gpu",
+    "FakeGpu",
     "Recording",
     "Relaunch",
     "TritonLaunch",

@@ -1,8 +1,8 @@
 """A step compiled by Inductor, region by region, with the compiled code's own callables at hand.
 
-The step is traced (see `trace`) and cut. A region is compiled when it is first called:
-AOTAutograd makes it functional and Inductor compiles it, once for all regions that are alike. `Code.run`
-calls one after another as any compiled model is called; `Code.watched` does so with a context around each.
+The step is traced (see `trace`) and cut. A region is compiled when it is first called: AOTAutograd makes it
+functional and Inductor compiles it, once for all regions that are alike. `CompiledStep.run` calls one after
+another as any compiled model is called; `CompiledStep.watched` does so with a context around each.
 
 Settings that differ from Inductor's own: the static launcher is off (it drops the PTX), caches are off (a
 cached kernel may have been made with other settings), and no memory is used twice (`allow_buffer_reuse`,
@@ -15,8 +15,8 @@ before a cut is never written behind it: such a cut is moved on to where that is
 border, or left out. So a region sees other regions' work as plain arguments.
 
 Two regions share their compiled code only if nothing tells them apart: the same operators with the same
-numbers on the same earlier results (`Region.key`), and arguments of the same types, shapes, strides, offsets
-and devices that share memory in the same way (`alike`).
+numbers on the same earlier results (`GraphRegion.key`), and arguments of the same types, shapes, strides,
+offsets and devices that share memory in the same way (`alike`).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _LIBRARY = ("mm", "convolution", "attention", "addmv", "linear")
 
 
 @dataclass(frozen=True)
-class Region:
+class GraphRegion:
     """A run of a step's operators as a graph of its own. Values are numbered over the whole step."""
 
     module: torch.fx.GraphModule
@@ -51,7 +51,7 @@ class Region:
     key: Any
 
 
-def cut(traced: Traced) -> tuple[list[Region], dict[str, int]]:
+def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
     """The regions of a step, in order; together they are the whole of it. Also its results' numbers."""
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     places = {node: place for place, node in enumerate(nodes)}
@@ -129,7 +129,7 @@ def _written(traced: Traced, node: Node) -> list[torch.Tensor]:
 
 def _region(
     traced: Traced, inside: list[Node], gives: list[Node], places: dict[Node, int], dead: set[Node]
-) -> Region:
+) -> GraphRegion:
     mine = set(inside)
     takes = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in mine))
     graph = torch.fx.Graph()
@@ -142,7 +142,7 @@ def _region(
     graph.output(tuple(copies[n] for n in gives))
     owners = {traced.values[n].untyped_storage()._cdata: i for i, n in reversed(list(enumerate(takes)))}
     storages = [traced.values[n].untyped_storage()._cdata for n in gives]
-    return Region(
+    return GraphRegion(
         torch.fx.GraphModule(held, graph),
         tuple(places[n] for n in takes),
         tuple(places[n] for n in gives),
@@ -202,13 +202,13 @@ class _Compiled:
     constants: tuple[torch.Tensor, ...]
 
 
-class Code:
+class CompiledStep:
     """One step, compiled for the shapes of its example."""
 
     def __init__(
         self,
         names: Sequence[Sequence[str]],
-        regions: Sequence[Region],
+        regions: Sequence[GraphRegion],
         outputs: dict[str, int],
         settings: dict[str, Any],
     ) -> None:
@@ -241,7 +241,7 @@ class Code:
         finally:
             self._around = before
 
-    def _compile(self, region: Region, args: Sequence[torch.Tensor]) -> _Compiled:
+    def _compile(self, region: GraphRegion, args: Sequence[torch.Tensor]) -> _Compiled:
         key = region.key, alike(args)
         if key not in self._compiled:
             self._compiled[key] = _compile(region, args, self._settings)
@@ -267,14 +267,14 @@ def compile_step(
     mode: FakeTensorMode,
     portable: bool = True,
     **changes: Any,
-) -> Code:
+) -> CompiledStep:
     """A step for the shapes, types and device of its weights, inputs and state; `mode` is to trace it in."""
     fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in given]
     traced = trace_step(workload, fakes, mode, portable)
-    return Code([list(tensors) for tensors in given], *cut(traced), changes)
+    return CompiledStep([list(tensors) for tensors in given], *cut(traced), changes)
 
 
-def _compile(region: Region, args: Sequence[torch.Tensor], settings: dict[str, Any]) -> _Compiled:
+def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[str, Any]) -> _Compiled:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -294,7 +294,7 @@ def _compile(region: Region, args: Sequence[torch.Tensor], settings: dict[str, A
     return _Compiled(call, (*region.module.buffers(), *held))
 
 
-def _check_views(region: Region, args: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
     """What is memory of an argument in the program must be so in the compiled code too."""
     for result, source in region.views:
         if made[result].untyped_storage()._cdata != args[source].untyped_storage()._cdata:

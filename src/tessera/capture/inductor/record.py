@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tessera.capture.inductor.compile import Around, Code, compile_step
+from tessera.capture.inductor.compile import Around, CompiledStep, compile_step
 from tessera.capture.inductor.extern_calls import ExternCalls, scoped
 from tessera.capture.ledger import Ledger
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
-from tessera.capture.offline import H100, Gpu, fake_like, offline
+from tessera.capture.offline import H100, FakeGpu, fake_like, offline
 from tessera.capture.own import AccessesOf
 from tessera.capture.schema import whole_buffers
 from tessera.capture.triton_kernels import Relaunch, TritonLaunch, inductor_launches
@@ -36,7 +36,7 @@ class Recording:
     trace: Trace
     # Kernel of the trace -> the compiled Triton kernel.
     relaunch: Mapping[int, Relaunch]
-    code: Code
+    code: CompiledStep
 
 
 def on_device(workload: Workload, device: str) -> Workload:
@@ -73,7 +73,7 @@ def record_inductor(
 
 
 def record_inductor_offline(
-    workload: Workload, accesses_of: AccessesOf | None = None, gpu: Gpu = H100, **changes: Any
+    workload: Workload, accesses_of: AccessesOf | None = None, gpu: FakeGpu = H100, **changes: Any
 ) -> Trace:
     """The trace that `record_inductor` would give on such a GPU, as far as a machine without one can tell.
 
@@ -93,7 +93,7 @@ def record_inductor_offline(
 
 def record_code(
     step: Step,
-    code: Code,
+    code: CompiledStep,
     given: tuple[Tensors, Tensors, Tensors],
     accesses_of: AccessesOf | None = None,
     recorded_on: str = "cpu",

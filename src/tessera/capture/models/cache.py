@@ -84,7 +84,7 @@ def cache_shape(config: Any, step: Step) -> CacheShape:
     return CacheShape(kinds, config.num_key_value_heads, head_dim, capacity, ring)
 
 
-class RowCache:
+class PositionedCache:
     """The state of one call. Has the two methods that Hugging Face attention calls on a cache."""
 
     def __init__(

@@ -156,7 +156,7 @@ def attributes_kept(
 
 
 @dataclass(frozen=True)
-class Memory:
+class ModelMemory:
     """What is remembered between calls: the cache, and tensors in attributes of the model's parts."""
 
     cache: Any
@@ -271,7 +271,7 @@ class CachedSteps:
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
         with self._apart(), NoReads():
-            _, left = self._step_on(Memory(cache, {}), first, first["last"])
+            _, left = self._step_on(ModelMemory(cache, {}), first, first["last"])
             again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
             _, after = self._step_on(again, following, None)
         self._is_carried = describe(left) == describe(after)
@@ -280,7 +280,7 @@ class CachedSteps:
         if self._is_prefill:
             if cache is not None:
                 cache.reset()
-            self._template = Memory(cache, {})
+            self._template = ModelMemory(cache, {})
         if not self._held:
             raise ValueError("it holds no tensors")
 
@@ -293,7 +293,9 @@ class CachedSteps:
             following = self._tokens_at(start + num, 1, random)
         return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
 
-    def _step_on(self, memory: Memory, inputs: Tensors, last: torch.Tensor | None) -> tuple[Any, Memory]:
+    def _step_on(
+        self, memory: ModelMemory, inputs: Tensors, last: torch.Tensor | None
+    ) -> tuple[Any, ModelMemory]:
         """One call: what it returns, and what is remembered after it."""
         cache = memory.cache
         with traced(), attributes_kept(self._model, memory.attributes) as left:
@@ -303,7 +305,7 @@ class CachedSteps:
             cache.begin(None, None)
         elif self._cache:
             cache = getattr(made, self._cache)
-        return made, Memory(cache, attributes)
+        return made, ModelMemory(cache, attributes)
 
     def _forward(self, inputs: Tensors, cache: Any, last: torch.Tensor | None) -> Any:
         """The model's own forward on a cache; only each row's newest token goes through the head."""

@@ -109,7 +109,7 @@ class MLP(nn.Module):
         return self.down(gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class MMDiTBlock(nn.Module):
     """One block: joint attention of both streams, the image's second attention, two feed-forwards."""
 
     def __init__(self, config: MMDiTConfig, is_dual: bool, is_last: bool) -> None:
@@ -158,7 +158,7 @@ class MMDiT(nn.Module):
         self.text_in = nn.Linear(config.text_width, width)
         self.register_buffer("positions", _sincos_2d(config.max_side, width), persistent=False)
         self.blocks = nn.ModuleList(
-            Block(config, i < config.num_dual, i == config.depth - 1) for i in range(config.depth)
+            MMDiTBlock(config, i < config.num_dual, i == config.depth - 1) for i in range(config.depth)
         )
         self.last_modulation = Modulation(width, 2)
         self.unpatchify = nn.Linear(width, config.patch**2 * config.channels)

@@ -15,7 +15,7 @@ it, first of these that works:
            number a row, of which the newest is the last, and masked; see `num_dense`
 
 A model that fits none is refused. Where every layer has a sliding window, nobody reads the pages behind the
-widest (`Layout.window`); where only some have one, all keep all positions. A model's outputs are the
+widest (`StepLayout.window`); where only some have one, all keep all positions. A model's outputs are the
 logits of each sequence's newest token; those of unused sequences are any finite numbers.
 
 A token below zero is one that the step before has chosen (-1: of its first sequence), kept in the state
@@ -40,7 +40,7 @@ from tessera.capture.models.cache import choose
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
-    Memory,
+    ModelMemory,
     NoReads,
     attributes_kept,
     describe,
@@ -52,7 +52,7 @@ from tessera.capture.models.generic import (
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
     PagedCache,
-    Tables,
+    PageTables,
     clear_rows,
     exchanged_attention,
     places_ago,
@@ -102,12 +102,12 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """How a model is called, and what it remembers."""
 
     kind: str
     # What was remembered after a first call; its tensors are exchanged in every later one.
-    memory: Memory
+    memory: ModelMemory
     # name -> shape of one page, of one row; and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -117,17 +117,17 @@ class Layout:
     window: int = 0
 
 
-_LAYOUTS: "WeakKeyDictionary[torch.nn.Module, Layout]" = WeakKeyDictionary()
+_LAYOUTS: "WeakKeyDictionary[torch.nn.Module, StepLayout]" = WeakKeyDictionary()
 
 
-def layout_of(model: Any) -> Layout:
+def layout_of(model: Any) -> StepLayout:
     """How a model is called; found once."""
     if model not in _LAYOUTS:
         _LAYOUTS[model] = _find_layout(model)
     return _LAYOUTS[model]
 
 
-def _find_layout(model: Any) -> Layout:
+def _find_layout(model: Any) -> StepLayout:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
         raise CaptureError(
@@ -152,7 +152,7 @@ def _cache_name(model: Any) -> str:
     return next((name for name in CACHES[:2] if takes(model, name)), "")
 
 
-def _try(model: Any, kind: str) -> Layout:
+def _try(model: Any, kind: str) -> StepLayout:
     """Calls the model twice on a few tokens; raises where it does not fit the layout."""
     cache = PagedCache(model.config)
     has_positions = takes(model, "position_ids")
@@ -167,7 +167,7 @@ def _try(model: Any, kind: str) -> Layout:
         made = [_make_inputs(model, step, kind, lengths, 0) for lengths in parts]
     first, following = ({n: t.to(model.device) for n, t in inputs.items()} for inputs in made)
     with torch.no_grad(), forked(), attributes_kept(model), NoReads():
-        _, left = _run(model, kind, step, Memory(cache, {}), first)
+        _, left = _run(model, kind, step, ModelMemory(cache, {}), first)
         again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
         logits, after = _run(model, kind, step, again, following)
     if describe(left) != describe(after):
@@ -183,7 +183,7 @@ def _try(model: Any, kind: str) -> Layout:
     return layout
 
 
-def _find_parts(model: Any, layout: Layout) -> Parts:
+def _find_parts(model: Any, layout: StepLayout) -> Parts:
     """Reads two tokens one by one and at once, of a new sequence and of one that goes on.
 
     Both must leave the same state; where only what goes on differs, the model forgets in such a call what was
@@ -202,7 +202,7 @@ def _find_parts(model: Any, layout: Layout) -> Parts:
 
 
 def _read_part(
-    model: Any, layout: Layout, num: int, each: int, is_new: bool
+    model: Any, layout: StepLayout, num: int, each: int, is_new: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
     """The state after some tokens of one sequence, so many a call; and operators of a call."""
     step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
@@ -247,7 +247,7 @@ class OperatorCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_dense(model: Any, layout: Layout, step: Step) -> None:
+def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
     """Raises unless a few tokens get the logits of the model's plain forward.
 
     What attention of a model's own makes of masks and lengths is nowhere said.
@@ -269,7 +269,7 @@ def _check_dense(model: Any, layout: Layout, step: Step) -> None:
         raise ValueError("its attention cannot be told which keys are there")
 
 
-def _describe_layout(kind: str, memory: Memory) -> Layout:
+def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
     in_pages = {id(t) for layer in memory.cache.paged for t in (layer.keys, layer.values)}
     pages: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -280,13 +280,15 @@ def _describe_layout(kind: str, memory: Memory) -> Layout:
     if not pages and not rows:
         raise ValueError("it remembers nothing")
     windows = memory.cache.windows
-    return Layout(kind, memory, pages, rows, window=0 if 0 in windows else max(windows, default=0))
+    return StepLayout(kind, memory, pages, rows, window=0 if 0 in windows else max(windows, default=0))
 
 
 # Calls -----------------------------------------------------------------------------------------------------
 
 
-def _run(model: Any, kind: str, step: Step, memory: Memory, inputs: Tensors) -> tuple[torch.Tensor, Memory]:
+def _run(
+    model: Any, kind: str, step: Step, memory: ModelMemory, inputs: Tensors
+) -> tuple[torch.Tensor, ModelMemory]:
     """One call: logits, and what is remembered after it."""
     cache = memory.cache
     with (
@@ -302,16 +304,16 @@ def _run(model: Any, kind: str, step: Step, memory: Memory, inputs: Tensors) -> 
     if kind != DENSE and any(layer.is_unread for layer in cache.paged):
         raise ValueError("its attention is none of transformers' registered functions")
     cache.begin(None)
-    return logits, Memory(cache, attributes)
+    return logits, ModelMemory(cache, attributes)
 
 
-def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> Tables:
+def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> PageTables:
     pages, starts, positions = inputs["pages"], inputs["page_starts"], inputs["positions"]
     by_row = None
     if kind == DENSE:
         seen = (positions[:, None] - places_ago(num_dense(model, step), pages.device)).clamp_min(0)
         by_row = pages[starts[:, None] + seen // PAGE] * PAGE + seen % PAGE
-    return Tables(
+    return PageTables(
         positions,
         inputs["slots"] // PAGE,
         inputs["slots"] % PAGE,
@@ -435,7 +437,7 @@ def _check_sizes(step: Step) -> None:
 class PagedSteps:
     """The step of one model at one size."""
 
-    def __init__(self, model: Any, step: Step, layout: Layout) -> None:
+    def __init__(self, model: Any, step: Step, layout: StepLayout) -> None:
         self._model, self._step, self._layout = model, step, layout
 
     def workload(self) -> Workload:

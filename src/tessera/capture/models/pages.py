@@ -32,7 +32,7 @@ HARMLESS = ("position_ids", "cache_position", "s_aux")
 
 
 @dataclass(frozen=True)
-class Tables:
+class PageTables:
     """Where the tokens of one call are."""
 
     positions: torch.Tensor
@@ -60,11 +60,11 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.is_sliding = is_sliding
         # Of the call that runs: its tables, whether new keys wait for attention, and those that were stored.
-        self.tables: Tables | None = None
+        self.tables: PageTables | None = None
         self.is_unread = False
         self.stored: tuple[torch.Tensor, ...] = ()
 
-    def begin(self, tables: Tables | None) -> None:
+    def begin(self, tables: PageTables | None) -> None:
         """A call; None when it has ended."""
         self.tables, self.is_unread, self.stored = tables, False, ()
 
@@ -185,7 +185,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         """True if all do, and nothing else."""
         return all(type(layer) is PagedLayer for layer in self.layers)
 
-    def begin(self, tables: Tables | None, fresh: torch.Tensor | None = None) -> None:
+    def begin(self, tables: PageTables | None, fresh: torch.Tensor | None = None) -> None:
         """A call, with rows whose recurrent state begins anew; None when it has ended."""
         self.layers.begin(fresh)
         for layer in self.paged:
@@ -315,7 +315,7 @@ def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
             mapping._local_mapping.update(held)
 
 
-def _dense_mask(tables: Tables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
+def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
     """0 where a row's token may look among its dense keys, the newest of which is its own; else -inf."""
     assert tables.by_row is not None
     now = tables.positions[:, None, None, None]

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 
-from tessera.capture.models.cache import CacheShape, RowCache, cache_shape, choose, make_state, masks, newest
+from tessera.capture.models.cache import (
+    CacheShape,
+    PositionedCache,
+    cache_shape,
+    choose,
+    make_state,
+    masks,
+    newest,
+)
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step
@@ -135,7 +143,7 @@ def _caller(model: Any, shape: CacheShape) -> Callable[[Tensors, Tensors], dict[
             inputs_embeds=hidden,
             attention_mask=masks(shape, positions, last is not None, dtype),
             position_ids=inputs["rotary"],
-            past_key_values=RowCache(shape, state, positions, last),
+            past_key_values=PositionedCache(shape, state, positions, last),
             use_cache=True,
         ).last_hidden_state
         made = choose(head(newest(hidden, last)))
