@@ -29,20 +29,21 @@ PUBLISHED = {
     "throughput": Published(
         "Up to 2.3 times the throughput of disaggregation baselines, by one placement from a mixed-integer "
         "program without a limit of memory.",
-        "Much of the distance to a strict split is load balance, which a fractional split or data "
+        "Every policy here has its own best batch and microbatches, at equal memory and an equal limit of "
+        "time. Much of the distance to a strict split is load balance, which a fractional split or data "
         "parallelism has too, so against the best of all baselines the gain is smaller. Costs are modelled, "
-        "requests of a batch are alike, and the baselines here are planned with the same care.",
+        "and requests are alike.",
     ),
     "cost": Published(
         NO_RECORD,
-        "Rents are one provider's list prices on one day, and throughput is simulated; GPUs without a price "
-        "have no figure.",
+        "Dollars for a million tokens at one provider's list prices on one day, at simulated throughput; "
+        "GPUs without a price have no figure. The two cards alike are those of a pair's that is best alone.",
     ),
     "online": Published(
         "A monitor switches between a latency and a throughput policy as the request rate changes. "
         + NO_RECORD,
-        "Here the load at which to switch is computed from the two plans; arrivals are Poisson or bursty "
-        "with drawn lengths, served on a virtual clock.",
+        "Here the load at which to switch is computed from the two plans, which are of one batch; arrivals "
+        "are Poisson, bursty or from a public log, with drawn lengths, served on a virtual clock.",
     ),
     "sensitivity": Published(
         NO_RECORD,
@@ -51,8 +52,8 @@ PUBLISHED = {
     ),
     "scaling": Published(
         NO_RECORD,
-        "Up to 16 GPUs here are simulated with every two joined by a link of their own; a switch that they "
-        "share would lower what long transfers gain.",
+        "Up to 16 GPUs here are simulated with every two joined by a link of their own; beyond three, plans "
+        "are made of pairs side by side, so that a switch which they share costs little.",
     ),
     "links": Published(
         "Transfers between machines are started by the GPU over InfiniBand. " + NO_RECORD,

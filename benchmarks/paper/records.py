@@ -68,20 +68,21 @@ class Load:
     @property
     def per_result(self) -> int:
         """What the planner counts as tokens, in one of what the figures count."""
-        return {"request": self.output, "denoise": DENOISE_STEPS}.get(self._kind, 1)
+        return {"request": self.output, "denoise": DENOISE_STEPS}.get(self.kind, 1)
 
     @property
     def counted(self) -> str:
         """What the figures count."""
-        return {"decode": "tokens", "denoise": "pictures"}.get(self._kind, "requests")
+        return {"decode": "tokens", "denoise": "pictures"}.get(self.kind, "requests")
 
     @property
     def tokens_per_result(self) -> int:
         """Tokens, of prompts where there is no answer, in one of them; pictures have none."""
-        return {"request": self.output, "prefill": self.prompt, "decode": 1}.get(self._kind, 0)
+        return {"request": self.output, "prefill": self.prompt, "decode": 1}.get(self.kind, 0)
 
     @property
-    def _kind(self) -> str:
+    def kind(self) -> str:
+        """request, prefill or decode; of a model without decodes, its step."""
         return self.phase if len(self.steps) > 1 else self.steps[0].kind
 
     @property
@@ -91,7 +92,7 @@ class Load:
             "request": f"{self.prompt} + {self.output} tokens",
             "prefill": f"prefills of {self.prompt} tokens",
             "decode": f"decodes at {self.prompt + self.output} tokens",
-        }.get(self._kind, f"{DENOISE_STEPS} steps a picture")
+        }.get(self.kind, f"{DENOISE_STEPS} steps a picture")
         limit = "" if self.limit_ms is None else f", within {self.limit_ms:g} ms"
         return f"{self.model}, {what}{limit}"
 

@@ -111,17 +111,14 @@ def _limit(load: Load) -> float:
     return LIMITS_MS.get(load.model, STEP_LIMIT_MS)
 
 
-# Whole requests of Llama and Qwen; of models whose eager steps are long, the decodes or one denoising step.
-QUICK_LOADS = tuple(
-    replace(load, phase="decode") if load.model in ("gpt-oss-20b", "mamba-codestral-7b") else load
-    for load in LOADS
-)
+# Whole requests of the first; of the others, whose eager steps are long, the decodes or a denoising step.
+QUICK_LOADS = (LLAMA, *(replace(load, phase="decode") for load in LOADS[1:]))
 QUICK = Scale(
     name="quick",
     cases=quick_cases(QUICK_LOADS, PAIRS),
     shapes=tuple(Shape(load, 16) for load in QUICK_LOADS),
     first_pair=FIRST,
-    first_load=LLAMA,
+    first_load=replace(LLAMA, phase="decode"),
     effort=MORE_COARSELY,
     served=Shape(Load("llama-3-8b", 512, 128), 32),
     slots=4,
@@ -162,7 +159,8 @@ def narrowed(scale: Scale, models: Sequence[str], pairs: Sequence[Pair], logs: S
         loads = tuple(known.get(m, Load(m, 64, 16)) for m in models)
         for load in loads:
             _ = load.steps  # an unknown model is refused here
-        answering = [load for load in loads if len(load.steps) > 1]
+        whole = (replace(load, phase="request") for load in loads)
+        answering = [load for load in whole if len(load.steps) > 1]
         scale = replace(
             scale,
             shapes=tuple(Shape(load, 16) for load in loads),

@@ -32,7 +32,7 @@ def row_of(case: Case, found: Outcome) -> dict[str, Any]:
     return {
         "model": load.model,
         "family": FAMILIES.get(load.model),
-        "phase": load.phase if len(load.steps) > 1 or load.phase != "request" else load.steps[0].kind,
+        "phase": load.kind,
         "workload": load.title,
         "limit_ms": load.limit_ms,
         "pair": case.pair,

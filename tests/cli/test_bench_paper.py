@@ -84,3 +84,16 @@ def test_a_mistake_is_one_line(
     assert 2 == code
     assert message in err
     assert 1 == len([line for line in err.splitlines() if line.startswith("error:")])
+
+
+def test_without_a_clone_one_line_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation is beside the benchmarks, which a wheel does not have."""
+    monkeypatch.setattr("tessera.cli.bench_paper.ROOT", tmp_path)
+    code = _main(["bench", "paper", "--quick"])
+    err = capsys.readouterr().err
+
+    assert 2 == code
+    assert "Clone the repository" in err
+    assert 1 == len(err.strip().splitlines())

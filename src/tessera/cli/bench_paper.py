@@ -16,6 +16,8 @@ from tessera.errors import MissingExtra, TesseraError
 if TYPE_CHECKING:
     from benchmarks.paper import Figure
 
+# The repository, where this is run from a clone.
+ROOT = Path(__file__).resolve().parents[3]
 ONLY_HELP = (
     "One figure: heterogeneity, throughput, cost, online, sensitivity, scaling, links or regimes. Repeatable."
 )
@@ -81,15 +83,14 @@ def paper(
 
 def _find() -> None:
     """Makes the evaluation, which is beside the package in its repository, importable."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / "benchmarks" / "paper" / "__init__.py").is_file():
+    if not (ROOT / "benchmarks" / "paper" / "__init__.py").is_file():
         raise TesseraError(
             "the evaluation is not in the installed package",
             "Clone the repository, `pip install -e .` there, and run `tessera bench paper` again.",
             "bench paper",
         )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
 
 
 def _words(text: str) -> list[str]:
