@@ -13,7 +13,7 @@ from tessera.ir.rebatch import Rebatched
 STEPS = (
     Step("tiny-llama", "prefill", 1, 12, reserve=4),
     pytest.param(Step("tiny-gpt-oss", "decode", 1, 16), marks=pytest.mark.slow),
-    Step("tiny-mamba", "decode", 1, 16),
+    pytest.param(Step("tiny-mamba", "decode", 1, 16), marks=pytest.mark.slow),
 )
 
 

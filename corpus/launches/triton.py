@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+
 from launches import Launch, from_bf16, launch, singles, softmax, to_bf16
 
 erf = np.vectorize(math.erf)

@@ -1,8 +1,8 @@
 """Launches of the CUDA kernels with calls, module variables, integers as pointers, and atomics."""
 
 import numpy as np
-from launches import Launch, launch, pick, shape_1d, singles
 
+from launches import Launch, launch, pick, shape_1d, singles
 from tessera_ptx.interp import Offset
 
 

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+
 from launches import Launch, from_bf16, launch, pick, shape_1d, singles, softmax, to_bf16
 
 

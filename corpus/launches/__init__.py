@@ -32,10 +32,7 @@ class Launch:
 
 
 Maker = Callable[[np.random.Generator], Launch]
-LAUNCH_FILES = (
-    "launches_basic", "launches_traps", "launches_calls", "launches_flow", "launches_hand", "launches_triton",
-    "launches_triton_memory", "launches_serving",
-)  # fmt: skip
+LAUNCH_FILES = ("basic", "traps", "calls", "flow", "hand", "triton", "triton_memory", "serving")
 MAKERS: dict[tuple[str, str, str], Maker] = {}
 
 
@@ -62,7 +59,7 @@ def maker_of(row: Mapping[str, Any]) -> Maker | None:
 def all_makers() -> dict[tuple[str, str, str], Maker]:
     """Every maker by (part, theme, kernel)."""
     for name in LAUNCH_FILES:
-        importlib.import_module(name)
+        importlib.import_module(f"launches.{name}")
     return MAKERS
 
 

@@ -3,8 +3,8 @@
 import math
 
 import numpy as np
-from launches import Launch, launch, pick, shape_1d, singles
 
+from launches import Launch, launch, pick, shape_1d, singles
 from tessera_ptx.interp import ByPointer, Offset, Packed
 
 

@@ -1,6 +1,7 @@
 """Launches of the hand-written PTX."""
 
 import numpy as np
+
 from launches import Launch, launch, pick, shape_1d, singles
 
 

@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-from launches import MAKERS, Launch, launch, pick, singles
-from launches_triton import product, sixteens
 
+from launches import MAKERS, Launch, launch, pick, singles
+from launches.triton import product, sixteens
 from tessera_ptx.interp import ByPointer, Packed, tensor_map
 
 

@@ -1,8 +1,8 @@
 """Launches of the kernels of serving engines."""
 
 import numpy as np
-from launches import Launch, launch, pick, singles
 
+from launches import Launch, launch, pick, singles
 from tessera_ptx.interp import ByPointer, Offset, Packed
 
 
