@@ -61,7 +61,7 @@ def test_json_needs_no_matplotlib(
     out, err = capsys.readouterr()
 
     assert 0 == code
-    assert [str(tmp_path / "paper.json")] == json.loads(out)["files"]
+    assert [str(tmp_path / name) for name in ("paper.json", "paper.md")] == json.loads(out)["files"]
     assert "tessera-gpu[report]" in err
 
 

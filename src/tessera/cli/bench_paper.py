@@ -46,15 +46,15 @@ def paper(
         typer.Option(help="A log of arrivals, BurstGPT's or Azure's, for the monitor. Repeatable."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for paper.json and the plots.")
+        Path | None, typer.Option("-o", "--output", help="Folder for paper.json, paper.md and plots.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make the published evaluation again on modelled GPUs: all baselines by the same code, no GPU needed.
 
-    With -o, the document is written to FOLDER/paper.json and each plot beside it; a document that is there
-    keeps the figures that are not made again. What came out of every case is kept in the cache folder, so
-    that a run which was ended goes on there.
+    With -o, the document is written to FOLDER/paper.json, a page and each plot beside it; a document that
+    is there keeps the figures that are not made again. What came out of every case is kept in the cache
+    folder, so that a run which was ended goes on there.
     """
     _find()
     if jobs is not None and jobs < 1:
@@ -98,14 +98,16 @@ def _words(text: str) -> list[str]:
 
 
 def _write(figures: "Sequence[Figure]", found: dict[str, Any], folder: Path) -> list[str]:
-    """The document, with what was there before, and the plots where there is matplotlib."""
+    """The document, with what was there before, a page of it, and the plots where there is matplotlib."""
     from benchmarks.paper.plots import draw_all
+    from benchmarks.paper.summary import summary
 
     path = folder / "paper.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         whole = _with_old(path, found)
         path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+        (folder / "paper.md").write_text(summary(whole))
     except OSError as error:
         message = f"cannot be written: {error.strerror}"
         raise TesseraError(message, "Choose another place.", str(path)) from error
@@ -114,7 +116,7 @@ def _write(figures: "Sequence[Figure]", found: dict[str, Any], folder: Path) -> 
     except MissingExtra as error:  # a document is whole without pictures; who asked for JSON is told
         _remark(str(error))
         plots = []
-    return [str(path), *map(str, plots)]
+    return [str(path), str(folder / "paper.md"), *map(str, plots)]
 
 
 def _with_old(path: Path, found: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.paper import QUICK, Library, Scale, chosen, evaluate
 from benchmarks.paper.figures import kept
 from benchmarks.paper.records import Case, Effort, Load, Shape, Wire
+from benchmarks.paper.summary import summary
 
 TINY = Load("tiny-llama", 32, 8)
 PAIR = ("a100", "l40s")
@@ -89,6 +90,15 @@ def test_every_figure_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
 
     assert [f"{figure.name}.png" for figure in chosen(())] == [path.name for path in files]
     assert all(path.stat().st_size > 1000 for path in files)
+
+
+def test_every_figure_is_on_one_page_beside_what_was_published(found: dict[str, Any]) -> None:
+    """With the rows of the throughput figure."""
+    page = summary(found)
+
+    assert all(f"## {figure.title}" in page for figure in chosen(()))
+    assert len(chosen(())) == page.count("Why ours differs")
+    assert found["throughput"][0]["workload"] in page
 
 
 def test_a_case_is_worked_out_once(library: Library, found: dict[str, Any]) -> None:
