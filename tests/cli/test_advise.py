@@ -97,6 +97,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "5", "--provider", "nobody"], "no price of 'nobody' is known"),
     (["--rate", "5", "--batches", "one"], "no list of batches"),
     (["--rate", "5", "--slo-tpot-ms", "0.0001", "--gpus", "l4", "--max-devices", "1"], "within the latency"),
+    (["--rate", "600", "--slo-tpot-ms", "0.48", "--gpus", "l4", "--max-devices", "1"], "at any latency"),
 ]
 
 

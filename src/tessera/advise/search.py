@@ -264,6 +264,9 @@ class _Search:
                 )
         hopes = ((s.batch * s.limit.hope_per_s(b.gpus), str(b)) for s in self.sizes for b in listed[-64:])
         limit, name = max(hopes)
+        if limit >= load.needed_per_s and (load.ttft_ms, load.tpot_ms) != (None, None):
+            slow = f"at any latency, and with free transfers, {name} carries {limit:.4g}"
+            return PlanInfeasible(f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}")
         return PlanInfeasible(f"{what}: even with free transfers {name} carries {limit:.4g}", remedy)
 
 
