@@ -278,8 +278,8 @@ def _show(full: "LoadPlan", policies: list[Policy], shown: dict[str, Any]) -> No
     files = shown["files"]
     for line in (
         f"{files['page']}  the plans as a page, for any browser",
-        f"{files['full_perfetto']}, {files['perfetto_measured']}  traces for https://ui.perfetto.dev "
-        "(simulated, measured)",
+        f"{files['full_perfetto']}  a simulated run, for https://ui.perfetto.dev",
+        f"{files['perfetto_measured']}  a measured one",
         f"tessera plan {FULL.model} --devices {FULL_DEVICES} --tpot-ms 50  another limit, other cards",
         f"tessera serve {MODEL} --devices {','.join(shown['devices'])}  an OpenAI-compatible endpoint",
         f"done in {shown['seconds']} s",

@@ -43,8 +43,6 @@ PREFILL_GAIN, PREFILL_NEAR = 0.005, (0.25, 4.0)
 DEPTHS = (0.5, 1.0, 1.5, 2.0)
 # Points that are planned in full, and those of a coarse policy that are simulated.
 MAX_PLANNED, MAX_SIMULATED = 4, 6
-# What a coarse policy reaches of its hopes, at most, as the curve takes it: what is beaten so is left out.
-HOPED = 0.9
 # What a plan in full may add to the quick figure of a point, and take from its time per token.
 PLANNING_GAIN = 1.08
 
@@ -348,9 +346,9 @@ class _Search:
             if id(mix) in simulated or quick is None:
                 continue
             taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / hope
-            least_ms = self._per_token_ms(point, mix, taken_ms) / HOPED
-            if any(o.tokens_per_s >= HOPED * hope and o.tpot_ms <= least_ms for o in shown):
-                continue
+            least_ms = self._per_token_ms(point, mix, taken_ms)
+            if any(o.tokens_per_s >= hope and o.tpot_ms <= least_ms for o in shown):
+                continue  # even its hopes are beaten
             if (rate := quick(mix)) > 0:
                 shown.append(self._option(name, point, mix, rate))
         return found
