@@ -91,7 +91,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "5", "--margin", "nan"], "--margin: nan is no margin"),
     (["--rate", "5", "--slots", "0"], "--slots: 0 batches in flight carry nothing"),
     (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: inf ms is no objective"),
-    (["--rate", "1e9", "--gpus", "l4"], "even with free transfers"),
+    (["--rate", "1e9", "--gpus", "l4", "--max-devices", "1"], "even with free transfers"),
     (["--rate", "5", "--gpus", "h20"], "no GPU is left to rent (h20: no price is known)"),
     (["--rate", "5", "--gpus", "gtx"], "unknown GPU 'gtx'"),
     (["--rate", "5", "--provider", "nobody"], "no price of 'nobody' is known"),
