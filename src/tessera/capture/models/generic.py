@@ -28,7 +28,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.fake import run_fake
+from tessera.capture.fake import run_fake, runner
 from tessera.capture.models.cache import choose, newest
 from tessera.capture.models.examples import (
     PIXELS,
@@ -43,6 +43,7 @@ from tessera.capture.models.examples import (
 from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
+from tessera.capture.shapes import Run
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
@@ -483,14 +484,19 @@ class NoReads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run: Run | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise ValueError("it reads a tensor's value on the host")
-        is_fake = any(isinstance(a, FakeTensor) or getattr(a, "is_meta", False) for a in args)
-        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
+        fake = next((a for a in args if isinstance(a, FakeTensor)), None)
+        if fake is not None:
+            self._run = self._run or runner(fake.fake_mode)
+            return self._run(func, args, kwargs or {})
+        is_meta = any(getattr(a, "is_meta", False) for a in args)
+        return (run_fake if is_meta else call_operator)(func, args, kwargs or {})
 
 
 def call_on_meta(model: Any) -> None:
