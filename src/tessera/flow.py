@@ -193,7 +193,11 @@ class LoadSteps:
 
     def _trace(self, step: Step, batch: int) -> Trace:
         sized = replace(step, batch=batch)
-        return outlines.made(sized, record_compiled) if self.is_compiled else self.record(sized)
+        if self.is_compiled:
+            return outlines.made(sized, record_compiled)
+        if self.record is _recorded and batch != self.anchors[0]:  # it is compared with the first
+            return record_step(sized, "fake", is_compared=True)
+        return self.record(sized)
 
     def at(self, batch: int, prefill_batch: int | None = None) -> WorkUnit:
         """As it should be at that batch, with prefills of so many of its rows at a time."""

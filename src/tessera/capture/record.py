@@ -49,8 +49,11 @@ def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trac
     return _agreed(workload, _on_fresh_values(once, max(devices)))
 
 
-def record_step(step: Step, device: str = "cpu") -> Trace:
-    """Builds the step's model on a device (cpu, fake or cuda:N) and records it."""
+def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> Trace:
+    """Builds the step's model on a device (cpu, fake or cuda:N) and records it.
+
+    `is_compared`: who asks holds it against another recording, so on fake tensors one call is enough.
+    """
     check_device(device)
     if device == "cpu":
         return record(build(step))
@@ -58,7 +61,7 @@ def record_step(step: Step, device: str = "cpu") -> Trace:
         with torch.device("cuda" if device == "fake" else device):
             workload = build(step)
         if device == "fake":
-            return _record_fake(workload, run)
+            return _record_fake(workload, run, is_compared)
         workload.module.to(device)
 
         def once(seed: int, is_mild: bool) -> Recorded:
@@ -68,12 +71,13 @@ def record_step(step: Step, device: str = "cpu") -> Trace:
         return _agreed(workload, _on_fresh_values(once, device))
 
 
-def _record_fake(workload: Workload, run: Run) -> Trace:
+def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
     def once(seed: int) -> Recorded:
         inputs, state = workload.make_inputs(0), workload.make_state(0)
         return _record(workload, fake.on_device(inputs), fake.on_device(state), "fake", run, seed=seed)
 
-    return once(0)[0] if workload.step.model in known_models() else _agreed(workload, once)
+    is_once = is_compared or workload.step.model in known_models()
+    return once(0)[0] if is_once else _agreed(workload, once)
 
 
 def _on_fresh_values(once: Callable[[int, bool], Recorded], device: str) -> Callable[[int], Recorded]:

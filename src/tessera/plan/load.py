@@ -204,16 +204,21 @@ class _Search:
         simulate, glance = self.make_simulate()
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
+        known: list[Column] = []
+        seeded = 0
         for slots in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
             if slots > self.max_microbatches:
                 continue
             task = Task(problem, slots, is_judged=True)
             coarse = [m for mixes in task.coarse.values() for m in mixes or ()]
+            for column in known:
+                task.pool.add(column)
             try:
-                throughput.seed(task.pool, coarse, is_proved=not self.points)
+                throughput.seed(task.pool, coarse, not self.points, seeded + 1)
             except PlanInfeasible as error:
                 self._refused = self._refused or error
                 return False
+            known, seeded = list(task.pool.columns), slots
             judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, glance)
             self.points[shape, slots] = _Point(variant, task, judge)
         return True

@@ -9,6 +9,7 @@ from plan_factories import Draft, MiB, chain, layered_case, make_cluster, make_c
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
+from tessera.plan.pricing.throughput import Pool
 from tessera.plan.problem import Problem, build
 from tessera.plan.problem.memory import temporaries_of
 from tessera.simulate import SteadyRates
@@ -184,3 +185,17 @@ def test_tight_memory_keeps_every_policy_within_it() -> None:
 
     counts = [plan.lane_table[: plan.slots].count(lane) for lane in range(len(columns))]
     assert (problem.excess_bytes(columns, counts) <= 0).all()
+
+
+def test_alike_layers_are_divided_where_memory_has_no_room_for_all_on_either_device() -> None:
+    """At one price of bytes all of them would move at once; a placement that fits is found all the same."""
+    layers = 12
+    draft = Draft(layers, [(i, (i + 1,), 1000) for i in range(layers - 1)])
+    draft.weights = {f"w{i}": ((i,), 10 * MiB) for i in range(layers)}
+    unit = make_unit(draft)
+    cluster = make_cluster(2, memory=[75 * MiB, 55 * MiB])
+    problem = build(unit, make_costs(unit, cluster, [[[10.0, 20.0]] * layers]), cluster)
+
+    column = Pool(problem, 2).fitting(2)
+
+    assert problem.fits((column,), 2)

@@ -38,6 +38,8 @@ class Prices:
     # Per byte resident on each device, with state of so many requests.
     memory: Floats | None = None
     slots: float = 1.0
+    # See `Problem.resident`: layers that are alike would all move at one price of bytes.
+    tilt: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ class Pricer:
         if prob.num_devices == 1:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
-        resident = None if prices.memory is None else prob.resident(prices.slots)
+        resident = None if prices.memory is None else prob.resident(prices.slots, prices.tilt)
         bill = Bill(own, move, prices.memory, resident)
         if prob.allowed is not None:
             bill = replace(bill, own=own + _refusals(prob, bill))

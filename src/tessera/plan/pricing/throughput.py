@@ -48,6 +48,8 @@ MIN_SHARE = 1e-3
 MAX_MEMORY_TRIES = 40
 # Where memory is short: rounds of pricing, and what a mix may pay, in rates, not to keep to memory at all.
 MAX_MEMORY_ROUNDS, MEMORY_PENALTY = 30, 10.0
+# By how much bytes of the first layers are cheaper than those of the last, where a placement must fit.
+TILT = 0.5
 # Temporaries are not priced: where a placement is found that does not fit for them, bytes are made dearer.
 MEMORY_FACTORS = (1.0, 1.25, 1.6, 2.5)
 # There, up to so many choices, the best single placement is looked for too, for so long.
@@ -164,28 +166,35 @@ class Pool:
         priced = self.pricer.cheapest(prices, starts)
         return self.problem.column(priced.labels), priced.bound
 
-    def fitting(self, slots: int) -> Column:
-        """A cheap placement, its bytes on overfull devices charged until it fits with so many requests."""
+    def fitting(self, slots: int, prices: Prices | None = None) -> Column:
+        """A cheap placement that fits with so many requests, if bytes can be priced so that there is one.
+
+        Bytes become dearer on overfull devices and cheaper on the others, by steps that grow while a device
+        stays on one side and are halved when it changes over.
+        """
         prob = self.problem
         num = prob.num_devices
-        prices = Prices(np.ones(num), np.ones((num, num)) * 1e-3, slots=slots)
-        column, _ = self.price(prices)
-        memory = np.zeros(num)
+        free = replace(prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3), slots=slots, tilt=TILT)
+        column, _ = self.price(replace(free, memory=None))
         total_bytes = max(1.0, float(prob.resident(slots).num_bytes.sum()))
-        step = 1e-3 * float(_costs([column], prices)[0]) / total_bytes
+        step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
+        memory, last = np.zeros(num), np.zeros(num)
         for _ in range(MAX_MEMORY_TRIES):
             excess = prob.excess_bytes((column,), slots)
             if (excess <= 0).all():
                 break
-            memory = np.where(excess > 0, np.maximum(memory * 1.6, step), memory)
-            column, _ = self.price(replace(prices, memory=memory))
+            side = np.sign(excess)
+            step *= np.where(side == -last, 0.5, np.where(side == last, 1.6, 1.0))
+            memory, last = np.maximum(0.0, memory + side * step), side
+            column, _ = self.price(replace(free, memory=memory))
         return column
 
 
-def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True) -> None:
+def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_slots: int = 1) -> None:
     """Gives the pool its first columns; PlanInfeasible if nothing is found that fits.
 
-    A proof that nothing fits may take its time: who tries other batches too does without.
+    A proof that nothing fits may take its time: who tries other batches too does without. Who has seeded a
+    pool with fewer slots gives its columns, and needs none for as many.
     """
     for mix in mixes:
         for column in mix.columns:
@@ -193,7 +202,7 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True) -> None:
     if pool.columns and not pool.is_tight:
         return
     prob = pool.problem
-    for slots in range(pool.slots, 0, -1):
+    for slots in range(pool.slots, min(least_slots, pool.slots) - 1, -1):
         pool.add(pool.fitting(slots))
         if slots in (1, pool.slots) and prob.num_nodes * prob.num_devices <= FEW_CHOICES:
             best = best_placement(prob, FEW_LIMIT_S, slots)
@@ -295,7 +304,9 @@ def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
         time = np.append(found.duals, found.path)
         prices = replace(_prices(pool, time), memory=found.memory, slots=float(slots.mean()))
         dearer = (replace(prices, memory=found.memory * factor) for factor in MEMORY_FACTORS)
-        if not any(pool.add(pool.price(tried)[0]) for tried in dearer):
+        if not any(pool.add(pool.price(tried)[0]) for tried in dearer) and not any(
+            pool.add(pool.fitting(num, prices)) for num in dict.fromkeys((pool.slots, 1))
+        ):
             break
     return master(pool, pool.columns, limits, capacity, slots).rates
 

@@ -228,14 +228,20 @@ class Problem:
         each = np.array([self.slot_bytes(column.labels) for column in listed]).reshape(-1, num)
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), each
 
-    def resident(self, slots: float) -> Holdings:
-        """Weights once and the state of so many requests in flight: what pricing charges for by the byte."""
+    def resident(self, slots: float, tilt: float = 0.0) -> Holdings:
+        """Weights once and the state of so many requests in flight: what pricing charges for by the byte.
+
+        With a tilt, bytes that the last launches read count for more by this share, the first ones' for less.
+        """
         weights, states = self.weights, self.states
-        return Holdings(
-            np.concatenate([weights.num_bytes, slots * states.num_bytes]),
-            np.concatenate([weights.pin_item, states.pin_item + len(weights.num_bytes)]),
-            np.concatenate([weights.pin_node, states.pin_node]),
-        )
+        num_bytes = np.concatenate([weights.num_bytes, slots * states.num_bytes])
+        item = np.concatenate([weights.pin_item, states.pin_item + len(weights.num_bytes)])
+        node = np.concatenate([weights.pin_node, states.pin_node])
+        if tilt:
+            first = np.full(len(num_bytes), self.num_nodes)
+            np.minimum.at(first, item, node)
+            num_bytes = num_bytes * (1 + tilt * (2 * first / self.num_nodes - 1))
+        return Holdings(num_bytes, item, node)
 
     def slot_bytes(self, labels: Labels) -> Floats:
         """State and temporaries of one request on each device, at most."""
