@@ -205,7 +205,6 @@ class _Search:
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
-        seeded = 0
         for slots in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
             if slots > self.max_microbatches:
                 continue
@@ -214,11 +213,11 @@ class _Search:
             for column in known:
                 task.pool.add(column)
             try:
-                throughput.seed(task.pool, coarse, not self.points, seeded + 1)
+                throughput.seed(task.pool, coarse, not self.points, slots)
             except PlanInfeasible as error:
                 self._refused = self._refused or error
                 return False
-            known, seeded = list(task.pool.columns), slots
+            known = list(task.pool.columns)
             judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, glance)
             self.points[shape, slots] = _Point(variant, task, judge)
         return True

@@ -187,15 +187,24 @@ def test_tight_memory_keeps_every_policy_within_it() -> None:
     assert (problem.excess_bytes(columns, counts) <= 0).all()
 
 
+def alike_layers(memory: list[int], us: list[float]) -> Problem:
+    """Twelve layers of 10 MiB in a row."""
+    draft = Draft(12, [(i, (i + 1,), 1000) for i in range(11)])
+    draft.weights = {f"w{i}": ((i,), 10 * MiB) for i in range(12)}
+    unit, cluster = make_unit(draft), make_cluster(len(memory), memory=[n * MiB for n in memory])
+    return build(unit, make_costs(unit, cluster, [[us] * 12]), cluster)
+
+
 def test_alike_layers_are_divided_where_memory_has_no_room_for_all_on_either_device() -> None:
     """At one price of bytes all of them would move at once; a placement that fits is found all the same."""
-    layers = 12
-    draft = Draft(layers, [(i, (i + 1,), 1000) for i in range(layers - 1)])
-    draft.weights = {f"w{i}": ((i,), 10 * MiB) for i in range(layers)}
-    unit = make_unit(draft)
-    cluster = make_cluster(2, memory=[75 * MiB, 55 * MiB])
-    problem = build(unit, make_costs(unit, cluster, [[[10.0, 20.0]] * layers]), cluster)
+    problem = alike_layers([75, 55], [10.0, 20.0])
 
-    column = Pool(problem, 2).fitting(2)
+    assert problem.fits((Pool(problem, 2).fitting(2),), 2)
 
-    assert problem.fits((column,), 2)
+
+def test_a_model_that_needs_both_of_two_alike_devices_is_planned() -> None:
+    """Though no placement on one device of each kind fits."""
+    problem = alike_layers([55, 45, 45], [10.0, 20.0, 20.0])
+    plan = solve(problem.unit, problem.costs, problem.cluster, THROUGHPUT, SteadyRates())
+
+    assert (0, 1, 2) == plan.used

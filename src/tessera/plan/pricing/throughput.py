@@ -45,7 +45,9 @@ LIMITED_GAP = 1e-3
 MAX_ROUNDS = 80
 # Lanes below this share of the requests are dropped.
 MIN_SHARE = 1e-3
-MAX_MEMORY_TRIES = 40
+# Prices of bytes that are tried until a placement fits; with more than two devices, where a try takes long
+# and one that fits is known, fewer.
+MAX_MEMORY_TRIES, FEW_MEMORY_TRIES = 40, 8
 # Where memory is short: rounds of pricing, and what a mix may pay, in rates, not to keep to memory at all.
 MAX_MEMORY_ROUNDS, MEMORY_PENALTY = 30, 10.0
 # By how much bytes of the first layers are cheaper than those of the last, where a placement must fit.
@@ -110,6 +112,20 @@ class Pool:
         """Placements on one device of each kind."""
         assert self.kinds is not None, "only where devices are alike"
         return Pool(self.kinds.part, self.slots)
+
+    def over_kinds(self) -> "Pool | None":
+        """All that is known here as placements on kinds of device; None where there are none, or no room.
+
+        What the cards of a kind hold together, one of them may not hold.
+        """
+        if self.kinds is None:
+            return None
+        mapped = [self.part.problem.column(self.kinds.kind_of[c.labels]) for c in self.columns]
+        if not all(self.part.able(column) for column in mapped):
+            return None
+        for column in mapped:
+            self.part.add(column)
+        return self.part
 
     def add(self, column: Column) -> bool:
         """True if the column is new, and fits with one request in flight."""
@@ -179,7 +195,7 @@ class Pool:
         total_bytes = max(1.0, float(prob.resident(slots).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
-        for _ in range(MAX_MEMORY_TRIES):
+        for _ in range(MAX_MEMORY_TRIES if num == 2 or not self.columns else FEW_MEMORY_TRIES):
             excess = prob.excess_bytes((column,), slots)
             if (excess <= 0).all():
                 break
@@ -224,14 +240,11 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
 
 def generate(pool: Pool, limits: Limits = FREE) -> Solved:
     """Column generation over `pool`, which must hold a column and grows."""
-    kinds = pool.kinds
-    if kinds is None:
+    kinds, part = pool.kinds, pool.over_kinds()
+    if kinds is None or part is None:
         rates, bound = _generate(pool, limits, np.ones(len(pool.columns[0].busy_us)))
         columns = pool.columns
     else:
-        part = pool.part
-        for column in pool.columns:
-            part.add(part.problem.column(kinds.kind_of[column.labels]))
         rates, bound = _generate(part, limits, kinds.limits)
         columns, rates = _spread_out(pool, part.columns, rates, kinds)
     mix = trimmed(pool, columns, rates, limits)

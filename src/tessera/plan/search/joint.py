@@ -171,7 +171,10 @@ def _generate(task: JointTask) -> tuple[list[Column], Floats, float]:
     Where devices are alike, over kinds of them; see `kinds`.
     """
     kinds = _kinds(task)
-    pools = [part.pool if kinds is None else _part(part.pool, kinds) for part in task.parts]
+    over = [] if kinds is None else [part.pool.over_kinds() for part in task.parts]
+    pools = [pool for pool in over if pool is not None]
+    if len(pools) < len(task.parts):
+        kinds, pools = None, [part.pool for part in task.parts]
     capacity = np.ones(len(pools[0].columns[0].busy_us)) if kinds is None else kinds.limits
     columns = [task.scaled(v, c) for v, pool in enumerate(pools) for c in pool.columns]
     is_pair = pools[0].problem.num_devices == 2
@@ -243,12 +246,6 @@ def _kinds(task: JointTask) -> Kinds | None:
     if first is None or any(k is None or k.members != first.members for k in found):
         return None
     return first
-
-
-def _part(pool: Pool, kinds: Kinds) -> Pool:
-    for column in pool.columns:
-        pool.part.add(pool.part.problem.column(kinds.kind_of[column.labels]))
-    return pool.part
 
 
 def _spread(
