@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -150,7 +151,7 @@ def test_no_edge_is_implied_by_others() -> None:
 
 def test_the_reduction_is_the_same_after_it_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of dead launches are handed out again without mixing anybody up."""
-    monkeypatch.setattr("tessera.analyze.hazards.SWEEP_EVERY", 100)
+    monkeypatch.setattr(sys.modules[hazards.__module__], "SWEEP_EVERY", 100)
     rng = random.Random(2)
     launches = []
     for i in range(400):
