@@ -109,7 +109,7 @@ def kept(library: Library, task: Task) -> Any:
 
 def steps_of(library: Library, task: Task) -> Sequence[Step]:
     """What has to be recorded for a task."""
-    return library.recorded_for(task.load) if isinstance(task, Case) else task.shape.steps
+    return library.recorded_for(task.load if isinstance(task, Case) else task.shape.load)
 
 
 def title_of(task: Task) -> str:

@@ -18,7 +18,7 @@ from benchmarks.paper.records import Load, Shape
 
 import tessera
 from tessera.capture import record_step
-from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_unit
+from tessera.flow import ANCHORS, LoadSteps, choose_launches
 from tessera.ir import Step, Trace, WorkUnit, load, save
 
 # Loads whose steps a process keeps at hand: at all batches, some hundred megabytes of a large model.
@@ -49,8 +49,8 @@ class Library:
         return load(Trace, self.path(step))
 
     def unit(self, shape: Shape) -> WorkUnit:
-        """The work of one batch; records what is missing."""
-        return make_unit([self.record(step) for step in shape.steps], shape.load.counts)
+        """The work of one batch."""
+        return self.steps(shape.load).at(shape.batch)
 
     def steps(self, asked: Load) -> LoadSteps:
         """A request's steps at every batch, as people serve them where that is known."""

@@ -7,7 +7,7 @@ several figures share are worked out once. A shape is a load at one batch, for w
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.capture import known_models
@@ -103,11 +103,6 @@ class Shape:
 
     load: Load
     batch: int
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of one batch, in order."""
-        return tuple(replace(step, batch=self.batch) for step in self.load.steps)
 
     @property
     def title(self) -> str:

@@ -64,18 +64,24 @@ class Scale:
     gbps: tuple[float, ...]
 
 
-# Batches are looked at less closely than `tessera plan` does, for every policy alike.
-COARSELY = Effort((8, 32, 128, 512), ((0.5, 2.0), (0.75, 1.5)))
-MORE_COARSELY = Effort((8, 32, 128, 512), ((0.5, 2.0),))
+# Batches are looked at less closely than by `tessera plan`, for every policy alike; a whole request has three
+# things to choose, so its batches are looked at less closely still.
+COARSELY = Effort((8, 32, 128, 512, 2048), ((0.5, 2.0), (0.75, 1.5)))
+MORE_COARSELY = Effort((8, 32, 128, 512, 2048), ((0.5, 2.0),))
+
+
+def _effort(load: Load) -> Effort:
+    return COARSELY if len(load.steps) == 1 else MORE_COARSELY
 
 
 def quick_cases(loads: Sequence[Load], pairs: Sequence[Pair]) -> tuple[Case, ...]:
-    """Every load on every pair; all policies for the first of the first."""
+    """The first load on every pair, each of the others on two in turn; all policies for the very first."""
     made = []
-    for load in loads:
-        for pair in pairs:
+    for number, load in enumerate(loads):
+        turned = [pairs[(number + at) % len(pairs)] for at in range(len(pairs) if number == 0 else 2)]
+        for pair in dict.fromkeys(turned):
             is_first = (load, pair) == (loads[0], pairs[0])
-            effort = replace(MORE_COARSELY, milp_s=3.0 if is_first else 1.5, has_latency=is_first)
+            effort = replace(_effort(load), milp_s=3.0 if is_first else 1.0, has_latency=is_first)
             made.append(Case(load, pair, Wire.preset("pcie4"), effort))
     return tuple(made)
 
@@ -95,9 +101,7 @@ def grid(loads: Sequence[Load], pairs: Sequence[Pair]) -> tuple[Case, ...]:
         pair = pairs[(3 * number + 7 * turn) % len(pairs)]
         gpus = (pair[0],) * first + (pair[1],) * second
         asked = replace(load, limit_ms=_limit(load)) if (turn + number) % 2 else load
-        # A whole request has three things to choose, so its batches are looked at more coarsely.
-        effort = COARSELY if len(load.steps) == 1 else MORE_COARSELY
-        made[Case(asked, gpus, wires[(number + turn) % len(wires)], effort)] = None
+        made[Case(asked, gpus, wires[(number + turn) % len(wires)], _effort(load))] = None
     return tuple(made)
 
 
@@ -119,8 +123,8 @@ QUICK = Scale(
     shapes=tuple(Shape(load, 16) for load in QUICK_LOADS),
     first_pair=FIRST,
     first_load=replace(LLAMA, phase="decode"),
-    effort=MORE_COARSELY,
-    served=Shape(Load("llama-3-8b", 512, 128), 32),
+    effort=COARSELY,
+    served=Shape(LLAMA, 48),
     slots=4,
     loads=(0.2, 0.5, 0.65, 0.8, 0.95),
     bursts=(0.45,),
@@ -137,7 +141,6 @@ FULL = replace(
     name="full",
     cases=grid(LOADS, (*PAIRS, *MORE_PAIRS)),
     shapes=tuple(Shape(load, 16) for load in LOADS),
-    effort=COARSELY,
     loads=(0.2, 0.4, 0.55, 0.7, 0.8, 0.9),
     bursts=(0.3, 0.5, 0.7),
     seeds=20,
