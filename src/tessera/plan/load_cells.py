@@ -41,8 +41,11 @@ def plan_load_on_many(
         return plan_load(variant_at, *args)
 
     first = variant_at(batches[0])
-    kinds = kinds_of(build(first.unit, first.costs, cluster))
-    if kinds is None:
+    problem = build(first.unit, first.costs, cluster)
+    kinds = kinds_of(problem)
+    # What no device holds by itself fills a cell: its batches say nothing of what all devices could take.
+    is_large = float(problem.weights.num_bytes.sum()) > float(problem.memory_bytes.max())
+    if kinds is None or (is_large and len(cluster.devices) <= MAX_AT_ONCE):
         return at_once(batches, near)
     known: dict[tuple[int, int | None], ir.Variant] = {}
 

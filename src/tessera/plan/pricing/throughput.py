@@ -191,7 +191,8 @@ class Pool:
         prob = self.problem
         num = prob.num_devices
         free = replace(prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3), slots=slots, tilt=TILT)
-        column, _ = self.price(replace(free, memory=None))
+        # A price of nothing: no bound is asked for, which takes long with more than two devices.
+        column, _ = self.price(replace(free, memory=np.zeros(num)))
         total_bytes = max(1.0, float(prob.resident(slots).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
