@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Real processes, sockets and clocks: another process of the machine can make one late. Such a test is tried
 # once more, and the summary shows that it was.
-TIMED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
+TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measured", "cli/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,10 @@ import pytest
 from commands import answer
 
 
-@pytest.mark.parametrize(("model", "sizes"), [("tiny-llama", [(4, 4), (4, 24)]), ("tiny-mamba", [(4, 4)])])
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("tiny-llama", [(4, 4), (4, 24)]), pytest.param("tiny-mamba", [(4, 4)], marks=pytest.mark.slow)],
+)
 def test_a_plan_over_steps_of_several_sizes_runs_to_the_same_bits(
     model: str, sizes: list[tuple[int, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_two_processes_meet_on_loopback(plan: Path) -> None:
     assert all(row["compute_us"] > 0 for row in found["per_device"])
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_program(plan: Path) -> None:
     """Two processes of torchrun are the two devices."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]

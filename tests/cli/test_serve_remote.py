@@ -79,6 +79,7 @@ def hosts() -> Iterator[tuple[str, str]]:
         yield names
 
 
+@pytest.mark.slow
 def test_two_hosts_serve_one_model(hosts: tuple[str, str], tmp_path: Path, start: Start) -> None:
     """One has the endpoint and a device, the other only a worker, which is sent what to run.
 

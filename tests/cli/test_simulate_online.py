@@ -47,6 +47,7 @@ def answer(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_a_monitor_switches_on_a_recorded_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Quiet, busy, quiet: switches happen, and the result is as good as the better fixed policy's."""
     plans = (folder / "latency.plan", folder / "throughput.plan")

@@ -43,6 +43,8 @@ PREFILL_GAIN, PREFILL_NEAR = 0.005, (0.25, 4.0)
 DEPTHS = (0.5, 1.0, 1.5, 2.0)
 # Points that are planned in full, and those of a coarse policy that are simulated.
 MAX_PLANNED, MAX_SIMULATED = 4, 6
+# A point of a coarse policy that cannot be better than another by this share is not on its curve.
+CURVE_STEP = 0.05
 # What a plan in full may add to the quick figure of a point, and take from its time per token.
 PLANNING_GAIN = 1.08
 
@@ -344,17 +346,12 @@ class _Search:
                 continue
             best = max(best, option.tokens_per_s)
             found.append((option, _planner(self._plan, point, mix, name)))
-        shown = [o for o in self.options if o.policy == name]
-        for hope, point, mix in hopes:
+        for _, point, mix in hopes:
             quick = point.judge.quick_rate
             if id(mix) in simulated or quick is None:
                 continue
-            taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / hope
-            least_ms = self._per_token_ms(point, mix, taken_ms)
-            if any(o.tokens_per_s >= hope and o.tpot_ms <= least_ms for o in shown):
-                continue  # even its hopes are beaten
-            if (rate := quick(mix)) > 0:
-                shown.append(self._option(name, point, mix, rate))
+            if not self._is_beaten(name, point, mix, CURVE_STEP) and (rate := quick(mix)) > 0:
+                self._option(name, point, mix, rate)
         return found
 
     # The plan.
@@ -391,10 +388,19 @@ class _Search:
         """Tokens per second that no run exceeds by busy time and by the requests in flight."""
         return self._tokens(point) * point.judge.hope_per_s(mix)
 
+    def _is_beaten(self, policy: str, point: _Point, mix: Mix, by: float = 0.0) -> bool:
+        """Whether the policy has more tokens in less time elsewhere than this may hope for, but for `by`."""
+        hope = self._hope(point, mix)
+        taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / hope
+        least_ms = self._per_token_ms(point, mix, taken_ms)
+        shown = (o for o in self.options if o.policy == policy)
+        more = 1.0 + by
+        return any(o.tokens_per_s * more >= hope and o.tpot_ms <= least_ms * more for o in shown)
+
     def _draft(self, point: _Point) -> tuple[Option | None, float]:
         """The linear program's best mix for a point, simulated quickly; and the tokens/s it hopes for.
 
-        None where nothing of it ends within what is looked at.
+        None where nothing of it ends within what is looked at, or where even its hopes are beaten.
         """
         unit = point.variant.unit
         key = ((unit.batch, unit.prefill_batch or unit.batch), point.task.slots)
@@ -403,9 +409,10 @@ class _Search:
             assert glance is not None, "a load is judged by simulation"
             num = len(self.cluster.devices)
             found: list[tuple[float, Mix]] = []
-            for depth in sorted({1.05 * min(slots, 2 * num), 1.1 * num}):
+            depths = {1.05 * min(slots, 2 * num), *([1.1 * num] if slots > num else [])}
+            for depth in sorted(depths):
                 mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, Limits(depth)).mix)
-                if mix is not None:
+                if mix is not None and not self._is_beaten("plan", point, mix):
                     found.append((glance(mix), mix))
             rate, best = max(found, key=lambda x: x[0], default=(0.0, None))
             option = self._option("plan", point, best, rate) if best is not None and rate > 0 else None

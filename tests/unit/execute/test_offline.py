@@ -62,7 +62,7 @@ def assert_equal_to_reference(requests: Sequence[UnitRequest], results: Sequence
         assert all(same_bits(t, result.state[name]) for name, t in reference.state.items())
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_scattered_launches_give_the_reference_bits(num_devices: int) -> None:
     """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
     requests = make_requests(5)

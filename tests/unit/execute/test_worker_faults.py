@@ -188,7 +188,7 @@ def test_all_workers_killed_at_once_come_back() -> None:
     assert restarts == {"d0": 1, "d1": 1}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_worker_is_blamed_and_not_the_one_that_waits(victim: int) -> None:
     """Silence is proof; the other answers where it is, and stays."""
     with workers(one_way(1), timeout_s=1.0) as stepper:

@@ -40,6 +40,7 @@ def found(library: Library) -> dict[str, Any]:
         return evaluate(chosen(()), tiny(), library)
 
 
+@pytest.mark.slow
 def test_the_plan_is_never_below_a_baseline(found: dict[str, Any]) -> None:
     """Within half a percent, against every policy of the row."""
     (row,) = found["throughput"]
@@ -50,6 +51,7 @@ def test_the_plan_is_never_below_a_baseline(found: dict[str, Any]) -> None:
     assert all(reached["batch"] for reached in row["reached"].values())
 
 
+@pytest.mark.slow
 def test_every_number_says_where_it_comes_from(found: dict[str, Any]) -> None:
     """Rows name their source; costs without hardware are modelled or from tables."""
     rows = [*found["throughput"], *found["cost"], *found["scaling"], *found["links"]]
@@ -58,6 +60,7 @@ def test_every_number_says_where_it_comes_from(found: dict[str, Any]) -> None:
     assert "measured" not in found["heterogeneity"][0]["source"]
 
 
+@pytest.mark.slow
 def test_serving_compares_a_monitor_with_both_policies(found: dict[str, Any]) -> None:
     """Each load has three latencies and their ratio."""
     for row in found["online"]["rates"]:
@@ -66,6 +69,7 @@ def test_serving_compares_a_monitor_with_both_policies(found: dict[str, Any]) ->
         assert row["ratio_to_better_fixed"] == pytest.approx(row["normalised_ms"]["adaptive"] / better)
 
 
+@pytest.mark.slow
 def test_more_gpus_do_more(found: dict[str, Any]) -> None:
     """Four do more than two, and not more than twice as much but for rounding."""
     two, four = (row["policies"]["throughput"] for row in found["scaling"])
@@ -73,6 +77,7 @@ def test_more_gpus_do_more(found: dict[str, Any]) -> None:
     assert 1.99 * two < four < 2.05 * two
 
 
+@pytest.mark.slow
 def test_ratios_are_those_of_the_costs(found: dict[str, Any]) -> None:
     """Percentiles ascend, and kernels carry the ratio of their times."""
     for step in found["heterogeneity"][0]["steps"]:
@@ -81,6 +86,7 @@ def test_ratios_are_those_of_the_costs(found: dict[str, Any]) -> None:
             assert kernel["ratio"] == pytest.approx(kernel["second_us"] / kernel["first_us"])
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
     """One picture each."""
     pytest.importorskip("matplotlib")
@@ -92,6 +98,7 @@ def test_every_figure_is_drawn(found: dict[str, Any], tmp_path: Path) -> None:
     assert all(path.stat().st_size > 1000 for path in files)
 
 
+@pytest.mark.slow
 def test_every_figure_is_on_one_page_beside_what_was_published(found: dict[str, Any]) -> None:
     """With the rows of the throughput figure."""
     page = summary(found)
@@ -101,6 +108,7 @@ def test_every_figure_is_on_one_page_beside_what_was_published(found: dict[str, 
     assert found["throughput"][0]["workload"] in page
 
 
+@pytest.mark.slow
 def test_a_case_is_worked_out_once(library: Library, found: dict[str, Any]) -> None:
     """What came out of it is kept, and a run that has no time left has it in its document."""
     assert kept(library, CASE).own == found["throughput"][0]["policies"]["throughput"]
@@ -110,6 +118,7 @@ def test_a_case_is_worked_out_once(library: Library, found: dict[str, Any]) -> N
     assert (found["throughput"], 0) == (again["throughput"], again["num_missing"])
 
 
+@pytest.mark.slow
 def test_a_run_without_time_says_what_is_missing(library: Library, found: dict[str, Any]) -> None:
     """A case that nobody worked out is counted, and its figure is not there."""
     other = replace(tiny(), cases=(replace(CASE, gpus=("h100", "l40s")),))

@@ -24,7 +24,9 @@ CAPACITY = 32
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt-oss", "tiny-mamba"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("tiny-llama", marks=pytest.mark.slow), "tiny-gpt-oss", "tiny-mamba"]
+)
 def model(request: pytest.FixtureRequest) -> ServedModel:
     """Steps of 8 tokens, so that most prompts need several."""
     return served(request.param, slots=2, rows=4, capacity=CAPACITY, max_batch_tokens=8)

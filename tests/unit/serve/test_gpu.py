@@ -82,7 +82,7 @@ def answers(local: Local, policy: str, log: list[str] | None = None) -> list[Tol
         return wait_for(read_all(service, asks()))
 
 
-@pytest.mark.parametrize("transport", ["ipc", "host"])
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) -> None:
     """Random requests at once, under the plan and under one that crosses in every layer."""
     with Local(prepare(PAIR, CROSSING), transport=transport) as local:

@@ -207,7 +207,7 @@ def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
         PreparedPlanner(made).without(made.cluster.names)
 
 
-@pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-mamba"])
+@pytest.mark.parametrize("model", [pytest.param("tiny-gpt-oss", marks=pytest.mark.slow), "tiny-mamba"])
 def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
     """Windows, experts and recurrences too: layers on two devices give what the model itself gives."""
     made = factory.prepared(model, (Objective.THROUGHPUT,))
