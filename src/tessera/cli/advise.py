@@ -150,8 +150,8 @@ def _save(found: "Advice", folder: Path | None) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _document(load: "Load", found: "Advice") -> dict[str, Any]:
-    first, second = (*map(_choice, found.choices), None)[:2]
+def _asked(load: "Load") -> dict[str, Any]:
+    """What was asked for, as every answer repeats it."""
     return {
         "modelled": True,
         "model": load.model,
@@ -161,6 +161,13 @@ def _document(load: "Load", found: "Advice") -> dict[str, Any]:
         "unit": load.unit,
         "margin": load.margin,
         "slo": {"ttft_ms": load.ttft_ms, "tpot_ms": load.tpot_ms},
+    }
+
+
+def _document(load: "Load", found: "Advice") -> dict[str, Any]:
+    first, second = (*map(_choice, found.choices), None)[:2]
+    return {
+        **_asked(load),
         "choice": first,
         "runner_up": second,
         "skipped": [{"gpu": name, "why": why} for name, why in found.skipped],
@@ -238,14 +245,7 @@ def _save_owned(owned: "OwnedAdvice", folder: Path | None) -> list[str]:
 
 def _owned_document(load: "Load", owned: "OwnedAdvice") -> dict[str, Any]:
     return {
-        "modelled": True,
-        "model": load.model,
-        "rate": load.rate_per_s,
-        "prompt": load.prompt,
-        "output": load.output,
-        "unit": load.unit,
-        "margin": load.margin,
-        "slo": {"ttft_ms": load.ttft_ms, "tpot_ms": load.tpot_ms},
+        **_asked(load),
         "have": list(owned.cards),
         "advice": asdict(owned.advised) | {"gain_over_data_parallel": owned.gain},
         "answer": _answer(load, owned),
