@@ -242,6 +242,13 @@ def test_a_picture_stands_in_the_place_of_its_tokens() -> None:
     assert not torch.equal(first, changed)
 
 
+def test_tokens_that_are_not_used_are_no_pictures() -> None:
+    """They share a slot of the first page: what they write must not depend on which of them is last."""
+    workload = build(step_of("tiny-qwen2.5-vl"))
+    for inputs in map(workload.make_inputs, range(10)):
+        assert not inputs["is_image"][inputs["query_starts"][-1] :].any()
+
+
 def test_text_is_answered_as_by_generate_by_a_model_that_sees() -> None:
     """Without pictures, positions in time, height and width are those of the text."""
     check_answers(build(step_of("tiny-qwen2.5-vl")), num=3)
