@@ -13,7 +13,6 @@ from tessera.ir import Cluster, Costs, Placement, Plan
 def without_devices(
     cluster: Cluster, costs: Sequence[Costs], without: Collection[str]
 ) -> tuple[Cluster, tuple[Costs, ...]]:
-    """What is left of devices and price lists."""
     kept = [index for index, name in enumerate(cluster.names) if name not in without]
     if not kept:
         raise PlanInfeasible("no device is left")

@@ -158,6 +158,5 @@ def rebalanced(lanes: Sequence[LaneLoad], factors: Factors) -> tuple[tuple[float
 
 
 def reshared(plan: Plan, rates_per_s: Sequence[float]) -> Plan:
-    """The same lanes at other rates."""
     lanes = zip(plan.lanes, rates_per_s, strict=True)
     return replace(plan, lanes=tuple(replace(lane, rate_per_s=rate) for lane, rate in lanes), lane_table=())

@@ -36,15 +36,11 @@ class MeasuredLaunches:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A device does not answer any more."""
-
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A device that was lost is back."""
-
     device: str
 
 
@@ -88,8 +84,6 @@ class PlannedLane(Protocol):
 
 
 class MeasuredSteps:
-    """Collects, and tells a monitor."""
-
     def __init__(self) -> None:
         # (lane, step) -> device -> (seconds, runs)
         self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
@@ -107,7 +101,6 @@ class MeasuredSteps:
             seen[device] = (total + seconds / scale, num + 1)
 
     def events(self) -> list[MeasuredLaunches]:
-        """What was seen since the last time."""
         found = []
         for key, devices in self._seen.items():
             for device, (seconds, num) in devices.items():

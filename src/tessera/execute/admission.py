@@ -213,7 +213,6 @@ class FairQueue(Generic[T]):
             self._returned.append(item)
 
     def peek(self) -> T | None:
-        """The one that `pop` gives next."""
         with self._lock:
             if self._returned:
                 return self._returned[0]

@@ -53,7 +53,6 @@ def _has_sent(program: Program, device: int, transfer: int, position: int | None
 
 
 def whereabouts(plan: Plan, program: Program, device: int, position: int, what: str) -> str:
-    """The instruction a device was at, in words."""
     column = program.instructions[device]
     if not 0 <= position < len(column):
         return f"before its share of {what}"
@@ -63,7 +62,6 @@ def whereabouts(plan: Plan, program: Program, device: int, position: int, what: 
 
 
 def describe(graph: Graph, program: Program, instruction: Instruction) -> str:
-    """An instruction in words, for messages."""
     match instruction:
         case Run(launch):
             return f"run of launch {launch} ({graph.trace.kernel_of(launch).name})"

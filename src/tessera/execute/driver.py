@@ -242,7 +242,6 @@ def open_shared(ordinal: int, handle: bytes) -> int:
 
 
 def close_shared(address: int) -> None:
-    """The other end of `open_shared`."""
     ask("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 

@@ -30,8 +30,6 @@ ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The bytes of one device."""
-
     device: str
     weight_bytes: int
     # Of the hungriest lane, and of all slots together, each on its lane.

@@ -190,7 +190,6 @@ def tune(link: socket.socket) -> None:
 
 
 def _read(link: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly so many bytes before the deadline."""
     data = bytearray(size)
     read_into(link, memoryview(data), deadline)
     return bytes(data)

@@ -111,8 +111,6 @@ class Line(Protocol):
 
 @dataclass(slots=True)
 class _Member:
-    """The worker of one device."""
-
     state: DeviceState = "lost"
     # Counts the workers of this device; of the one that is there, or of the next.
     epoch: int = 0
@@ -143,14 +141,11 @@ class _Opened:
 
 @dataclass
 class _Process:
-    """A worker process of this machine."""
-
     process: BaseProcess
     pipe: Connection
     pid: int | None
 
     def end(self, timeout_s: float) -> str:
-        """One that does not leave is killed."""
         self.process.join(timeout_s)
         if not self.process.is_alive():
             return f"exit code {self.process.exitcode}"
@@ -257,7 +252,6 @@ class Hub:
         return LostWorker(how, member.failures, retry_s)
 
     def healthy(self, device: int) -> None:
-        """The device has finished a step."""
         self._members[device].failures = 0
 
     def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
@@ -273,7 +267,6 @@ class Hub:
                 self.order(device, LoadLanes(first_lane, packed))
 
     def relink(self, device: int, other: int) -> None:
-        """Has two workers open the link between them anew."""
         for one, two in ((device, other), (other, device)):
             self.order(one, Relink(two, self._members[two].epoch))
 
@@ -384,7 +377,6 @@ class Hub:
         self._inbox.post(NOBODY, opened)
 
     def _late(self) -> int | None:
-        """A device whose worker takes too long to start."""
         now = time.monotonic()
         for device, member in enumerate(self._members):
             if member.state == "starting" and member.line and now - member.started_s >= START_TIMEOUT_S:
@@ -392,7 +384,6 @@ class Hub:
         return None
 
     def _next_s(self) -> float | None:
-        """When something is due that nobody tells of."""
         due = [m.due_s for m in self._members if m.due_s is not None]
         late = [m.started_s + START_TIMEOUT_S for m in self._members if m.state == "starting" and m.line]
         return min([*due, *late], default=None)

@@ -141,7 +141,6 @@ class Outbox:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hangs up and gives the connection back."""
         self.hang_up()
         with self._lock:
             if not self._has_thread:  # else that closes it, so that its number is not given to another

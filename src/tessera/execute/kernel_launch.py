@@ -44,7 +44,6 @@ def hand_in(interpret: Interpret) -> None:
 
 
 def handed_in() -> Interpret | None:
-    """What was handed in, if anything."""
     return _handed[0] if _handed else None
 
 
@@ -115,7 +114,6 @@ class PtxKernel:
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
-        """Launches on the current stream."""
         values = [self._value(arg, kind) for arg, kind in zip(args, self._types, strict=True)]
         values += [ctypes.c_uint64(0) for _ in self._sizes[len(values) :]]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
@@ -148,7 +146,6 @@ class PtxKernel:
         return self._tables[held]
 
     def _param_sizes(self) -> list[int]:
-        """Bytes of every parameter of the entry."""
         sizes: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         ask = driver().cuFuncGetParamInfo

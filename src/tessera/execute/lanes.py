@@ -26,7 +26,6 @@ class LaneShares:
         self.open = [0] * len(shares)
 
     def take(self, allowed: Sequence[int] | None = None) -> int:
-        """Chooses a lane for one microbatch, of those allowed."""
         lanes = range(len(self._shares)) if allowed is None else allowed
         lane = min(lanes, key=lambda i: ((self.open[i] + 1) / self._shares[i], i))
         self.open[lane] += 1

@@ -30,8 +30,6 @@ Make = Callable[[Memory], Any]
 
 
 class Launcher:
-    """The launches of one trace, ready to run."""
-
     def __init__(
         self,
         trace: Trace,

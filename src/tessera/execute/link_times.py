@@ -48,8 +48,6 @@ LEAST_US = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """(bytes, microseconds) of one transfer, alone and beside one the other way."""
-
     alone: tuple[tuple[int, float], ...]
     both: tuple[tuple[int, float], ...]
 

@@ -78,8 +78,6 @@ class KeyStore(Protocol):
 
 @dataclass
 class _Out:
-    """The link to one peer."""
-
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: socket.socket | None = None
     # What could not be written at once, for a thread of its own; the count includes what it is at.
@@ -224,7 +222,6 @@ class Links:
             out.link = None
 
     def _write_waiting(self, peer: int, out: _Out) -> None:
-        """A peer's thread."""
         while not self._is_closed:
             turn, sent, kept = out.waiting.get()
             try:
@@ -370,7 +367,6 @@ def call(address: str) -> socket.socket:
 
 
 def words(error: BaseException) -> str:
-    """What went wrong with a link, for messages."""
     if isinstance(error, EOFError):
         return "the link was closed"
     if isinstance(error, OSError):

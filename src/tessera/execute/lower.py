@@ -329,7 +329,6 @@ class _Held:
                 self._versions[device][buffer] = given.get(buffer, GIVEN)
 
     def version(self, device: int, buffer: int) -> int | None:
-        """The version a device holds; None if it has none."""
         return self._versions[device].get(buffer)
 
     def put(self, device: int, buffer: int, version: int) -> None:

@@ -127,7 +127,6 @@ class PlacedMemory(Memory):
         self._own.update(places)
 
     def is_fixed(self, buffer: int) -> bool:
-        """True of all that is here."""
         return buffer in self._own or buffer in self._weights
 
     def put(self, buffer: int, storage: Storage) -> None:
@@ -140,8 +139,6 @@ class PlacedMemory(Memory):
 
 @dataclass(frozen=True)
 class Stand:
-    """Where everything is, by name."""
-
     program: Program
     memory: PlacedMemory
     # Inputs and state -> buffer, of those that have a place here.

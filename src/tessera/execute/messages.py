@@ -60,7 +60,6 @@ def pack(tensor: torch.Tensor) -> PackedTensor:
 
 
 def unpack(packed: PackedTensor) -> torch.Tensor:
-    """The tensor that was packed, in fresh memory."""
     made = torch.empty(packed.shape, dtype=getattr(torch, packed.dtype))
     if packed.data.nbytes:
         made.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, dtype=np.uint8)
@@ -135,8 +134,6 @@ class Where(_Message, frozen=True):
 
 
 class Progress(_Message, frozen=True):
-    """Worker to engine: where it is."""
-
     # (microbatch, run, position of the instruction that was issued last) of every run that it is at.
     rows: list[tuple[Index, Whole, Whole]]
 

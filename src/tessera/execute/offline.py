@@ -50,8 +50,6 @@ class AnyBatch(Protocol):
 
 @dataclass
 class RunResult:
-    """What one request gave."""
-
     # Lane within its policy, and the policy.
     lane: int
     policy: int = 0
@@ -72,14 +70,11 @@ class RunResult:
 
 @dataclass
 class OfflineRun:
-    """What a list of requests gave."""
-
     results: list[RunResult]
     # One line for every device that was lost, in order.
     faults: list[str]
 
     def raise_failures(self) -> None:
-        """Raises the last fault if requests failed."""
         failed = [result for result in self.results if result.error]
         if failed:
             num = len(self.results)
@@ -194,12 +189,10 @@ class _One(Content[int]):
 
     @property
     def num_used(self) -> int:
-        """One, until it has left."""
         return int(self._held is not None)
 
     @property
     def num_free(self) -> int:
-        """None but for the one it is opened for."""
         return 0
 
     @property
@@ -233,7 +226,6 @@ class _One(Content[int]):
         return StepCall(self._number, self._first_step + step, inputs, self._run.skips, wants_state)
 
     def end(self, done: StepDone) -> Sequence[int]:
-        """It leaves after its last run."""
         if done.outputs:
             if self._run.is_timed:
                 self._result.outputs.clear()
@@ -276,8 +268,6 @@ EACH = 5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one plan reached."""
-
     plan: int
     policy: str
     per_s: float

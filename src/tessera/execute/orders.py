@@ -73,7 +73,6 @@ class WorkerStore:
             self._known.notify_all()
 
     def end(self) -> None:
-        """Nobody will answer any more."""
         with self._known:
             self._is_over = True
             self._known.notify_all()
@@ -139,7 +138,6 @@ class Board:
             self._send(source, StoreValue(key, value))
 
     def get(self, source: tuple[int, int], key: str) -> None:
-        """Answered now, or when it is set."""
         with self._lock:
             value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)
             if value is None:

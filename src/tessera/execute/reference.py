@@ -88,11 +88,9 @@ class ReferenceStepper:
         del self._states[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
-        """One step at a time."""
         return False
 
     def start(self, call: StepCall) -> None:
-        """Runs when `take` is called next."""
         self._due.append(call)
 
     def take(self, timeout_s: float | None) -> Event | None:

@@ -116,7 +116,6 @@ class Gate:
                 self._lock.wait(left)
 
     def _waiting(self) -> Sequence[Caller]:
-        """Those that are still there, in the order they came."""
         for caller in [c for c in self._callers if not c.is_there()]:
             caller.pipe.close()
             self._callers.remove(caller)
@@ -161,8 +160,6 @@ class Gate:
 
 @dataclass
 class Called:
-    """The line to a worker that called."""
-
     pipe: Connection
     pid: int | None = None
     _socket: socket.socket = field(init=False)
@@ -278,7 +275,6 @@ class RemoteHub(Hub):
         raise WorkerError(f"{MAX_BRIEFINGS} workers hung up while they were briefed")
 
     def _await(self, device: int, is_over: Callable[[], bool]) -> Caller:
-        """The worker of a device, when it has called."""
         limit_s, start_s = self._patience_s(device), time.monotonic()
         asked_s, said = start_s, ""
         while not is_over():

@@ -43,8 +43,6 @@ GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticErr
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one order gave."""
-
     outputs: dict[str, torch.Tensor]
     # As flat bytes by name.
     state: dict[str, torch.Tensor]
@@ -69,7 +67,6 @@ class Replay:
         self._shared = _SharedMemory(self._weights, {b: trace.buffers[b].size_bytes for b in own})
 
     def run(self, order: Iterable[int]) -> Replayed:
-        """Runs the launches in this order on shared memory."""
         self._shared.reset(self._given)
         for launch in order:
             self._issue(launch)
@@ -203,7 +200,6 @@ class _SharedMemory(Memory):
             super().put(buffer, storage)
 
     def reset(self, given: Mapping[int, Storage]) -> None:
-        """As before the first launch."""
         for buffer, storage in self._places.items():
             if buffer in given:
                 storage.copy_(given[buffer])
@@ -211,7 +207,6 @@ class _SharedMemory(Memory):
                 _flat(storage).fill_(POISON)
 
     def put(self, buffer: int, storage: Storage) -> None:
-        """A launch has made a buffer."""
         place = self._places[buffer]
         if self.is_uninitialised:
             _flat(place).fill_(POISON)

@@ -30,8 +30,6 @@ from tessera.ir import BufferKind, Plan, Program, Run, Trace
 
 @dataclass
 class OngoingStep:
-    """A step that was started."""
-
     call: StepCall
     # Indexes of the programs that are still to be ordered for it.
     left: deque[int]
@@ -45,8 +43,6 @@ class OngoingStep:
 
 @dataclass
 class OpenMicrobatch:
-    """One that is open."""
-
     number: int
     lane: LoadedLane
     # State that no run has used yet, by name.
@@ -59,8 +55,6 @@ class OpenMicrobatch:
 
 @dataclass
 class Running:
-    """One program that workers are at."""
-
     microbatch: OpenMicrobatch
     step: OngoingStep
     program: Program
@@ -93,7 +87,6 @@ class Runs:
         self.moved: Counter[tuple[str, str]] = Counter()
 
     def add(self, lanes: Sequence[Sequence[Program]]) -> None:
-        """The programs of more lanes."""
         self.programs += lanes
         graphs = self._plan.graphs
         self._inputs += [[_inputs_of(p, graphs[p.step].trace) for p in lane] for lane in lanes]
@@ -116,7 +109,6 @@ class Runs:
         del self.opened[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
-        """True if a step of it may be ordered while another runs."""
         opened = self.opened.get(microbatch)
         return opened is not None and len(opened.lane.devices) == 1
 
@@ -170,7 +162,6 @@ class Runs:
         return StepDone(opened.number, step.call.step, step.outputs, seconds, step.final, step.busy_s)
 
     def _due_s(self) -> float:
-        """By when what begins now must be over."""
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def over(self, run: int, device: int) -> None:

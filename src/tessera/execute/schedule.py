@@ -51,7 +51,6 @@ class Job:
         return not isinstance(head, Recv) or head.transfer in self.arrived
 
     def issue(self) -> Any:
-        """The next instruction, which is issued now."""
         self.position += 1
         return self.instructions[self.position - 1]
 
@@ -82,8 +81,6 @@ def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float])
 
 
 class Queue:
-    """The jobs of one device."""
-
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}  # ticket -> job, oldest first
         self._early: dict[int, set[int]] = {}  # transfers that came before their job
@@ -131,7 +128,6 @@ class Queue:
         return iter(self._jobs.values())
 
     def drop(self, ticket: int) -> None:
-        """Forgets a finished job."""
         del self._jobs[ticket]
         self._awake.pop(ticket, None)
 

@@ -88,8 +88,6 @@ class Content(Occupancy, Protocol[R]):
 
 @dataclass(slots=True, eq=False)
 class Microbatch(Generic[R]):
-    """One that is open."""
-
     number: int
     lane: LoadedLane
     content: Content[R]
@@ -238,7 +236,6 @@ class Scheduler(Generic[R]):
         return None if timeout_s is None and self.is_idle else self.wait(timeout_s)
 
     def begin(self) -> None:
-        """Seats who can be seated, and starts what can start."""
         while True:
             if self._may_seat and self.queue:
                 self._seat_all()
@@ -373,7 +370,6 @@ class Scheduler(Generic[R]):
         self._run(microbatch, call)
 
     def _run(self, microbatch: Microbatch[R], call: StepCall) -> None:
-        """Its turn has come."""
         microbatch.running.append(call)
         self.stepper.start(call)
         if microbatch.content.can_look_ahead:

@@ -158,19 +158,16 @@ class Briefing:
 
 
 def briefing_of(setup: Setup, session: bytes) -> Briefing:
-    """What the worker of this setup must know."""
     weights = tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items()))
     return Briefing(Duty(**setup.duty), weights, session.hex())
 
 
 def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:
-    """A weight as a briefing has it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return WeightRecord(name, fingerprint(tensor), dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def pack_briefing(briefing: Briefing) -> bytes:
-    """As a message carries it."""
     return msgspec.json.encode(encode(briefing))
 
 

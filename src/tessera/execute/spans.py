@@ -35,7 +35,6 @@ class SpanLog:
         self._requests[microbatch] = request
 
     def forget(self, request: int) -> None:
-        """A request starts again: what it did before does not count."""
         self._spans.pop(request, None)
 
     def add(

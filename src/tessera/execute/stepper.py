@@ -43,8 +43,6 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step has ended."""
-
     microbatch: int
     step: int
     outputs: Tensors
@@ -72,7 +70,6 @@ class DeviceLost:
 
     @property
     def said(self) -> str:
-        """The device and what happened to it."""
         place = f"device {self.device}: "
         return place + self.message.removeprefix(place)
 

@@ -49,7 +49,6 @@ WARMUPS = 2
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an error, one line of it."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -111,7 +110,6 @@ class Walk:
         return [(storage, storage.clone()) for storage in found if storage.nbytes() <= most_bytes]
 
     def _is_fed(self, launch: int) -> bool:
-        """True iff all that a launch reads is there."""
         read = {a.buffer for a in self._trace.launches[launch].accesses if a.read or a.atomic}
         return self._is_real and read <= self._storages.keys()
 

@@ -36,8 +36,6 @@ NOTHING = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class RunTransfer:
-    """One transfer of one run."""
-
     # Of the program, among all that were ever loaded.
     lane: int
     program: Program
@@ -94,7 +92,6 @@ class Transport(Protocol):
 
 
 def check_name(name: str) -> None:
-    """Raises UnknownName with the known ones."""
     if name not in NAMES:
         raise UnknownName("transport", name, NAMES)
 
@@ -139,7 +136,6 @@ class _Linked:
         )
 
     def start(self, post: Post) -> None:
-        """The links' threads tell news."""
         self._post = post
         self._links.start()
 
@@ -149,7 +145,6 @@ class _Linked:
             self._largest[transfer.src] = max(self._largest.get(transfer.src, 0), transfer.num_bytes)
 
     def relink(self, device: int, epoch: int) -> None:
-        """The next frame opens a link."""
         self._epochs[device] = max(epoch, self._epochs[device])
         self._links.relink(device, epoch)
 
@@ -205,7 +200,6 @@ class SharedMemory(_Linked):
         self._links.post(dst, LinkFrame(transfer.run, transfer.number, 0, start_s), NOTHING)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        """From where the sender left them."""
         into.copy_(self._place(transfer))
 
     def forget(self, run: int) -> None:
@@ -257,7 +251,6 @@ class OverHost(_Linked):
         self._links.post(dst, LinkFrame(transfer.run, transfer.number, len(data), time.monotonic()), data)
 
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        """From memory that is used again."""
         with self._lock:
             held = self._held.pop((transfer.run, transfer.number))
         if held.numel() != into.numel():
@@ -284,7 +277,6 @@ class OverHost(_Linked):
         return coming.numpy().data
 
     def arrived(self, peer: int, frame: LinkFrame) -> None:
-        """Keeps the bytes and tells the worker."""
         with self._lock:
             coming = self._coming.pop(peer, None)
             if frame.run in self._forgotten:
@@ -300,7 +292,6 @@ OPENERS: dict[str, Callable[[Setup, KeyStore], Transport]] = {SHM: SharedMemory,
 
 
 def open_transport(setup: Setup, store: KeyStore) -> Transport:
-    """The transport of a CPU worker."""
     if setup.transport not in OPENERS:
         raise WorkerError(f"a CPU worker cannot use {setup.transport}", "Use --transport auto.")
     return OPENERS[setup.transport](setup, store)

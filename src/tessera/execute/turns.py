@@ -25,8 +25,6 @@ PATIENCE = 2.0
 
 @dataclass(slots=True, eq=False)
 class StepCost:
-    """What one step of one lane should take."""
-
     # Device -> seconds of its launches, by the plan's costs.
     busy_s: Mapping[str, float]
     # Alone; the busiest device's, until it is seen.
@@ -79,7 +77,6 @@ class Turns:
         return False
 
     def start(self, microbatch: int, cost: StepCost, scale: float, now_s: float) -> None:
-        """One that was held back starts."""
         alone_s = cost.alone_s * scale
         self._running[microbatch] = (now_s + self._patience * alone_s, alone_s, cost)
 

@@ -70,8 +70,6 @@ class Backend(Protocol):
 
 @dataclass
 class _Active:
-    """A run in progress."""
-
     order: Begin
     stand: Stand
     spans: list[tuple[int, float, float, float]] = field(default_factory=list)
@@ -108,7 +106,6 @@ class Worker:
         self._transport.start(orders.post)
 
     def loop(self) -> None:
-        """Until the engine hangs up."""
         self._answers.tell(WorkerReady(time.monotonic(), os.getpid()))
         try:
             while True:

@@ -174,7 +174,6 @@ class WorkerStepper:
         self.hub.wake()
 
     def use(self) -> DeviceUse:
-        """What devices and links did since the start, and how devices are."""
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
         return DeviceUse(dict(self.runs.busy_s), dict(self.runs.moved), devices)
 
@@ -237,7 +236,6 @@ class WorkerStepper:
                 self._lose(device, f"the worker said {type(message).__name__} out of turn")
 
     def _collect(self, device: int, done: Done) -> None:
-        """A device's share of a run."""
         running = self.runs.running.get(done.run)
         found = self.runs.collect(device, done)
         if isinstance(found, str):
@@ -250,7 +248,6 @@ class WorkerStepper:
             self._events.append(found)
 
     def _next_s(self) -> float | None:
-        """When something is late."""
         asked = {inquiry.run for inquiry in self._inquiries}
         times = [running.until_s for run, running in self.runs.running.items() if run not in asked]
         times += [inquiry.until_s for inquiry in self._inquiries]
@@ -277,13 +274,11 @@ class WorkerStepper:
         ends: tuple[int, int] | None = None,
         why: str = "",
     ) -> None:
-        """Has workers say where they are."""
         self._inquiries.append(_Inquiry(set(devices), time.monotonic() + ANSWER_S, run, ends, why))
         for device in devices:
             self.hub.order(device, Where())
 
     def _note(self, device: int, positions: Positions) -> None:
-        """What a worker says of itself."""
         for inquiry in list(self._inquiries):
             if device in inquiry.asked and inquiry in self._inquiries:
                 inquiry.told.setdefault(device, positions)

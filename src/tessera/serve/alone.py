@@ -49,11 +49,9 @@ class AloneService(ABC):
             self._running, self._busy_s = 0, self._busy_s + time.monotonic() - begun_s
 
     def answer(self, ask: Ask) -> Events:
-        """Refuses."""
         raise AskError(f"this model makes {self._makes}.", place="model")
 
     def snapshot(self) -> Snapshot:
-        """What it is doing now."""
         share = self._busy_s / max(1e-9, time.monotonic() - self._begun_s)
         return Snapshot(
             model=self._model,

@@ -44,7 +44,6 @@ class AnswerBuffer:
         return last
 
     async def next(self) -> Event:
-        """Waits for something to take."""
         while (event := self.take()) is None:
             self.waiter = waiter = asyncio.get_running_loop().create_future()
             if not self._news and self._finish is None:

@@ -131,8 +131,6 @@ def _card(endpoint: Endpoint) -> Card:
 
 @dataclass(frozen=True)
 class Intake:
-    """What bodies go through."""
-
     limits: HttpLimits
     limiter: RequestLimiter
     reading: Reading
@@ -310,7 +308,6 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's page with the bodies that it does not see."""
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
     texts = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
     kinds: tuple[type[BaseModel], ...] = (*texts, EmbeddingRequest, ImageRequest)

@@ -94,7 +94,6 @@ class Delivery:
             self._gaps = []
 
     def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
-        """The one end of every request."""
         request.is_over = True
         if request.batch is not None:
             request.batch.leave(request)

@@ -135,8 +135,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Encoder:
-    """An encoder on one device."""
-
     def __init__(self, module: Any, pooling: Pooling, device: str = "cpu") -> None:
         self._module, self.pooling, self.device = module.to(device), pooling, device
         config = module.config
@@ -162,7 +160,6 @@ class Encoder:
         return most if skipped is None else most - skipped - 1
 
     def encode(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Vectors [inputs, size], on the CPU."""
         longest = max(map(len, inputs))
         rows = [[*tokens, *[self._pad] * (longest - len(tokens))] for tokens in inputs]
         mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in inputs]
@@ -208,11 +205,9 @@ class EmbeddingService(AloneService):
 
     @property
     def num_waiting(self) -> int:
-        """Inputs."""
         return len(self._waiting)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """What is being computed is waited for."""
         with self._news:
             self._is_closed = True
             self._news.notify()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One model behind one address."""
-
     # What clients call it.
     model: str
     service: AnswerService

@@ -100,7 +100,6 @@ class Engine(Watcher[ActiveRequest]):
         self.stepper.wake()
 
     def cancel(self, request: ActiveRequest) -> None:
-        """Nobody waits for this one any more."""
         if not request.is_over:
             request.is_cancelled = True
             self.post(lambda: self._drop(request))
@@ -234,6 +233,5 @@ class Engine(Watcher[ActiveRequest]):
 
 
 def said_of(lost: DeviceLost) -> str:
-    """One line about a loss."""
     again = "it is not tried again" if lost.retry_s is None else f"it is tried again in {lost.retry_s:g} s"
     return f"lost {lost.said.rstrip('.')} ({again}; failure {lost.failures} in a row)"

@@ -54,7 +54,6 @@ class Still:
     workloads: Sequence[Workload]
 
     def state(self) -> Tensors:
-        """None of its own."""
         return {}
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:

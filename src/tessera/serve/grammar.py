@@ -55,7 +55,6 @@ class Guide:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more may come."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
@@ -77,8 +76,6 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """The grammars of one model."""
-
     def __init__(self, text: Text, vocab_size: int) -> None:
         library = _library()
         self._library = library

@@ -38,8 +38,6 @@ class _Gone(Exception):
 
 
 class TextToImage:
-    """A pipeline on one device."""
-
     def __init__(self, pipeline: Any, device: str = "cpu") -> None:
         self._pipeline, self.device = pipeline.to(device), device
         self._pipeline.set_progress_bar_config(disable=True)
@@ -101,7 +99,6 @@ def _written(picture: Any, form: str) -> bytes:
 
 
 def makes_images(model: str) -> bool:
-    """True if a model is a pipeline's folder."""
     return (Path(place_of(model)) / PIPELINE).is_file()
 
 
@@ -134,7 +131,6 @@ class ImageService(AloneService):
 
     @property
     def num_waiting(self) -> int:
-        """Requests."""
         return max(0, self._inside - self._running)
 
     def stop(self, grace_s: float = 0.0) -> None:

@@ -118,7 +118,6 @@ def _session_main(
     again_s: float | None,
     outcome: Connection,
 ) -> None:
-    """The process of one session."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:

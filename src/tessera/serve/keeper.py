@@ -62,7 +62,6 @@ class Keeper:
         self._background: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """Waits for plans under way."""
         if self._background is not None:
             self._background.shutdown(wait=True, cancel_futures=True)
 
@@ -73,7 +72,6 @@ class Keeper:
             self._plan_around(self._around | {event.device})
 
     def back(self, event: DeviceBack) -> None:
-        """A device works again."""
         if event.device not in self._around:
             return
         left = self._around - {event.device}

@@ -64,8 +64,6 @@ class ServableModel(Protocol):
 
 @dataclass(frozen=True)
 class KeptModel:
-    """What a service needs of a model that was built by an earlier start."""
-
     shape: Shape
     state_bytes: int
     tensors: Mapping[str, torch.Tensor]
@@ -79,11 +77,9 @@ class KeptModel:
         return cls(model.shape, model.state_bytes, weights)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """By name."""
         return dict(self.tensors)
 
     def senses(self) -> "tuple[Sight, Eyes] | None":
-        """None."""
         return None
 
 
@@ -100,7 +96,6 @@ class KeptPlans:
 
 
 def default_folder() -> Path:
-    """Where plans are kept between starts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "plans"
 
 
@@ -117,7 +112,6 @@ def key_of(place: str, *given: object) -> str:
 
 
 def find(key: str, folder: Path | None = None) -> KeptPlans | None:
-    """What was kept under this name."""
     own = (folder or default_folder()) / key
     try:
         more = json.loads((own / _MORE).read_text())

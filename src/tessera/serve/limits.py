@@ -75,7 +75,6 @@ class RequestLimiter:
                 self._empty.set()
 
     def check_open(self) -> None:
-        """Refuses by 503 when closed."""
         if self.is_closed:
             raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
 

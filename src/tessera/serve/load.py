@@ -88,7 +88,6 @@ class Ruler:
 
     @classmethod
     def from_two(cls, few: tuple[int, int], many: tuple[int, int]) -> "Ruler":
-        """From (words, tokens) of two prompts."""
         per_word = (many[1] - few[1]) / (many[0] - few[0])
         if per_word <= 0:
             text = f"{few[0]} words are {few[1]} tokens and {many[0]} words {many[1]}: it does not count them"
@@ -111,8 +110,6 @@ class QueryOutcome:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A whole run."""
-
     options: LoadOptions
     model: str
     outcomes: tuple[QueryOutcome, ...]
@@ -218,7 +215,6 @@ def _queries(options: LoadOptions, room: int | None, ruler: Ruler) -> tuple[list
 
 
 def make_prompts(num_words: Sequence[int], seed: int) -> list[str]:
-    """Distinct prompts of so many words each."""
     prompts: dict[str, None] = {}
     for number, words in enumerate(num_words):
         random = np.random.default_rng([seed, number])

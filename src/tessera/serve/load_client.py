@@ -185,7 +185,6 @@ async def generate(
 
 
 def read_stream(reply: Reply, start_s: float, end_s: float) -> Generation:
-    """What a reply says; LoadError if it is not a whole answer."""
     if reply.status != 200:
         raise LoadError(f"http {reply.status}", reply.message)
     if not reply.events:

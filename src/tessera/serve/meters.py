@@ -89,13 +89,11 @@ class Meters:
 
     @property
     def latency(self) -> Latency:
-        """Of the last answers and tokens."""
         first, between = sorted(self.first_s), sorted(self.between_s)
         return Latency(*(quantile(values, q) for values in (first, between) for q in (0.5, 0.99)))
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens over the window."""
         first, last = self._ends()
         return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s or 1.0)
 

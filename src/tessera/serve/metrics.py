@@ -35,8 +35,6 @@ Family = tuple[type[Gauge] | type[Counter], str, str, tuple[str, ...], Mapping[A
 
 
 class Metrics(Observer):
-    """All series of one service."""
-
     def __init__(self, model: str, snapshot: Callable[[], Snapshot]) -> None:
         self._model, self._snapshot = model, snapshot
         self.registry = CollectorRegistry(auto_describe=False)

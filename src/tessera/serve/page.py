@@ -23,14 +23,11 @@ NUM_DECISIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page and its Content-Security-Policy."""
-
     html: str
     policy: str
 
 
 def live_page() -> Page:
-    """Reads the page that is installed with the package."""
     html = files("tessera.serve").joinpath("page.html").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
@@ -47,7 +44,6 @@ def _hashes(html: str, tag: str) -> str:
 
 
 def state_document(snapshot: Snapshot) -> dict[str, Any]:
-    """What is going on now."""
     found = asdict(snapshot)
     del found["decided"]
     names = ("source", "destination", "utilisation", "bytes")

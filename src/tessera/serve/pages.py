@@ -30,7 +30,6 @@ def page_key(before: bytes, tokens: Sequence[int], seen: bytes = b"") -> bytes:
 
 
 def pages_for(num_tokens: int) -> int:
-    """Pages that hold so many tokens."""
     return -(-num_tokens // PAGE)
 
 
@@ -97,7 +96,6 @@ class PagePool:
         return page
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the first keys, as many as there are."""
         found = []
         for key in keys:
             page = self._by_key.get(key)
@@ -111,7 +109,6 @@ class PagePool:
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user of pages that were found."""
         for page in pages:
             self._idle.pop(page, None)
             self._users[page] += 1

@@ -185,12 +185,10 @@ def prepare(
 
 
 def warn_kept(what: str) -> None:
-    """Plans could not be kept."""
     print(f"warning: {what}; plans are not kept for the next start", file=sys.stderr)
 
 
 def prepared_from(model: ServableModel, cluster: Cluster, found: KeptPlans) -> Prepared:
-    """A service by plans of an earlier start."""
     plans = found.plans
     traces = [graph.trace for graph in plans[0].graphs]
     if any(interprets(device, traces) for device in cluster.devices):

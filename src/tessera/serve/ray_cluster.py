@@ -74,7 +74,6 @@ def joined(address: str) -> Iterator[str]:
 
 
 def nodes() -> list[Resources]:
-    """What each living node of the cluster has."""
     return [node["Resources"] for node in ray_module().nodes() if node["Alive"]]
 
 
@@ -148,8 +147,6 @@ def placed(
 
 
 class Seats:
-    """The actors of a service."""
-
     def __init__(self, devices: Sequence[Device], call: EngineCall, model: str = "") -> None:
         self._call, self._model = call, model
         there = nodes()

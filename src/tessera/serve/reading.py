@@ -172,7 +172,6 @@ _DEAD = _Refusal(503, "the body could not be read. Try again.", None, "overloade
 
 
 async def _exchanged(here: socket.socket, raw: bytes) -> bytes:
-    """Sends everything, and gives all that comes back."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(here, raw)
     here.shutdown(socket.SHUT_WR)

@@ -27,14 +27,11 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 
 def step_name(step: Step) -> str:
-    """What a step does, and of how many tokens."""
     return f"tokens-{step.context}" if step.kind == "tokens" else step.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one served model."""
-
     # Microbatches, and sequences of one of them at most.
     slots: int
     rows: int
@@ -59,7 +56,6 @@ class Shape:
         return tuple(size for size in self.sizes if size > self.rows)
 
     def num_sequences(self, size: int) -> int:
-        """Sequences that a step of this size has at most."""
         return min(size, self.rows) if self.is_flat or size <= self.rows else 1
 
     @property
@@ -162,8 +158,6 @@ class AnswerPiece:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of an answer."""
-
     reason: Reason
     prompt_tokens: int
     output_tokens: int
@@ -242,8 +236,6 @@ class Snapshot:
 
 
 class ImageDraft(msgspec.Struct, frozen=True, tag=True):
-    """A request for pictures."""
-
     prompt: str
     n: int
     seed: int | None

@@ -33,8 +33,6 @@ AVERAGE = Average()
 
 
 class PreparedPlanner:
-    """A planner for what a service was prepared from."""
-
     def __init__(self, prepared: Prepared, average: Average = AVERAGE) -> None:
         self._prepared, half = prepared, prepared.model.shape.capacity // 2
         self._average = Average(min(average.prompt, half), min(average.output, half))

@@ -193,7 +193,6 @@ def _choose_rows(logits: torch.Tensor, picks: Sequence[Pick]) -> list[Token | No
 
 
 def _bias(logits: torch.Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:
-    """Adds to single logits what was asked for."""
     rows = [row for row, own in enumerate(biases) for _ in own]
     if not rows:
         return
@@ -203,7 +202,6 @@ def _bias(logits: torch.Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -
 
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
-    """Takes out the tokens whose bit is not set in the mask of their row."""
     width = logits.shape[-1]
     for row, mask in masks.items():
         barred = np.unpackbits(~np.frombuffer(mask, np.uint8), count=width, bitorder="little")
@@ -211,7 +209,6 @@ def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
 
 
 def _penalise(logits: torch.Tensor, picks: Sequence[Pick]) -> None:
-    """Changes the logits of tokens that requests have already."""
     known = [(row, pick.counts) for row, pick in enumerate(picks) if pick.counts and pick.counts.numbers]
     if not known:
         return

@@ -97,7 +97,6 @@ class ActiveRequest:
         return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
 
     def add(self, number: int) -> None:
-        """The next token."""
         self.sequence.append(number)
         self.num_out += 1
         self.pick.add(number)
@@ -126,7 +125,6 @@ class ActiveRequest:
         return self.watch.feed(self.reader.flush()) + self.watch.flush()
 
     def times(self) -> Times:
-        """For the observer."""
         start = self.arrived_s
         queued = None if self.seated_s is None else self.seated_s - start
         first = None if self.first_s is None else self.first_s - start
@@ -213,7 +211,6 @@ class SeatedSequence:
 
     @property
     def pages(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
-        """Its page table."""
         return self.table[: self.num_pages]
 
     def begin(self, found: Sequence[int]) -> None:
@@ -232,7 +229,6 @@ class SeatedSequence:
         return passed
 
     def append(self, page: int) -> None:
-        """One more page."""
         if self.num_pages == len(self.table):
             self.table = np.concatenate([self.table, np.zeros_like(self.table)])
         self.table[self.num_pages] = page
@@ -313,8 +309,6 @@ Settle = Callable[["SequenceBatch", StepDone, Due], Sequence[ActiveRequest]]
 
 
 class Part(NamedTuple):
-    """What a step reads of one sequence."""
-
     sequence: SeatedSequence
     num_tokens: int
     # True if its next token comes of this.
@@ -327,16 +321,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was started."""
-
     parts: list[Part]
     # True if the model's own choice is what everybody takes.
     is_plain: bool
 
 
 class SequenceBatch:
-    """What an open microbatch holds."""
-
     def __init__(
         self,
         number: int,
@@ -379,7 +369,6 @@ class SequenceBatch:
 
     @property
     def num_free(self) -> int:
-        """How many more there may be."""
         return self._shape.rows - len(self._by_request)
 
     @property
@@ -408,7 +397,6 @@ class SequenceBatch:
         """Zeros."""
 
     def add(self, request: ActiveRequest) -> None:
-        """A request begins as soon as there are pages for it."""
         seen = None if self._sight is None else SeenPictures(request.ask.pictures)
         sequence = SeatedSequence(request, self._num_turns, heappop(self._unused_rows), seen)
         self._num_turns += 1
@@ -435,7 +423,6 @@ class SequenceBatch:
         return len(self._flights) == 1 and self._flights[0].is_plain
 
     def next_step(self) -> StepCall | None:
-        """The next step; None: there is nothing to do."""
         if (call := self._look()) is not None:
             return call
         if self._shape.window:
@@ -635,7 +622,6 @@ class SequenceBatch:
             sequence.num_published = after
 
     def _release(self, sequence: SeatedSequence) -> None:
-        """Its pages are free for others."""
         self._begun.remove(sequence)
         self.pool.give_back(sequence.pages[sequence.num_behind :].tolist())
         self._num_entries -= sequence.num_pages

@@ -85,7 +85,6 @@ class Guarded(H11Protocol):
         self._stall = self.loop.call_later(self.limits.stall_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has caught up."""
         super().resume_writing()
         self._forget_stall()
 
@@ -217,7 +216,6 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or one line that says why there is none."""
     place = f"{host}:{port}"
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -44,8 +44,6 @@ COST_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """What a service takes, and how it decides."""
-
     # A policy's name; "auto": as the monitor says, where there are several and it is known what they can do.
     policy: str = AUTO
     max_waiting: int = MAX_WAITING
@@ -57,7 +55,6 @@ DEFAULT = ServiceConfig()
 
 
 def say(line: str) -> None:
-    """One line of the log."""
     print(f"tessera: {line}", file=sys.stderr, flush=True)
 
 
@@ -176,7 +173,6 @@ class Service:
         self.stop(GRACE_S if error is None else 0.0)
 
     def start(self) -> None:
-        """From now on requests are answered."""
         self._is_started = True
         self._thread.start()
 
@@ -230,7 +226,6 @@ class Service:
         check_sampling(ask.sampling, shape.vocab_size)
 
     def snapshot(self) -> Snapshot:
-        """What the service is doing now; from any thread."""
         scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape
         contents = [microbatch.content for microbatch in list(scheduler.microbatches.values())]
         pools = [content.pool for content in contents if isinstance(content, SequenceBatch)]

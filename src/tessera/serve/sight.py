@@ -106,7 +106,6 @@ class Sight:
 
 
 def sight_of(encode: Workload, tokens: Workload) -> Sight:
-    """Of a model that sees, by its steps."""
     fixed = encode.make_inputs(0)
     del fixed["patches"]
     image = tokens.make_inputs(0)["image"]
@@ -136,7 +135,6 @@ class Eyes:
 
     @classmethod
     def of(cls, encode: Workload) -> "Eyes":
-        """The eyes of a model that encodes pictures by this step."""
         _pillow()  # now, and not with the first picture
         module: Any = encode.module
         config = module.config.vision_config

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is served and how."""
-
     # What clients call it; empty: the model's own name, of a folder its last part.
     name: str = ""
     spec: ServeSpec = field(default_factory=ServeSpec)

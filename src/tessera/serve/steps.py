@@ -52,7 +52,6 @@ class ServedModel:
 
     @property
     def encode(self) -> Workload | None:
-        """Of a model that sees."""
         return next((w for w in self.workloads if w.step.kind == "encode"), None)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -60,7 +59,6 @@ class ServedModel:
 
     @property
     def state_bytes(self) -> int:
-        """Of one microbatch, without making them."""
         return state_bytes(self.workloads[-1])
 
     @property

@@ -33,7 +33,6 @@ class Generation(Extension):
 
 
 def main() -> None:
-    """Until standard input ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     setup = read(source)
     for limit, most in (
@@ -63,7 +62,6 @@ class Filling:
         self._template: jinja2.Template | None = None
 
     def answer(self, variables: dict[str, Any]) -> dict[str, str]:
-        """{"text": ...} or {"error": ...}"""
         try:
             if self._template is None:
                 self._template = environment().from_string(self._source)
@@ -102,7 +100,6 @@ def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def fail(message: str) -> None:
-    """How a template refuses a conversation."""
     raise jinja2.TemplateError(message)
 
 

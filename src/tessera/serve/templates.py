@@ -33,8 +33,6 @@ KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
 class Template(Protocol):
-    """Fills in one chat template."""
-
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text of a conversation, or AskError."""
 

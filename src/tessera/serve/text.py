@@ -62,12 +62,9 @@ class Text(Protocol):
 
 
 class ByteText:
-    """Bytes as tokens."""
-
     end: tuple[int, ...] = (END,)
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """Begin, then the bytes."""
         return [*([BEGIN] if adds else ()), *_bytes(text[: most + 1])]
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
@@ -105,7 +102,6 @@ class ByteReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that are whole now."""
         if token < BEGIN:
             return self._decoder.decode(bytes((token,)))
         if token <= END:
@@ -172,7 +168,6 @@ class StopWatch:
         return held + text
 
     def flush(self) -> str:
-        """What was held back, at the end of an answer that no stop string ended."""
         return self.skip("")
 
 

@@ -80,7 +80,6 @@ class FolderText:
 
     @classmethod
     def open(cls, folder: Path) -> "FolderText":
-        """The text of a folder."""
         return cls(read_parts(folder))
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
@@ -146,8 +145,6 @@ def _elsewhere(parts: TextParts) -> FolderText:
 
 
 class FastTokenizer:
-    """A tokenizer of the library `tokenizers`."""
-
     def __init__(self, written: str) -> None:
         from tokenizers import Tokenizer
 
@@ -210,7 +207,6 @@ class WindowReader:
         self._num_old = self._given = 0
 
     def feed(self, token: int) -> str:
-        """The text that is certain now."""
         self._window.append(token)
         text = self._text.decode(self._window)
         sure = len(text)
@@ -226,7 +222,6 @@ class WindowReader:
         return new
 
     def flush(self) -> str:
-        """What was held back."""
         return self._text.decode(self._window)[self._given :]
 
 

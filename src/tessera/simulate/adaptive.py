@@ -70,7 +70,6 @@ class Adaptive:
             self._arm(server)
 
     def on_arrival(self, server: SimulatedServer) -> None:
-        """The monitor counts it."""
         self._tell(server, Arrived(server.scheduler.num_requests))
 
     def on_step(self, server: SimulatedServer, lane: LoadedLane, done: StepDone) -> None:

@@ -60,7 +60,6 @@ def make_arrivals(
 
 
 def poisson(rate_per_s: float, num: int, seed: int = 0) -> Arrivals:
-    """A Poisson stream."""
     return make_arrivals(f"poisson:{rate_per_s!r}", num, seed)
 
 

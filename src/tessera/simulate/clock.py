@@ -70,7 +70,6 @@ class _Simulation(Core):
                 self._span(track, trace.kernel_of(launch).name, flight, start, stop)
 
     def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
-        """A span on the link."""
         names = self._plan.cluster.names
         track = f"{names[wire.src]} -> {names[wire.dst]}"
         self._span(track, f"{wire.num_bytes} bytes", flight, start_us, stop_us, True)

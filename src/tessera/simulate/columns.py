@@ -70,17 +70,14 @@ class Script:
 
     @cached_property
     def num_items(self) -> int:
-        """Of all devices' lists."""
         return sum(len(column.items) for column in self.columns)
 
     @cached_property
     def device_us(self) -> tuple[float, ...]:
-        """How long each device is busy with it."""
         return tuple(sum(x.us for x in c.items if isinstance(x, LaunchSegment)) for c in self.columns)
 
 
 def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
-    """With its times until it waits."""
     return DeviceColumn(tuple(items), until_wait(items, lambda x: x.us))
 
 
@@ -106,7 +103,6 @@ class Wires:
         return 1 + max((bus for _, bus in self._links.values()), default=-1)
 
     def of(self, number: int, src: int, dst: int, num_bytes: int) -> TransferWire:
-        """A transfer of so many bytes."""
         link, bus = self._links[src, dst]
         return TransferWire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
 

@@ -28,8 +28,6 @@ Work = tuple[Script, float]
 
 @dataclass(slots=True)
 class Flight:
-    """What a microbatch has to run."""
-
     number: int
     microbatch: int
     lane: int
@@ -208,6 +206,5 @@ class Core(ABC):
 
 
 def _after(segment: LaunchSegment, spent_us: float) -> int:
-    """The launch of a segment that follows when so much of it is done."""
     reached = segment.ends_us[segment.start] + spent_us - SAME_US
     return bisect_left(segment.ends_us, reached, segment.start, segment.stop)

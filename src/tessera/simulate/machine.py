@@ -68,7 +68,6 @@ class _Loop(Core):
         self.now_us = 0.0
 
     def on_end(self, flight: Flight, now: float) -> None:
-        """Somebody looks at it before the loop goes on."""
         self.ended.append(flight.number)
 
     def on_segment(
@@ -91,7 +90,6 @@ class _Loop(Core):
             self.advance()
 
     def run_on(self) -> None:
-        """Until something ends."""
         while not self.ended and self._events:
             now = self.advance()
             assert now is not None, "there was an event"
@@ -112,7 +110,6 @@ class _Loop(Core):
             self._look(index, self.now_us)
 
     def state(self) -> State:
-        """Where it stands."""
         now = self.now_us
         age = {ticket: number for number, ticket in enumerate(self._running)}
         events = [
@@ -213,7 +210,6 @@ class VirtualMachine:
         self._stand(numbers)
 
     def _work_out(self) -> _Edge:
-        """What follows from here."""
         self.num_worked_out += 1
         start_us = self._begin()
         loop = self._loop

@@ -100,7 +100,6 @@ def report_of(
     limits: Sequence[LatencyLimit] = (),
     notes: Sequence[str] = (),
 ) -> ServingReport:
-    """The figures of a simulation."""
     found = measured(served)
     done = np.array(served.ledger.done_us) >= 0.0
     seconds = served.duration_us * 1e-6

@@ -28,8 +28,6 @@ SAME_US = 1e-3
 
 @dataclass
 class SimulatedRun:
-    """The raw result of a simulation."""
-
     demand: Demand
     ledger: RequestLedger
     policy: str

@@ -128,7 +128,6 @@ class ModelledRows(Content[int]):
 
     @property
     def takes(self) -> bool:
-        """Between two decodes."""
         return self._runs is None and not self._ahead and self.num_free > 0
 
     @property
@@ -184,7 +183,6 @@ class ModelledRows(Content[int]):
             self._ledger.first_us[request] = self._now_us()
 
     def end(self, done: StepDone) -> Sequence[int]:
-        """Books what the step gave, and lets those who are done go."""
         is_decode, self._runs = self._runs is self._decode, None
         if self._ahead:
             return ()

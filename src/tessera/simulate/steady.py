@@ -58,7 +58,6 @@ def weights_of(plan: Plan) -> list[float]:
 
 
 def mean_weight(plan: Plan) -> float:
-    """Work units in an average request."""
     rates = [lane.rate_per_s for lane in plan.lanes]
     return sum(r * weight for r, weight in zip(rates, weights_of(plan), strict=True)) / sum(rates)
 
@@ -153,7 +152,6 @@ class Window(Core):
         self._run_us[flight.microbatch] += us
 
     def on_end(self, flight: Flight, now: float) -> None:
-        """The slot takes the next request."""
         self._table.give_back(flight.lane)
         self._admit(flight.microbatch, now)
 
@@ -294,7 +292,6 @@ class Fluid(Window):
         return (1 + same) * script.busy_us
 
     def _clear(self, now: float) -> None:
-        """Nothing runs, nothing is under way."""
         self._events.clear()
         self._bus_free = [now] * len(self._bus_free)
         for device in self.devices:

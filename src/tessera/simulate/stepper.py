@@ -205,7 +205,6 @@ class VirtualStepper:
 
     @property
     def busy_us(self) -> list[float]:
-        """Of every device, then of every bus."""
         return self.machine.busy_us
 
     def _done(self, microbatch: int) -> StepDone:

@@ -22,8 +22,6 @@ USUAL = MonitorConfig()
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything but the plans."""
-
     arrivals: Arrivals
     weather: Weather = FAIR
     limits: tuple[LatencyLimit, ...] = ()
@@ -54,7 +52,6 @@ class Setting:
 
 
 def compare(plans: Sequence[tuple[str, Plan]], setting: Setting) -> tuple[ServingReport, ...]:
-    """One report a plan."""
     return tuple(_alone(replace(plan, policy=name), setting) for name, plan in plans)
 
 

@@ -29,8 +29,6 @@ from tessera.ir import Device, DeviceKind
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Some SMs of one card."""
-
     ordinal: int
     num_sms: int
     context: ctypes.c_void_p
@@ -74,11 +72,9 @@ class GpuDevice:
             return Turnstile()
 
     def synchronize(self) -> None:
-        """Waits for all work of this process on the card."""
         torch.cuda.synchronize(self.ordinal)
 
     def close(self) -> None:
-        """Waits for the card, then gives the streams back."""
         try:
             self.synchronize()
         except RuntimeError:  # a GPU that has failed: its work is over, and its error was told already
@@ -113,7 +109,6 @@ def _part(devices: Sequence[Device], number: int) -> Partition | None:
 
 
 def check_device(device: Device, num_gpus: int) -> None:
-    """Raises unless it is a CUDA device whose GPU is here."""
     if device.kind is not DeviceKind.CUDA:
         raise WorkerError(f"{device.name} is no CUDA device", "Plan again with cuda: devices.", device.name)
     if device.ordinal >= num_gpus:

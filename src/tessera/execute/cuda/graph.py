@@ -113,8 +113,6 @@ class ShareGraph:
 
 
 class _Issue:
-    """One pass over a device's share."""
-
     def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
         self._share, self._is_rehearsal = share, is_rehearsal
         self._program, self._room = share.program, share.room

@@ -135,7 +135,6 @@ class DeviceGraphs:
         return True
 
     def close(self) -> None:
-        """Waits for the GPU and gives back graphs, memory and streams."""
         self._graphs, self._rooms = {}, []
         if self.transport is not None:
             self.transport.close()
@@ -235,7 +234,6 @@ class DeviceGraphs:
                 room.inputs[key] = torch.zeros(size, dtype=torch.uint8, device=card).untyped_storage()
 
     def _check_memory(self, new: Sequence[Program]) -> None:
-        """Raises if the card lacks the memory, with what to lower."""
         number, card = self.device.number, self.device.card
         weights: dict[str, int] = {}
         state: dict[str, int] = {}

@@ -103,7 +103,6 @@ class Host(GpuTransport):
         driver.mem_ops(stream, [MemOp(mirror.address + mirror.layout.flag(spot), 1)])
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        """The flag in pinned memory, then the copy to the GPU."""
         mirror = self._mirror(spot.program, self._device)
         transfer, flag = self._transfer(spot), mirror.address + mirror.layout.flag(spot)
         place = self._inboxes.place(spot, self._device) + transfer.start
@@ -112,7 +111,6 @@ class Host(GpuTransport):
         driver.copy(stream, target, mirror.address + place, transfer.num_bytes)
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
-        """From now on its transfers have a place."""
         with self._changed:
             self._runs.pop(self._current.get(microbatch, -1), None)
             self._runs[run] = (microbatch, program)
@@ -161,7 +159,6 @@ class Host(GpuTransport):
         return self._mirror(spot.program, self._device).bytes[first : first + frame.size]
 
     def arrived(self, peer: int, frame: LinkFrame) -> None:
-        """Sets the flag that the graph waits for."""
         spot = self._find(frame)
         if spot is not None:
             mirror = self._mirror(spot.program, self._device)
@@ -189,7 +186,6 @@ class Host(GpuTransport):
     # Sending ------------------------------------------------------------------------------------------
 
     def _send_all(self, dst: int) -> None:
-        """A link's thread."""
         seen = 0
         while True:
             with self._changed:

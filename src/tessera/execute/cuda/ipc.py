@@ -28,8 +28,6 @@ class PeerAway(WorkerError):
 
 
 class Ipc(GpuTransport):
-    """One worker's end."""
-
     def __init__(
         self,
         device: int,
@@ -83,7 +81,6 @@ class Ipc(GpuTransport):
         self._side.synchronize()
 
     def relink(self, device: int, epoch: int) -> bool:
-        """Its inbox is another, if its worker is."""
         if epoch == self._epochs[device]:
             return False
         self._epochs[device] = epoch

@@ -53,8 +53,6 @@ SLEEP_CYCLES = 200_000
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step on one device."""
-
     whole_us: float
     # What a stamped launch shows beyond its own time.
     stamp_us: float

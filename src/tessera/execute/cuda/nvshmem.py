@@ -65,8 +65,6 @@ def _library() -> Any:
 
 
 class Nvshmem(GpuTransport):
-    """One worker's end."""
-
     def __init__(
         self, device: int, ordinal: int, num_devices: int, microbatches: int, store: KeyStore, epoch: int = 0
     ) -> None:

@@ -75,7 +75,6 @@ def choose_scale(
 
 
 def launch_hold(us: float, scale: float, left_us: float = 0.0) -> Hold:
-    """What a launch of so many modelled microseconds holds its device for."""
     return Hold(round(us * scale * 1e3), left_ns=round(left_us * scale * 1e3))
 
 

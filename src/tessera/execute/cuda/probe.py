@@ -22,8 +22,6 @@ MPS_PIPE, MPS_SHARE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENT
 
 @dataclass(frozen=True, slots=True)
 class TransportState:
-    """One way between workers."""
-
     name: str
     # What it joins, in words.
     joins: str
@@ -34,7 +32,6 @@ class TransportState:
 
 
 def transports() -> tuple[TransportState, ...]:
-    """Every way."""
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return (
         TransportState("shm", "CPU workers of one machine", True, True, "shared memory"),

@@ -33,7 +33,6 @@ class Calibration:
 
     @classmethod
     def of(cls, device: GpuDevice) -> "Calibration":
-        """Compares the two, to some microseconds."""
         record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device=device.card)
         best = (float("inf"), 0, 0.0)
         for _ in range(LOOKS):
@@ -50,7 +49,6 @@ class Calibration:
 
 
 def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: Calibration) -> Rows:
-    """Of the graph's last replay."""
     records = graph.records.cpu().tolist()
     if not records:
         return [], []

@@ -59,7 +59,6 @@ class InboxLayout:
         self.total_bytes = self._first_place + microbatches * bytes_each
 
     def flag(self, spot: InboxSpot) -> int:
-        """Where the flag of a transfer is."""
         return (spot.microbatch * self.flags_each + spot.transfer) * WORD
 
     def flags(self, microbatch: int) -> tuple[int, int]:
@@ -67,17 +66,13 @@ class InboxLayout:
         return microbatch * self.flags_each * WORD, self.flags_each * WORD
 
     def record(self, spot: InboxSpot) -> int:
-        """Where the record of a transfer is."""
         return self.num_flags * WORD + self.flag(spot) * RECORD_WORDS
 
     def part(self, microbatch: int) -> int:
-        """Where the places of a microbatch begin."""
         return self._first_place + microbatch * self.bytes_each
 
 
 class Inboxes:
-    """Of every device, as programs are added."""
-
     def __init__(self, num_devices: int, microbatches: int) -> None:
         self._microbatches = microbatches
         self.programs: list[Program] = []
@@ -86,7 +81,6 @@ class Inboxes:
         self._used: list[list[tuple[InboxLayout, dict[int, int]]]] = [[] for _ in range(num_devices)]
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        """Makes room for the transfers of a lane's programs; every worker adds lanes in the same order."""
         self.programs += programs
         for device, layouts in enumerate(self.layouts):
             layout = self.layout_for(programs, traces, device)
@@ -109,7 +103,6 @@ class Inboxes:
         return InboxLayout(len(known), self._microbatches, flags, each)
 
     def layout(self, program: int, device: int) -> InboxLayout:
-        """The inbox of a device that a program uses."""
         return self._used[device][program][0]
 
     def place(self, spot: InboxSpot, device: int) -> int:
@@ -182,7 +175,6 @@ class GpuTransport(ABC):
         return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
 
     def record(self, spot: InboxSpot) -> torch.Tensor:
-        """The record that came with it."""
         start = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).record(spot)
         return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
 

@@ -155,7 +155,6 @@ DONE:
 
 
 def kernel() -> Kernel:
-    """The turnstile as a kernel like any other."""
     return Kernel(ENTRY, Origin.PTX, ptx=PTX, signature=SIGNATURE)
 
 
@@ -209,7 +208,6 @@ class Chain:
         return self._queue is not None
 
     def enter(self, record: torch.Tensor, hold: Hold) -> None:
-        """Before a launch or copy."""
         turn = (self._places, self._place, key_of(hold)) if self._places else NO_TURN
         self._turnstile(self.open, self._extra_ns, self._queue, record, hold.hold_ns, turn)
         self.open, self._extra_ns = record, 0

@@ -63,8 +63,6 @@ CANCEL_S = 20.0
 
 @dataclass
 class _Running:
-    """A run that was launched."""
-
     order: Begin
     program: Program
     graph: ShareGraph | None
@@ -77,8 +75,6 @@ class _Running:
 
 
 class CudaWorker:
-    """The device's graphs and the loop."""
-
     def __init__(self, setup: Setup, store: KeyStore, orders: Orders, answers: Answers) -> None:
         self._setup, self._orders, self._answers = setup, orders, answers
         # Where the worker is: (microbatch, run, position), for the message of an error.
@@ -111,7 +107,6 @@ class CudaWorker:
         self._load(setup.programs)
 
     def loop(self) -> None:
-        """Until the engine hangs up."""
         self._orders.where = self._where
         self._answers.tell(WorkerReady(time.monotonic(), os.getpid()))
         while True:
@@ -283,7 +278,6 @@ class CudaWorker:
         self._answers.tell(Cancelled(run))
 
     def _end_stuck(self, running: _Running) -> None:
-        """Sets flags until the graph has ended."""
         deadline, transport = time.monotonic() + CANCEL_S, self._graphs.transport
         while not running.done.query():
             if transport is not None:
@@ -293,7 +287,6 @@ class CudaWorker:
             time.sleep(1e-3)
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        """Zeros all state of a lane that lives here."""
         room = self._graphs.room(microbatch)
         with torch.cuda.stream(room.origin):
             for program in self._programs[lane]:

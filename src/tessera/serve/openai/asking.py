@@ -35,7 +35,6 @@ class AskBatch:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each once."""
         return sum(len(ask.prompt) for ask in self.prompts)
 
 
@@ -73,7 +72,6 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
 
 
 async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
-    """The prompt with the tokens of its pictures."""
     assert endpoint.eyes is not None, "only a model that sees is sent pictures"
     patches = [await asyncio.to_thread(endpoint.eyes.look, url) for url in draft.urls]
     prompt, pictures = endpoint.eyes.placed(draft.prompts[0], patches)

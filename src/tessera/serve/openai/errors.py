@@ -97,6 +97,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def add_handlers(app: "FastAPI") -> None:
-    """Makes every error of the app one of ours."""
     for kind in (ApiError, TesseraError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)

@@ -109,8 +109,6 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
 
 
 class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
-    """A request for embeddings, in tokens."""
-
     inputs: tuple[tuple[int, ...], ...]
     is_base64: bool
     # Numbers of a vector; None: all.
@@ -255,7 +253,6 @@ def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tu
 
 
 def _shown_tool(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates know it."""
     function = tool.function
     described = {} if function.description is None else {"description": function.description}
     parameters = function.parameters or NO_PARAMETERS
@@ -281,7 +278,6 @@ def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]]
 
 
 def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
-    """Of a message."""
     return ApiError(400, f"messages.{number}: {what}", "messages", code)
 
 

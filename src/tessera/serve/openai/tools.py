@@ -82,7 +82,6 @@ class ForcedCalls:
         return found if self._before is not None else found + self._more(text[given:])
 
     def finish(self) -> list[Told]:
-        """Nothing is held back."""
         return []
 
     def _more(self, text: str) -> list[Told]:

@@ -48,8 +48,6 @@ FEW_LOGPROBS = 512
 
 
 class Writer:
-    """The documents of one request."""
-
     def __init__(self, endpoint: Endpoint, batch: AskBatch) -> None:
         self._text, self._batch, self._draft = endpoint.text, batch, batch.draft
         self._num_top = batch.asks[0].sampling.logprobs
