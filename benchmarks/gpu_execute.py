@@ -12,6 +12,7 @@ pairs     for each family and pair of devices: the throughput plan, data-paralle
           `ipc`, by the same workers, against what was simulated. With --halves the plan over `ipc` and
           `nvshmem`, each process with half of the card, which NVSHMEM asks for where two of its elements are
           one card; with --host the plan for a link as `host` has it, over `host`
+loads     loads of the evaluation: the plan and the best coarser policy, each at its own best batch
 soak      requests in a row with a change of policy at random and kills of workers: outputs equal, none lost
 
 Partitions of one card are priced by measuring, dilated devices by the cost model; rates on dilated
@@ -26,14 +27,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its siblings, as benchmarks.*
 
-PARTS = ("probe", "overhead", "pairs", "soak")
+PARTS = ("probe", "overhead", "pairs", "loads", "soak")
 PAIRS = (
     ("cuda:0/as=a100,cuda:0/as=l40s", "pcie4"),
     ("cuda:0/as=h20,cuda:0/as=l40s", "pcie4"),
@@ -41,6 +42,8 @@ PAIRS = (
 )
 POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
 SLOTS = 6
+# Of gpu_execute_loads.
+LOADS = ("llama-decode", "sd3.5", "mamba-prefill", "qwen-decode")
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,13 @@ class Log:
     """Results of one part, on disk after every entry."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._began = path, time.monotonic()
+        self._path, self.began = path, time.monotonic()
         self.found: dict[str, Any] = {}
 
     def put(self, name: str, value: Any) -> None:
         """Adds or replaces an entry."""
         self.found[name] = value
-        self.found["seconds"] = round(time.monotonic() - self._began, 1)
+        self.found["seconds"] = round(time.monotonic() - self.began, 1)
         self._path.write_text(json.dumps(self.found, indent=1) + "\n")
         failed = value["error"] if isinstance(value, dict) and "error" in value else ""
         text = str(failed)[-1500:] if failed else json.dumps(value)[:700]
@@ -296,6 +299,19 @@ def _short(text: str) -> str:
     return "+".join(word.rpartition("=")[2] for word in text.split(","))
 
 
+# Loads ------------------------------------------------------------------------------------------------------
+
+
+def loads(log: Log, args: argparse.Namespace) -> None:
+    """One load, with a part of the layers of its model."""
+    from benchmarks.gpu_execute_loads import ROWS, measured, searched
+
+    row = ROWS[args.family]
+    found = searched(row)
+    log.put("load", {**asdict(row), "search s": round(time.monotonic() - log.began, 1)})
+    log.attempt("measured", measured, row, found, log.put)
+
+
 # Soak -------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +361,7 @@ def run_parts(args: argparse.Namespace, command: str) -> None:
     jobs = [
         (part, family)
         for part in args.parts.split(",")
-        for family in (args.families.split(",") if part == "pairs" else [""])
+        for family in {"pairs": args.families.split(","), "loads": args.loads.split(",")}.get(part, [""])
     ]
     kept = kept_parts(args.keep, [part for part, _ in jobs])
     whole: dict[str, Any] = {"command": command, "about": about(), **kept}
@@ -382,6 +398,7 @@ def main() -> None:
     parser.add_argument("--name", default="execute")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--families", default="llama,gpt-oss,sd3.5")
+    parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
     parser.add_argument("--pair", default="", help="only pairs whose devices contain this")
     parser.add_argument("--layers", type=int, default=4)
@@ -406,7 +423,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
         log = Log(args.result)
-        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "soak": soak}
+        parts = {"probe": probe, "overhead": overhead, "pairs": pairs, "loads": loads, "soak": soak}
         what = parts[args.child]
         try:
             what(log, args)

@@ -45,6 +45,7 @@ def table(whole: dict[str, Any]) -> str:
             lines.append(f"| {name.removeprefix('pairs-')} | {key} | {ratios} | {row['best coarse']} |")
     lines += _transports(parts)
     lines += _one_process(parts, whole.get("one process", {}))
+    lines += _loads({name: part for name, part in whole.items() if name.startswith("loads")})
     for name in ("overhead", "soak", "small", "probe"):
         if name in whole:
             lines += ["", f"## {name}", "", "```json", json.dumps(whole[name], indent=1), "```"]
@@ -130,6 +131,35 @@ def _transports(parts: dict[str, Any]) -> list[str]:
             beside = f"simulated for that link {row['simulated per s']}, link {found['link']} us, GB/s"
             rate = row["measured per s"]
             lines.append(f"| {family} | {devices} | host | {rate} | {beside} | {row['equal']} |")
+    return lines
+
+
+def _loads(parts: dict[str, Any]) -> list[str]:
+    """The plan and the best coarser policy of a load, each at its own best batch."""
+    if not parts:
+        return []
+    lines = [
+        "",
+        "Loads of the evaluation with a part of their models' layers, every policy at its own best batch, as "
+        "the search chose it; ratios are of rows per second:",
+        "",
+        "| load | cards | layers | plan | best coarser | ratio, predicted | ratio, measured "
+        "| measured / predicted | equal |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for part in parts.values():
+        found, load = part.get("measured", {}), part.get("load", {})
+        if "measured ratio" not in found:
+            continue
+        rates, best = found["rates"], found["best"]
+        batches = ["/".join(map(str, dict.fromkeys(rates[n]["batch"].values()))) for n in ("plan", best)]
+        ways = [f"{b} x {rates[n]['microbatches']}" for n, b in zip(("plan", best), batches, strict=True)]
+        cells = [
+            f"{load['model']} {load['kind']} at {load['context']}", "+".join(load["gpus"]),
+            f"{load['layers']} of {load['whole']}", ways[0], f"{best}, {ways[1]}", found["predicted ratio"],
+            found["measured ratio"], found["measured / predicted"], all(r["equal"] for r in rates.values()),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 

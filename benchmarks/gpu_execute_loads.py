@@ -1,0 +1,206 @@
+"""Loads on one card: plan and best coarser policy, each at its own best batch; used by gpu_execute.py.
+
+A model with a part of its layers is planned as `tessera plan MODEL` plans a whole one: with the same part of
+each device's memory and of the limit. What the search chose is then recorded on the card at its own batch
+and run on worker processes. Replicas of data-parallel have nothing to do with one another: each is run alone,
+with two microbatches so that it never waits for its next one, and their rates are added.
+"""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from benchmarks.gpu_capture import _build
+from benchmarks.gpu_execute import Same
+from benchmarks.gpu_execute_pairs import (
+    COMPARED,
+    differing,
+    make_plans,
+    opened,
+    own_times,
+    priced,
+    timed,
+    wanted,
+)
+from torch.nn.attention import sdpa_kernel
+
+from tessera.capture.inductor import on_device
+from tessera.capture.models import register
+from tessera.capture.record import PORTABLE, record
+from tessera.execute.cuda.measure import whole_plan
+from tessera.execute.offline import run_offline
+from tessera.execute.worker_stepper import hidden_main
+from tessera.flow import LoadSteps, make_unit, plan_steps
+from tessera.ir import Cluster, Plan, Step
+from tessera.plan import LoadPlan, Option, Target
+from tessera.profile import make_cluster, parse_devices
+
+# Batches that are looked at, for every policy alike, and those near the best of them.
+BATCHES, NEAR = (8, 32, 128, 512), ((0.5, 2.0), (0.75, 1.5))
+# Steps of a request: its state is cleared when it begins.
+RUNS = 8
+# Seconds of a round.
+SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A load of the evaluation: so many layers of a model, one kind of step."""
+
+    model: str
+    # Of the whole model, and of what is run.
+    whole: int
+    layers: int
+    kind: str
+    context: int
+    gpus: tuple[str, str]
+    link: str
+    # Per token, or per step, of the whole model.
+    limit_ms: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Of the model."""
+        return self.layers / self.whole
+
+
+# Among the evaluation's largest gains on two devices, and one without.
+ROWS = {
+    "llama-decode": Row("llama-3-8b", 32, 8, "decode", 1280, ("h20", "l40s"), "nvlink"),
+    "sd3.5": Row("sd3.5-medium", 24, 6, "denoise", 1024, ("h20", "l40s"), "nvlink", 1000.0),
+    "mamba-prefill": Row(
+        "mamba-codestral-7b", 64, 8, "prefill", 512, ("rtx-pro-6000", "h20"), "pcie4", 2000.0
+    ),
+    "qwen-decode": Row("qwen2.5-vl-7b", 28, 7, "decode", 640, ("a100", "l40s"), "nvlink"),
+}
+
+
+def searched(row: Row) -> LoadPlan:
+    """Batch, microbatches and placement of every policy, without a GPU."""
+    name = f"{row.model}-{row.layers}-layers"
+    register(name, (row.kind,))(lambda step: _build(replace(step, model=row.model), row.layers))
+    step = Step(name, row.kind, 1, row.context)
+    target = Target(0 if row.kind == "decode" else 1, row.limit_ms and row.limit_ms * row.share)
+    cluster = _smaller(make_cluster(parse_devices(",".join(f"emu:{g}" for g in row.gpus)), row.link), row)
+    return plan_steps(LoadSteps([step], (1,)), cluster, target, BATCHES, near=NEAR)
+
+
+def _smaller(cluster: Cluster, row: Row) -> Cluster:
+    """With as much of the memory as the model has of its layers."""
+    devices = (replace(d, memory_bytes=int(d.memory_bytes * row.share)) for d in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The row at one batch, on the card."""
+
+    unit: Any
+    weights: dict[str, torch.Tensor]
+    requests: Sequence[Same]
+
+    def request(self, seed: int) -> Same:
+        """One of a few."""
+        return self.requests[seed % len(self.requests)]
+
+
+def _built(row: Row, batch: int) -> _Built:
+    with torch.device("cuda"):
+        workload = _build(Step(row.model, row.kind, batch, row.context), row.layers)
+    with sdpa_kernel(PORTABLE):
+        trace = record(on_device(workload, "cuda:0"))
+    made = [{n: t.cpu() for n, t in workload.make_inputs(seed).items()} for seed in range(COMPARED)]
+    return _Built(make_unit([trace], (RUNS,)), workload.weights(), [Same(given) for given in made])
+
+
+def measured(row: Row, found: LoadPlan, tell: Any) -> dict[str, Any]:
+    """Plan and best coarser policy on the card, in one run."""
+    planned = [o for o in found.options if o.policy == "plan"]
+    within = row.limit_ms and row.limit_ms * row.share
+    plan = max(
+        (o for o in planned if not within or o.tpot_ms <= within), key=lambda o: o.tokens_per_s, default=None
+    )
+    best = max(found.baselines, key=lambda o: o.tokens_per_s)
+    replicas = next((o for o in found.baselines if o.policy == "data-parallel"), None)
+    rates: dict[str, Any] = {}
+    for name, option in {"plan": plan, "best": best, "data-parallel": replicas}.items():
+        if option is None:
+            continue
+        if name != "plan" and option.policy in rates:
+            continue
+        key = "plan" if name == "plan" else option.policy
+        rates[key] = _measure(row, option)
+        tell(f"{key} so far", rates[key])
+    if "plan" not in rates:
+        return {"rates": rates, "best": best.policy}
+    ratio = _ratio(rates, "plan", best.policy)
+    return {
+        "rates": rates, "best": best.policy, **ratio,
+        "data-parallel": _ratio(rates, "plan", "data-parallel") if "data-parallel" in rates else None,
+    }  # fmt: skip
+
+
+def _ratio(rates: dict[str, Any], one: str, other: str) -> dict[str, float]:
+    predicted, real = (rates[one][key] / rates[other][key] for key in ("simulated rows/s", "measured rows/s"))
+    return {
+        "predicted ratio": round(predicted, 4), "measured ratio": round(real, 4),
+        "measured / predicted": round(real / predicted, 4),
+    }  # fmt: skip
+
+
+def _measure(row: Row, option: Option) -> dict[str, Any]:
+    """Rows a second of one policy at its own point."""
+    if option.policy not in ("data-parallel", "single"):
+        (batch,) = set(option.batch.values())
+        policy = "throughput" if option.policy == "plan" else option.policy
+        parts = {option.policy: _run(row, batch, option.microbatches, policy)}
+    else:
+        parts = {
+            device: _run(row, batch, 2, "single", row.gpus.index(device.partition(":")[2]))
+            for device, batch in option.batch.items()
+        }
+    return {
+        "measured rows/s": round(sum(p["measured rows/s"] for p in parts.values()), 2),
+        "simulated rows/s": round(sum(p["simulated rows/s"] for p in parts.values()), 2),
+        "searched rows/s": round(option.tokens_per_s, 2), "batch": option.batch,
+        "microbatches": option.microbatches, "equal": all(p["equal"] for p in parts.values()),
+        "parts": parts,
+    }  # fmt: skip
+
+
+def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict[str, Any]:
+    """One plan on worker processes: its bits, and rows a second in the time of the devices that it is for."""
+    built = _built(row, batch)
+    own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
+    text = ",".join(f"cuda:0/as={gpu}" for gpu in row.gpus)
+    cluster, costs, scale = priced(built, text, row.link, own)
+    cluster = _smaller(cluster, row)
+    if policy == "single":
+        plan = replace(whole_plan(built.unit, cluster, device), costs=costs, slots=slots)
+        simulated = 1e6 / _alone_us(plan, device)
+    else:
+        plan = make_plans(built, costs, cluster, (policy,), slots)[policy]
+        simulated = plan.simulated_per_s
+    expected = wanted(built, COMPARED)
+    with hidden_main(), opened(built, {policy: plan}, scale.factor, "ipc") as stepper:
+        results = run_offline(stepper, [built.request(i % COMPARED) for i in range(2 * slots)]).results
+        wrong = [differing(expected[i % COMPARED], r)[:2] for i, r in enumerate(results)]
+        first = timed(stepper, built, 0, 2 * slots)
+        per_s = timed(stepper, built, 0, max(6 * slots, min(240, round(first * SECONDS))))
+    del built
+    gc.collect()
+    torch.cuda.empty_cache()
+    rows = batch * RUNS
+    return {
+        "measured rows/s": round(per_s * scale.factor * rows, 2),
+        "simulated rows/s": round(simulated * rows, 2), "batch": batch, "scale": round(scale.factor, 4),
+        "covered": scale.covered, "equal": not any(wrong), "differing": [w for w in wrong if w][:2],
+    }  # fmt: skip
+
+
+def _alone_us(plan: Plan, device: int) -> float:
+    """One request on one device, which has nothing to wait for."""
+    steps = zip(plan.costs, plan.unit.counts, strict=True)
+    return sum(count * sum(row[device].us for row in costs.costs) for costs, count in steps)
