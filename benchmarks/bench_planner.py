@@ -31,7 +31,7 @@ from benchmarks.planner_instances import Case, Spec, make_case
 
 from tessera import ir
 from tessera.plan import PlanConfig, solve
-from tessera.plan.latency import Clock, bound_us
+from tessera.plan.latency import RequestTimer, bound_us
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.milp import best_placement
 from tessera.plan.problem import build
@@ -155,7 +155,7 @@ def latency() -> Iterator[Figures]:
     for name, case in chain(made, captured_cases()):
         plan, row = by_busy_time(case, ir.Objective.LATENCY)
         problem = build(*case)
-        row["latency_gap"] = plan.latency_us / bound_us(problem, Clock(problem)) - 1.0
+        row["latency_gap"] = plan.latency_us / bound_us(problem, RequestTimer(problem)) - 1.0
         yield {"part": "latency", "instance": name} | row
 
 

@@ -12,7 +12,7 @@ from tessera.profile import gpu
 from tessera.profile.counts import OpClass
 from tessera.profile.fitted import model_for, peaks_of
 from tessera.profile.model import Array, predict
-from tessera.profile.tables import KINDS, SYSTEMS, Store, Tables
+from tessera.profile.tables import KINDS, SYSTEMS, TableCache, Tables
 from tessera.profile.tables.files import CARDS
 
 _WIDTHS = [512, 1024, 2048, 3072, 4096, 8192, 12288, 16384]
@@ -84,4 +84,4 @@ def write_table(
 
 def made_tables(root: Path, cache: Path | None = None) -> Tables:
     """The tables of a hand-made folder."""
-    return Tables(root, Store(cache))
+    return Tables(root, TableCache(cache))

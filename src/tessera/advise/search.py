@@ -62,7 +62,7 @@ def advise(
     devices = parse_devices(",".join(f"emu:{offer.gpu}" for offer in offers))
     listed = baskets(offers, market.max_devices, market.provider)
     most = max(_memory(basket, market) for basket in listed)
-    search = _Search(load, market, [], advance, show)
+    search = _BasketSearch(load, market, [], advance, show)
     for batch in batches:
         advance(f"pricing batch {batch} on {len(offers)} GPUs")
         unit = recorded.at(batch)
@@ -92,7 +92,7 @@ def _memory(basket: Basket, market: Market) -> float:
 
 
 @dataclass
-class _Search:
+class _BasketSearch:
     load: Load
     market: Market
     # By batch, ascending.

@@ -11,7 +11,7 @@ from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
 
 if TYPE_CHECKING:
-    from tessera.profile.calibration import Row
+    from tessera.profile.calibration import CalibrationRow
 
 # (kind of step, batch, context) that are measured, and the model they are of where none is named.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
@@ -82,7 +82,7 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str
     before = [cost for listed in costs for cost in listed]
     wanted = frozenset(calibration.chosen(every, before, num))
     modelled = dict(zip(every, before, strict=True))
-    rows: dict[Any, Row] = {}
+    rows: dict[Any, CalibrationRow] = {}
     about: dict[str, str] = {}
     for trace, listed in zip(traces, counted, strict=True):
         only = frozenset(i for i, work in enumerate(listed) if work in wanted)
@@ -90,7 +90,7 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> dict[str
         about = dict(measured.machine.identity)
         for work, timing in zip(listed, measured.timings, strict=True):
             if timing is not None and work in wanted:
-                rows[work] = calibration.Row(work, timing.us, modelled[work].us)
+                rows[work] = calibration.CalibrationRow(work, timing.us, modelled[work].us)
     if not rows:
         raise TesseraError(f"no launch could be timed on {device.name}", "See `tessera profile --devices`.")
     made = calibration.Calibration(gpu_name, about, tuple(rows.values()))

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.plan_load import Load, curve, planned, policies_table, verdict
+from tessera.cli.plan_load import PlannedLoad, curve, planned, policies_table, verdict
 from tessera.cli.plan_load import document as load_document
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The gain: a model whose outlines are shipped, decodes alone, ten tokens a second for everyone at least; and
 # two cards of opposite strength.
-FULL = Load("llama-3-8b", prompt_tokens=1024, output_tokens=0, tpot_ms=100.0)
+FULL = PlannedLoad("llama-3-8b", prompt_tokens=1024, output_tokens=0, tpot_ms=100.0)
 FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
 # The proof.
 MODEL = "tiny-llama"
@@ -116,7 +116,7 @@ def demo(
         raise TesseraError("the divided run differs from the reference run", "Please report this.")
 
 
-def plan_full(load: Load) -> "LoadPlan":
+def plan_full(load: PlannedLoad) -> "LoadPlan":
     """The full-size model, planned for its cards within the limit of time per token."""
     return planned(load, _cluster(FULL_DEVICES, FULL_LINK), lambda text: None)[0]
 

@@ -97,7 +97,7 @@ def plan(
     started = time.perf_counter()
     goal = _objective(objective)
     if _is_model(traces):
-        from tessera.cli.plan_load import Load, plan_for_load
+        from tessera.cli.plan_load import PlannedLoad, plan_for_load
 
         _refuse(
             {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid}
@@ -107,7 +107,7 @@ def plan(
                 "--objective": objective != "throughput",
             }
         )
-        wanted = Load(
+        wanted = PlannedLoad(
             traces[0],
             prompt_tokens,
             output_tokens,

@@ -19,7 +19,7 @@ WIDTH = 40
 
 
 @dataclass(frozen=True)
-class Load:
+class PlannedLoad:
     """What is to be planned."""
 
     model: str
@@ -37,7 +37,7 @@ class Load:
     launches: str = ""
 
 
-def plan_for_load(load: Load, cluster: Cluster, output: Path | None, as_json: bool) -> None:
+def plan_for_load(load: PlannedLoad, cluster: Cluster, output: Path | None, as_json: bool) -> None:
     """Plans, writes the plan and shows what was chosen and why."""
     started = time.perf_counter()
     with progress("importing torch") as advance:
@@ -57,7 +57,9 @@ def plan_for_load(load: Load, cluster: Cluster, output: Path | None, as_json: bo
         console().print(f"{path}: written", markup=False)
 
 
-def planned(load: Load, cluster: Cluster, advance: Callable[[str], None]) -> tuple[LoadPlan, bool, str]:
+def planned(
+    load: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
+) -> tuple[LoadPlan, bool, str]:
     """The plan, whether it is of compiled launches, and one line why not."""
     if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
         raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
@@ -76,7 +78,7 @@ def planned(load: Load, cluster: Cluster, advance: Callable[[str], None]) -> tup
     return found, is_compiled, note
 
 
-def _steps(load: Load) -> list[Step]:
+def _steps(load: PlannedLoad) -> list[Step]:
     """The steps of a request: prefill and decode where there are both, decode alone for no new tokens."""
     from tessera.capture import place_of
     from tessera.capture.models import steps_of_model

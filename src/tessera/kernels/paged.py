@@ -40,7 +40,7 @@ torch.library.define(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _QueryRows:
     """Some new tokens of one sequence: the rows first : first + count of the query."""
 
     first: int
@@ -70,7 +70,7 @@ def _on_cpu(
 ) -> torch.Tensor:
     """Parts of as many tokens, over about as many pages, are computed together."""
     out = query.new_zeros((*query.shape[:2], values.shape[3]))
-    alike: dict[tuple[int, int], list[_Part]] = defaultdict(list)
+    alike: dict[tuple[int, int], list[_QueryRows]] = defaultdict(list)
     for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
         alike[part.count, part.num_pages.bit_length()].append(part)
     for (count, _), group in alike.items():
@@ -96,14 +96,14 @@ def _on_cpu(
     return out
 
 
-def _parts(starts: list[int], lengths: list[int], firsts: list[int], window: int) -> Iterator[_Part]:
+def _parts(starts: list[int], lengths: list[int], firsts: list[int], window: int) -> Iterator[_QueryRows]:
     for start, length, first, after in zip(starts, lengths, firsts[:-1], firsts[1:], strict=True):
         for row in range(first, after if length else first, MAX_QUERIES):
             count = min(after - row, MAX_QUERIES)
             position = length - (after - row)
             page = max(0, position - window + 1) // PAGE if window else 0
             num_pages = (position + count - 1) // PAGE + 1 - page
-            yield _Part(row, count, position, start + page, page * PAGE, num_pages)
+            yield _QueryRows(row, count, position, start + page, page * PAGE, num_pages)
 
 
 def _attend(

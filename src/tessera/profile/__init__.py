@@ -16,13 +16,13 @@ from tessera.profile.coverage import Covered, best_sources, borrowed, coverage, 
 from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices
 from tessera.profile.estimate import estimate, notes, works
 from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
-from tessera.profile.sureness import Part, Sureness, sureness
+from tessera.profile.sureness import CostShare, Sureness, sureness
 from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
 from tessera.profile.wiring import wire
 
 __all__ = [
-    "LINKS", "SYSTEMS", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Part", "Sureness", "Tables",
-    "Work", "best_sources", "borrowed", "class_of", "coverage", "estimate", "gpu", "installed_tables",
-    "known_gpus", "make_cluster", "missing_note", "notes", "parse_devices", "rejected_tables", "sureness",
-    "wire", "work_of", "works",
+    "LINKS", "SYSTEMS", "CostShare", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Sureness",
+    "Tables", "Work", "best_sources", "borrowed", "class_of", "coverage", "estimate", "gpu",
+    "installed_tables", "known_gpus", "make_cluster", "missing_note", "notes", "parse_devices",
+    "rejected_tables", "sureness", "wire", "work_of", "works",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ LEAST_ERROR = 0.08
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CalibrationRow:
     """One measured launch."""
 
     work: Work
@@ -47,7 +47,7 @@ class Calibration:
     gpu: str
     # The driver's name of the card, and the versions of driver and torch.
     about: Mapping[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[CalibrationRow, ...]
     _known: dict[Work, float] = field(default_factory=dict, compare=False)
     _ratios: dict[tuple[OpClass, str], list[float]] = field(default_factory=dict, compare=False)
 
@@ -130,7 +130,7 @@ def load(path: Path) -> Calibration:
         raise ArtifactError(f"no calibration: {error}", remedy, str(path)) from error
 
 
-def _row(row: Mapping[str, object]) -> Row:
+def _row(row: Mapping[str, object]) -> CalibrationRow:
     work = dict(row["work"])  # type: ignore[call-overload]
     walk = tuple((str(name), float(amount)) for name, amount in work["walk"])
     shape = tuple(int(n) for n in work["shape"])
@@ -140,7 +140,7 @@ def _row(row: Mapping[str, object]) -> Row:
     us, modelled = row["us"], row["modelled_us"]
     assert isinstance(us, int | float)
     assert isinstance(modelled, int | float)
-    return Row(counted, float(us), float(modelled))
+    return CalibrationRow(counted, float(us), float(modelled))
 
 
 @cache

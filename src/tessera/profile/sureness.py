@@ -18,7 +18,7 @@ WIDE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CostShare:
     """The launches of one class on one kind of device that have one source."""
 
     op: str
@@ -37,7 +37,7 @@ class Part:
 class Sureness:
     """The parts of a plan's busy time, the one that matters most first."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CostShare, ...]
 
     @property
     def wide_share(self) -> float:
@@ -97,7 +97,7 @@ def sureness(plan: Plan) -> Sureness:
                     why[key] = model_of(work, gpu(where)).why if modelled else cost.source.value
     total = sum(us for us, _, _ in found.values()) or 1.0
     parts = [
-        Part(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
+        CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
         for (op, where, source), (us, weighted, wide) in found.items()
         if us > 0
     ]

@@ -45,7 +45,7 @@ from tessera.serve.openai.bodies import (
     no_such_model,
 )
 from tessera.serve.openai.errors import ApiError, JsonResponse, add_handlers
-from tessera.serve.openai.read import Card, EmbeddingDraft
+from tessera.serve.openai.read import EmbeddingDraft, ModelCard
 from tessera.serve.openai.write import (
     Writer,
     answer_embedding,
@@ -120,13 +120,13 @@ def create_app(
     return app
 
 
-def _card(endpoint: Endpoint) -> Card:
+def _card(endpoint: Endpoint) -> ModelCard:
     mark = endpoint.eyes.mark if endpoint.eyes is not None else ""
     sizes = (endpoint.capacity, endpoint.vocab_size)
     if endpoint.embeddings is None:
-        return Card(endpoint.model, endpoint.text, *sizes, mark)
+        return ModelCard(endpoint.model, endpoint.text, *sizes, mark)
     pooling = endpoint.embeddings.encoder.pooling
-    return Card(endpoint.model, endpoint.text, *sizes, mark, pooling.prompt, pooling.sizes)
+    return ModelCard(endpoint.model, endpoint.text, *sizes, mark, pooling.prompt, pooling.sizes)
 
 
 @dataclass(frozen=True)

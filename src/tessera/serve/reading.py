@@ -32,9 +32,9 @@ import msgspec
 from tessera.errors import TesseraError
 from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import (
-    Card,
     Draft,
     EmbeddingDraft,
+    ModelCard,
     detokenize,
     read_chat,
     read_completion,
@@ -58,7 +58,7 @@ PROCESSES = max(4, os.cpu_count() or 1)
 
 # What becomes of a body; a document is an answer that needs no model.
 Found = Draft | EmbeddingDraft | ImageDraft | bytes
-READERS: dict[str, Callable[[bytes, Card], Found]] = {
+READERS: dict[str, Callable[[bytes, ModelCard], Found]] = {
     "chat": read_chat,
     "completion": read_completion,
     "embedding": read_embedding,
@@ -87,7 +87,7 @@ ReadBody = Draft | EmbeddingDraft | ImageDraft | _Document | _Refusal
 class Reading:
     """Reads the bodies of one endpoint. For one event loop; `close` it in the end."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: ModelCard) -> None:
         self._card = card
         self._threads = ThreadPoolExecutor(THREADS, "tessera-reading")
         self._forks = asyncio.Semaphore(PROCESSES)
@@ -124,7 +124,7 @@ class Reading:
 class ReadingProcess:
     """The process that forks, from outside."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: ModelCard) -> None:
         self._control, there = socket.socketpair()
         with there:
             self._child = subprocess.Popen(
@@ -198,7 +198,7 @@ def _end(child: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 def main() -> None:
     """Forks for every body, until the other end of the control socket is closed."""
-    card: Card = pickle.load(sys.stdin.buffer)
+    card: ModelCard = pickle.load(sys.stdin.buffer)
     gc.freeze()  # what is forked leaves these pages as they are
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
     with socket.socket(fileno=int(sys.argv[1])) as control:
@@ -212,7 +212,7 @@ def main() -> None:
             os.close(fds[0])
 
 
-def _read_one(kind: str, fd: int, card: Card) -> None:
+def _read_one(kind: str, fd: int, card: ModelCard) -> None:
     """Reads a body, answers, and ends; also, at once, if nobody waits for the answer any more."""
     for limit, most in (
         (resource.RLIMIT_CPU, CPU_S),
@@ -234,7 +234,7 @@ def _read_one(kind: str, fd: int, card: Card) -> None:
     os._exit(0)
 
 
-def _answer(kind: str, raw: bytes, card: Card) -> ReadBody:
+def _answer(kind: str, raw: bytes, card: ModelCard) -> ReadBody:
     try:
         found = READERS[kind](raw, card)
     except MemoryError:

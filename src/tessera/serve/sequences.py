@@ -320,7 +320,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class StartedStep:
     parts: list[Part]
     # True if the model's own choice is what everybody takes.
     is_plain: bool
@@ -357,7 +357,7 @@ class SequenceBatch:
         # Pages that those aside will need.
         self._num_wanted = 0
         # What runs, oldest first; whose picture is encoded; and whether tokens were read since the last one.
-        self._flights: deque[Flight] = deque()
+        self._started: deque[StartedStep] = deque()
         self._looking: SeatedSequence | None = None
         self._has_read = False
 
@@ -420,7 +420,7 @@ class SequenceBatch:
     @property
     def can_look_ahead(self) -> bool:
         """Where the model's own choice is what all take who are in the step that runs."""
-        return len(self._flights) == 1 and self._flights[0].is_plain
+        return len(self._started) == 1 and self._started[0].is_plain
 
     def next_step(self) -> StepCall | None:
         if (call := self._look()) is not None:
@@ -433,7 +433,7 @@ class SequenceBatch:
             return self._look()
         size, skips = self._size_of(planned), _skips(planned)
         inputs = self._inputs.fill(planned, size)
-        self._flights.append(Flight(planned, "logits" in skips and self._sight is None))
+        self._started.append(StartedStep(planned, "logits" in skips and self._sight is None))
         for number, part in enumerate(planned):
             part.sequence.read += part.num_tokens
             if part.is_due:
@@ -449,14 +449,14 @@ class SequenceBatch:
             self._looking.seen.take(done.outputs["image"])
             self._looking = None
             return self._settle(self, done, ())
-        flight, looked_at = self._flights.popleft(), []
-        for number, part in enumerate(flight.parts):
+        ended, looked_at = self._started.popleft(), []
+        for number, part in enumerate(ended.parts):
             sequence, request = part.sequence, part.sequence.request
             sequence.num_due -= part.is_due
             if self._by_request.get(request) is sequence and (part.is_due or request.wants_prompt):
                 looked_at.append((part.row_in(self._shape, number), request))
         left = self._settle(self, done, looked_at)
-        for sequence, _, _ in flight.parts:
+        for sequence, _, _ in ended.parts:
             if sequence.is_begun:
                 self._publish(sequence, sequence.read)
         return left

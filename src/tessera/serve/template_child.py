@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}`, by which templates mark answers for training: here only its contents count."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
@@ -86,7 +86,7 @@ def read(source: BinaryIO) -> Any:
 def environment() -> ImmutableSandboxedEnvironment:
     """What templates of Hugging Face models count on."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = fail

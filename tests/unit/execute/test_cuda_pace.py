@@ -11,7 +11,7 @@ from tessera.execute.cuda.device import check_device, divide
 from tessera.execute.cuda.graphs import priority
 from tessera.execute.cuda.measure import FLOOR_US, reconcile
 from tessera.execute.cuda.pace import TURN_US, choose_scale, link_hold, throttled_links
-from tessera.execute.cuda.spans import Calibration
+from tessera.execute.cuda.spans import GpuClock
 from tessera.execute.cuda.transport import ALIGN, Inboxes, InboxSpot
 from tessera.execute.lower import lower
 from tessera.ir import Cluster, Device, DeviceKind, Link
@@ -160,6 +160,6 @@ def test_no_launch_is_measured_below_the_floor() -> None:
 def test_times_are_exact_though_the_clock_is_large() -> None:
     """Nanoseconds since 1970 do not fit a float; differences survive."""
     zero = 1_794_000_000_000_000_000
-    clock = Calibration(zero, 100.0)
+    clock = GpuClock(zero, 100.0)
 
     assert 100.000005032 == pytest.approx(clock.seconds(zero + 5_032), abs=1e-12)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, layered_case, make_cluster, make_costs, make_unit, random_case
-from tessera.plan.latency import Clock, Fastest, solve
+from tessera.plan.latency import Fastest, RequestTimer, solve
 from tessera.plan.problem import Problem, build
 
 
@@ -17,7 +17,7 @@ def fastest(problem: Problem) -> Fastest:
 
 def brute_us(problem: Problem) -> float:
     """The least makespan of all placements."""
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     every = product(range(problem.num_devices), repeat=problem.num_nodes)
     return min(clock.makespan_us(np.array(labels)) for labels in every)
 
@@ -53,7 +53,7 @@ def test_small_graphs_come_close_to_the_best() -> None:
 def test_never_slower_than_one_device() -> None:
     """Everything on the best single device is always a candidate."""
     problem = build(*layered_case())
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     alone = min(clock.makespan_us(np.full(problem.num_nodes, d)) for d in range(2))
 
     assert fastest(problem).latency_us <= alone
@@ -72,7 +72,7 @@ def test_transfer_delays_its_reader() -> None:
     unit, cluster = make_unit(chain(2, 250_000)), make_cluster(gbps=25.0, latency_us=5.0)
     problem = build(unit, make_costs(unit, cluster, [[[10.0, 10.0], [10.0, 10.0]]]), cluster)
 
-    assert 10.0 + 5.0 + 10.0 + 10.0 == pytest.approx(Clock(problem).makespan_us(np.array([0, 1])))
+    assert 10.0 + 5.0 + 10.0 + 10.0 == pytest.approx(RequestTimer(problem).makespan_us(np.array([0, 1])))
 
 
 def test_moved_state_delays_the_next_step() -> None:
@@ -81,4 +81,4 @@ def test_moved_state_delays_the_next_step() -> None:
     unit, cluster = make_unit(draft, draft, counts=[1, 4]), make_cluster(gbps=25.0, latency_us=5.0)
     problem = build(unit, make_costs(unit, cluster, [[[10.0, 10.0]], [[10.0, 10.0]]]), cluster)
 
-    assert 50.0 + 15.0 == pytest.approx(Clock(problem).makespan_us(np.array([0, 1])))
+    assert 50.0 + 15.0 == pytest.approx(RequestTimer(problem).makespan_us(np.array([0, 1])))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, Named, chain, layered_case, make_cluster, make_costs, make_unit
-from tessera.plan.latency import Clock, bound_us, solve
+from tessera.plan.latency import RequestTimer, bound_us, solve
 from tessera.plan.latency.front import Course, course_of, search
 from tessera.plan.latency.front import bound_us as front_bound_us
 from tessera.plan.latency.layout import NEVER_US, layout_of, outline_of, tails_of, work_of
@@ -39,7 +39,7 @@ def course(problem: Problem) -> Course:
 
 def brute_us(problem: Problem, step: int = 0) -> float:
     """The least time of the step over all placements."""
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     every = product(range(problem.num_devices), repeat=problem.num_nodes)
     return min(clock.step_us(step, np.array(labels)) for labels in every)
 
@@ -82,7 +82,7 @@ def test_found_time_is_the_clocks(seed: int) -> None:
     labels[problem.node_of[0]] = found[0]
 
     assert found[0].tolist() == labels[problem.node_of[0]].tolist()
-    assert found[1] == pytest.approx(Clock(problem).step_us(0, labels))
+    assert found[1] == pytest.approx(RequestTimer(problem).step_us(0, labels))
 
 
 def test_known_placement_that_is_best_is_proved() -> None:
@@ -106,7 +106,7 @@ def test_forbidden_device_is_not_used() -> None:
 
     assert found is not None
     assert [0, 1, 0] == found[0].tolist()
-    assert found[1] == pytest.approx(bound_us(problem, Clock(problem)))
+    assert found[1] == pytest.approx(bound_us(problem, RequestTimer(problem)))
 
 
 def test_parallel_branches_are_exact() -> None:
@@ -143,7 +143,7 @@ def moving_problem(seed: int, steps: int) -> Problem:
 def test_bound_holds_for_steps_joined_by_state(seed: int, steps: int) -> None:
     """With several steps and state that moves between them the bound is still below every placement."""
     problem = moving_problem(seed, steps)
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     every = product(range(2), repeat=problem.num_nodes)
     best = min(clock.makespan_us(np.array(labels)) for labels in every)
 

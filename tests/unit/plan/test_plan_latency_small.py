@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_factories import Draft, make_cluster, make_costs, make_unit
-from tessera.plan.latency import Clock, bound_us, solve
+from tessera.plan.latency import RequestTimer, bound_us, solve
 from tessera.plan.latency.layout import outline_of, tails_of, work_of
 from tessera.plan.latency.pareto import unbeaten
 from tessera.plan.problem import Problem, build
@@ -45,7 +45,7 @@ def _forbidding(problem: Problem, cells: list[int]) -> Problem:
 
 def best_us(problem: Problem) -> float:
     """The least makespan of all placements."""
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     every = (np.array(x) for x in product(range(problem.num_devices), repeat=problem.num_nodes))
     return min(clock.makespan_us(labels) for labels in every if problem.is_allowed(labels))
 
@@ -59,10 +59,10 @@ def test_bound_optimum_and_plan_are_in_order(problem: Problem) -> None:
     found = solve(problem, (), lambda _: True)
 
     assert found.bound_us <= optimum * (1 + 1e-9)
-    assert bound_us(problem, Clock(problem)) <= optimum * (1 + 1e-9)
+    assert bound_us(problem, RequestTimer(problem)) <= optimum * (1 + 1e-9)
     assert optimum <= found.latency_us * (1 + 1e-9)
     assert problem.is_allowed(found.labels)
-    assert found.latency_us == pytest.approx(Clock(problem).makespan_us(found.labels))
+    assert found.latency_us == pytest.approx(RequestTimer(problem).makespan_us(found.labels))
 
 
 @settings(max_examples=80, deadline=None)

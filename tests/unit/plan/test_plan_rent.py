@@ -6,7 +6,7 @@ import pytest
 from plan_factories import layered_case, random_case
 from tessera import ir
 from tessera.plan import PlanConfig, solve
-from tessera.plan.latency import Clock
+from tessera.plan.latency import RequestTimer
 from tessera.plan.problem import build
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
 
@@ -83,7 +83,7 @@ def test_no_placement_undercuts_the_shortest_time_of_a_step(seed: int) -> None:
     """On one device the shortest time is the step's own; any placement on two takes at least theirs."""
     unit, costs, cluster = random_case(seed)
     problem = build(unit, costs, cluster)
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     rng = np.random.default_rng(seed)
     for step, graph in enumerate(unit.graphs):
         both = shortest_us(graph, costs[step], (0, 1), 2)

@@ -22,7 +22,7 @@ from tessera import ir
 from tessera.errors import PlanInfeasible, UnknownName
 from tessera.plan import PlanConfig, solve
 from tessera.plan.baselines import COARSE
-from tessera.plan.latency import Clock
+from tessera.plan.latency import RequestTimer
 from tessera.plan.problem import build
 from tessera.simulate import SteadyRates
 
@@ -33,7 +33,7 @@ LATENCY = PlanConfig(ir.Objective.LATENCY)
 def little(plan: ir.Plan) -> float:
     """A stand-in for the simulator: busy time or Little's law, whichever is less."""
     problem = build(plan.unit, plan.costs, plan.cluster)
-    alone = [Clock(problem).makespan_us(problem.labels(lane.placement)) for lane in plan.lanes]
+    alone = [RequestTimer(problem).makespan_us(problem.labels(lane.placement)) for lane in plan.lanes]
     shares = [lane.rate_per_s / plan.throughput_per_s for lane in plan.lanes]
     waits_us = sum(share * us for share, us in zip(shares, alone, strict=True))
     return min(plan.throughput_per_s, plan.slots * 1e6 / waits_us)

@@ -10,7 +10,7 @@ from tessera.ir import Cost, Source
 from tessera.profile import OpClass, Work, estimate, works
 from tessera.profile.calibration import (
     Calibration,
-    Row,
+    CalibrationRow,
     calibration_of,
     chosen,
     folder,
@@ -54,7 +54,7 @@ def test_launches_that_repeat_count_as_often() -> None:
 
 def test_a_measured_launch_takes_its_time_and_others_its_ratio() -> None:
     """Three launches of a class at twice their price teach that the others take twice theirs."""
-    rows = tuple(Row(work(n), 20.0, 10.0) for n in (1, 2, 3))
+    rows = tuple(CalibrationRow(work(n), 20.0, 10.0) for n in (1, 2, 3))
     found = Calibration("l40s", {}, rows)
     known, other = found.applied(work(2), cost(10.0)), found.applied(work(9), cost(7.0))
 
@@ -65,14 +65,14 @@ def test_a_measured_launch_takes_its_time_and_others_its_ratio() -> None:
 
 def test_one_launch_teaches_nothing_of_its_class() -> None:
     """It may be an exception."""
-    found = Calibration("l40s", {}, (Row(work(1), 20.0, 10.0),))
+    found = Calibration("l40s", {}, (CalibrationRow(work(1), 20.0, 10.0),))
 
     assert cost(7.0) == found.applied(work(9), cost(7.0))
 
 
 def test_what_is_kept_is_what_was_made() -> None:
     """Works, walks and times come back."""
-    made = Calibration("l40s", {"gpu": "NVIDIA L40S"}, (Row(work(1), 20.0, 10.0),))
+    made = Calibration("l40s", {"gpu": "NVIDIA L40S"}, (CalibrationRow(work(1), 20.0, 10.0),))
     save(made, folder() / "l40s.json")
 
     assert made == calibration_of("l40s")
@@ -82,7 +82,7 @@ def test_prices_of_a_calibrated_card_use_it() -> None:
     """And those of another do not."""
     trace = unary_trace("aten.neg.default", 1 << 20)
     plain = estimate(trace, emulated("l40s", "a100"), False).costs[0]
-    save(Calibration("l40s", {}, (Row(works(trace)[0], 77.0, 1.0),)), folder() / "l40s.json")
+    save(Calibration("l40s", {}, (CalibrationRow(works(trace)[0], 77.0, 1.0),)), folder() / "l40s.json")
     found = estimate(trace, emulated("l40s", "a100"), False).costs[0]
 
     assert (77.0, Source.MEASURED) == (found[0].us, found[0].source)

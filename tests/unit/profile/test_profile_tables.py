@@ -13,7 +13,7 @@ from tessera.ir import Cost, Source, Trace
 from tessera.profile import OpClass, Tables, coverage, estimate, notes, rejected_tables, works
 from tessera.profile.fitted import price
 from tessera.profile.model import Array
-from tessera.profile.tables import Store, TableFile
+from tessera.profile.tables import TableCache, TableFile
 from tessera.profile.tables import files as table_files_module
 from tessera.profile.tables.read import Unusable, read_rows
 from tessera.profile.tables.tables import installed_tables
@@ -252,7 +252,9 @@ def test_a_file_that_vanishes_is_unusable_and_no_crash(tmp_path: Path) -> None:
     path.unlink()
 
     with pytest.raises(Unusable, match="it cannot be read"):
-        read_rows(TableFile("a100", OpClass.GEMM, "sglang", "1.0.0", path), "bfloat16", Store(tmp_path / "c"))
+        read_rows(
+            TableFile("a100", OpClass.GEMM, "sglang", "1.0.0", path), "bfloat16", TableCache(tmp_path / "c")
+        )
 
 
 def test_a_second_reading_comes_from_the_store(tmp_path: Path) -> None:

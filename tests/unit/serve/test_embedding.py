@@ -22,7 +22,7 @@ from tessera.serve.embedding import EmbeddingService, Encoder, Pooling, embeds  
 from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.openai.read import Card, read_embedding  # noqa: E402
+from tessera.serve.openai.read import ModelCard, read_embedding  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 from tessera.serve.tokenizer import open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
@@ -238,7 +238,7 @@ def test_sizes_that_a_model_was_not_made_for_are_refused(tmp_path: Path) -> None
 
     def asked(size: int, known: tuple[int, ...]) -> int | None:
         raw = json.dumps({"input": "x", "dimensions": size}).encode()
-        return read_embedding(raw, Card(MODEL, ByteText(), 64, 320, vector_sizes=known)).size
+        return read_embedding(raw, ModelCard(MODEL, ByteText(), 64, 320, vector_sizes=known)).size
 
     assert 8 == asked(8, sizes)
     for size, known in ((9, sizes), (8, ())):

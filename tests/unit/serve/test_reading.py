@@ -23,7 +23,7 @@ from tessera.serve import reading  # noqa: E402
 from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.openai.read import Card, Draft  # noqa: E402
+from tessera.serve.openai.read import Draft, ModelCard  # noqa: E402
 from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
 from tessera.serve.text import ByteText, Text  # noqa: E402
 from tessera.serve.tokenizer import open_text  # noqa: E402
@@ -49,7 +49,7 @@ def text_of(path: Path, template: str = TEMPLATE) -> Text:
 def read(text: Text, kind: str, body: dict[str, Any], num_padded: int) -> Found:
     """What is read of a body, which is made longer by spaces; and read by a process if it is large."""
     raw = json.dumps(body).encode()
-    found = Reading(Card(MODEL, text, CAPACITY, 512))
+    found = Reading(ModelCard(MODEL, text, CAPACITY, 512))
     try:
         return asyncio.run(found.read(kind, raw + b" " * num_padded))
     finally:
@@ -98,7 +98,7 @@ def test_a_template_that_does_not_end_is_ended(tmp_path: Path, num_padded: int) 
     raw = [json.dumps({"messages": [{"role": "user", "content": said}]}).encode() for said in "xy"]
 
     async def both() -> Found:
-        found = Reading(Card(MODEL, text, CAPACITY, 512))
+        found = Reading(ModelCard(MODEL, text, CAPACITY, 512))
         with pytest.raises((ApiError, AskError), match="CPU time"):
             await found.read("chat", raw[0] + b" " * num_padded)
         try:
@@ -114,7 +114,7 @@ def test_a_reader_that_died_is_started_again() -> None:
     raw = json.dumps({"prompt": "a" * SMALL_BYTES}).encode()
 
     async def twice() -> None:
-        found = Reading(Card(MODEL, ByteText(), CAPACITY, 258))
+        found = Reading(ModelCard(MODEL, ByteText(), CAPACITY, 258))
         first = found.start()
         await found.read("completion", raw)
         first.close()

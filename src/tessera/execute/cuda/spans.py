@@ -25,14 +25,14 @@ Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class GpuClock:
     """The GPU's clock in seconds of this machine's monotonic one."""
 
     zero_ns: int
     zero_s: float
 
     @classmethod
-    def of(cls, device: GpuDevice) -> "Calibration":
+    def of(cls, device: GpuDevice) -> "GpuClock":
         record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device=device.card)
         best = (float("inf"), 0, 0.0)
         for _ in range(LOOKS):
@@ -48,7 +48,7 @@ class Calibration:
         return self.zero_s + (time_ns - self.zero_ns) * 1e-9
 
 
-def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: Calibration) -> Rows:
+def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: GpuClock) -> Rows:
     records = graph.records.cpu().tolist()
     if not records:
         return [], []
@@ -66,6 +66,6 @@ def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: Calibrati
     return spans, sends
 
 
-def _stop(row: list[int], is_held: bool, clock: Calibration) -> float:
+def _stop(row: list[int], is_held: bool, clock: GpuClock) -> float:
     due, ended = row[DUE], row[ENDED]
     return clock.seconds(due if is_held and due > row[STARTED] else max(ended, due))

@@ -31,7 +31,7 @@ from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.ipc import Ipc, PeerAway
 from tessera.execute.cuda.nvshmem import Nvshmem
-from tessera.execute.cuda.spans import Calibration, Rows, rows_of
+from tessera.execute.cuda.spans import GpuClock, Rows, rows_of
 from tessera.execute.cuda.transport import GpuTransport
 from tessera.execute.inbox import Hangup
 from tessera.execute.links import KeyStore, Links
@@ -96,7 +96,7 @@ class CudaWorker:
             is_profiled=setup.is_profiled,
             transport=_opener(setup, store, orders),
         )
-        self._clock = Calibration.of(self._graphs.device) if setup.is_profiled else None
+        self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
         # Oldest first.
         self._running: dict[int, _Running] = {}
         # Runs that could not be launched, since a peer was away.

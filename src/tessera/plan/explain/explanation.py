@@ -17,7 +17,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.explain.reasons import Reason, reasons
-from tessera.plan.latency import Clock, bound_us
+from tessera.plan.latency import RequestTimer, bound_us
 from tessera.plan.problem import Column, Labels, Mix, Problem, build, slot_counts
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.task import Task
@@ -138,7 +138,7 @@ def latency_bound_us(plan: ir.Plan) -> float:
 
 
 def _latency_bound_us(task: JointTask) -> float:
-    return min(bound_us(p, Clock(p)) for p in task.problems)
+    return min(bound_us(p, RequestTimer(p)) for p in task.problems)
 
 
 def _task(plan: ir.Plan) -> JointTask:

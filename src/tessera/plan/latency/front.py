@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.plan.latency.layout import NEVER_US, Layout, Move, Work
+from tessera.plan.latency.layout import NEVER_US, Layout, Move, StepCosts
 from tessera.plan.latency.pareto import unbeaten
 from tessera.plan.problem import Floats, Ints
 
@@ -31,7 +31,7 @@ ROUNDING = 1e-8
 class Course:
     """A step that is to be gone through, and what is known of its rest."""
 
-    work: Work
+    work: StepCosts
     layout: Layout
     # [launch, device, 1]: from the launch's start there to the end, no placement takes less.
     tail_us: Floats
@@ -46,7 +46,7 @@ class Course:
         return float(self.tail_us.min(axis=1).max())
 
 
-def course_of(work: Work, layout: Layout, tail_us: Floats) -> Course:
+def course_of(work: StepCosts, layout: Layout, tail_us: Floats) -> Course:
     """By tails and by mixtures of the devices."""
     cost = work.cost_us
     num = cost.shape[1]

@@ -57,7 +57,7 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class StepCosts:
     """What is to be timed."""
 
     outline: Outline
@@ -110,13 +110,13 @@ def outline_of(problem: Problem, step: int) -> Outline:
 
 def work_of(
     problem: Problem, step: int, outline: Outline, toll_us: Floats | None = None, fixed: Ints | None = None
-) -> Work:
+) -> StepCosts:
     """With tolls [launch, device], and devices of some launches (-1: free) given."""
     cost = _costs(problem, step, fixed)
     toll = np.zeros_like(cost)
     if toll_us is not None:
         toll[:-1] = toll_us
-    return Work(outline, _floor(cost, outline.grid_us), _floor(toll, outline.grid_us))
+    return StepCosts(outline, _floor(cost, outline.grid_us), _floor(toll, outline.grid_us))
 
 
 def layout_of(outline: Outline, tail_us: Floats | None = None) -> Layout:
@@ -241,7 +241,7 @@ class _Followed:
         return tuple(readers[i] for i in kept.tolist())
 
 
-def tails_of(work: Work) -> Floats:
+def tails_of(work: StepCosts) -> Floats:
     """[launch, device]: from the launch's start there to the end, no placement takes less."""
     tails = np.array(work.cost_us)
     for launch in range(len(tails) - 1, -1, -1):

@@ -55,7 +55,7 @@ class Fastest:
 
 
 @dataclass(frozen=True, eq=False)
-class Clock:
+class RequestTimer:
     """Times one request on a placement."""
 
     problem: Problem
@@ -126,7 +126,7 @@ def _reads(graph: ir.Graph) -> Reads:
 
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastest:
     """The fastest placement found; `extra` are further starts, `allowed` says what fits."""
-    clock = Clock(problem)
+    clock = RequestTimer(problem)
     known = [*_alone(problem), _greedy(problem, clock), *(c.labels for c in extra)]
     best, best_us, bound = _by_fronts(problem, clock, known, allowed)
     if best_us > bound * (1 + MET):
@@ -138,13 +138,13 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastes
     return Fastest(best, best_us, min(bound, best_us))
 
 
-def bound_us(problem: Problem, clock: Clock) -> float:
+def bound_us(problem: Problem, clock: RequestTimer) -> float:
     """No placement serves one request alone faster than this."""
     return _by_fronts(problem, clock, _alone(problem), lambda _: True)[2]
 
 
 def _by_fronts(
-    problem: Problem, clock: Clock, known: list[Labels], allowed: Allowed
+    problem: Problem, clock: RequestTimer, known: list[Labels], allowed: Allowed
 ) -> tuple[Labels, float, float]:
     """The fastest of the known placements and those that fronts find, how fast, and the bound."""
     kept = [x for x in known if problem.is_allowed(x)]
@@ -171,7 +171,9 @@ def _by_fronts(
     return best, best_us, bound
 
 
-def _tolled_us(clock: Clock, frames: list[StepFrame], plans: tuple[Labels, Labels], share: float) -> float:
+def _tolled_us(
+    clock: RequestTimer, frames: list[StepFrame], plans: tuple[Labels, Labels], share: float
+) -> float:
     """The bound with the moving of state, see `tolls`; by the plan and what it would be without."""
     problem = clock.problem
     plan, wished = plans
@@ -186,7 +188,7 @@ def _tolled_us(clock: Clock, frames: list[StepFrame], plans: tuple[Labels, Label
     return total
 
 
-def _fastest(clock: Clock, among: Sequence[Labels], allowed: Allowed) -> tuple[Labels, float]:
+def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> tuple[Labels, float]:
     unique = {x.tobytes(): x for x in among if clock.problem.is_allowed(x) and allowed(x)}
     timed = ((clock.makespan_us(x), n, x) for n, x in enumerate(unique.values()))
     none = (np.inf, -1, np.zeros(0, dtype=np.int64))
@@ -207,7 +209,7 @@ def _cuts(problem: Problem) -> Iterator[Labels]:
         yield pricer.cheapest(prices, _alone(problem)).labels
 
 
-def _greedy(problem: Problem, clock: Clock) -> Labels:
+def _greedy(problem: Problem, clock: RequestTimer) -> Labels:
     """In trace order, every launch goes where it would end first."""
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     per_byte, latency = problem.us_per_byte.tolist(), problem.latency_us.tolist()
@@ -231,7 +233,7 @@ def _greedy(problem: Problem, clock: Clock) -> Labels:
 
 
 def _search(
-    problem: Problem, clock: Clock, labels: Labels, us: float, allowed: Allowed
+    problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed
 ) -> tuple[Labels, float]:
     """First improvement over moves of runs, their ends and lone nodes, within a fixed budget."""
     trials = max(MIN_TRIALS, SEARCH_LAUNCHES // problem.unit.num_launches)

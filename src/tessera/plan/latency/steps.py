@@ -16,7 +16,7 @@ from tessera.plan.latency.layout import (
     NEVER_US,
     Layout,
     Outline,
-    Work,
+    StepCosts,
     layout_of,
     outline_of,
     tails_of,
@@ -70,7 +70,7 @@ class StepFrame:
         """Rows of a front at first."""
         return max(2, NARROW_ROWS // self.problem.num_devices)
 
-    def work(self, toll_us: Floats | None, fixed: Ints | None) -> Work:
+    def work(self, toll_us: Floats | None, fixed: Ints | None) -> StepCosts:
         """With tolls, and devices of some launches given."""
         return work_of(self.problem, self.step, self.outline, toll_us, fixed)
 

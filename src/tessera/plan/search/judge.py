@@ -14,7 +14,7 @@ from functools import cached_property
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.latency import Clock
+from tessera.plan.latency import RequestTimer
 from tessera.plan.problem import Column, Mix, restricted, slot_table
 from tessera.plan.search import objectives
 from tessera.plan.search.robust import Sampler, robust_of
@@ -50,9 +50,9 @@ class Judge:
     _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @cached_property
-    def _clocks(self) -> tuple[Clock, ...]:
+    def _clocks(self) -> tuple[RequestTimer, ...]:
         """One a batch."""
-        return tuple(Clock(problem) for problem in self.task.problems)
+        return tuple(RequestTimer(problem) for problem in self.task.problems)
 
     @property
     def _sampler(self) -> Sampler:

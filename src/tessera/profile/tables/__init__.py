@@ -7,10 +7,10 @@ Tables.choice             which table is used, and why others are not
 
 from tessera.profile.tables.files import SYSTEMS, TableFile, installed_root, table_files
 from tessera.profile.tables.kinds import KINDS
-from tessera.profile.tables.store import Store
-from tessera.profile.tables.tables import Choice, Tables, installed_tables, missing_note
+from tessera.profile.tables.store import TableCache
+from tessera.profile.tables.tables import TableChoice, Tables, installed_tables, missing_note
 
 __all__ = [
-    "KINDS", "SYSTEMS", "Choice", "Store", "TableFile", "Tables", "installed_root", "installed_tables",
-    "missing_note", "table_files",
+    "KINDS", "SYSTEMS", "TableCache", "TableChoice", "TableFile", "Tables", "installed_root",
+    "installed_tables", "missing_note", "table_files",
 ]  # fmt: skip

@@ -20,11 +20,11 @@ from tessera.profile.tables.files import SYSTEMS, TableFile, table_files
 from tessera.profile.tables.interpolate import Surface
 from tessera.profile.tables.kinds import KINDS, Mask, arithmetic, usable
 from tessera.profile.tables.read import Absent, Rows, Unusable, read_rows
-from tessera.profile.tables.store import Store, key_of
+from tessera.profile.tables.store import TableCache, key_of
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class VariantTable:
     """A sound table of one variant, ready to be asked."""
 
     file: TableFile
@@ -45,7 +45,7 @@ class Source:
         return float(np.hypot(self.errors[0], self.spread))
 
 
-def load_source(root: Path, file: TableFile, variant: str, store: Store) -> Source:
+def load_source(root: Path, file: TableFile, variant: str, store: TableCache) -> VariantTable:
     """The table, checked; raises Unusable with the first reason against it."""
     spec = gpu(file.gpu)
     rows = read_rows(file, variant, store)
@@ -62,7 +62,7 @@ def load_source(root: Path, file: TableFile, variant: str, store: Store) -> Sour
     if sentence := checks.unlike_its_chip(ratios, spec.chip):
         raise Unusable(sentence)
     left_out = rows.num_without_time + int(wrong.sum())
-    return Source(file, variant, rows.kernel, surface, errors, spread, left_out)
+    return VariantTable(file, variant, rows.kernel, surface, errors, spread, left_out)
 
 
 def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
@@ -78,7 +78,7 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     return base, may, wrong & may if rows.file.op is OpClass.GROUPED else wrong
 
 
-def _judged(root: Path, rows: Rows, surface: Surface, store: Store) -> tuple[Array, float, list[float]]:
+def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tuple[Array, float, list[float]]:
     """Errors by distance, spread between stacks, and median log ratio to each other table of the chip."""
     others = _of_the_same_chip(root, rows.file)
     key = key_of(
@@ -93,7 +93,7 @@ def _judged(root: Path, rows: Rows, surface: Surface, store: Store) -> tuple[Arr
     return found["errors"], float(found["spread"][0]), [float(r) for r in found["ratios"]]
 
 
-def _compared(rows: Rows, others: list[TableFile], store: Store) -> tuple[list[float], list[float]]:
+def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[list[float], list[float]]:
     ratios, spreads = [], []
     for other in others:
         try:

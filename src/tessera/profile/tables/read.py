@@ -16,7 +16,7 @@ from tessera.errors import MissingExtra
 from tessera.profile.model import Array
 from tessera.profile.tables.files import CARDS, TableFile
 from tessera.profile.tables.kinds import KINDS, Columns, Kind
-from tessera.profile.tables.store import Arrays, Store, key_of
+from tessera.profile.tables.store import Arrays, TableCache, key_of
 
 
 class Unusable(ValueError):
@@ -41,7 +41,7 @@ class Rows:
     num_without_time: int
 
 
-def read_rows(file: TableFile, variant: str, store: Store) -> Rows:
+def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
     """The rows of a variant, from the store if they were read before."""
     kind = KINDS[file.op]
     key = key_of([file.path], "rows", file.op, variant)

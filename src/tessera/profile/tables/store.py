@@ -46,7 +46,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class TableCache:
     """Arrays by key; without a folder it keeps nothing."""
 
     folder: Path | None

@@ -13,18 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from tessera.errors import MissingExtra
-from tessera.ir import Cost
-from tessera.ir import Source as Origin
+from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import model_of, peaks_of
 from tessera.profile.gpus import Gpu, gpu
 from tessera.profile.model import loads_of, predict
-from tessera.profile.tables.assess import Source, load_source
+from tessera.profile.tables.assess import VariantTable, load_source
 from tessera.profile.tables.files import DISTRIBUTION, TableFile, installed_root, table_files
 from tessera.profile.tables.interpolate import RADII, error_at
 from tessera.profile.tables.kinds import KINDS, cache_share
 from tessera.profile.tables.read import Absent, Unusable
-from tessera.profile.tables.store import Store, default_folder
+from tessera.profile.tables.store import TableCache, default_folder
 
 # A table's decode attention read what fits the L2 cache from there, and the model puts it back into memory.
 # How wrong that is, as a share of the correction: an assumption.
@@ -34,10 +33,10 @@ LEAST_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TableChoice:
     """Which table prices one variant on one GPU, and what spoke against those before it."""
 
-    source: Source | None
+    source: VariantTable | None
     rejected: tuple[tuple[TableFile, str], ...]
 
 
@@ -46,10 +45,10 @@ class Tables:
     """The tables below one folder."""
 
     root: Path
-    store: Store
+    store: TableCache
     # Why nothing can be read at all, such as a missing reader; empty if all is well.
     _trouble: list[str] = field(default_factory=list)
-    _choices: dict[tuple[str, OpClass, str], Choice] = field(default_factory=dict)
+    _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
 
     @property
     def trouble(self) -> str:
@@ -60,18 +59,18 @@ class Tables:
         """True iff there is any table of that GPU."""
         return any(table_files(self.root, gpu_name, op) for op in KINDS)
 
-    def choice(self, gpu_name: str, op: OpClass, variant: str) -> Choice:
+    def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
         """The first sound table, with the reasons against those before it."""
         key = (gpu_name, op, variant)
         if key not in self._choices:
             self._choices[key] = self._choose(*key)
         return self._choices[key]
 
-    def _choose(self, gpu_name: str, op: OpClass, variant: str) -> Choice:
+    def _choose(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
         rejected: list[tuple[TableFile, str]] = []
         for file in table_files(self.root, gpu_name, op):
             try:
-                return Choice(load_source(self.root, file, variant, self.store), tuple(rejected))
+                return TableChoice(load_source(self.root, file, variant, self.store), tuple(rejected))
             except Absent:
                 continue
             except Unusable as reason:
@@ -79,7 +78,7 @@ class Tables:
             except MissingExtra as error:
                 self._trouble.append(str(error))
                 break
-        return Choice(None, tuple(rejected))
+        return TableChoice(None, tuple(rejected))
 
     def passed_over(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
         """The tables that these launches would have been priced by, were they sound, and why they are not."""
@@ -107,7 +106,7 @@ class Tables:
 
 
 def _ask(
-    source: Source, works: Sequence[Work], places: Sequence[tuple[float, ...]], spec: Gpu
+    source: VariantTable, works: Sequence[Work], places: Sequence[tuple[float, ...]], spec: Gpu
 ) -> list[Cost | None]:
     points = np.array(places, dtype=np.float64)
     residual, distance = source.surface.at(points)
@@ -126,12 +125,12 @@ def _ask(
     )
     error = np.sqrt(sum(np.square(x) for x in parts))
     return [
-        Cost(float(t), Origin.TABLE, float(e), detail=_detail(source, float(d))) if inside else None
+        Cost(float(t), Source.TABLE, float(e), detail=_detail(source, float(d))) if inside else None
         for t, e, d, inside in zip(us, error, distance, covered, strict=True)
     ]
 
 
-def _detail(source: Source, distance: float) -> str:
+def _detail(source: VariantTable, distance: float) -> str:
     near = "at a measured point" if distance < RADII[0] else f"{distance:.2f} octaves from a measured point"
     kernel = f" ({source.kernel})" if source.kernel else ""
     return f"{source.file.op} of {source.file.name}{kernel}, {near}"
@@ -141,7 +140,7 @@ def _detail(source: Source, distance: float) -> str:
 def installed_tables() -> Tables | None:
     """The tables of the installed package; None without it."""
     root = installed_root()
-    return Tables(root, Store(default_folder())) if root else None
+    return Tables(root, TableCache(default_folder())) if root else None
 
 
 def missing_note() -> str:

@@ -69,29 +69,29 @@ ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _Part(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class _Body(_Part):
+class _Body(_Strict):
     model: str | None = Field(None, description="The served model's name; may be left out.")
 
 
-class MessagePart(_Part):
+class MessagePart(_Strict):
     """A piece of a message: text, or a picture where the model sees."""
 
     type: str
     text: str | None = None
 
 
-class CalledFunction(_Part):
+class CalledFunction(_Strict):
     """A function with the arguments of one call, in JSON."""
 
     name: ToolName
     arguments: str
 
 
-class ToolCall(_Part):
+class ToolCall(_Strict):
     """A call of a tool that an assistant has made."""
 
     id: str | None = None
@@ -99,7 +99,7 @@ class ToolCall(_Part):
     function: CalledFunction
 
 
-class Message(_Part):
+class Message(_Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -119,7 +119,7 @@ class Message(_Part):
         return self
 
 
-class Function(_Part):
+class ToolFunction(_Strict):
     """What a tool does, and the schema of its arguments."""
 
     name: ToolName
@@ -127,34 +127,34 @@ class Function(_Part):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Part):
+class Tool(_Strict):
     """A tool that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
-class NamedFunction(_Part):
+class NamedFunction(_Strict):
     """A function by its name."""
 
     name: str
 
 
-class NamedTool(_Part):
+class NamedTool(_Strict):
     """The tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(_Part):
+class JsonSchema(_Strict):
     """A schema that the answer follows."""
 
     name: str | None = None
     document: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(_Strict):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -174,7 +174,7 @@ class ResponseFormat(_Part):
         return self
 
 
-class StreamOptions(_Part):
+class StreamOptions(_Strict):
     """What else a stream tells."""
 
     include_usage: bool | None = None

@@ -58,7 +58,7 @@ SAMPLED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ModelCard:
     """What reading has to know of the model behind the address."""
 
     model: str
@@ -115,7 +115,7 @@ class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
     size: int | None
 
 
-def read_chat(raw: bytes, card: Card) -> Draft:
+def read_chat(raw: bytes, card: ModelCard) -> Draft:
     """The body of /v1/chat/completions."""
     request = parse(ChatRequest, raw, card.model)
     turns, urls = _turns(request.messages, card.mark)
@@ -139,7 +139,7 @@ def read_chat(raw: bytes, card: Card) -> Draft:
     )
 
 
-def read_completion(raw: bytes, card: Card) -> Draft:
+def read_completion(raw: bytes, card: ModelCard) -> Draft:
     """The body of /v1/completions."""
     request = parse(CompletionRequest, raw, card.model)
     n, given_prompts = request.n or 1, apart(request.prompt)
@@ -163,7 +163,7 @@ def read_completion(raw: bytes, card: Card) -> Draft:
     )
 
 
-def _tokens(given: str | list[int], card: Card, field: str) -> tuple[int, ...]:
+def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
     """A prompt in tokens; of one that is far too long, some more than there is room for."""
     if isinstance(given, str):
         found = tuple(card.text.encode(given, card.capacity))
@@ -175,7 +175,7 @@ def _tokens(given: str | list[int], card: Card, field: str) -> tuple[int, ...]:
     return tuple(given[: card.capacity + 1])
 
 
-def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
+def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
     """The body of /v1/embeddings."""
     request = parse(EmbeddingRequest, raw, card.model)
     given, size = apart(request.input), request.dimensions
@@ -196,7 +196,7 @@ def read_embedding(raw: bytes, card: Card) -> EmbeddingDraft:
     return EmbeddingDraft(tuple(inputs), request.encoding_format == "base64", size)
 
 
-def read_image(raw: bytes, card: Card) -> ImageDraft:
+def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
     """The body of /v1/images/generations."""
     request = parse(ImageRequest, raw, card.model)
     width = height = None
@@ -214,7 +214,7 @@ def read_image(raw: bytes, card: Card) -> ImageDraft:
     return ImageDraft(request.prompt, request.n or 1, request.seed, request.output_format or "png", options)
 
 
-def tokenize(raw: bytes, card: Card) -> bytes:
+def tokenize(raw: bytes, card: ModelCard) -> bytes:
     """The answer of /tokenize to its body."""
     request = parse(TokenizeRequest, raw, card.model)
     if request.messages is not None:
@@ -229,7 +229,7 @@ def tokenize(raw: bytes, card: Card) -> bytes:
     return json.dumps(found, separators=(",", ":")).encode()
 
 
-def detokenize(raw: bytes, card: Card) -> bytes:
+def detokenize(raw: bytes, card: ModelCard) -> bytes:
     """The answer of /detokenize to its body."""
     request = parse(DetokenizeRequest, raw, card.model)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
