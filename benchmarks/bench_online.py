@@ -29,11 +29,10 @@ from online_factory import RUN_US, alone_plan, serve
 from tessera.adapt import Monitor, MonitorConfig, scaled_costs
 from tessera.cli.online import replanner
 from tessera.ir import Objective, Plan, Step
-from tessera.simulate.adaptive import Adaptive, Replan
+from tessera.simulate.adaptive import AdaptiveServer, Replan
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.capability import capabilities, capacity_per_s
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import SimulatedServer
 from tessera.simulate.stepper import Truth
 from tessera.simulate.study import Setting, adapt, compare, known_of
 
@@ -195,7 +194,8 @@ def _after(made: Plan, true: Plan, num: int, replan: Replan | None) -> Plan:
     demand = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).demand(true)
     known = capabilities([made], demand)
     monitor = Monitor(known, MonitorConfig(window_s=num / known[0].capacity_per_s / 20))
-    server = SimulatedServer([made], demand, Truth(true), driver=Adaptive(monitor, replan, monitor.window_s))
+    window_s = monitor.window_s
+    server = AdaptiveServer(monitor, [made], demand, Truth(true), replan=replan, replan_s=window_s)
     server.run()
     return server.plans[made.policy]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.adaptive import Adaptive
 from tessera.simulate.online import SimulatedRun, SimulatedServer
 from tessera.simulate.rows import demand_of
 from tessera.simulate.stepper import FAIR, Weather
@@ -47,8 +46,7 @@ def serve(
     rows: int = 1,
     weather: Weather = FAIR,
     max_waiting: int | None = None,
-    driver: Adaptive | None = None,
 ) -> SimulatedRun:
     """Arrivals through one plan."""
     demand = demand_of(plan.unit, arrivals, rows)
-    return SimulatedServer([plan], demand, None, weather, max_waiting, driver).run()
+    return SimulatedServer([plan], demand, None, weather, max_waiting).run()

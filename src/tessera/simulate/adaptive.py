@@ -1,4 +1,4 @@
-"""Adaptive: carries out what a monitor decides, on a simulated server.
+"""AdaptiveServer: a simulated server that carries out what a monitor decides.
 
 The monitor sees what a service would show it: arrivals, the queue, times of steps. New plans come from a
 function that is handed in; they take effect `replan_s` after they were asked for (modelled), and the old plan
@@ -9,7 +9,7 @@ plans are taken as they are, and when all devices are back the plans from before
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tessera.adapt import (
     LEAST_GAIN,
@@ -26,13 +26,13 @@ from tessera.adapt import (
     reshared,
 )
 from tessera.errors import TesseraError
-from tessera.execute.lanes import LoadedLane
-from tessera.execute.stepper import StepDone
+from tessera.execute.scheduler import Microbatch
+from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
 from tessera.ir import Costs, DecisionKind, Objective, Plan
 from tessera.simulate.capability import alone, capabilities, capacity_per_s
-from tessera.simulate.online import SimulatedServer
+from tessera.simulate.online import SimulatedRun, SimulatedServer
 from tessera.simulate.rows import Demand
-from tessera.simulate.stepper import Truth
+from tessera.simulate.stepper import FAIR, Truth, Weather
 
 # (how wrong the costs were, devices that are gone) -> plans, by the names of the policies they replace
 Replan = Callable[[Factors, frozenset[str]], Sequence[tuple[str, Plan]]]
@@ -41,108 +41,126 @@ Replan = Callable[[Factors, frozenset[str]], Sequence[tuple[str, Plan]]]
 TICKS_PER_WINDOW = 4
 
 
-@dataclass
-class Adaptive:
-    """Joins a monitor and a server."""
+class AdaptiveServer(SimulatedServer):
+    """A server whose plans a monitor chooses.
 
-    monitor: Monitor
-    replan: Replan | None = None
-    # Modelled time from asking for plans to having them.
-    replan_s: float = 10.0
-    _times: MeasuredSteps = field(default_factory=MeasuredSteps)
-    # The plans in force when all devices were there.
-    _whole: tuple[Plan, ...] = ()
+    replan_s  modelled time from asking for plans to having them
+    """
 
-    def on_start(self, server: SimulatedServer) -> None:
-        """The policy of an idle system, and a clock."""
-        self._whole = server.stepper.plans
-        server.switch(self.monitor.current)
-        self._arm(server)
+    def __init__(
+        self,
+        monitor: Monitor,
+        plans: Sequence[Plan],
+        demand: Demand,
+        truth: Truth | None = None,
+        weather: Weather = FAIR,
+        max_waiting: int | None = None,
+        replan: Replan | None = None,
+        replan_s: float = 10.0,
+    ) -> None:
+        super().__init__(plans, demand, truth, weather, max_waiting)
+        self.monitor, self._replan, self._replan_s = monitor, replan, replan_s
+        self._times = MeasuredSteps()
+        # The plans in force when all devices were there.
+        self._whole = self.stepper.plans
 
-    def _arm(self, server: SimulatedServer) -> None:
-        server.at(server.now_s + self.monitor.window_s / TICKS_PER_WINDOW, lambda: self._tick(server))
+    def run(self) -> SimulatedRun:
+        """From the policy of an idle system on."""
+        self.switch(self.monitor.current)
+        self._arm()
+        return replace(super().run(), policy="adaptive")
 
-    def _tick(self, server: SimulatedServer) -> None:
+    def _arm(self) -> None:
+        self.at(self.now_s + self.monitor.window_s / TICKS_PER_WINDOW, self._tick)
+
+    def _tick(self) -> None:
         for event in self._times.events():
-            self._tell(server, event)
-        self._tell(server, Ticked(server.scheduler.num_requests))
-        if server.is_serving:
-            self._arm(server)
+            self._tell(event)
+        self._tell(Ticked(self.scheduler.num_requests))
+        if self.is_serving:
+            self._arm()
 
-    def on_arrival(self, server: SimulatedServer) -> None:
-        self._tell(server, Arrived(server.scheduler.num_requests))
+    def _arrive(self, request: int) -> bool:
+        is_taken = super()._arrive(request)
+        if is_taken:
+            self._tell(Arrived(self.scheduler.num_requests))
+        return is_taken
 
-    def on_step(self, server: SimulatedServer, lane: LoadedLane, done: StepDone) -> None:
+    def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
         """Decodes are all alike; of a plan that was replaced, what it planned with is corrected already."""
-        plan = lane.plan
-        if plan.graphs[done.step].trace.step.kind == "decode" and any(
-            plan is x for x in server.stepper.plans
-        ):
-            self._times.add(lane, done.step, done.busy_s)
+        plan = microbatch.lane.plan
+        is_decode = plan.graphs[done.step].trace.step.kind == "decode"
+        if is_decode and any(plan is x for x in self.stepper.plans):
+            self._times.add(microbatch.lane, done.step, done.busy_s)
 
-    def on_lost(self, server: SimulatedServer, device: str) -> None:
+    def lost(self, lost: DeviceLost) -> None:
+        """Once its requests wait again; so it is told in the next moment."""
+        self.at(self.now_s, lambda: self._lose(lost.device))
+
+    def _lose(self, device: str) -> None:
         """Lanes that are left take over at once; new plans follow."""
-        self._tell(server, Lost(device))
-        if not server.can_serve(self.monitor.current):
-            others = [name for name in server.plans if server.can_serve(name)]
+        self._tell(Lost(device))
+        if not self.can_serve(self.monitor.current):
+            others = [name for name in self.plans if self.can_serve(name)]
             if others:
-                server.switch(others[0])
+                self.switch(others[0])
 
-    def on_back(self, server: SimulatedServer, device: str) -> None:
+    def back(self, back: DeviceBack) -> None:
+        self.at(self.now_s, lambda: self._return(back.device))
+
+    def _return(self, device: str) -> None:
         """With all devices there again, the plans from before the loss are."""
-        self._tell(server, Returned(device))
-        if not server.stepper.lanes.lost:
-            figures = capabilities(self._whole, server.demand)
-            self._tell(server, Adopted(figures, f"{device} is back, and so are the plans that use it"))
-            server.adopt(self._whole, self.monitor.current)
-            self._keep(server)
+        self._tell(Returned(device))
+        if not self.stepper.lanes.lost:
+            figures = capabilities(self._whole, self.demand)
+            self._tell(Adopted(figures, f"{device} is back, and so are the plans that use it"))
+            self.adopt(self._whole, self.monitor.current)
 
-    def _tell(self, server: SimulatedServer, event: Event) -> None:
-        for action in self.monitor.observe(server.now_s, event):
-            self._carry_out(server, action)
+    def _tell(self, event: Event) -> None:
+        for action in self.monitor.observe(self.now_s, event):
+            self._carry_out(action)
 
-    def _carry_out(self, server: SimulatedServer, action: Action) -> None:
+    def _carry_out(self, action: Action) -> None:
         kind = action.decision.kind
-        if kind is DecisionKind.SWITCH and server.can_serve(action.decision.policy):
-            server.switch(action.decision.policy)
+        if kind is DecisionKind.SWITCH and self.can_serve(action.decision.policy):
+            self.switch(action.decision.policy)
         elif kind is DecisionKind.REBALANCE:
-            self._rebalance(server, action)
-        elif kind is DecisionKind.REPLAN and self.replan is not None:
-            server.at(server.now_s + self.replan_s, lambda: self._adopt(server, action))
-        server.decisions.append(action.decision)
+            self._rebalance(action)
+        elif kind is DecisionKind.REPLAN and self._replan is not None:
+            self.at(self.now_s + self._replan_s, lambda: self._plan_anew(action))
+        self.decisions.append(action.decision)
 
-    def _rebalance(self, server: SimulatedServer, action: Action) -> None:
+    def _rebalance(self, action: Action) -> None:
         assert action.factors is not None, "a rebalance comes with factors"
-        old = server.scheduler.plan
+        old = self.scheduler.plan
         new = reshared(old, action.rates_per_s)
-        if _is_better(old, new, action.factors, server.demand):
-            server.adopt([new], old.policy)
-            self._keep(server)
+        if _is_better(old, new, action.factors, self.demand):
+            self.adopt([new], old.policy)
 
-    def _adopt(self, server: SimulatedServer, action: Action) -> None:
-        assert self.replan is not None, "only a replan is adopted"
+    def _plan_anew(self, action: Action) -> None:
+        assert self._replan is not None, "only a replan is adopted"
         assert action.factors is not None, "a replan comes with factors"
-        if action.without - server.stepper.lanes.lost:
+        if action.without - self.stepper.lanes.lost:
             return  # what was lost came back meanwhile
         try:
-            made = [replace(plan, policy=name) for name, plan in self.replan(action.factors, action.without)]
+            made = [replace(plan, policy=name) for name, plan in self._replan(action.factors, action.without)]
         except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing
-            self._tell(server, Adopted((), f"no new plans: {error.message}"))
+            self._tell(Adopted((), f"no new plans: {error.message}"))
             return
-        old = server.plans
+        old = self.plans
         if not action.without:
-            made = [_better(old[new.policy], new, action.factors, server.demand) for new in made]
+            made = [_better(old[new.policy], new, action.factors, self.demand) for new in made]
         num = sum(new.lanes != old[new.policy].lanes for new in made)
         why = f"{num} of {len(made)} plans are new; the others stay as they are"
-        self._tell(server, Adopted(capabilities(made, server.demand), why))
-        server.adopt(made, self.monitor.current)
-        self._keep(server)
+        self._tell(Adopted(capabilities(made, self.demand), why))
+        self.adopt(made, self.monitor.current)
 
-    def _keep(self, server: SimulatedServer) -> None:
-        """Other plans are in force: what was measured of those before is corrected already."""
+    def adopt(self, plans: Sequence[Plan], name: str) -> None:
+        """What was measured of the plans before is corrected already."""
+        super().adopt(plans, name)
         self._times = MeasuredSteps()
-        if not server.stepper.lanes.lost:
-            self._whole = server.stepper.plans
+        if not self.stepper.lanes.lost:
+            self._whole = self.stepper.plans
 
 
 def _better(old: Plan, new: Plan, factors: Factors, demand: Demand) -> Plan:

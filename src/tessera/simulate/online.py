@@ -8,15 +8,13 @@ their times.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from math import inf
-from typing import Protocol
 
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Watcher
-from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone
+from tessera.execute.scheduler import Scheduler, SchedulerConfig, Watcher
+from tessera.execute.stepper import DeviceLost
 from tessera.execute.turns import PATIENCE
 from tessera.ir import Decision, Plan
 from tessera.simulate.rows import Demand, ModelledRows, RequestLedger
@@ -38,7 +36,7 @@ class SimulatedRun:
 
 
 class SimulatedServer(Watcher[int]):
-    """One simulation; the first of the plans is in force until its driver, if it has one, switches."""
+    """One simulation; the first of the plans is in force until somebody switches."""
 
     def __init__(
         self,
@@ -47,7 +45,6 @@ class SimulatedServer(Watcher[int]):
         truth: Truth | None = None,
         weather: Weather = FAIR,
         max_waiting: int | None = None,
-        driver: "Driver | None" = None,
     ) -> None:
         self.demand, self.ledger = demand, RequestLedger.of(len(demand))
         self.decisions: list[Decision] = []
@@ -57,7 +54,6 @@ class SimulatedServer(Watcher[int]):
             max_waiting=max_waiting, rows=demand.rows, patience=PATIENCE if demand.rows > 1 else inf
         )
         self.scheduler: Scheduler[int] = Scheduler(self.stepper, self._rows, config, self)
-        self._driver = driver
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._next = 0  # the next arrival
@@ -98,8 +94,6 @@ class SimulatedServer(Watcher[int]):
         self._next_us = min(self._next_us, second * 1e6)
 
     def run(self) -> SimulatedRun:
-        if self._driver is not None:
-            self._driver.on_start(self)
         scheduler, machine = self.scheduler, self.stepper.machine
         self._happen()
         while self._next_us < inf or not scheduler.is_idle:
@@ -110,10 +104,8 @@ class SimulatedServer(Watcher[int]):
             elif event is None and left_us == inf:
                 break  # nobody will come for those who wait
         self.ledger.num_failed += len(scheduler.queue)
-        name = scheduler.plan.policy if self._driver is None else "adaptive"
-        return SimulatedRun(
-            self.demand, self.ledger, name, machine.now_us, self.stepper.busy_us, self.decisions
-        )
+        name, busy_us = scheduler.plan.policy, self.stepper.busy_us
+        return SimulatedRun(self.demand, self.ledger, name, machine.now_us, busy_us, self.decisions)
 
     def _happen(self) -> None:
         now_us, times = self.stepper.machine.now_us + SAME_US, self.demand.times_us
@@ -126,52 +118,20 @@ class SimulatedServer(Watcher[int]):
         if self._agenda:
             self._next_us = min(self._next_us, self._agenda[0][0])
 
-    def _arrive(self, request: int) -> None:
+    def _arrive(self, request: int) -> bool:
+        """False if it is turned away."""
         try:
             self.scheduler.push(request)
         except ServiceBusy:
             self.ledger.num_refused += 1
-            return
+            return False
         self.ledger.max_waiting = max(self.ledger.max_waiting, len(self.scheduler.queue))
-        if self._driver is not None:
-            self._driver.on_arrival(self)
+        return True
 
     # What the scheduler tells.
-
-    def stepped(self, microbatch: Microbatch[int], done: StepDone) -> None:
-        if self._driver is not None:
-            self._driver.on_step(self, microbatch.lane, done)
 
     def failed(self, request: int, message: str) -> None:
         self.ledger.num_failed += 1
 
     def retried(self, request: int, lost: DeviceLost) -> None:
         self.ledger.num_restarted += 1
-
-    def lost(self, lost: DeviceLost) -> None:
-        """Once its requests wait again; so it is told in the next moment."""
-        if self._driver is not None:
-            self.at(self.now_s, partial(self._driver.on_lost, self, lost.device))
-
-    def back(self, back: DeviceBack) -> None:
-        if self._driver is not None:
-            self.at(self.now_s, partial(self._driver.on_back, self, back.device))
-
-
-class Driver(Protocol):
-    """What may switch plans while a simulation runs; it is told of everything that happens."""
-
-    def on_start(self, server: SimulatedServer) -> None:
-        """Before the first arrival."""
-
-    def on_arrival(self, server: SimulatedServer) -> None:
-        """A request has come."""
-
-    def on_step(self, server: SimulatedServer, lane: LoadedLane, done: StepDone) -> None:
-        """A step of a microbatch has ended."""
-
-    def on_lost(self, server: SimulatedServer, device: str) -> None:
-        """A device is lost."""
-
-    def on_back(self, server: SimulatedServer, device: str) -> None:
-        """It is there again."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tessera.adapt import Capability, Monitor, MonitorConfig
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import Arrivals, Plan, ServingReport, need_one_batch
-from tessera.simulate.adaptive import Adaptive, Replan
+from tessera.simulate.adaptive import AdaptiveServer, Replan
 from tessera.simulate.capability import capabilities, capacity_per_s, check_limits
 from tessera.simulate.metrics import LatencyLimit, report_of
 from tessera.simulate.online import SimulatedRun, SimulatedServer
@@ -127,5 +127,5 @@ def watched(
     demand, truth = setting.demand(made[0]), setting.truth(made[0])
     check_limits(made, demand, setting.limits, truth)
     weather = replace(setting.weather, is_mended=replan is not None)
-    driver = Adaptive(Monitor(tuple(known), watch), replan, replan_s)
-    return SimulatedServer(made, demand, truth, weather, setting.max_waiting, driver).run()
+    monitor, most = Monitor(tuple(known), watch), setting.max_waiting
+    return AdaptiveServer(monitor, made, demand, truth, weather, most, replan, replan_s).run()
