@@ -142,8 +142,8 @@ def policies(plans: list[tuple[str, Plan]], num: int = 3000) -> list[dict[str, A
 def corrections(plans: list[tuple[str, Plan]], num: int = 1500) -> list[dict[str, Any]]:
     """Requests per second at full load, simulated at true costs, of plans made with wrong ones.
 
-    `uncorrected` is the plan made with wrong prices, `shares` after a rebalance alone, `replanned` after new
-    plans too, `oracle` a plan made with the true prices.
+    `uncorrected` is the plan made with wrong prices, `replanned` after new plans, `oracle` a plan made with
+    the true prices.
     """
     true = dict(plans)["throughput"]
     return [_correction(true, device, factor, num) for device, factor in WRONG]
@@ -162,7 +162,6 @@ def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, A
 
     rates = {
         "uncorrected": _rate(made, true, num),
-        "shares": _rate(_after(made, true, num, None), true, num),
         "replanned": _rate(_after(made, true, num, replanner([made])), true, num),
         "oracle": _rate(true, true, num),
     }
@@ -189,7 +188,7 @@ def _rate(plan: Plan, true: Plan, num: int) -> float:
     return capacity_per_s(plan, demand, Truth(true))
 
 
-def _after(made: Plan, true: Plan, num: int, replan: Replan | None) -> Plan:
+def _after(made: Plan, true: Plan, num: int, replan: Replan) -> Plan:
     """The plan in force after requests were served at full load by a monitor."""
     demand = Setting(make_arrivals(f"batch:{num}", num, 0, LENGTHS)).demand(true)
     known = capabilities([made], demand)

@@ -1,8 +1,8 @@
 """Observations -> which policy now, and when to plan anew."""
 
 from tessera.adapt.avoid import widened, without_devices
-from tessera.adapt.capability import Capability, LaneLoad, Point, crossing_per_s
-from tessera.adapt.drift import LEAST_GAIN, Factors, corrected, rebalanced, reshared, scaled_costs
+from tessera.adapt.capability import Capability, Point, crossing_per_s
+from tessera.adapt.drift import LEAST_GAIN, Factors, corrected, scaled_costs
 from tessera.adapt.events import (
     Action,
     Adopted,
@@ -13,7 +13,6 @@ from tessera.adapt.events import (
     MeasuredSteps,
     Returned,
     Ticked,
-    planned_us,
 )
 from tessera.adapt.live import Decisions, Hands, Live
 from tessera.adapt.monitor import Monitor, MonitorConfig
@@ -28,7 +27,6 @@ __all__ = [
     "Event",
     "Factors",
     "Hands",
-    "LaneLoad",
     "Live",
     "Lost",
     "MeasuredLaunches",
@@ -40,9 +38,6 @@ __all__ = [
     "Ticked",
     "corrected",
     "crossing_per_s",
-    "planned_us",
-    "rebalanced",
-    "reshared",
     "scaled_costs",
     "widened",
     "without_devices",

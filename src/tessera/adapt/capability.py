@@ -20,17 +20,6 @@ FLUID_STEPS = 8
 NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
 
 
-@dataclass(frozen=True, slots=True)
-class LaneLoad:
-    """One run of one lane: how busy it keeps every device, by kernel, and every bus."""
-
-    # (device, (kernel, planned microseconds)...)
-    devices: tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
-    # (bus, microseconds)
-    buses: tuple[tuple[str, float], ...]
-    rate_per_s: float
-
-
 class Point(NamedTuple):
     """A policy under one load."""
 
@@ -49,8 +38,7 @@ class Capability:
     # Requests per second that it can sustain.
     capacity_per_s: float
     # At ascending loads below the capacity.
-    curve: tuple["Point", ...]
-    lanes: tuple[LaneLoad, ...] = ()
+    curve: tuple[Point, ...]
 
     def normalised_s(self, rate_per_s: float) -> float:
         """Seconds per token at a load, between the points of the curve; flat outside them."""

@@ -60,8 +60,6 @@ class Action:
     """A decision and what is needed to carry it out."""
 
     decision: Decision
-    # Of a rebalance: the lanes' new rates.
-    rates_per_s: tuple[float, ...] = ()
     # Of a replan: how wrong the costs were, and devices that are gone.
     factors: Factors | None = None
     without: frozenset[str] = frozenset()

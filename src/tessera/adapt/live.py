@@ -5,8 +5,6 @@ carried out by functions that are handed in, so this knows no service. New plans
 thread while the old ones run on; they are adopted at the first call after they are ready. All calls may come
 from several threads, and so do the calls of what is handed in.
 
-Not handled: other shares of the same lanes, before new plans are there; nobody tells what single lanes of a
-service load.
 """
 
 import threading
@@ -131,7 +129,7 @@ class Live:
     def _tell(self, event: Event) -> None:
         for action in self._monitor.observe(self._clock(), event):
             kind, hands = action.decision.kind, self._hands
-            if kind is DecisionKind.REBALANCE or (kind is DecisionKind.REPLAN and hands.replan is None):
+            if kind is DecisionKind.REPLAN and hands.replan is None:
                 continue  # what nobody carries out is no decision
             self.decisions.add(action.decision)
             if kind is DecisionKind.SWITCH:

@@ -9,9 +9,8 @@ in time; and a policy is left only if another is better at both ends of the inte
 that is the hysteresis. Where the policies cross follows from their capabilities.
 
 Costs. Times of kernels are collected until a window has passed; factors that explain them are fitted. If the
-same lanes in other shares would do `MIN_GAIN` more work, they are rebalanced at once; if the costs are off by
-`MIN_GAIN`, new plans are asked for, while the old ones run on. One replan at a time. A lost device asks for
-new plans at once.
+costs are off by `MIN_DRIFT`, new plans are asked for, while the old ones run on. One replan at a time. A lost
+device asks for new plans at once.
 
 The first window can only be chosen, not known: by default as long as it takes a hundred requests to come
 at the load where the policies cross, so that the standard error is a tenth.
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
-from tessera.adapt.drift import Factors, corrected, drift, rebalanced
+from tessera.adapt.drift import Factors, corrected, drift
 from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, MeasuredLaunches, Returned, Ticked
 from tessera.ir import Decision, DecisionKind
 
@@ -33,8 +32,8 @@ WINDOW_REQUESTS = 100
 # What a switch costs: of the requests that are usual for the load, how many more there are until those
 # who are here would have left.
 SWITCH_COST = 0.5
-# Of the work done: less is not worth a change of shares or plans.
-MIN_GAIN = 0.05
+# Less is not worth a change of plans.
+MIN_DRIFT = 0.05
 # What the plans' costs say of their own error.
 COST_ERROR = 0.1
 
@@ -153,33 +152,21 @@ class Monitor:
             return ()
         self._factors = corrected(observations, COST_ERROR)
         off = drift(observations, self._factors)
-        lanes = self._policies[self.current].lanes
-        if off < MIN_GAIN:
+        if off < MIN_DRIFT:
             return ()
-        if len(lanes) > 1:
-            rates, gain = rebalanced(lanes, self._factors)
-            if gain >= 1.0 + MIN_GAIN:
-                why = f"costs are off by {off:.0%}; the same lanes in other shares do {gain - 1:.0%} more"
-                return (
-                    self._action(now_s, DecisionKind.REBALANCE, why, rates, self._factors),
-                    self._replan(now_s, off),
-                )
-        return (self._replan(now_s, off),)
-
-    def _replan(self, now_s: float, off: float) -> Action:
-        self._is_replanning = True
         why = f"measured times differ from the plan's by {off:.0%}; planning anew beside the running plan"
-        return self._action(now_s, DecisionKind.REPLAN, why, factors=self._factors, without=self._lost)
+        return (self._replan(now_s, why),)
+
+    def _replan(self, now_s: float, why: str) -> Action:
+        self._is_replanning = True
+        decision = Decision(now_s, DecisionKind.REPLAN, self.current, why)
+        return Action(decision, self._factors, self._lost)
 
     def _lose(self, now_s: float, device: str) -> tuple[Action, ...]:
         self._lost |= {device}
-        self._is_replanning = True
-        gone = self._action(
-            now_s, DecisionKind.LOSE, f"{device} does not answer; lanes that use it are closed"
-        )
+        gone = f"{device} does not answer; lanes that use it are closed"
         why = f"planning for what is left without {', '.join(sorted(self._lost))}"
-        again = self._action(now_s, DecisionKind.REPLAN, why, factors=self._factors, without=self._lost)
-        return gone, again
+        return self._action(now_s, DecisionKind.LOSE, gone), self._replan(now_s, why)
 
     def _adopt(self, now_s: float, event: Adopted) -> tuple[Action, ...]:
         self._policies |= {policy.name: policy for policy in event.capabilities}
@@ -190,16 +177,8 @@ class Monitor:
         self._place()
         return (self._action(now_s, DecisionKind.ADOPT, event.why),)
 
-    def _action(
-        self,
-        now_s: float,
-        kind: DecisionKind,
-        why: str,
-        rates_per_s: tuple[float, ...] = (),
-        factors: Factors | None = None,
-        without: frozenset[str] = frozenset(),
-    ) -> Action:
-        return Action(Decision(now_s, kind, self.current, why), rates_per_s, factors, without)
+    def _action(self, now_s: float, kind: DecisionKind, why: str) -> Action:
+        return Action(Decision(now_s, kind, self.current, why))
 
 
 # Windows that are remembered, and how many windows of a Poisson stream are supposed before them.

@@ -40,7 +40,6 @@ class DecisionKind(StrEnum):
     """What a monitor can want."""
 
     SWITCH = "switch"  # another policy
-    REBALANCE = "rebalance"  # the same lanes in other shares
     REPLAN = "replan"  # new plans, made beside the running ones
     ADOPT = "adopt"  # new plans are there and taken up
     LOSE = "lose"  # a device is gone

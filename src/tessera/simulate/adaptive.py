@@ -2,7 +2,7 @@
 
 The monitor sees what a service would show it: arrivals, the queue, times of steps. New plans come from a
 function that is handed in; they take effect `replan_s` after they were asked for (modelled), and the old plan
-runs on until then. New shares and new plans are adopted only where a simulation at the corrected costs says
+runs on until then. New plans are adopted only where a simulation at the corrected costs says
 that they are better, each by what it is for: a latency plan by one request alone, any other by what it can
 sustain. A linear program over busy time alone misleads where few requests are in flight. After a loss the new
 plans are taken as they are, and when all devices are back the plans from before are.
@@ -23,7 +23,6 @@ from tessera.adapt import (
     Monitor,
     Returned,
     Ticked,
-    reshared,
 )
 from tessera.errors import TesseraError
 from tessera.execute.scheduler import Microbatch
@@ -124,18 +123,9 @@ class AdaptiveServer(SimulatedServer):
         kind = action.decision.kind
         if kind is DecisionKind.SWITCH and self.can_serve(action.decision.policy):
             self.switch(action.decision.policy)
-        elif kind is DecisionKind.REBALANCE:
-            self._rebalance(action)
         elif kind is DecisionKind.REPLAN and self._replan is not None:
             self.at(self.now_s + self._replan_s, lambda: self._plan_anew(action))
         self.decisions.append(action.decision)
-
-    def _rebalance(self, action: Action) -> None:
-        assert action.factors is not None, "a rebalance comes with factors"
-        old = self.scheduler.plan
-        new = reshared(old, action.rates_per_s)
-        if _is_better(old, new, action.factors, self.demand):
-            self.adopt([new], old.policy)
 
     def _plan_anew(self, action: Action) -> None:
         assert self._replan is not None, "only a replan is adopted"
@@ -165,11 +155,8 @@ class AdaptiveServer(SimulatedServer):
 
 def _better(old: Plan, new: Plan, factors: Factors, demand: Demand) -> Plan:
     """The new plan, or the old one with costs that are right."""
-    return new if _is_better(old, new, factors, demand) else replace(old, costs=new.costs)
-
-
-def _is_better(old: Plan, new: Plan, factors: Factors, demand: Demand) -> bool:
-    return gain_of(old, new, factors.apply(old.unit, old.costs), demand) >= LEAST_GAIN
+    is_better = gain_of(old, new, factors.apply(old.unit, old.costs), demand) >= LEAST_GAIN
+    return new if is_better else replace(old, costs=new.costs)
 
 
 def gain_of(old: Plan, new: Plan, costs: tuple[Costs, ...], demand: Demand) -> float:

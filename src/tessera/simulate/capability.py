@@ -6,11 +6,10 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from tessera.adapt import Capability, LaneLoad, Point, crossing_per_s, planned_us
+from tessera.adapt import Capability, Point, crossing_per_s
 from tessera.errors import ArrivalsError
 from tessera.ir import Plan
 from tessera.simulate.arrivals import poisson
-from tessera.simulate.columns import LaunchSegment, Scripts, bus_names
 from tessera.simulate.metrics import METRICS, LatencyLimit, measured
 from tessera.simulate.online import SimulatedServer
 from tessera.simulate.rows import Demand
@@ -68,7 +67,7 @@ def capabilities(plans: Sequence[Plan], demand: Demand, seed: int = 0) -> tuple[
     made = []
     for plan, capacity in zip(plans, full, strict=True):
         curve = tuple(point(plan, demand, rate, seed) for rate in rates if rate < capacity)
-        made.append(Capability(plan.policy, capacity, curve, lane_loads(plan)))
+        made.append(Capability(plan.policy, capacity, curve))
     for _ in range(REFINED):
         made = _refined(plans, made, demand, seed)
     return tuple(made)
@@ -85,27 +84,6 @@ def _refined(plans: Sequence[Plan], known: list[Capability], demand: Demand, see
         more = (point(plan, demand, rate, seed),) if is_new else ()
         made.append(replace(old, curve=tuple(sorted((*old.curve, *more)))))
     return made
-
-
-def lane_loads(plan: Plan) -> tuple[LaneLoad, ...]:
-    """What one run of each lane keeps busy: a decode, or all steps where there is none."""
-    last = len(plan.unit.graphs) - 1
-    is_decode = plan.unit.graphs[last].trace.step.kind == "decode"
-    steps, scripts = [last] if is_decode else range(last + 1), Scripts(plan.unit, plan.costs, plan.cluster)
-    names, found = bus_names(plan.cluster), []
-    for index, lane in enumerate(plan.lanes):
-        busy: dict[str, list[tuple[str, float]]] = {}
-        wires: dict[str, float] = {}
-        made = scripts.steps(lane.placement)
-        for step in steps:
-            for device, kernels in planned_us(plan, index, step).items():
-                busy.setdefault(device, []).extend(kernels)
-            for item in (item for column in made[step][1].columns for item in column.items):
-                for wire in item.sends if isinstance(item, LaunchSegment) else ():
-                    wires[names[wire.bus]] = wires.get(names[wire.bus], 0.0) + wire.wire_us
-        devices = tuple((device, tuple(kernels)) for device, kernels in sorted(busy.items()))
-        found.append(LaneLoad(devices, tuple(sorted(wires.items())), lane.rate_per_s))
-    return tuple(found)
 
 
 def alone(plan: Plan, demand: Demand, truth: Truth | None = None) -> dict[str, float]:

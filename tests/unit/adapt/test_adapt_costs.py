@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from online_factory import split_plan
-from tessera.adapt import Factors, LaneLoad, corrected, rebalanced
+from tessera.adapt import Factors, corrected
 from tessera.adapt.drift import drift
 
 
@@ -75,23 +75,3 @@ def test_factors_apply_to_price_lists() -> None:
 
     assert [(10.0, 20.0)] * 4 == [tuple(c.us for c in row) for row in costs.costs]
     assert replace(costs, costs=plan.costs[0].costs) == plan.costs[0]
-
-
-def test_rebalancing_fills_every_device() -> None:
-    """Lanes that take 10 and 30 us on devices of their own get rates of 3 to 1, and the work of both."""
-    lanes = [LaneLoad((("d0", (("gemm", 10.0),)),), (), 1.0), LaneLoad((("d1", (("gemm", 10.0),)),), (), 1.0)]
-
-    rates, gain = rebalanced(lanes, Factors({("d1", "gemm"): 3.0}))
-
-    assert rates == pytest.approx((1e5, 1e5 / 3), rel=1e-3)
-    assert gain == pytest.approx((1 + 1 / 3) / (2 / 3), rel=1e-3)
-
-
-def test_rebalancing_keeps_to_the_links() -> None:
-    """A lane that fills a bus cannot have more, however idle the devices are."""
-    lanes = [LaneLoad((("d0", (("gemm", 1.0),)),), (("wire", 10.0),), 1.0)]
-
-    rates, gain = rebalanced(lanes, Factors({}))
-
-    assert rates == pytest.approx((1e5,))
-    assert gain == pytest.approx(1.0)

@@ -10,7 +10,6 @@ from tessera.adapt import (
     Adopted,
     Arrived,
     Capability,
-    LaneLoad,
     Lost,
     MeasuredLaunches,
     Monitor,
@@ -163,22 +162,6 @@ def test_a_factor_that_all_share_is_no_reason_to_replan() -> None:
         monitor.observe(1.0, MeasuredLaunches(device, (("gemm", 10.0),), 13.0))
 
     assert () == monitor.observe(100.0, Ticked(0))
-
-
-def test_a_slow_device_shifts_the_shares_of_its_lanes_at_once() -> None:
-    """Two lanes on two devices, one of which takes twice as long: it gets half of the other's share."""
-    lanes = tuple(LaneLoad(((d, (("gemm", 10.0),)),), (), 1.0) for d in ("d0", "d1"))
-    policy = Capability("mix", 10.0, WIDE.curve, lanes)
-    monitor = Monitor([policy])
-    monitor.observe(0.0, Ticked(0))
-    monitor.observe(1.0, MeasuredLaunches("d0", (("gemm", 10.0),), 10.0))
-    monitor.observe(1.0, MeasuredLaunches("d1", (("gemm", 10.0),), 20.0))
-
-    shift, again = monitor.observe(100.0, Ticked(0))
-
-    assert DecisionKind.REBALANCE is shift.decision.kind
-    assert shift.rates_per_s[0] / shift.rates_per_s[1] == pytest.approx(2.0, rel=0.1)
-    assert DecisionKind.REPLAN is again.decision.kind
 
 
 def test_a_lost_device_is_planned_around() -> None:

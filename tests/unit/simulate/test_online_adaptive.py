@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, both_plans, split_plan
 from sampling import one_of_each
 from tessera.adapt import Capability, Factors, MonitorConfig
@@ -115,20 +114,6 @@ def test_a_replan_that_fails_leaves_the_old_plans_running(known: tuple[Capabilit
 
     assert 5000 == adaptive.num_finished
     assert any("no new plans: there is no such placement" in d.why for d in adaptive.decisions)
-
-
-def test_rebalancing_lanes_in_flight_loses_nothing() -> None:
-    """Two lanes in equal shares, one device twice as slow: other shares, with every request served."""
-    plan = replace(make_plan([make_chain(4)], [[[0] * 4], [[1] * 4]], slots=6), policy="mix")
-    wanted = setting("batch:3000", weather=Weather(slowdowns=(("d1", 0.0, 2.0),)))
-    watch = MonitorConfig(window_s=0.02)
-
-    adaptive, _ = adapt([("mix", plan)], wanted, watch)
-    (fixed,) = compare([("mix", plan)], wanted)
-
-    assert any(d.kind is DecisionKind.REBALANCE for d in adaptive.decisions)
-    assert 3000 == adaptive.num_finished
-    assert adaptive.requests_per_s > 0.98 * fixed.requests_per_s
 
 
 def test_a_price_is_corrected_once() -> None:
