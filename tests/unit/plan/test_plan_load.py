@@ -15,6 +15,8 @@ from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load, plan_lo
 from tessera.simulate import SteadyRates
 
 BATCHES = (4, 16, 64)
+# At most so many microbatches.
+MOST = examples(4, 2)
 # Bytes of state of one row.
 ROW = 8 * MB
 
@@ -55,11 +57,15 @@ def rates() -> tuple[Simulate, Simulate]:
     return made, made.glance
 
 
-@cache
 def planned(
-    memory: tuple[int, int] = (1200, 500), tpot_ms: float | None = None, most: int | None = None
+    memory: tuple[int, int] = (1200, 500), tpot_ms: float | None = None, most: int = MOST
 ) -> LoadPlan:
     """For two devices with so many megabytes."""
+    return _planned(memory, tpot_ms, most)
+
+
+@cache
+def _planned(memory: tuple[int, int], tpot_ms: float | None, most: int) -> LoadPlan:
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
     target = Target(1, tpot_ms)
     return plan_load(lambda b: variant_at(b, cluster), cluster, target, rates, BATCHES, most)
