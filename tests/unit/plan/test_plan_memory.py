@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, MiB, chain, layered_case, make_cluster, make_costs, make_unit, random_case
+from sampling import examples
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
@@ -136,7 +137,7 @@ def test_more_slots_never_give_less() -> None:
     rates = SteadyRates()
     given = [
         solve(*case, PlanConfig(ir.Objective.THROUGHPUT, slots), rates, rates.glance).simulated_per_s
-        for slots in (2, 4)
+        for slots in (2, examples(4, 3))
     ]
 
     assert given == pytest.approx(sorted(given), rel=5e-3)
@@ -205,6 +206,7 @@ def test_alike_layers_are_divided_where_memory_has_no_room_for_all_on_either_dev
 def test_a_model_that_needs_both_of_two_alike_devices_is_planned() -> None:
     """Though no placement on one device of each kind fits."""
     problem = alike_layers([55, 45, 45], [10.0, 20.0, 20.0])
-    plan = solve(problem.unit, problem.costs, problem.cluster, THROUGHPUT, SteadyRates())
+    config = PlanConfig(ir.Objective.THROUGHPUT, slots=examples(4, 2))
+    plan = solve(problem.unit, problem.costs, problem.cluster, config, SteadyRates())
 
     assert (0, 1, 2) == plan.used

@@ -44,7 +44,7 @@ def rates(plan: ir.Plan) -> dict[str, float]:
     return {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s is not None}
 
 
-@pytest.mark.parametrize("seed", range(examples(8, 3)))
+@pytest.mark.parametrize("seed", range(0, 8, examples(1, 6)))
 @pytest.mark.parametrize("judged", [False, True])
 def test_throughput_plan_is_never_below_a_baseline(seed: int, judged: bool) -> None:
     """Bound >= throughput >= simulated >= every coarse policy under the same costs and the same judge."""
@@ -80,7 +80,7 @@ def test_simulator_decides_between_candidates() -> None:
 
 def test_simulated_rate_above_busy_time_is_not_believed() -> None:
     """What a finite run shows beyond busy time is an artefact."""
-    plan = solve(*layered_case(), THROUGHPUT, lambda p: 2 * p.throughput_per_s)
+    plan = solve(*layered_case(8), THROUGHPUT, lambda p: 2 * p.throughput_per_s)
 
     assert plan.simulated_per_s == plan.throughput_per_s
 

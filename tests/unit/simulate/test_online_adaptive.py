@@ -1,12 +1,12 @@
 """A monitor on a simulated server: never much worse than the better fixed policy, and quick to mend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from online_factory import RUN_US, alone_plan, both_plans, split_plan
-from sampling import one_of_each
+from sampling import examples, one_of_each
 from tessera.adapt import Capability, Factors, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
@@ -15,14 +15,24 @@ from tessera.simulate.stepper import Loss, Weather
 from tessera.simulate.study import Setting, adapt, compare, known_of
 
 ROWS, TOKENS = 4, 20
+# Requests, if nothing else is said.
+NUM = examples(1500, 500)
 # Requests per second of the plan that has one device.
 ALONE_PER_S = ROWS / (RUN_US * 1e-6) / TOKENS
 
 
-def setting(arrivals: str, num: int = 1500, weather: Weather | None = None) -> Setting:
+def setting(arrivals: str, num: int = NUM, weather: Weather | None = None) -> Setting:
     """Geometric answers in microbatches of four."""
     made = make_arrivals(arrivals, num, 1, f"geometric:1,{TOKENS}")
     return Setting(made, weather or Weather(seed=1), rows=ROWS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_runs() -> Iterator[None]:
+    """What a plan can do is found by fewer requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tessera.simulate.capability.LEAST", examples(1000, 300))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,7 @@ def mean_s(report: ServingReport) -> float:
     return report.normalised_s.mean
 
 
-SHARES = one_of_each([0.1, 0.4, 0.6, 0.7, 0.8, 0.9, 1.1, 1.5, 1.8, 2.5], lambda share: int(2 * share))
+SHARES = one_of_each([0.1, 0.4, 0.6, 0.7, 0.8, 0.9, 1.1, 1.5, 1.8, 2.5], int)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -72,7 +82,7 @@ def test_every_request_gets_its_answer_whatever_is_decided(known: tuple[Capabili
     """Switches lose nothing and begin nothing again."""
     adaptive, _ = adapt(both_plans(), setting(f"bursty:{ALONE_PER_S},4,0.1,0.05"), known=known)
 
-    assert 1500 == adaptive.num_finished
+    assert NUM == adaptive.num_finished
     assert 0 == adaptive.num_restarted
 
 
@@ -125,7 +135,7 @@ def test_a_price_is_corrected_once() -> None:
         right = factors.apply(split_plan().unit, split_plan().costs)
         return [("throughput", replace(split_plan(), costs=right))]
 
-    wanted = setting("batch:4000", weather=Weather(slowdowns=(("d1", 0.0, 1.5),)))
+    wanted = setting(f"batch:{examples(4000, 2000)}", weather=Weather(slowdowns=(("d1", 0.0, 1.5),)))
     adapt([("throughput", split_plan())], wanted, MonitorConfig(window_s=0.02), replan, 0.01)
 
     assert [pytest.approx(1.5, rel=0.05)] == asked
