@@ -44,7 +44,6 @@ def engine(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_serve_hf import Beside, named
     from benchmarks.gpu_serve_load import run_full, stepper_per_s
 
-    from tessera.serve.local import Local
     from tessera.serve.service import Service
     from tessera.serve.text import ByteText
 
@@ -53,9 +52,9 @@ def engine(log: Log, args: argparse.Namespace) -> None:
         prepared = _prepared(log, args, named(MODEL, args.layers), whole_card(), ())
         shape = prepared.model.shape
         log.put("hf", theirs.ready())
-        with Local(prepared) as local:
-            log.attempt("stepper alone", lambda: stepper_per_s(local.stepper, prepared.model, args.steps))
-            with Service(local.stepper, shape, ByteText()) as service:
+        with prepared.workers() as stepper:
+            log.attempt("stepper alone", lambda: stepper_per_s(stepper, prepared.model, args.steps))
+            with Service(stepper, shape, ByteText()) as service:
 
                 def round_of() -> dict[str, Any]:
                     found = run_full(service, args.batch, args.prompt, args.output, shape.vocab_size)
@@ -74,8 +73,7 @@ def pair(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_serve_load import run_load
 
     from tessera.profile import make_cluster, parse_devices
-    from tessera.serve.local import Local
-    from tessera.serve.service import Service, ServiceConfig
+    from tessera.serve.service import Service
     from tessera.serve.text import ByteText
 
     cluster = make_cluster(parse_devices(args.devices), args.link)
@@ -83,12 +81,11 @@ def pair(log: Log, args: argparse.Namespace) -> None:
     log.put("scale", round(prepared.scale, 3))
     rates: dict[str, float] = {}
     shape = prepared.model.shape
-    with Local(prepared, transport=args.transport) as local:
+    with prepared.workers(args.transport) as stepper:
         for number, plan in enumerate(prepared.plans):
 
             def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
-                config = ServiceConfig(policy=policy)
-                with Service(local.stepper, shape, ByteText(), config=config) as service:
+                with Service(stepper, shape, ByteText(), policy=policy) as service:
                     clients = shape.slots * shape.rows
                     found = run_load(service, clients, args.prompt, args.output, args.seconds)
                 rates[policy] = found["tokens per s"] * prepared.scale
@@ -112,25 +109,23 @@ def arrivals(log: Log, args: argparse.Namespace) -> None:
     from benchmarks.gpu_serve_hf import named
 
     from tessera.profile import make_cluster, parse_devices
-    from tessera.serve.local import Local
 
     cluster = make_cluster(parse_devices(args.devices), args.link)
     prepared = _prepared(log, args, named(MODEL, args.layers), cluster, ("data-parallel",))
     log.put("scale", round(prepared.scale, 3))
-    with Local(prepared, transport=args.transport) as local:
+    with prepared.workers(args.transport) as stepper:
         for number, plan in enumerate(prepared.plans):
-            log.attempt(f"{number} {plan.policy}", partial(_arrived, local, number, args))
+            log.attempt(f"{number} {plan.policy}", partial(_arrived, prepared, stepper, number, args))
 
 
-def _arrived(local: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
+def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace) -> dict[str, Any]:
     """One policy under a share of the load that the first plan can take."""
     from benchmarks.gpu_serve_load import arrive, arrive_virtually, asks_of, compared_waits
 
-    from tessera.serve.service import Service, ServiceConfig
+    from tessera.serve.service import Service
     from tessera.serve.text import ByteText
     from tessera.simulate.arrivals import make_arrivals
 
-    prepared = local.prepared
     first, plan, shape = prepared.plans[0], prepared.plans[number], prepared.model.shape
     most_per_s = first.throughput_per_s * shape.rows
     if first.policy in prepared.rehearsed:
@@ -139,7 +134,7 @@ def _arrived(local: Any, number: int, args: argparse.Namespace) -> dict[str, Any
     stream = make_arrivals(f"poisson:{args.load * most_per_s!r}", args.requests, 0, lengths)
     asks = asks_of(stream, shape)
     virtual = arrive_virtually(prepared.plans, number, shape, asks)
-    with Service(local.stepper, shape, ByteText(), config=ServiceConfig(policy=plan.policy)) as service:
+    with Service(stepper, shape, ByteText(), policy=plan.policy) as service:
         arrive(service, [(0.0, ask) for _, ask in asks[:2]], 1.0)  # what is slow only once
         real = arrive(service, asks, prepared.scale)
     return {"requests per s": round(args.load * most_per_s, 3), **compared_waits(real, virtual)}

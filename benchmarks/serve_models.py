@@ -36,7 +36,6 @@ Tokens = list[int]
 def check(model: Model) -> Row:
     """One architecture."""
     from tessera.profile import make_cluster, parse_devices
-    from tessera.serve.local import Local
     from tessera.serve.planning import ServeSpec, prepare
     from tessera.serve.service import Service
     from tessera.serve.text import ByteText
@@ -51,7 +50,7 @@ def check(model: Model) -> Row:
         wanted = _generated(folder, prompts)
         prepared = prepare(folder, cluster, spec)
         shape = prepared.model.shape
-        with Local(prepared) as local, Service(local.stepper, shape, ByteText()) as service:
+        with prepared.workers() as stepper, Service(stepper, shape, ByteText()) as service:
             alone = [asyncio.run(_answers(service, [prompt]))[0] for prompt in prompts]
             together = asyncio.run(_answers(service, prompts))
     return {

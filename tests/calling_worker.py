@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from tessera.errors import TesseraError
-from tessera.execute.calling import serve_call
 from tessera.execute.handshake import EngineCall
 from tessera.ir import Step
+from tessera.serve.joining import serve_call
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """A tiny served model with its plans, made once for all tests that run steps."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from tessera import flow
 from tessera.execute.stepper import StepDone, Stepper
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import POLICIES, Average, Prepared, ServeSpec, prepare
@@ -88,3 +91,18 @@ def is_same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tens
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
         for a, b in zip(one, other, strict=True)
     )
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a service was prepared from, and its workers."""
+
+    prepared: Prepared
+    stepper: WorkerStepper
+
+
+@contextmanager
+def working(prepared: Prepared, transport: str = "auto") -> Iterator[Local]:
+    """Workers of this machine."""
+    with prepared.workers(transport) as stepper:
+        yield Local(prepared, stepper)

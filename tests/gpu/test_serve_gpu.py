@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from serving_factory import GREEDY, Told, random_ask, read_all
-from steps_factory import built
+from steps_factory import Local, built, working
 from tessera.execute.cuda.probe import MPS_PIPE
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.gpu import prepare_on_gpus
-from tessera.serve.local import Local
 from tessera.serve.planning import Average, Prepared, ServeSpec
 from tessera.serve.records import Ask
-from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
 pytestmark = [
@@ -61,7 +60,7 @@ def prepared(devices: str) -> Prepared:
 @pytest.fixture(params=[PARTS, STRETCHED])
 def local(request: pytest.FixtureRequest) -> Iterator[Local]:
     """Two devices on one card."""
-    with Local(prepared(request.param)) as made:
+    with working(prepared(request.param)) as made:
         yield made
 
 
@@ -104,8 +103,8 @@ def outputs(local: Local, policy: str) -> list[Tensors]:
 
 def answers(local: Local, asks: list[Ask], policy: str = "auto") -> list[Told]:
     """What a service answers to all, asked at once."""
-    shape, config = local.prepared.model.shape, ServiceConfig(policy=policy)
-    with Service(local.stepper, shape, ByteText(), config=config) as service:
+    shape = local.prepared.model.shape
+    with Service(local.stepper, shape, ByteText(), policy=policy) as service:
         return asyncio.run(asyncio.wait_for(read_all(service, asks), 120.0))
 
 
@@ -152,8 +151,8 @@ def test_a_service_whose_worker_is_killed_answers_the_same(local: Local) -> None
         os.kill(pid, signal.SIGKILL)
         return await asyncio.wait_for(reading, 120.0)
 
-    shape, config = local.prepared.model.shape, ServiceConfig(policy=CROSSING)
-    with Service(local.stepper, shape, ByteText(), config=config) as service:
+    shape = local.prepared.model.shape
+    with Service(local.stepper, shape, ByteText(), policy=CROSSING) as service:
         told = asyncio.run(while_killed(service))
 
     assert wanted == [t.what for t in told]
@@ -165,7 +164,7 @@ def test_greedy_answers_are_the_models_own() -> None:
     asks = [
         Ask(tuple(rng.randrange(256) for _ in range(n)), 12, GREEDY, ignores_end=True) for n in (1, 9, 20)
     ]
-    with Local(prepared("cuda:0")) as made:
+    with working(prepared("cuda:0")) as made:
         told = answers(made, asks)
         model = built(made.prepared).workloads[-1].module
         for ask, answer in zip(asks, told, strict=True):
@@ -181,7 +180,7 @@ def test_greedy_answers_are_the_models_own() -> None:
 def test_workers_are_apart_from_compiled_code_of_the_program() -> None:
     """torch.compile with CUDA graphs and memory written all over, in the program's own process: same bits."""
     layer = torch.nn.Linear(256, 256, device="cuda")
-    with Local(prepared("cuda:0")) as made:
+    with working(prepared("cuda:0")) as made:
         wanted = outputs(made, policies(made)[0])
         compiled = torch.compile(layer, mode="reduce-overhead")
         for _ in range(4):
@@ -202,7 +201,7 @@ def test_nothing_is_left_behind() -> None:
     """The second workers take no more memory than the first gave back."""
     own, after = [], []
     for _ in range(3):
-        with Local(prepared("cuda:0")) as made:
+        with working(prepared("cuda:0")) as made:
             outputs(made, policies(made)[0])
         del made
         own.append(torch.cuda.memory_allocated())

@@ -28,8 +28,9 @@ from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.footprint import check_fits, footprints, ready_programs
-from tessera.execute.forking import warm_up
+from tessera.execute.forking import FORKSERVER, warm_up
 from tessera.execute.setups import interprets
+from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
 from tessera.serve.kept_plans import KeptModel, KeptPlans, ServableModel, find, keep, key_of
 from tessera.serve.pages import modest_bytes
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 Told = Callable[[str], None]
 # Weights of a model that is computed on this machine's CPU.
 MAX_BYTES = 4 << 30
+# A step that takes longer than this will never end.
+STEP_TIMEOUT_S = 60.0
 POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
 # Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
 OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
@@ -122,6 +125,19 @@ class Prepared:
     def kept(self) -> KeptPlans:
         """What another start needs of it."""
         return KeptPlans(self.plans, self.scale, self.rehearsed, KeptModel.of(self.model))
+
+    def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
+        """A worker for every device, of this machine or as `hub` has them; not started yet."""
+        return WorkerStepper(
+            self.plans,
+            self.model.weights(),
+            microbatches=self.model.shape.slots,
+            transport=transport,
+            timeout_s=STEP_TIMEOUT_S,
+            method=FORKSERVER,
+            hub=hub,
+            scale=self.scale,
+        )
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 from tessera.adapt import Action, Capability, Hands, Live, Monitor, MonitorConfig
@@ -42,18 +41,6 @@ MIN_WINDOW_S = 2.0
 COST_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceConfig:
-    # A policy's name; "auto": as the monitor says, where there are several and it is known what they can do.
-    policy: str = AUTO
-    max_waiting: int = MAX_WAITING
-    # False: what sequences have in common is read anew for each of them.
-    prefix_caching: bool = True
-
-
-DEFAULT = ServiceConfig()
-
-
 def say(line: str) -> None:
     print(f"tessera: {line}", file=sys.stderr, flush=True)
 
@@ -61,9 +48,11 @@ def say(line: str) -> None:
 class Service:
     """Use it in a `with` statement, or `start` and `stop` it.
 
-    capabilities  what the stepper's plans can do, where they do not say it themselves
-    planner       makes other plans while it runs; None: there are none
-    log           hears one line for everything that happens to devices and plans
+    policy          "auto": as the monitor says, where there are several and it is known what they can do
+    prefix_caching  False: what sequences have in common is read anew for each of them
+    capabilities    what the stepper's plans can do, where they do not say it themselves
+    planner         makes other plans while it runs; None: there are none
+    log             hears one line for everything that happens to devices and plans
     """
 
     def __init__(
@@ -74,7 +63,9 @@ class Service:
         *,
         model: str = "",
         capabilities: Sequence[Capability] = (),
-        config: ServiceConfig = DEFAULT,
+        policy: str = AUTO,
+        max_waiting: int = MAX_WAITING,
+        prefix_caching: bool = True,
         observer: Observer | None = None,
         sight: Sight | None = None,
         planner: Planner | None = None,
@@ -83,16 +74,16 @@ class Service:
         self.text, self.model, self.shape = text, model, shape
         self._stepper, self._planner, self._log = stepper, planner, log
         policies = self._policies()
-        if config.policy not in (AUTO, *policies):
-            raise UnknownName("policy", config.policy, (AUTO, *policies))
+        if policy not in (AUTO, *policies):
+            raise UnknownName("policy", policy, (AUTO, *policies))
         self._engine = Engine(
             stepper,
             shape,
             text.end,
-            config.max_waiting,
+            max_waiting,
             observer,
             sight=sight,
-            prefix_caching=config.prefix_caching,
+            prefix_caching=prefix_caching,
             planner=planner,
             note=self._note,
         )
@@ -101,8 +92,8 @@ class Service:
         # Made in the background, not in force yet.
         self._made: tuple[Plan, ...] = ()
         self._is_started = False
-        if config.policy != AUTO:
-            self._switch(config.policy)
+        if policy != AUTO:
+            self._switch(policy)
         elif len(policies) > 1 or planner is not None:
             self._watch(tuple(capabilities) or capabilities_of(stepper.plans, shape.rows))
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)

@@ -3,11 +3,12 @@
     with started("tiny-llama", cluster) as running:
         running.app, running.service
 
-Puts together what the other modules make: plans (`planning`, `gpu`), workers (`local`), text, engine, HTTP.
+Puts together what the other modules make: plans (`planning`, `gpu`), workers, text, engine, HTTP.
 Encoders (`embedding`) and pipelines (`images`) are served without plans and workers: `started_alone`.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import AWAY, Cluster, DeviceKind
-from tessera.serve.endpoint import Endpoint
+from tessera.ir import AWAY, Cluster, DeviceKind, Objective, Plan
+from tessera.kernels import PAGE
 from tessera.serve.limits import HttpLimits
-from tessera.serve.local import Local
-from tessera.serve.planning import ServeSpec, prepare
-from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.planning import Average, Prepared, ServeSpec, prepare
+from tessera.serve.records import Endpoint
+from tessera.serve.service import Service
 from tessera.serve.tokenizer import open_text
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ def started(
     from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
     from tessera.serve.replan import PreparedPlanner
-    from tessera.serve.summary import lines_of
 
     options = options or ServeOptions()
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
@@ -92,13 +92,14 @@ def started(
     text, created = open_text(place_of(model)), int(time.time())
     sight, eyes = made.senses() or (None, None)
     metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
-    with Local(prepared, transport=options.transport, hub=hub) as local:
+    with prepared.workers(options.transport, hub) as stepper:
         service = Service(
-            local.stepper,
+            stepper,
             shape,
             text,
             model=name,
-            config=ServiceConfig(max_waiting=options.max_waiting, prefix_caching=options.prefix_caching),
+            max_waiting=options.max_waiting,
+            prefix_caching=options.prefix_caching,
             observer=metrics,
             sight=sight,
             planner=PreparedPlanner(prepared),
@@ -110,7 +111,7 @@ def started(
             shape.max_tokens,
             shape.vocab_size,
             created,
-            lambda: local.stepper.plans,
+            lambda: stepper.plans,
             eyes,
             open_grammars(text, shape.vocab_size),
         )
@@ -195,3 +196,73 @@ def _pictures(
     service = stack.enter_context(ImageService(TextToImage.open(model, device), name))
     endpoint = Endpoint(name, service, ByteText(), 0, 0, int(time.time()), images=service)
     return endpoint, "pictures from words", {}
+
+
+# For people. Rates are modelled, at full load: the plan's own simulated one, or where plans were rehearsed
+# the one found so. Another card of each kind is counted as a copy of the service beside it, which any router
+# can do: a plan over all of them is at least as good.
+
+
+def lines_of(prepared: Prepared, average: Average) -> tuple[str, str, str]:
+    """What was chosen, what is expected, and what one more card would add."""
+    return _chosen(prepared), _expected(prepared, average), _one_more(prepared, average)
+
+
+def _chosen(prepared: Prepared) -> str:
+    shape, plan = prepared.model.shape, prepared.plans[0]
+    sizes = ", ".join(f"{size:,}" for size in shape.sizes)
+    when = f"captured in {prepared.capture_s:.1f} s" if prepared.capture_s else "as planned before"
+    held = shape.slots * prepared.model.state_bytes
+    parts = [f"{name} {100 * share:.0f} %" for name, share in _shares(plan).items()]
+    where = f"work on {', '.join(parts)}" if len(parts) > 1 else f"all work on {plan.cluster.names[0]}"
+    return (
+        f"chosen: {shape.slots} x {shape.rows} requests at once, steps of {sizes} tokens ({when}), "
+        f"{shape.slots} x {shape.pool_tokens - PAGE:,} tokens in pages ({held / 1e9:.2f} GB), a request "
+        f"up to {shape.max_tokens:,}; {where}"
+    )
+
+
+def _expected(prepared: Prepared, average: Average) -> str:
+    plan = prepared.plans[0]
+    per_s = prepared.rehearsed.get(plan.policy) or _tokens_per_s(prepared, average, plan.simulated_per_s)
+    if not per_s:
+        return "expected: not modelled"
+    held = prepared.model.shape.slots * prepared.model.shape.rows
+    return (
+        f"expected (modelled, full load, {average.prompt} tokens in and {average.output} out): "
+        f"{per_s:,.0f} tokens/s, {1e3 * held / per_s:,.1f} ms a token"
+    )
+
+
+def _one_more(prepared: Prepared, average: Average) -> str:
+    plan = prepared.plans[0]
+    added = {}
+    for number, device in enumerate(plan.cluster.devices):
+        us = sum(
+            count * sum(costs.us(launch, number) for launch in range(len(costs.costs)))
+            for costs, count in zip(plan.costs, plan.unit.counts, strict=True)
+        )
+        kind = device.gpu or device.name
+        if us:
+            added[kind] = _tokens_per_s(prepared, average, 1e6 / us)
+    if not added:
+        return "with one more device: not modelled"
+    parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
+    return f"with one more card, as a copy beside these (modelled, tokens/s, at least): {', '.join(parts)}"
+
+
+def _tokens_per_s(prepared: Prepared, average: Average, units_per_s: float) -> float:
+    """A unit is what a microbatch does for all its rows' average requests."""
+    return units_per_s * prepared.model.shape.rows * average.output
+
+
+def _shares(plan: Plan) -> dict[str, float]:
+    """Device -> its share of all devices' time at work."""
+    busy: dict[str, float] = defaultdict(float)
+    for lane in plan.lanes:
+        weight = lane.rate_per_s if plan.objective is Objective.THROUGHPUT else 1.0
+        for costs, count, places in zip(plan.costs, plan.unit.counts, lane.placement.devices, strict=True):
+            for launch, device in enumerate(places):
+                busy[plan.cluster.names[device]] += weight * count * costs.us(launch, device)
+    total = sum(busy.values())
+    return {name: us / total for name, us in busy.items()} if total else {}

@@ -22,9 +22,9 @@ from tessera.execute import remote
 from tessera.execute.handshake import EngineCall
 from tessera.execute.remote import Gate, RemoteHub
 from tessera.execute.stepper import DeviceStatus
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step
 from tessera.serve.joining import ModelHere, keep_working
-from tessera.serve.local import Local
 from tessera.serve.records import Ask
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service
@@ -62,7 +62,7 @@ class Away:
     """A service and the machine that one of its workers is on."""
 
     service: Service
-    local: Local
+    stepper: WorkerStepper
     host: Host
     gate: Gate
 
@@ -84,7 +84,7 @@ class Away:
 
     def device(self, where: str) -> DeviceStatus:
         """How the device there (`t`) or here (`h`) is."""
-        return self.local.stepper.use().devices["emu:l40s" if where == "t" else "emu:a100"]
+        return self.stepper.use().devices["emu:l40s" if where == "t" else "emu:a100"]
 
 
 def start_worker(gate: Gate, folder: Path) -> Host:
@@ -109,11 +109,13 @@ def away(folder: Path) -> Iterator[Away]:
     gate = Gate("127.0.0.1", 0, SECRET)
     host = start_worker(gate, folder)
     made = steps_factory.over_both()
-    local = Local(made, hub=lambda setups: RemoteHub(setups, gate=gate, secret=SECRET, here=frozenset({0})))
+    workers = made.workers(
+        hub=lambda setups: RemoteHub(setups, gate=gate, secret=SECRET, here=frozenset({0}))
+    )
     planner = PreparedPlanner(made)
     try:
-        with local, Service(local.stepper, made.model.shape, ByteText(), planner=planner) as service:
-            yield Away(service, local, host, gate)
+        with workers as stepper, Service(stepper, made.model.shape, ByteText(), planner=planner) as service:
+            yield Away(service, stepper, host, gate)
     finally:
         gate.close()
         with suppress(ProcessLookupError):

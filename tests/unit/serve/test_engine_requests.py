@@ -27,7 +27,7 @@ from serving_factory import (
 )
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
 from tessera.serve.records import Ask, Finish, Sampling, Shape
-from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.service import Service
 
 BY_ROW = replace(SHAPE, sizes=(2, 3), is_flat=False)
 IN_PARTS = replace(BY_ROW, sizes=(2, 3, 4, 8))
@@ -128,8 +128,7 @@ def test_a_beginning_that_was_read_is_not_read_again(is_caching: bool) -> None:
     prompt = tuple(range(40))
     asks = [Ask((*prompt, number), 2, GREEDY, ignores_end=True) for number in (1, 2)]
     stepper = ToyStepper(replace(SHAPE, slots=1))
-    config = ServiceConfig(prefix_caching=is_caching)
-    with service_of(stepper, config=config) as service:
+    with service_of(stepper, prefix_caching=is_caching) as service:
         found = [wait_for(read(service, ask)) for ask in asks]
         snapshot = service.snapshot()
 
@@ -253,7 +252,7 @@ def test_few_requests_are_packed_into_one_slot(service: Service) -> None:
 def test_too_many_are_refused() -> None:
     """What comes while too many wait is refused at once, and those that wait are served."""
     shape = replace(SHAPE, slots=1, rows=1)
-    with service_of(ToyStepper(shape, step_s=0.02), config=ServiceConfig(max_waiting=2)) as service:
+    with service_of(ToyStepper(shape, step_s=0.02), max_waiting=2) as service:
 
         async def crowd() -> tuple[int, list[str]]:
             answers, refused = [], 0
@@ -372,13 +371,13 @@ def test_an_answer_that_is_forgotten_is_cancelled() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     """The message lists those that there are."""
     with pytest.raises(UnknownName, match="auto, quick, wide"):
-        service_of(ToyStepper(), config=ServiceConfig(policy="fast"))
+        service_of(ToyStepper(), policy="fast")
 
 
 def test_a_policy_by_name_is_kept() -> None:
     """All slots are opened under it."""
     stepper = ToyStepper()
-    with service_of(stepper, config=ServiceConfig(policy="wide")) as service:
+    with service_of(stepper, policy="wide") as service:
         wait_for(read_all(service, [LONG] * 5))
 
         assert "wide" == service.snapshot().policy

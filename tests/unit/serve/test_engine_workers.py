@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import steps_factory
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
+from tessera.execute.worker_stepper import WorkerStepper
 from tessera.serve.keeper import MAX_FAILURES
-from tessera.serve.local import Local
 from tessera.serve.records import Ask
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service
@@ -27,7 +27,9 @@ def model_answers(asks: Sequence[Ask]) -> list[What]:
         return [told.what for told in wait_for(read_all(service, asks))]
 
 
-async def read_while_killing(service: Service, local: Local, asks: Sequence[Ask], kills: int) -> list[Told]:
+async def read_while_killing(
+    service: Service, stepper: WorkerStepper, asks: Sequence[Ask], kills: int
+) -> list[Told]:
     """Kills a worker after some tokens, and again."""
     rng = random.Random(kills)
 
@@ -36,7 +38,7 @@ async def read_while_killing(service: Service, local: Local, asks: Sequence[Ask]
             goal = service.snapshot().output_tokens + rng.randrange(5, 25)
             while service.snapshot().output_tokens < goal and not answers.done():
                 await asyncio.sleep(0.002)
-            devices = local.stepper.use().devices.values()
+            devices = stepper.use().devices.values()
             pids = [device.pid for device in devices if device.state == "ready" and device.pid]
             if pids:
                 os.kill(rng.choice(pids), signal.SIGKILL)
@@ -53,10 +55,10 @@ def test_no_request_is_lost_with_its_worker() -> None:
     shape = steps_factory.prepared().model.shape
     asks = [random_ask(rng, shape.capacity, ignores_end=True) for _ in range(6)]
     wanted = model_answers(asks)
-    local = Local(steps_factory.prepared())
-    with local, Service(local.stepper, shape, ByteText()) as service:
-        once = wait_for(read_while_killing(service, local, asks, 1))
-        often = wait_for(read_while_killing(service, local, asks, 2))
+    workers = steps_factory.prepared().workers()
+    with workers as stepper, Service(stepper, shape, ByteText()) as service:
+        once = wait_for(read_while_killing(service, stepper, asks, 1))
+        often = wait_for(read_while_killing(service, stepper, asks, 2))
         retried = service.snapshot().retried
         after = wait_for(read(service, Ask((1, 2), 5, GREEDY, ignores_end=True)))
 
@@ -74,22 +76,22 @@ def test_no_request_is_lost_with_its_worker() -> None:
 def test_a_device_that_fails_again_and_again_is_planned_around() -> None:
     """Every lane needs it; its workers are killed as they come, and the service answers without it."""
     made, ask = steps_factory.over_both(), Ask((1, 2, 3), 9, GREEDY, ignores_end=True)
-    local, said, killed = Local(made), list[str](), set[int]()
-    with local:
+    said, killed = list[str](), set[int]()
+    with made.workers() as stepper:
         service = Service(
-            local.stepper, made.model.shape, ByteText(), planner=PreparedPlanner(made), log=said.append
+            stepper, made.model.shape, ByteText(), planner=PreparedPlanner(made), log=said.append
         )
         with service:
             first = wait_for(read(service, ask))
             while len(killed) < MAX_FAILURES:
-                pid = local.stepper.use().devices["emu:l40s"].pid
+                pid = stepper.use().devices["emu:l40s"].pid
                 if pid is not None and pid not in killed and os.path.exists(f"/proc/{pid}"):
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
                 time.sleep(0.002)
             again = wait_for(read(service, ask))
             devices = {device.name: device for device in service.snapshot().devices}
-            lanes = local.stepper.lanes.open()
+            lanes = stepper.lanes.open()
 
     assert first.what == again.what
     assert {frozenset({"emu:a100"})} == {lane.devices for lane in lanes}

@@ -13,6 +13,7 @@ import torch
 
 import cuda_stub
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
+from steps_factory import Local, working
 from tessera.errors import TesseraError
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.ir import Cluster, Objective
@@ -20,10 +21,9 @@ from tessera.profile import make_cluster, parse_devices
 from tessera.profile.cards import Card
 from tessera.serve import gpu
 from tessera.serve.gpu import check_gpus, prepare_on_gpus
-from tessera.serve.local import Local
 from tessera.serve.planning import Average, Prepared, ServeSpec
 from tessera.serve.records import Ask
-from tessera.serve.service import Service, ServiceConfig
+from tessera.serve.service import Service
 from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import reference, served
 from tessera.serve.text import ByteText
@@ -76,16 +76,16 @@ def wanted() -> list[Any]:
 
 def answers(local: Local, policy: str, log: list[str] | None = None) -> list[Told]:
     """What a service on workers answers."""
-    shape, config = local.prepared.model.shape, ServiceConfig(policy=policy)
+    shape = local.prepared.model.shape
     heard = [] if log is None else log
-    with Service(local.stepper, shape, ByteText(), config=config, log=heard.append) as service:
+    with Service(local.stepper, shape, ByteText(), policy=policy, log=heard.append) as service:
         return wait_for(read_all(service, asks()))
 
 
 @pytest.mark.parametrize("transport", ["ipc", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) -> None:
     """Random requests at once, under the plan and under one that crosses in every layer."""
-    with Local(prepare(PAIR, CROSSING), transport=transport) as local:
+    with working(prepare(PAIR, CROSSING), transport=transport) as local:
         for policy in (local.prepared.plans[0].policy, CROSSING):
             assert wanted() == [told.what for told in answers(local, policy)]
         assert any(local.stepper.use().moved.values())
@@ -117,7 +117,7 @@ def test_a_gpu_that_fails_is_started_again_and_the_answers_come(
         return replay(self)
 
     coarse = (CROSSING,) if text == PAIR else ()
-    with Local(prepare(text, *coarse)) as local:
+    with working(prepare(text, *coarse)) as local:
         monkeypatch.setattr(ShareGraph, "replay", fail_once)
         told = answers(local, coarse[0] if coarse else "auto", heard)
 
@@ -148,8 +148,8 @@ def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtual
     from benchmarks.gpu_serve import _arrived, parsed
 
     words = "--out OUT --parts arrivals --requests 6 --prompt 6 --output 4 --load 2.0"
-    with Local(replace(prepare(PAIR, CROSSING), scale=100.0)) as local:
-        found = _arrived(local, 0, parsed(words.split()))
+    with working(replace(prepare(PAIR, CROSSING), scale=100.0)) as local:
+        found = _arrived(local.prepared, local.stepper, 0, parsed(words.split()))
 
     assert 6 == found["requests"]
     for name in ("time to first token", "time per output token"):

@@ -16,8 +16,8 @@ from tessera.serve.kept_plans import MAX_KEPT, KeptModel, KeptPlans, find, keep,
 from tessera.serve.pages import steady
 from tessera.serve.planning import Average, ServeSpec, prepare
 from tessera.serve.records import Shape
+from tessera.serve.start import lines_of
 from tessera.serve.steps import served
-from tessera.serve.summary import lines_of
 
 FOUND = KeptPlans(toy_plans(["throughput", "latency"]), 2.5, {"throughput": 12.0})
 
