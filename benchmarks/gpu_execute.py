@@ -43,7 +43,7 @@ PAIRS = (
 POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
 SLOTS = 6
 # Of gpu_execute_loads.
-LOADS = ("llama-decode", "sd3.5", "mamba-prefill", "qwen-decode")
+LOADS = ("llama-decode", "sd3.5", "qwen-prefill", "mamba-decode", "qwen-decode")
 
 
 @dataclass(frozen=True)

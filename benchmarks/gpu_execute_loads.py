@@ -3,7 +3,8 @@
 A model with a part of its layers is planned as `tessera plan MODEL` plans a whole one: with the same part of
 each device's memory and of the limit. What the search chose is then recorded on the card at its own batch
 and run on worker processes. Replicas of data-parallel have nothing to do with one another: each is run alone,
-with two microbatches so that it never waits for its next one, and their rates are added.
+with two microbatches so that it never waits for its next one, and their rates are added. Bits are compared
+by the part `pairs`: here the state alone has gigabytes.
 """
 
 import gc
@@ -16,21 +17,19 @@ from benchmarks.gpu_capture import _build
 from benchmarks.gpu_execute import Same
 from benchmarks.gpu_execute_pairs import (
     COMPARED,
-    differing,
     make_plans,
     opened,
     own_times,
     priced,
     timed,
-    wanted,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import sdpa_kernel
 
 from tessera.capture.inductor import on_device
 from tessera.capture.models import register
 from tessera.capture.record import PORTABLE, record
 from tessera.execute.cuda.measure import whole_plan
-from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps
 from tessera.ir import Cluster, Plan, Step
@@ -70,9 +69,8 @@ class Row:
 ROWS = {
     "llama-decode": Row("llama-3-8b", 32, 8, "decode", 1280, ("h20", "l40s"), "nvlink"),
     "sd3.5": Row("sd3.5-medium", 24, 6, "denoise", 1024, ("h20", "l40s"), "nvlink", 1000.0),
-    "mamba-prefill": Row(
-        "mamba-codestral-7b", 64, 8, "prefill", 512, ("rtx-pro-6000", "h20"), "pcie4", 2000.0
-    ),
+    "qwen-prefill": Row("qwen2.5-vl-7b", 28, 7, "prefill", 512, ("h20", "l40s"), "ib100", 2000.0),
+    "mamba-decode": Row("mamba-codestral-7b", 64, 8, "decode", 640, ("rtx-pro-6000", "h20"), "nvlink", 300.0),
     "qwen-decode": Row("qwen2.5-vl-7b", 28, 7, "decode", 640, ("a100", "l40s"), "nvlink"),
 }
 
@@ -109,8 +107,15 @@ class _Built:
 def _built(row: Row, batch: int) -> _Built:
     with torch.device("cuda"):
         workload = _build(Step(row.model, row.kind, batch, row.context), row.layers)
+    with FakeTensorMode():
+        shapes = workload.make_state(0)
+
+    def make_state(seed: int) -> dict[str, torch.Tensor]:
+        """Gigabytes, whose values nobody asks for."""
+        return {n: torch.zeros(t.shape, dtype=t.dtype, device="cuda") for n, t in shapes.items()}
+
     with sdpa_kernel(PORTABLE):
-        trace = record(on_device(workload, "cuda:0"))
+        trace = record(replace(on_device(workload, "cuda:0"), make_state=make_state))
     made = [{n: t.cpu() for n, t in workload.make_inputs(seed).items()} for seed in range(COMPARED)]
     return _Built(make_unit([trace], (RUNS,)), workload.weights(), [Same(given) for given in made])
 
@@ -165,8 +170,7 @@ def _measure(row: Row, option: Option) -> dict[str, Any]:
         "measured rows/s": round(sum(p["measured rows/s"] for p in parts.values()), 2),
         "simulated rows/s": round(sum(p["simulated rows/s"] for p in parts.values()), 2),
         "searched rows/s": round(option.tokens_per_s, 2), "batch": option.batch,
-        "microbatches": option.microbatches, "equal": all(p["equal"] for p in parts.values()),
-        "parts": parts,
+        "microbatches": option.microbatches, "parts": parts,
     }  # fmt: skip
 
 
@@ -177,16 +181,14 @@ def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict
     text = ",".join(f"cuda:0/as={gpu}" for gpu in row.gpus)
     cluster, costs, scale = priced(built, text, row.link, own)
     cluster = _smaller(cluster, row)
+    costs = tuple(replace(c, devices=cluster.devices) for c in costs)
     if policy == "single":
         plan = replace(whole_plan(built.unit, cluster, device), costs=costs, slots=slots)
         simulated = 1e6 / _alone_us(plan, device)
     else:
         plan = make_plans(built, costs, cluster, (policy,), slots)[policy]
         simulated = plan.simulated_per_s
-    expected = wanted(built, COMPARED)
     with hidden_main(), opened(built, {policy: plan}, scale.factor, "ipc") as stepper:
-        results = run_offline(stepper, [built.request(i % COMPARED) for i in range(2 * slots)]).results
-        wrong = [differing(expected[i % COMPARED], r)[:2] for i, r in enumerate(results)]
         first = timed(stepper, built, 0, 2 * slots)
         per_s = timed(stepper, built, 0, max(6 * slots, min(240, round(first * SECONDS))))
     del built
@@ -196,7 +198,7 @@ def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict
     return {
         "measured rows/s": round(per_s * scale.factor * rows, 2),
         "simulated rows/s": round(simulated * rows, 2), "batch": batch, "scale": round(scale.factor, 4),
-        "covered": scale.covered, "equal": not any(wrong), "differing": [w for w in wrong if w][:2],
+        "covered": scale.covered,
     }  # fmt: skip
 
 
