@@ -87,6 +87,8 @@ def sureness(plan: Plan) -> Sureness:
             for launch, (work, device) in enumerate(zip(counted[lane.variant][step], placed, strict=True)):
                 cost, where = costs.costs[launch][device], plan.cluster.devices[device].gpu
                 us = cost.us * times * lane.rate_per_s
+                if us == 0:  # an allocation, for one, which no model prices
+                    continue
                 key = (work.op.value, where, cost.source)
                 sums = found.setdefault(key, [0.0, 0.0, 0.0])
                 sums[0] += us
@@ -99,6 +101,5 @@ def sureness(plan: Plan) -> Sureness:
     parts = [
         CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
         for (op, where, source), (us, weighted, wide) in found.items()
-        if us > 0
     ]
     return Sureness(tuple(sorted(parts, key=lambda p: -p.share * p.rel_error)))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from report_factory import make_plan
+from report_factory import make_plan, make_work
 from tessera.ir import Plan, Source
 from tessera.profile import borrowed, known_gpus, sureness
 
@@ -46,6 +46,14 @@ def test_shares_add_up_to_the_busy_time() -> None:
 
     assert 1.0 == pytest.approx(sum(p.share for p in found.parts))
     assert 1.0 == pytest.approx(sum(found.by_source.values()))
+
+
+def test_allocations_need_no_model() -> None:
+    """A mixture of experts has some; they take no time, so nothing of a plan rests on them."""
+    found = sureness(make_plan(work=(("mlp", "aten.new_empty.default", 0.0, 0.0), *make_work())))
+
+    assert "allocation" not in {p.op for p in found.parts}
+    assert found.parts == sureness(make_plan()).parts
 
 
 @pytest.mark.parametrize("name", ["rtx-3080", "rtx-3090", "a6000", "a5000", "l20"])
