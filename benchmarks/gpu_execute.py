@@ -20,13 +20,15 @@ devices are modelled rates: what was measured, times the time scale. Real widths
 """
 
 import argparse
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +92,17 @@ class Log:
             return None
         self.put(name, value)
         return value
+
+
+@contextmanager
+def alone(args: argparse.Namespace) -> Iterator[None]:
+    """Nobody else measures meanwhile who has the same lock: others may prepare."""
+    if args.lock is None:
+        yield
+        return
+    with args.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # Workloads --------------------------------------------------------------------------------------------------
@@ -261,13 +274,15 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
         own_times,
         priced,
         rates,
+        slower_rates,
         wanted,
     )
 
     built = build(FAMILIES[args.family])
     counts = [len(g.trace.launches) for g in built.unit.graphs]
     log.put("family", {"name": args.family, "launches": counts, "counts": built.unit.counts})
-    own = log.attempt("own times", lambda: own_times(built, whole_card()))
+    with alone(args):
+        own = log.attempt("own times", lambda: own_times(built, whole_card()))
     if own is None or "error" in own:
         return
     expected = wanted(built, 2)
@@ -281,9 +296,14 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
         keep_plans(args.plans, f"{args.family}.{_short(text)}", chosen, scale)
         simulated = {name: round(plan.simulated_per_s, 3) for name, plan in plans.items()}
         log.put(f"{text} priced", {"scale": factor, "covered": scale.covered, "simulated per s": simulated})
-        found = log.attempt(f"{text} ipc", rates, built, chosen, factor, "ipc", args.seconds, expected)
+        with alone(args):
+            found = log.attempt(f"{text} ipc", rates, built, chosen, factor, "ipc", args.seconds, expected)
         if found and "error" not in found:
             log.put(f"{text} compared", compared(found))
+        if args.slower:
+            factors = [factor * float(n) for n in args.slower.split(",")]
+            with alone(args):
+                log.attempt(f"{text} slower", slower_rates, built, chosen, factors, args.seconds)
         if args.halves:
             single = make_plans(built, costs, cluster, ("single",), SLOTS)["single"]
             plan = plans["throughput"]
@@ -309,7 +329,8 @@ def loads(log: Log, args: argparse.Namespace) -> None:
     row = ROWS[args.family]
     found = searched(row)
     log.put("load", {**asdict(row), "search s": round(time.monotonic() - log.began, 1)})
-    log.attempt("measured", measured, row, found, log.put)
+    with alone(args):
+        log.attempt("measured", measured, row, found, log.put)
 
 
 # Soak -------------------------------------------------------------------------------------------------------
@@ -413,6 +434,8 @@ def main() -> None:
     parser.add_argument("--halves", action="store_true", help="the plan over nvshmem as well")
     parser.add_argument("--plans", type=Path, default=Path("plans"), help="where plans are kept")
     parser.add_argument("--host", action="store_true", help="the host transport as well")
+    parser.add_argument("--slower", default="", help="multiples of the time scale to measure with as well")
+    parser.add_argument("--lock", type=Path, default=None, help="a file, shared by runs that measure in turn")
     parser.add_argument("--hidden", action="store_true", help="a stamped run as well")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all parts")
     parser.add_argument("--part-limit", type=float, default=150.0, help="seconds for one part")

@@ -23,16 +23,16 @@ from benchmarks.gpu_execute_pairs import (
     priced,
     timed,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
+from benchmarks.gpu_serve_hf import blank
 from torch.nn.attention import sdpa_kernel
 
+from tessera.capture import Workload
 from tessera.capture.inductor import on_device
-from tessera.capture.models import register
 from tessera.capture.record import PORTABLE, record
 from tessera.execute.cuda.measure import whole_plan
 from tessera.execute.worker_stepper import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps
-from tessera.ir import Cluster, Plan, Step
+from tessera.ir import Cluster, Plan, Step, Trace
 from tessera.plan import LoadPlan, Option, Target
 from tessera.profile import make_cluster, parse_devices
 
@@ -76,13 +76,15 @@ ROWS = {
 
 
 def searched(row: Row) -> LoadPlan:
-    """Batch, microbatches and placement of every policy, without a GPU."""
-    name = f"{row.model}-{row.layers}-layers"
-    register(name, (row.kind,))(lambda step: _build(replace(step, model=row.model), row.layers))
-    step = Step(name, row.kind, 1, row.context)
+    """Batch, microbatches and placement of every policy."""
+    steps = LoadSteps(
+        [Step(row.model, row.kind, 1, row.context)],
+        (1,),
+        record=lambda step: _recorded(row, step.batch)[1],
+    )
     target = Target(0 if row.kind == "decode" else 1, row.limit_ms and row.limit_ms * row.share)
     cluster = _smaller(make_cluster(parse_devices(",".join(f"emu:{g}" for g in row.gpus)), row.link), row)
-    return plan_steps(LoadSteps([step], (1,)), cluster, target, BATCHES, near=NEAR)
+    return plan_steps(steps, cluster, target, BATCHES, near=NEAR)
 
 
 def _smaller(cluster: Cluster, row: Row) -> Cluster:
@@ -104,18 +106,17 @@ class _Built:
         return self.requests[seed % len(self.requests)]
 
 
-def _built(row: Row, batch: int) -> _Built:
+def _recorded(row: Row, batch: int) -> tuple[Workload, Trace]:
+    """Its step at that batch, on the card, as it is run: attention that every GPU has."""
     with torch.device("cuda"):
         workload = _build(Step(row.model, row.kind, batch, row.context), row.layers)
-    with FakeTensorMode():
-        shapes = workload.make_state(0)
-
-    def make_state(seed: int) -> dict[str, torch.Tensor]:
-        """Gigabytes, whose values nobody asks for."""
-        return {n: torch.zeros(t.shape, dtype=t.dtype, device="cuda") for n, t in shapes.items()}
-
+    workload = blank(on_device(workload, "cuda:0"))
     with sdpa_kernel(PORTABLE):
-        trace = record(replace(on_device(workload, "cuda:0"), make_state=make_state))
+        return workload, record(workload)
+
+
+def _built(row: Row, batch: int) -> _Built:
+    workload, trace = _recorded(row, batch)
     made = [{n: t.cpu() for n, t in workload.make_inputs(seed).items()} for seed in range(COMPARED)]
     return _Built(make_unit([trace], (RUNS,)), workload.weights(), [Same(given) for given in made])
 
@@ -180,12 +181,12 @@ def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict
     own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
     text = ",".join(f"cuda:0/as={gpu}" for gpu in row.gpus)
     cluster, costs, scale = priced(built, text, row.link, own)
-    cluster = _smaller(cluster, row)
-    costs = tuple(replace(c, devices=cluster.devices) for c in costs)
-    if policy == "single":
+    if policy == "single":  # at a batch that fits; a second microbatch has room on this card
         plan = replace(whole_plan(built.unit, cluster, device), costs=costs, slots=slots)
         simulated = 1e6 / _alone_us(plan, device)
     else:
+        cluster = _smaller(cluster, row)
+        costs = tuple(replace(c, devices=cluster.devices) for c in costs)
         plan = make_plans(built, costs, cluster, (policy,), slots)[policy]
         simulated = plan.simulated_per_s
     with hidden_main(), opened(built, {policy: plan}, scale.factor, "ipc") as stepper:

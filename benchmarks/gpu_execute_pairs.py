@@ -179,6 +179,21 @@ def rates(
     return found
 
 
+def slower_rates(
+    built: Any, plans: dict[str, Plan], scales: Sequence[float], seconds: float
+) -> dict[str, Any]:
+    """Measured over simulated at other time scales: the slower, the less two devices on one card meet."""
+    found: dict[str, Any] = {}
+    for scale in scales:
+        with hidden_main(), opened(built, plans, scale, "ipc") as stepper:
+            for number, (name, plan) in enumerate(plans.items()):
+                first = timed(stepper, built, number, 2 * plan.slots)
+                num = max(5 * plan.slots, min(240, round(first * seconds)))
+                per_s = timed(stepper, built, number, num) * scale
+                found.setdefault(f"{scale:.2f}", {})[name] = round(per_s / plan.simulated_per_s, 4)
+    return found
+
+
 def best_coarse(plans: dict[str, Plan]) -> str:
     """The coarser policy with the best simulated rate."""
     coarse = {name: plan.simulated_per_s for name, plan in plans.items() if name != "throughput"}
