@@ -38,8 +38,8 @@ from tessera.profile import make_cluster, parse_devices
 
 # Batches that are looked at, for every policy alike, and those near the best of them.
 BATCHES, NEAR = (8, 32, 128, 512), ((0.5, 2.0), (0.75, 1.5))
-# Steps of a request: its state is cleared when it begins.
-RUNS = 8
+# Decodes of a request: its state, of gigabytes, is cleared when it begins.
+DECODES = 8
 # Seconds of a round.
 SECONDS = 1.0
 
@@ -58,6 +58,11 @@ class Row:
     link: str
     # Per token, or per step, of the whole model.
     limit_ms: float | None = None
+
+    @property
+    def runs(self) -> int:
+        """Of its step, in a request."""
+        return DECODES if self.kind == "decode" else 1
 
     @property
     def share(self) -> float:
@@ -118,7 +123,7 @@ def _recorded(row: Row, batch: int) -> tuple[Workload, Trace]:
 def _built(row: Row, batch: int) -> _Built:
     workload, trace = _recorded(row, batch)
     made = [{n: t.cpu() for n, t in workload.make_inputs(seed).items()} for seed in range(COMPARED)]
-    return _Built(make_unit([trace], (RUNS,)), workload.weights(), [Same(given) for given in made])
+    return _Built(make_unit([trace], (row.runs,)), workload.weights(), [Same(given) for given in made])
 
 
 def measured(row: Row, found: LoadPlan, tell: Any) -> dict[str, Any]:
@@ -195,7 +200,7 @@ def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict
     del built
     gc.collect()
     torch.cuda.empty_cache()
-    rows = batch * RUNS
+    rows = batch * row.runs
     return {
         "measured rows/s": round(per_s * scale.factor * rows, 2),
         "simulated rows/s": round(simulated * rows, 2), "batch": batch, "scale": round(scale.factor, 4),
