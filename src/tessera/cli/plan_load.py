@@ -1,5 +1,6 @@
 """tessera plan MODEL: batch, microbatches and placement for a load, from a model's name alone."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -61,11 +62,7 @@ def planned(
     load: PlannedLoad, cluster: Cluster, advance: Callable[[str], None]
 ) -> tuple[LoadPlan, bool, str]:
     """The plan, whether it is of compiled launches, and one line why not."""
-    if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
-        raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
-    if load.prefill_batch and load.batch and load.batch % load.prefill_batch:
-        message = f"a batch of {load.batch} rows has no parts of {load.prefill_batch}"
-        raise TesseraError(message, "Give a number that divides the batch.", "--prefill-batch")
+    _check(load)
     from tessera.flow import anchors_of, choose_launches, make_load_plan
 
     steps = _steps(load)
@@ -76,6 +73,21 @@ def planned(
         steps, cluster, target, batches, load.slots, advance, is_compiled, load.prefill_batch
     )
     return found, is_compiled, note
+
+
+def _check(load: PlannedLoad) -> None:
+    """Refuses what makes no load, before anything takes long."""
+    if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
+        raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
+    for name, number in (("--batch", load.batch), ("--slots", load.slots)):
+        if number is not None and number < 1:
+            raise TesseraError(f"{number} is too few", "Give one or more, or leave it out.", name)
+    for name, limit in (("--tpot-ms", load.tpot_ms), ("--ttft-ms", load.ttft_ms)):
+        if limit is not None and not 0 < limit < math.inf:
+            raise TesseraError(f"{limit} ms is no limit", "Give a number above zero, or leave it out.", name)
+    if load.prefill_batch and load.batch and load.batch % load.prefill_batch:
+        message = f"a batch of {load.batch} rows has no parts of {load.prefill_batch}"
+        raise TesseraError(message, "Give a number that divides the batch.", "--prefill-batch")
 
 
 def _steps(load: PlannedLoad) -> list[Step]:
