@@ -111,7 +111,9 @@ class Links:
         folder: str = "",
         host: str = "",
     ) -> None:
-        self._device, self._epochs, self._key = device, list(epochs), key
+        # As they become known.
+        self.epochs = list(epochs)
+        self._device, self._key = device, key
         self._store, self._receiver, self._max_bytes = store, receiver, max_bytes
         self._folder, self._host = folder, host
         self._outs = [_Out() for _ in epochs]
@@ -127,13 +129,13 @@ class Links:
             server = socket.create_server((self._host, 0), backlog=128)
             address = f"tcp {self._host} {server.getsockname()[1]}"
         else:
-            path = os.path.join(self._folder, f"link-{self._device}-{self._epochs[self._device]}")
+            path = os.path.join(self._folder, f"link-{self._device}-{self.epochs[self._device]}")
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             server.bind(path)
             server.listen(128)
             address = f"unix {path}"
         self.door = Door(server, self._key, handshake.LINK, self._check, self._serve)
-        self._store.set(key_of(LINK, self._device, self._epochs[self._device]), address.encode())
+        self._store.set(key_of(LINK, self._device, self.epochs[self._device]), address.encode())
 
     def send(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         """Writes a frame, and opens the link where there is none; for a thread a peer. Raises LinkLost.
@@ -191,8 +193,8 @@ class Links:
                 _say_bye(out.link)
             self._drop(out)
         with self._lock:
-            stale = self._ins.pop(peer, None) if epoch > self._epochs[peer] else None
-            self._epochs[peer] = max(epoch, self._epochs[peer])
+            stale = self._ins.pop(peer, None) if epoch > self.epochs[peer] else None
+            self.epochs[peer] = max(epoch, self.epochs[peer])
         if stale is not None:
             end(stale)
 
@@ -269,8 +271,8 @@ class Links:
     def _open(self, peer: int) -> socket.socket:
         """A link to the peer's present worker."""
         deadline, said = time.monotonic() + OPEN_S, "it does not say where it listens"
-        epoch = self._epochs[peer]
-        while not self._is_closed and epoch == self._epochs[peer] and time.monotonic() < deadline:
+        epoch = self.epochs[peer]
+        while not self._is_closed and epoch == self.epochs[peer] and time.monotonic() < deadline:
             try:
                 address = self._store.get(key_of(LINK, peer, epoch), deadline - time.monotonic()).decode()
                 link = call(address)
@@ -279,7 +281,7 @@ class Links:
                 time.sleep(RETRY_S)
                 continue
             try:
-                names = _NAMES.pack(self._device, self._epochs[self._device], peer)
+                names = _NAMES.pack(self._device, self.epochs[self._device], peer)
                 prove(link, self._key, handshake.LINK, names)
             except (OSError, Unproved, EOFError) as error:
                 link.close()
@@ -292,12 +294,12 @@ class Links:
     def _check(self, names: bytes) -> None:
         """Who has the key must also be a peer's present worker."""
         src, epoch, dst = _NAMES.unpack(names) if len(names) == _NAMES.size else (-1, 0, -1)
-        if dst != self._device or not 0 <= src < len(self._epochs) or src == dst:
+        if dst != self._device or not 0 <= src < len(self.epochs) or src == dst:
             raise LinkLost("it is no peer of this worker")
         with self._lock:
-            if epoch < self._epochs[src]:
+            if epoch < self.epochs[src]:
                 raise LinkLost("it was given up")
-            self._epochs[src] = epoch
+            self.epochs[src] = epoch
 
     def _serve(self, link: socket.socket, names: bytes, host: str) -> None:
         """What one caller sends, in a thread of its own."""

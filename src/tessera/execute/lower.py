@@ -19,7 +19,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from tessera.errors import RuleBroken
-from tessera.execute.blame import describe
 from tessera.ir import (
     BufferKind,
     Free,
@@ -339,3 +338,16 @@ class _Held:
 
     def is_freed(self, device: int, buffer: int) -> bool:
         return self._versions[device].get(buffer) == FREED
+
+
+def describe(graph: Graph, program: Program, instruction: Instruction) -> str:
+    match instruction:
+        case Run(launch):
+            return f"run of launch {launch} ({graph.trace.kernel_of(launch).name})"
+        case Free(buffer):
+            return f"free of buffer {buffer} ({graph.trace.buffers[buffer].name})"
+        case _:
+            transfer = program.transfers[instruction.transfer]
+            name = graph.trace.buffers[transfer.buffer].name
+            word = type(instruction).__name__.lower()
+            return f"{word} of transfer {instruction.transfer} (buffer {transfer.buffer}, {name})"

@@ -105,36 +105,32 @@ def run_offline(
     """
     check_batches(stepper.plans[0], requests)
     choose = policy if callable(policy) else lambda num_done: policy
-    run = _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth)
-    return run.through()
+    return _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth).through()
 
 
+@dataclass
 class _Run(Watcher[int]):
     """One list; requests are numbers to the scheduler."""
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        requests: Sequence[Request | AnyBatch],
-        policy: Callable[[int], int],
-        on_done: Callable[[int], None],
-        spans: SpanLog | None,
-        is_timed: bool,
-        skips: tuple[str, ...],
-        depth: int | None,
-    ) -> None:
-        self.is_timed, self.skips = is_timed, skips
-        self._stepper, self._policy, self._on_done, self.spans = stepper, policy, on_done, spans
-        self.requests = requests
-        self.origin_s = stepper.now_s()
-        if spans is not None:
-            spans.begin(self.origin_s)
-        self.results = [RunResult(-1) for _ in requests]
+    stepper: Stepper
+    requests: Sequence[Request | AnyBatch]
+    policy: Callable[[int], int]
+    on_done: Callable[[int], None]
+    spans: SpanLog | None
+    is_timed: bool
+    skips: tuple[str, ...]
+    depth: int | None
+
+    def __post_init__(self) -> None:
+        self.origin_s = self.stepper.now_s()
+        if self.spans is not None:
+            self.spans.begin(self.origin_s)
+        self.results = [RunResult(-1) for _ in self.requests]
         self._faults: list[str] = []
         self._num_done = 0
         # A microbatch is one request, so its short steps end: nobody has to be let go first.
-        config = SchedulerConfig(depth=depth, patience=math.inf)
-        self._scheduler = Scheduler(stepper, lambda number, lane: _One(self, number, lane), config, self)
+        config = SchedulerConfig(depth=self.depth, patience=math.inf)
+        self._scheduler = Scheduler(self.stepper, lambda number, lane: _One(self, number, lane), config, self)
 
     def through(self) -> OfflineRun:
         self._switch()
@@ -151,10 +147,10 @@ class _Run(Watcher[int]):
         return OfflineRun(self.results, self._faults)
 
     def now_s(self) -> float:
-        return self._stepper.now_s() - self.origin_s
+        return self.stepper.now_s() - self.origin_s
 
     def _switch(self) -> None:
-        wanted, num = self._policy(self._num_done), len(self._stepper.plans)
+        wanted, num = self.policy(self._num_done), len(self.stepper.plans)
         if not 0 <= wanted < num:
             raise TesseraError(f"there is no policy {wanted}", f"Use 0 to {num - 1}.")
         if wanted != self._scheduler.policy:
@@ -162,7 +158,7 @@ class _Run(Watcher[int]):
 
     def finished(self, request: int) -> None:
         self._num_done += 1
-        self._on_done(request)
+        self.on_done(request)
         self._switch()
 
     def failed(self, request: int, message: str) -> None:

@@ -14,10 +14,11 @@ import mmap
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -66,31 +67,6 @@ class Gone:
 Post = Callable[[Any], None]
 
 
-class Transport(Protocol):
-    """One worker's end of all its links."""
-
-    def start(self, post: Post) -> None:
-        """Begins to tell news; called once."""
-
-    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        """Starts a transfer; `contents` may be overwritten when this returns."""
-
-    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        """Copies the bytes of a transfer that has arrived to where they belong; once only."""
-
-    def forget(self, run: int) -> None:
-        """Bytes of this run will not be fetched."""
-
-    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
-        """There are more lanes."""
-
-    def relink(self, device: int, epoch: int) -> None:
-        """A peer was started again, or the link to it was cut: the next transfer opens another."""
-
-    def close(self) -> None:
-        """Ends what the transport has started."""
-
-
 def check_name(name: str) -> None:
     if name not in NAMES:
         raise UnknownName("transport", name, NAMES)
@@ -113,46 +89,49 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
     return name
 
 
-class _Linked:
-    """What the transports over links share."""
+class Transport(ABC):
+    """One worker's end of all its links; keeps `links.Receiver`."""
 
     def __init__(self, setup: Setup, store: KeyStore) -> None:
         self._device = setup.device
-        self._epochs = list(setup.epochs)
         self._post: Post = lambda news: None
         # Peer -> the most bytes of one transfer from it.
         self._largest: dict[int, int] = {}
         for first, lanes in setup.loaded:
             self.load(first, lanes)
-        self._links = Links(
-            setup.device,
-            setup.epochs,
-            setup.key,
-            store,
-            self,
-            lambda peer: self._largest.get(peer, 0),
-            folder=setup.folder,
-            host=setup.host,
-        )
+        place, where = (setup.device, setup.epochs), {"folder": setup.folder, "host": setup.host}
+        self._links = Links(*place, setup.key, store, self, lambda x: self._largest.get(x, 0), **where)
 
     def start(self, post: Post) -> None:
+        """Begins to tell news; called once."""
         self._post = post
         self._links.start()
 
+    @abstractmethod
+    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
+        """Starts a transfer; `contents` may be overwritten when this returns."""
+
+    @abstractmethod
+    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
+        """Copies the bytes of a transfer that has arrived to where they belong; once only."""
+
+    def forget(self, run: int) -> None:
+        """Bytes of this run will not be fetched."""
+
     def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
-        """Transfers may be larger from now on."""
+        """There are more lanes; transfers may be larger from now on."""
         for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
             self._largest[transfer.src] = max(self._largest.get(transfer.src, 0), transfer.num_bytes)
 
     def relink(self, device: int, epoch: int) -> None:
-        self._epochs[device] = max(epoch, self._epochs[device])
+        """A peer was started again, or the link to it was cut: the next transfer opens another."""
         self._links.relink(device, epoch)
 
     def close(self) -> None:
+        """Ends what the transport has started."""
         self._links.close()
 
     def place(self, peer: int, frame: LinkFrame) -> memoryview | None:
-        """Nobody sends bytes over this link."""
         return None
 
     def arrived(self, peer: int, frame: LinkFrame) -> None:
@@ -160,10 +139,10 @@ class _Linked:
 
     def gone(self, peer: int, why: str) -> None:
         """Tells the worker, which tells the engine."""
-        self._post(Gone(peer, why, self._epochs[peer]))
+        self._post(Gone(peer, why, self._links.epochs[peer]))
 
 
-class SharedMemory(_Linked):
+class SharedMemory(Transport):
     """Transport `shm`: a send copies into memory that both see, and writes the news to the link.
 
     For each microbatch there is a fixed place for each transfer of a program, in a file of the session's
@@ -202,9 +181,6 @@ class SharedMemory(_Linked):
     def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
         into.copy_(self._place(transfer))
 
-    def forget(self, run: int) -> None:
-        """Places are written again by the next run; nothing is kept."""
-
     def _place(self, transfer: RunTransfer) -> torch.Tensor:
         """The bytes of the shared memory that belong to one transfer of one microbatch."""
         found = transfer.program.transfers[transfer.number]
@@ -232,7 +208,7 @@ class SharedMemory(_Linked):
         return self._arenas[src, dst, lane]
 
 
-class OverHost(_Linked):
+class OverHost(Transport):
     """Transport `host`: the bytes follow the header over the link, and wait here until they are fetched."""
 
     def __init__(self, setup: Setup, store: KeyStore) -> None:

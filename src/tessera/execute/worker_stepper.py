@@ -11,24 +11,24 @@ opened again, and only the runs over it have to start again.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
-from tessera.execute.blame import Positions, judge, whereabouts
 from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.forking import FORKSERVER
 from tessera.execute.hub import Hub, LostWorker, Up, hidden_main
 from tessera.execute.inbox import Hangup, Wake
 from tessera.execute.lanes import Lanes
+from tessera.execute.lower import describe
 from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress, Where
 from tessera.execute.runs import Runs
 from tessera.execute.setups import Setup, make_setups
 from tessera.execute.spans import SpanLog
 from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, StepCall, Tensors
 from tessera.execute.transport import AUTO, resolve
-from tessera.ir import Plan
+from tessera.ir import Plan, Program, Recv, Send
 
 __all__ = ["FORKSERVER", "MakeHub", "WorkerStepper", "hidden_main", "make_setups"]
 
@@ -41,6 +41,8 @@ MAX_STARTS = 3
 # A link that is cut so often in a row, without a step over it between, counts against the requests.
 MAX_CUTS = 2
 REMEDY = "Check the memory of this machine, then run again."
+# Run -> position of the instruction that a worker has issued last; -1: none yet.
+Positions = Mapping[int, int]
 
 
 @dataclass
@@ -382,3 +384,55 @@ class WorkerStepper:
 
 def _pair(one: int, two: int) -> tuple[int, int]:
     return min(one, two), max(one, two)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a late run waits for."""
+
+    # The device that holds it up; of a link, the one that waits at its end.
+    device: int
+    # Where the other has sent what this one waits for: it is lost on the way.
+    source: int | None = None
+    # False if nobody's words say who it is.
+    is_certain: bool = True
+
+
+def judge(program: Program, run: int, missing: Collection[int], told: Mapping[int, Positions]) -> Verdict:
+    """From waiting to awaited until one has no excuse.
+
+    missing  devices that have not finished their share
+    told     device -> what its worker says of itself; all that are missing have said something
+    """
+    device = min(missing)
+    seen: set[int] = set()
+    while device not in seen:
+        seen.add(device)
+        position = told[device].get(run)
+        if position is None:  # its loop has not come to this run: it is at something else
+            return Verdict(device)
+        column = program.instructions[device]
+        behind = column[position + 1] if position + 1 < len(column) else None
+        if not isinstance(behind, Recv):
+            return Verdict(device)
+        source = program.transfers[behind.transfer].src
+        if source not in missing or _has_sent(program, source, behind.transfer, told[source].get(run)):
+            return Verdict(device, source)
+        device = source
+    return Verdict(device, is_certain=False)
+
+
+def _has_sent(program: Program, device: int, transfer: int, position: int | None) -> bool:
+    if position is None:
+        return False
+    column = program.instructions[device]
+    return any(isinstance(i, Send) and i.transfer == transfer for i in column[: position + 1])
+
+
+def whereabouts(plan: Plan, program: Program, device: int, position: int, what: str) -> str:
+    column = program.instructions[device]
+    if not 0 <= position < len(column):
+        return f"before its share of {what}"
+    graph = plan.graphs[program.step]
+    words = describe(graph, program, column[position])
+    return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"

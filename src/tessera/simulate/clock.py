@@ -13,7 +13,7 @@ from tessera.simulate.core import Core, Flight
 class _Simulation(Core):
     def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
         scripts = [Scripts(variant.unit, variant.costs, plan.cluster) for variant in plan.every_variant]
-        super().__init__(len(plan.cluster.devices), scripts[0].wires.num_buses)
+        super().__init__(len(plan.cluster.devices), len(scripts[0].wires.buses))
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._plan, self._is_detailed = plan, is_detailed
         self._lanes = [scripts[lane.variant].of(lane.placement) for lane in plan.lanes]

@@ -88,28 +88,22 @@ class Wires:
     cluster: Cluster
 
     @cached_property
-    def _links(self) -> dict[tuple[int, int], tuple[Link, int]]:
-        place = {name: index for index, name in enumerate(self.cluster.names)}
-        buses: dict[str, int] = {}
-        found = {}
-        for link in self.cluster.links:
-            bus = buses.setdefault(link.group or f"{link.src} -> {link.dst}", len(buses))
-            found[place[link.src], place[link.dst]] = (link, bus)
-        return found
+    def buses(self) -> tuple[str, ...]:
+        """Things that carry one transfer at a time, by name."""
+        return tuple(dict.fromkeys(map(_bus, self.cluster.links)))
 
-    @property
-    def num_buses(self) -> int:
-        """Things that carry one transfer at a time."""
-        return 1 + max((bus for _, bus in self._links.values()), default=-1)
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], tuple[Link, int]]:
+        place = self.cluster.names.index
+        return {(place(x.src), place(x.dst)): (x, self.buses.index(_bus(x))) for x in self.cluster.links}
 
     def of(self, number: int, src: int, dst: int, num_bytes: int) -> TransferWire:
         link, bus = self._links[src, dst]
         return TransferWire(number, src, dst, num_bytes, bus, link.wire_us(num_bytes), link.latency_us)
 
 
-def bus_names(cluster: Cluster) -> tuple[str, ...]:
-    """The buses, in the order in which scripts count them."""
-    return tuple(dict.fromkeys(x.group or f"{x.src} -> {x.dst}" for x in cluster.links))
+def _bus(link: Link) -> str:
+    return link.group or f"{link.src} -> {link.dst}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tessera.errors import ArrivalsError, UnknownName
 from tessera.ir import Arrivals, Clock, Cluster, Plan, Quantiles, ServingReport
 from tessera.plan.search.objectives import IDLE_SHARE
-from tessera.simulate.columns import bus_names
+from tessera.simulate.columns import Wires
 from tessera.simulate.online import SimulatedRun
 
 Floats = npt.NDArray[np.float64]
@@ -105,7 +105,7 @@ def report_of(
     seconds = served.duration_us * 1e-6
     tokens = float(np.array(served.demand.tokens)[done].sum())
     cluster = plans[0].cluster
-    names = (*cluster.names, *bus_names(cluster))
+    names = (*cluster.names, *Wires(cluster).buses)
     offered = arrivals.rate_per_s
     used = sorted({device for plan in plans for device in plan.used})
     is_saturated = bool(math.isfinite(offered) and offered > capacity_per_s)

@@ -81,7 +81,7 @@ class Window(Core):
     def __init__(
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
     ) -> None:
-        super().__init__(len(plan.cluster.devices), scripts.wires.num_buses)
+        super().__init__(len(plan.cluster.devices), len(scripts.wires.buses))
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
         self._lanes, self._slots, self._extent = lanes, plan.slots, extent
         self._weights = weights_of(plan)

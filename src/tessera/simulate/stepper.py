@@ -126,7 +126,7 @@ class VirtualStepper:
         self._truth, self._weather, self._outputs = truth or Truth(plans[0]), weather, outputs
         self._names = self._truth.cluster.names
         self._scripts = self._truth.scripts()
-        num_devices, num_buses = len(self._names), self._scripts[0].wires.num_buses
+        num_devices, num_buses = len(self._names), len(self._scripts[0].wires.buses)
         self.machine = VirtualMachine(num_devices, num_buses, not weather.jitter)
         self._open: dict[int, _Open] = {}
         # (lane, step before, its scale, step, scale) -> what runs.

@@ -11,8 +11,8 @@ from tessera.execute.cuda.device import check_device, divide
 from tessera.execute.cuda.graphs import priority
 from tessera.execute.cuda.measure import FLOOR_US, reconcile
 from tessera.execute.cuda.pace import TURN_US, choose_scale, link_hold, throttled_links
-from tessera.execute.cuda.spans import GpuClock
 from tessera.execute.cuda.transport import ALIGN, Inboxes, InboxSpot
+from tessera.execute.cuda.worker import GpuClock
 from tessera.execute.lower import lower
 from tessera.ir import Cluster, Device, DeviceKind, Link
 

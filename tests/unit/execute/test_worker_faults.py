@@ -20,14 +20,13 @@ import engine_factory as made
 import stepper_factory as factory
 from tessera.errors import WorkerError
 from tessera.execute import hub as hubs
-from tessera.execute.blame import Verdict, judge
 from tessera.execute.forking import FORKSERVER
 from tessera.execute.hub import Hub, Line, pause_s
 from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.messages import Clear, StoreGet, Where
 from tessera.execute.setups import Setup
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
-from tessera.execute.worker_stepper import WorkerStepper
+from tessera.execute.worker_stepper import Verdict, WorkerStepper, judge
 from tessera.ir import Plan, Program, Recv, Run, Send, Transfer
 
 NAMED = re.compile(r"device d\d: .*(at instruction \d+ of \d+, \w+ of |before its share|with no work)")
@@ -463,7 +462,7 @@ SCRIPT = """
 import sys, random
 sys.path.insert(0, {tests!r})
 import engine_factory as made
-from tessera.execute.worker_stepper import WorkerStepper
+from tessera.execute.worker_stepper import Verdict, WorkerStepper, judge
 if __name__ == "__main__":
     plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
     with WorkerStepper([plan], made.workloads()[0].weights()) as stepper:

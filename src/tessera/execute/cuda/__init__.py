@@ -8,7 +8,6 @@
     graph       one device's share of a program, captured for one microbatch
     graphs      all graphs of one device, and the memory under them
     worker      the process: orders in, graphs launched, answers out
-    spans       what turnstiles wrote -> rows of a worker's report
     measure     what launches cost on these devices, stamped in their place in the step
     probe       which ways between workers this machine has
 

@@ -17,6 +17,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxLayout, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
 from tessera.execute.links import LinkFrame, LinkLost, Links
+from tessera.execute.transport import Gone
 from tessera.ir import Program, Trace, Transfer
 
 # How long a link's thread looks away between two looks at the flags of runs in flight.
@@ -51,10 +52,10 @@ class Host(GpuTransport):
         num_devices: int,
         microbatches: int,
         make_links: "Callable[[Host, Callable[[int], int]], Links]",
-        on_gone: Callable[[int, str], None],
+        post: Callable[[Gone], None],
     ) -> None:
         super().__init__(device, ordinal, num_devices, microbatches)
-        self._gone = on_gone
+        self._post = post
         # mirrors[device][inbox], and this device's inboxes on the GPU.
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(num_devices)]
         self._places: list[torch.Tensor] = []
@@ -165,7 +166,7 @@ class Host(GpuTransport):
             mirror.flags[mirror.layout.flag(spot) // WORD] = 1
 
     def gone(self, peer: int, why: str) -> None:
-        self._gone(peer, why)
+        self._post(Gone(peer, why, self._links.epochs[peer]))
 
     def _find(self, frame: LinkFrame) -> InboxSpot | None:
         """The transfer that a frame is of; None of one that nobody waits for."""
@@ -217,7 +218,7 @@ class Host(GpuTransport):
             try:
                 self._links.send(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
             except LinkLost as error:
-                self._gone(dst, error.message)
+                self.gone(dst, error.message)
         return bool(found.size)
 
     def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:

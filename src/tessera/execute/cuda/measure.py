@@ -20,7 +20,7 @@ import torch
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
 from tessera.execute.cuda.pace import TimeScale, choose_scale
-from tessera.execute.cuda.spans import ENDED, STARTED
+from tessera.execute.cuda.turnstile import ENDED, STARTED
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of
 from tessera.execute.offline import Request

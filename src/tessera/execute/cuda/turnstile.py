@@ -29,6 +29,8 @@ from tessera.execute.kernel_launch import PtxKernel
 from tessera.ir import Kernel, Origin
 
 RECORD_WORDS = 4
+# Which of them is when it was let in, when it may end, and when it ended.
+STARTED, DUE, ENDED = 0, 1, 2
 ENTRY = "tessera_turnstile"
 SIGNATURE = (
     ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),

@@ -31,8 +31,8 @@ from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.ipc import Ipc, PeerAway
 from tessera.execute.cuda.nvshmem import Nvshmem
-from tessera.execute.cuda.spans import GpuClock, Rows, rows_of
 from tessera.execute.cuda.transport import GpuTransport
+from tessera.execute.cuda.turnstile import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.inbox import Hangup
 from tessera.execute.links import KeyStore, Links
 from tessera.execute.memory import bytes_of
@@ -59,6 +59,10 @@ from tessera.ir import Program, Recv, Run
 LOOK_S = 20e-6
 # A cancelled graph whose flags were set ends within milliseconds; one that does not is stuck elsewhere.
 CANCEL_S = 20.0
+# The GPU's clock is looked at so often; the quickest look counts.
+CLOCK_LOOKS = 20
+# (launch, start, stop, time at work) of launches, and (transfer, start, stop) of sends.
+Rows = tuple[list[tuple[int, float, float, float]], list[tuple[int, float, float]]]
 
 
 @dataclass
@@ -306,13 +310,12 @@ def _opener(setup: Setup, store: KeyStore, orders: Orders) -> "Callable[[GpuDevi
             return Ipc(*place, store, setup.epochs)
         if setup.transport == "nvshmem":
             return Nvshmem(*place, store, setup.epoch)
-        epochs = list(setup.epochs)
 
         def links(receiver: Host, max_bytes: Callable[[int], int]) -> Links:
             where = {"folder": setup.folder, "host": setup.host}
-            return Links(setup.device, epochs, setup.key, store, receiver, max_bytes, **where)
+            return Links(setup.device, setup.epochs, setup.key, store, receiver, max_bytes, **where)
 
-        return Host(*place, links, lambda peer, why: orders.post(Gone(peer, why, epochs[peer])))
+        return Host(*place, links, orders.post)
 
     return open_transport
 
@@ -320,3 +323,50 @@ def _opener(setup: Setup, store: KeyStore, orders: Orders) -> "Callable[[GpuDevi
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on its way to the host, on the current stream; the CPU does not wait for it."""
     return driver.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuClock:
+    """The GPU's clock in seconds of this machine's monotonic one."""
+
+    zero_ns: int
+    zero_s: float
+
+    @classmethod
+    def of(cls, device: GpuDevice) -> "GpuClock":
+        record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device=device.card)
+        best = (float("inf"), 0, 0.0)
+        for _ in range(CLOCK_LOOKS):
+            device.synchronize()
+            before = time.monotonic()
+            device.turnstile(None, 0, None, record, 0)
+            device.synchronize()
+            after = time.monotonic()
+            best = min(best, (after - before, int(record[STARTED].item()), (before + after) / 2))
+        return cls(best[1], best[2])
+
+    def seconds(self, time_ns: int) -> float:
+        return self.zero_s + (time_ns - self.zero_ns) * 1e-9
+
+
+def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: GpuClock) -> Rows:
+    records = graph.records.cpu().tolist()
+    if not records:
+        return [], []
+    column, first = graph.program.instructions[device], len(graph.trace.launches)
+    spans = []
+    for launch in (x.launch for x in column if isinstance(x, Run)):
+        if records[launch][STARTED]:
+            start, stop = clock.seconds(records[launch][STARTED]), _stop(records[launch], is_stretched, clock)
+            spans.append((launch, start, stop, stop - start))
+    sends = [
+        (number, clock.seconds(row[STARTED]), _stop(row, True, clock))
+        for number, transfer in enumerate(graph.program.transfers)
+        if transfer.src == device and (row := records[first + number])[STARTED]
+    ]
+    return spans, sends
+
+
+def _stop(row: list[int], is_held: bool, clock: GpuClock) -> float:
+    due, ended = row[DUE], row[ENDED]
+    return clock.seconds(due if is_held and due > row[STARTED] else max(ended, due))
