@@ -167,7 +167,7 @@ def _is_model(words: Sequence[str]) -> bool:
 def _refuse(given: dict[str, object], needs: str = "traces, not a model's name") -> None:
     """Options of the other form."""
     for name, value in given.items():
-        if value or value == 0 and value is not False:
+        if value or (value == 0 and value is not False):
             raise TesseraError(f"{name} needs {needs}", "Leave it out, or see `tessera plan --help`.", name)
 
 
