@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,12 @@ class Transport(ABC):
         self._device = setup.device
         self._post: Post = lambda news: None
         # Peer -> the most bytes of one transfer from it.
-        self._largest: dict[int, int] = {}
+        self._largest: Counter[int] = Counter()
         for first, lanes in setup.loaded:
             self.load(first, lanes)
-        place, where = (setup.device, setup.epochs), {"folder": setup.folder, "host": setup.host}
-        self._links = Links(*place, setup.key, store, self, lambda x: self._largest.get(x, 0), **where)
+        where = {"folder": setup.folder, "host": setup.host}
+        limit = self._largest.__getitem__
+        self._links = Links(setup.device, setup.epochs, setup.key, store, self, limit, **where)
 
     def start(self, post: Post) -> None:
         """Begins to tell news; called once."""
@@ -121,7 +123,7 @@ class Transport(ABC):
     def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
         """There are more lanes; transfers may be larger from now on."""
         for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
-            self._largest[transfer.src] = max(self._largest.get(transfer.src, 0), transfer.num_bytes)
+            self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
 
     def relink(self, device: int, epoch: int) -> None:
         """A peer was started again, or the link to it was cut: the next transfer opens another."""
