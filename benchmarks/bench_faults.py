@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import netns
 
 TESSERA = [sys.executable, "-m", "tessera"]
-SIZES = ["--max-len", "64", "--rows", "2", "--slots", "2", "--max-batch-tokens", "16"]
+SIZES = ["--max-model-len", "64", "--seqs", "2", "--microbatches", "2", "--max-batch-tokens", "16"]
 DEVICES = "emu:a100,emu:l40s"
 CLIENTS, ANSWER_S, READY_S = 4, 120.0, 240.0
 CLONE_NEWNET = 0x40000000

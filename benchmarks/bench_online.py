@@ -219,7 +219,7 @@ def real(num: int = 60, rounds: int = 3) -> dict[str, Any]:
 
 def _both(folder: str, policy: str, num: int) -> dict[str, float]:
     """Requests per second of one plan, run and simulated."""
-    words = ("--costs", "t.costs", "--slots", "2", "--policy", policy, "-o", "t.plan")
+    words = ("--costs", "t.costs", "--microbatches", "2", "--policy", policy, "-o", "t.plan")
     _tessera(folder, "plan", "t.trace", *words)
     ran = _tessera(folder, "run", "t.plan", "--requests", str(num))
     most = max(ran["per_device"], key=lambda d: d["busy_us"])

@@ -30,7 +30,7 @@ from tessera.serve.load_client import parse_address
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
 # Room for the requests asked here; the model could have more.
-SERVE = ["--rows", "32", "--slots", "7", "--max-len", "128", "--max-batch-tokens", "128"]
+SERVE = ["--seqs", "32", "--microbatches", "7", "--max-model-len", "128", "--max-batch-tokens", "128"]
 # Tokens that prompts have in common.
 PREFIX = 512
 # (name, words): the plain server was quickest here with two workers of one thread each.
@@ -106,7 +106,7 @@ def ahead(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def prefix(asked: argparse.Namespace) -> dict[str, Any]:
     """Prompts of 544 tokens, of which all but 32 are the same for all, or none are."""
     crowd = LoadOptions(96, 16, prompt_tokens=PREFIX + 32, output_tokens=4, api="completions")
-    words = ["--rows", "16", "--slots", "1", "--max-len", "640"]
+    words = ["--seqs", "16", "--microbatches", "1", "--max-model-len", "640"]
     with Server(_served(asked.devices[0], argparse.Namespace(serve=words))) as server:
         found = {
             name: ask(server, replace(crowd, prefix_tokens=tokens, seed=tokens))

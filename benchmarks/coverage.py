@@ -119,7 +119,7 @@ def _crosses(plan: Any) -> bool:
 
 
 def _verify(plan: Any, method: str) -> None:
-    from tessera.cli.ran import is_equal
+    from tessera.cli.run import is_equal
     from tessera.errors import TesseraError
     from tessera.execute.offline import run_offline
     from tessera.execute.worker_stepper import WorkerStepper

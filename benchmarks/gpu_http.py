@@ -152,7 +152,8 @@ def main() -> None:
 
     torch.cuda.empty_cache()  # of the server's GPU
     put("card", found["card"])
-    serve = ["-m", "tessera", "serve", args.model, "--devices", args.devices, "--max-len", str(args.max_len)]
+    length = ["--max-model-len", str(args.max_len)]
+    serve = ["-m", "tessera", "serve", args.model, "--devices", args.devices, *length]
     for start in range(args.starts):
         with Server([*serve, *args.more]) as server:
             put(f"ready after s, start {start + 1}", round(server.start_s, 1))

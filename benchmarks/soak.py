@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.capture import build, record
-from tessera.cli.ran import is_equal, overlap
+from tessera.cli.run import is_equal, overlap
 from tessera.execute.offline import RunResult, run_offline, timeline_of
 from tessera.execute.spans import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper

@@ -89,7 +89,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--rate", "0"], "--rate: 0.0 is no load"),
     (["--rate", "inf"], "--rate: inf is no load"),
     (["--rate", "5", "--margin", "nan"], "--margin: nan is no margin"),
-    (["--rate", "5", "--slots", "0"], "--slots: 0 batches in flight carry nothing"),
+    (["--rate", "5", "--microbatches", "0"], "--microbatches: 0 batches in flight carry nothing"),
     (["--rate", "5", "--slo-ttft-ms", "inf"], "--slo-ttft-ms: inf ms is no objective"),
     (["--rate", "1e9", "--gpus", "l4", "--max-devices", "1"], "even with free transfers"),
     (["--rate", "5", "--gpus", "h20"], "no GPU is left to rent (h20: no price is known)"),
@@ -203,7 +203,7 @@ def test_cards_that_are_there_are_told_what_to_do(tmp_path: Path, capsys: pytest
     """What to do, what it gains and costs, what to rent next; on a page too, which a phone can show."""
     page_file = tmp_path / "advice.html"
     words = ("--rate", "50", "--have", "a100,l40s", "--gpus", "l4,l40s", "--page", page_file)
-    found = advised(*words, "--save", tmp_path, "--batches", "8", "--slots", "1", capsys=capsys)
+    found = advised(*words, "--save", tmp_path, "--batches", "8", "--microbatches", "1", capsys=capsys)
 
     ways = {way["name"]: way for way in found["ways"]}
     assert found["advice"]["name"] in ways

@@ -93,7 +93,7 @@ def test_without_a_clone_one_line_says_what_to_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The evaluation is beside the benchmarks, which a wheel does not have."""
-    monkeypatch.setattr("tessera.cli.bench_paper.ROOT", tmp_path)
+    monkeypatch.setattr("tessera.cli.bench.ROOT", tmp_path)
     code = _main(["bench", "paper", "--quick"])
     err = capsys.readouterr().err
 

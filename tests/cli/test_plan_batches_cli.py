@@ -47,7 +47,15 @@ def planned(folder: Path, *words: object, capsys: pytest.CaptureFixture[str]) ->
     """What `tessera plan` prints about data-parallel with batches to choose from."""
     files = [folder / f"{batch}.trace" for batch in BATCHES]
     costs = [word for batch in BATCHES for word in ("--costs", folder / f"{batch}.costs")]
-    options = ("--batch-choices", "--policy", "data-parallel", "--slots", SLOTS, "-o", folder / "x.plan")
+    options = (
+        "--batch-choices",
+        "--policy",
+        "data-parallel",
+        "--microbatches",
+        SLOTS,
+        "-o",
+        folder / "x.plan",
+    )
     code, out, err = call("plan", *files, *costs, *options, *words, capsys=capsys)
     assert 0 == code, err
     return out

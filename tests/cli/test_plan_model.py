@@ -16,7 +16,7 @@ def test_a_model_by_name_is_planned_with_what_it_is_compared_with(
 ) -> None:
     """The promised keys; the plan is written, and below no policy."""
     path = tmp_path / "x.plan"
-    words = ("--batch", "8", "--slots", "2", "--json", "-o", path)
+    words = ("--batch", "8", "--microbatches", "2", "--json", "-o", path)
     code, out, err = call("plan", "tiny-llama", *LOAD, *words, capsys=capsys)
 
     assert 0 == code, err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tessera.cli import _main
-from tessera.cli.ran import overlap
+from tessera.cli.run import overlap
 from tessera.ir import Clock, Plan, Span, Timeline, load, save
 
 DEVICES = "emu:a100,emu:l40s"

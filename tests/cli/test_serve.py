@@ -56,7 +56,18 @@ def cpu_s(pid: int) -> float:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Started]:
-    words = ("tiny-llama", "--devices", DEVICES, "--port", "0", "--rows", "4", "--max-len", "256", "--json")
+    words = (
+        "tiny-llama",
+        "--devices",
+        DEVICES,
+        "--port",
+        "0",
+        "--seqs",
+        "4",
+        "--max-model-len",
+        "256",
+        "--json",
+    )
     process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     said = json.loads(process.stdout.readline())
@@ -71,7 +82,7 @@ def test_first_line_says_where_it_is(server: Started) -> None:
     assert server.said["model"] == "tiny-llama"
     assert server.said["devices"] == DEVICES.split(",")
     assert server.said["policies"] == ["throughput", "latency"]
-    assert (server.said["slots"], server.said["rows"], server.said["max_len"]) == (2, 4, 256)
+    assert (server.said["microbatches"], server.said["seqs"], server.said["max_model_len"]) == (2, 4, 256)
 
 
 def test_it_starts_soon(server: Started) -> None:
@@ -196,7 +207,7 @@ def test_missing_extra_names_the_line_to_install(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--rows", "0"), "--rows: 0 is too few"),
+        (("--seqs", "0"), "--seqs: 0 is too few"),
         (("--max-batch-tokens", "0"), "--max-batch-tokens: 0 is too few"),
         (("--memory-share", "1.5"), "--memory-share: 1.5 is no share"),
         (("--policy", "fastest"), "unknown policy 'fastest'; known: auto, latency, throughput"),
@@ -215,9 +226,13 @@ def test_wrong_options_are_one_line(
 
 def test_the_old_spelling_of_an_option_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     """It means what the new one does, for one more release."""
-    assert _main(["serve", "no-model", "--chunk", "8", "--port", "0"]) == 2
+    assert _main(["serve", "no-model", "--chunk", "8", "--port=0", "--slots=2"]) == 2
 
-    assert "warning: --chunk goes with the next release; --max-batch-tokens" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        "warning: --chunk is --max-batch-tokens now; the old spelling goes with the next release" == said[0]
+    )
+    assert "warning: --slots is --microbatches now; the old spelling goes with the next release" == said[1]
 
 
 def test_open_address_without_a_key_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

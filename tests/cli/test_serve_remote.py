@@ -20,7 +20,18 @@ from tessera.cli.remote import Meeting, gathered
 from tessera.errors import MismatchError
 
 TESSERA = [sys.executable, "-m", "tessera"]
-SMALL = ["--max-len", "32", "--rows", "2", "--slots", "1", "--max-batch-tokens", "8", "--policy", "latency"]
+SMALL = [
+    "--max-model-len",
+    "32",
+    "--seqs",
+    "2",
+    "--microbatches",
+    "1",
+    "--max-batch-tokens",
+    "8",
+    "--policy",
+    "latency",
+]
 SERVE = ["serve", "tiny-llama", "--devices", "emu:a100,emu:l40s", *SMALL, "--port", "0", "--json"]
 ASK = {"model": "tiny-llama", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 LIMIT_S = 240

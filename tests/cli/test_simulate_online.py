@@ -14,7 +14,7 @@ from tessera.errors import PlanInfeasible
 from tessera.ir import Objective, save
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-USUAL = ("--rows", "2", "--lengths", "geometric:1,20")
+USUAL = ("--seqs", "2", "--lengths", "geometric:1,20")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def answer(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_monitor_switches_on_a_recorded_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Quiet, busy, quiet: switches happen, and the result is as good as the better fixed policy's."""
     plans = (folder / "latency.plan", folder / "throughput.plan")
-    found = answer(*plans, "--arrivals", folder / "azure.csv", "--rows", "2", "--monitor", capsys=capsys)
+    found = answer(*plans, "--arrivals", folder / "azure.csv", "--seqs", "2", "--monitor", capsys=capsys)
 
     assert "simulated" == found["clock"]
     assert {"latency", "throughput"} == set(found["policies"])
@@ -155,7 +155,7 @@ MISTAKES = [
     (["--arrivals", "poisson:5", "--lose", "d1@9-3"], "Write DEVICE@SECONDS-SECONDS"),
     (["--arrivals", "poisson:5", "--slow", "d1@1"], "Write DEVICE@SECONDSxFACTOR"),
     (["--arrivals", "poisson:5", "--noise", "7"], "7 is not a relative error"),
-    (["--arrivals", "poisson:5", "--rows", "0"], "Use at least one"),
+    (["--arrivals", "poisson:5", "--seqs", "0"], "Use at least one"),
     (["--arrivals", "poisson:5", "--trace", "x.json"], "--trace makes no timeline with --arrivals"),
     (["--monitor"], "--monitor needs --arrivals"),
     (["--requests", "0", "--arrivals", "poisson:5"], "Use at least one"),

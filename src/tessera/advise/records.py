@@ -141,7 +141,7 @@ def check(load: Load, market: Market) -> None:
     if market.max_devices < 1:
         raise TesseraError(f"{market.max_devices} devices carry nothing", "Allow one.", "--max-devices")
     if market.slots is not None and market.slots < 1:
-        raise TesseraError(f"{market.slots} batches in flight carry nothing", "Allow one.", "--slots")
+        raise TesseraError(f"{market.slots} batches in flight carry nothing", "Allow one.", "--microbatches")
     if market.batches and min(market.batches) < 1:
         raise TesseraError("a batch has at least one request", "Write them as 1,4,16.", "--batches")
     if not 0 < market.memory_share <= 1:

@@ -23,12 +23,12 @@ from tessera.cli import (
     gpus,
     plan,
     profile,
+    remote,
     report,
     run,
     serve,
     simulate,
     verify,
-    worker,
 )
 from tessera.errors import TesseraError
 
@@ -49,7 +49,7 @@ app.command()(advise.advise)
 app.command()(run.run)
 app.command()(simulate.simulate)
 app.command()(serve.serve)
-app.command()(worker.worker)
+app.command()(remote.worker)
 app.command()(report.report)
 app.add_typer(bench.app, name="bench")
 app.command()(demo.demo)
@@ -72,6 +72,19 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
 emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.
 tessera --help lists every command, tessera doctor what this machine can do."""
+# Old spellings of options, by command; they go with the next release.
+RENAMED = {
+    "plan": {"--slots": "--microbatches"},
+    "advise": {"--slots": "--microbatches"},
+    "demo": {"--slots": "--microbatches"},
+    "simulate": {"--rows": "--seqs"},
+    "serve": {
+        "--slots": "--microbatches",
+        "--rows": "--seqs",
+        "--max-len": "--max-model-len",
+        "--chunk": "--max-batch-tokens",
+    },
+}
 # typer carries its own copy of click in some versions: find the base class of its usage errors.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -103,7 +116,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if not words:
             typer.echo(FIRST_SCREEN)
             return 0
-        code = command.main(args=words, prog_name="tessera", standalone_mode=False)
+        code = command.main(args=_renamed(words), prog_name="tessera", standalone_mode=False)
     except UsageError as error:
         return _complain(_usage(error))
     except TesseraError as error:
@@ -118,9 +131,25 @@ def _main(argv: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _renamed(words: Sequence[str]) -> list[str]:
+    """The words with options as they are spelled now, and one line of warning for each that is not."""
+    spelled = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        new = RENAMED.get(words[0], {}).get(name, name)
+        if new != name:
+            _say(f"warning: {name} is {new} now; the old spelling goes with the next release")
+        spelled.append(f"{new}{equals}{value}")
+    return spelled
+
+
 def _complain(message: str) -> int:
-    Console(stderr=True, highlight=False).print(f"error: {message}", markup=False, soft_wrap=True)
+    _say(f"error: {message}")
     return 2
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 def _usage(error: Any) -> str:

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tessera.cli.capture import MODEL_HELP
-from tessera.cli.launches import Launches, checked_launches
+from tessera.cli.capture import MODEL_HELP, Launches, checked_launches
 from tessera.cli.output import AsJson, console, print_json, progress
 from tessera.cli.plan_text import document, sure
 from tessera.errors import TesseraError
@@ -28,29 +27,36 @@ PAGE_HELP = "Write the advice as an HTML page here."
 REGIMES_HELP = "A folder of `tessera bench paper`, whose map of regimes goes on the page."
 
 
+PromptOption = Annotated[
+    int | None, typer.Option(help="Tokens of a prompt.", show_default="1024; of an image: 4096")
+]
+OutputOption = Annotated[
+    int | None, typer.Option(help="Tokens to generate.", show_default="256; of an image: 40 steps")
+]
+ProviderOption = Annotated[
+    str, typer.Option(help="Rent from this provider only, as RunPod.", show_default="any one")
+]
+MicrobatchesOption = Annotated[
+    int | None, typer.Option(help="Microbatches in flight, at most.", show_default="chosen")
+]
+BatchesOption = Annotated[
+    str, typer.Option(help="Batches to choose among, as 1,8,64.", show_default="2 to 1024")
+]
+
+
 def advise(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     rate: Annotated[float, typer.Option(help="Requests (of a diffusion model: images) per second to carry.")],
-    prompt: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt.", show_default="1024; of an image: 4096")
-    ] = None,
-    output: Annotated[
-        int | None, typer.Option(help="Tokens to generate.", show_default="256; of an image: 40 steps")
-    ] = None,
+    prompt: PromptOption = None,
+    output: OutputOption = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Milliseconds to the first token.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Milliseconds a token after it.")] = None,
     gpus: Annotated[str, typer.Option(help="GPUs to choose among, as a100,l40s.", show_default="all")] = "",
     max_devices: Annotated[int, typer.Option(help="The most GPUs to rent.")] = 4,
-    provider: Annotated[
-        str, typer.Option(help="Rent from this provider only, as RunPod.", show_default="any one")
-    ] = "",
+    provider: ProviderOption = "",
     link: Annotated[str, typer.Option(help="What would join the GPUs.")] = "pcie4",
-    slots: Annotated[
-        int | None, typer.Option(help="Microbatches in flight, at most.", show_default="chosen")
-    ] = None,
-    batches: Annotated[
-        str, typer.Option(help="Batches to choose among, as 1,8,64.", show_default="2 to 1024")
-    ] = "",
+    microbatches: MicrobatchesOption = None,
+    batches: BatchesOption = "",
     margin: Annotated[float, typer.Option(help="Capacity to keep free, as a share of the rate.")] = 0.1,
     memory_share: Annotated[float, typer.Option(help="Share of the GPUs' memory to fill.")] = 0.9,
     launches: Launches = "",
@@ -71,20 +77,15 @@ def advise(
     listed = _batches(batches)
     cells = _regimes(page, regimes)
     with progress("importing torch", None if have else NUM_RECORDED + NUM_BATCHES + 4) as advance:
-        from tessera.advise import Load, Market, use
+        from tessera.advise import Market, use
         from tessera.advise import advise as search
-        from tessera.advise.records import IMAGE, TOKENS
-        from tessera.capture import place_of
-        from tessera.capture.models import steps_of_model
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
-        is_image = "decode" not in steps_of_model(model)
-        usual = IMAGE if is_image else TOKENS
-        sizes = (usual[0] if prompt is None else prompt, usual[1] if output is None else output)
-        load = Load(place_of(model), rate, *sizes, slo_ttft_ms, slo_tpot_ms, margin, is_image)
+        load = _load(model, rate, prompt, output, slo_ttft_ms, slo_tpot_ms, margin)
         market = Market(
-            _names(gpus), max_devices, provider, link, slots, listed, memory_share, checked_launches(launches)
-        )
+            _names(gpus), max_devices, provider, link, microbatches, listed, memory_share,
+            checked_launches(launches),
+        )  # fmt: skip
         owned = use(load, market, _names(have), advance) if have else None
         found = search(load, market, advance, _say) if owned is None else None
     if found is not None:
@@ -101,6 +102,27 @@ def advise(
         _show(load, found, files)
     elif owned is not None:
         _show_owned(load, owned, files)
+
+
+def _load(
+    model: str,
+    rate_per_s: float,
+    prompt: int | None,
+    output: int | None,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    margin: float,
+) -> "Load":
+    """What is to be carried, with the usual sizes of a chat or of an image where none were given."""
+    from tessera.advise import Load
+    from tessera.advise.records import IMAGE, TOKENS
+    from tessera.capture import place_of
+    from tessera.capture.models import steps_of_model
+
+    is_image = "decode" not in steps_of_model(model)
+    usual = IMAGE if is_image else TOKENS
+    sizes = (usual[0] if prompt is None else prompt, usual[1] if output is None else output)
+    return Load(place_of(model), rate_per_s, *sizes, ttft_ms, tpot_ms, margin, is_image)
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,356 @@
-"""tessera bench: measures what is built: a running server, the published evaluation."""
+"""tessera bench: measures what is built: a running server, the published evaluation.
+
+paper makes the published evaluation again, a plot and JSON for each figure. serve asks a running server many
+things at a time and says how it did; it works with any server that speaks OpenAI's protocol with streaming,
+and everything is measured by the client.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from tessera.cli import bench_paper, bench_serve
+from tessera.cli.output import AsJson, console, print_json, progress, shared_folder
+from tessera.errors import LoadError, MissingExtra, TesseraError, UnknownName
+
+if TYPE_CHECKING:
+    from benchmarks.paper import Figure
+
+    from tessera.serve.load import LoadOptions
+
+# The repository, where this is run from a clone.
+ROOT = Path(__file__).resolve().parents[3]
+ONLY_HELP = (
+    "One figure: heterogeneity, throughput, cost, online, sensitivity, scaling, links or regimes. Repeatable."
+)
+
+
+ModelsOption = Annotated[
+    str, typer.Option(help="Other models, as llama-3-8b,tiny-llama.", show_default="five families")
+]
+PairsOption = Annotated[
+    str, typer.Option(help="Other pairs of GPUs, as a100+l40s,h100+h20.", show_default="by the scale")
+]
+JobsOption = Annotated[
+    int | None, typer.Option(help="Processes.", show_default="one for each core that may be used")
+]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(help="Begin no case after so long; the next run goes on.", show_default="until all is done"),
+]
+ArrivalsOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A log of arrivals, BurstGPT's or Azure's, for the monitor. Repeatable."),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Folder for paper.json, paper.md and plots.")
+]
+
+
+def paper(
+    quick: Annotated[bool, typer.Option("--quick", help="A coarse grid, in minutes.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP, show_default="all")] = None,
+    models: ModelsOption = "",
+    pairs: PairsOption = "",
+    jobs: JobsOption = None,
+    minutes: MinutesOption = None,
+    arrivals: ArrivalsOption = None,
+    output: OutputOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the published evaluation again on modelled GPUs: all baselines by the same code, no GPU needed.
+
+    With -o, the document is written to FOLDER/paper.json, a page and each plot beside it; a document that
+    is there keeps the figures that are not made again. What came out of every case is kept in the cache
+    folder, so that a run which was ended goes on there.
+    """
+    _find()
+    if jobs is not None and jobs < 1:
+        raise TesseraError(f"{jobs} processes are none", "Use at least one.", "--jobs")
+    if output is not None and not as_json:
+        from tessera.report.ratios import check_matplotlib
+
+        check_matplotlib()
+    with progress("importing torch", 1):
+        from benchmarks.paper import FULL, QUICK, Library, chosen, evaluate, narrowed, needed
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
+    figures = chosen(only or ())
+    logs = [str(Path(log).resolve()) for log in arrivals or ()]
+    named = [tuple(x.split("+")) for x in _words(pairs)]
+    scale = narrowed(QUICK if quick else FULL, _words(models), named, logs)
+    with shared_folder("paper") as folder:
+        num = jobs or len(os.sched_getaffinity(0))
+        with progress("looking at what is known"):
+            steps, tasks = needed(figures, scale, library := Library(folder), num)
+        with progress("evaluation", len(steps) + len(tasks)) as advance:
+            found = evaluate(figures, scale, library, num, advance, minutes and 60 * minutes)
+    files = _write(figures, found, output) if output is not None else []
+    print_json(found | {"files": files}) if as_json else _show_figures(figures, found, files)
+
+
+def _find() -> None:
+    """Makes the evaluation, which is beside the package in its repository, importable."""
+    if not (ROOT / "benchmarks" / "paper" / "__init__.py").is_file():
+        raise TesseraError(
+            "the evaluation is not in the installed package",
+            "Clone the repository, `pip install -e .` there, and run `tessera bench paper` again.",
+            "bench paper",
+        )
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _write(figures: "Sequence[Figure]", found: dict[str, Any], folder: Path) -> list[str]:
+    """The document, with what was there before, a page of it, and the plots where there is matplotlib."""
+    from benchmarks.paper.plots import draw_all
+    from benchmarks.paper.summary import summary
+
+    path = folder / "paper.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = _with_old(path, found)
+        path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+        (folder / "paper.md").write_text(summary(whole))
+    except OSError as error:
+        message = f"cannot be written: {error.strerror}"
+        raise TesseraError(message, "Choose another place.", str(path)) from error
+    try:
+        plots = draw_all(figures, found, folder)
+    except MissingExtra as error:  # a document is whole without pictures; who asked for JSON is told
+        _remark(str(error))
+        plots = []
+    return [str(path), str(folder / "paper.md"), *map(str, plots)]
+
+
+def _with_old(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    from benchmarks.paper import merged
+
+    if not path.exists():
+        return found
+    try:
+        old = json.loads(path.read_text())
+        return merged(old, found)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        remedy = "Move it away, or choose another folder."
+        raise TesseraError("is there and no document of this command", remedy, str(path)) from None
+
+
+def _remark(text: str) -> None:
+    """A remark that must not be in the way of JSON."""
+    typer.echo(f"note: {text}", err=True)
+
+
+def _show_figures(figures: "Sequence[Figure]", found: dict[str, Any], files: list[str]) -> None:
+    from benchmarks.paper.tables import tables
+
+    out = console()
+    for figure in (figure for figure in figures if figure.name in found):
+        out.rule(f"{figure.title}: {figure.label}", align="left")
+        out.print(tables(figure.name, found[figure.name]))
+        beside = found["published"][figure.name]
+        out.print(f"Published ({beside['cited']}): {beside['reports']}", markup=False)
+        out.print(f"Why ours differs: {beside['why_ours_differs']}", markup=False)
+    if found["num_missing"]:
+        out.print(f"{found['num_missing']} cases are missing: run the command again.", markup=False)
+    for path in files:
+        out.print(f"{path}: written", markup=False)
+
+
+ENDPOINTS = ("chat", "completions")
+DISTINCT = 20
+
+
+RequestsOption = Annotated[
+    int | None, typer.Option(help="Requests to send. [default: 200, or all of a file]")
+]
+RateOption = Annotated[
+    float | None, typer.Option(help="Send so many a second. [default: as fast as they are answered]")
+]
+BurstinessOption = Annotated[
+    float, typer.Option(help="With --rate: 1 for a Poisson stream, less for bursts, more for even gaps.")
+]
+SendOption = Annotated[
+    str | None,
+    typer.Option(help="In place of --rate: what `tessera simulate --arrivals` takes, such as a CSV log."),
+]
+PromptTokensOption = Annotated[
+    int | None, typer.Option(help="Tokens of a prompt, about. With a log: at most. [default: 64]")
+]
+PrefixTokensOption = Annotated[
+    int | None, typer.Option(help="Of the tokens of a prompt, those that all begin with. [default: none]")
+]
+OutputTokensOption = Annotated[
+    int | None, typer.Option(help="Tokens of an answer. With a log: at most. [default: 32]")
+]
+IgnoreEosOption = Annotated[
+    bool, typer.Option(help="Ask for answers of full length; servers other than vLLM's kind may refuse.")
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Compare every answer with the one given when asked alone.")
+]
+DistinctOption = Annotated[
+    int | None, typer.Option(help="With --verify: so many different prompts. [default: 20]")
+]
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="Where the server is: http://127.0.0.1:8000.")],
+    requests: RequestsOption = None,
+    concurrency: Annotated[int, typer.Option(help="At most so many in flight.")] = 32,
+    rate: RateOption = None,
+    burstiness: BurstinessOption = 1.0,
+    arrivals: SendOption = None,
+    speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
+    prompt_tokens: PromptTokensOption = None,
+    prefix_tokens: PrefixTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    model: Annotated[str | None, typer.Option(help="Which model. [default: the server's first]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key, or @FILE with it.")] = None,
+    ignore_eos: IgnoreEosOption = True,
+    verify: VerifyOption = False,
+    distinct: DistinctOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request counts as failed.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and times.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Load a server with streaming requests; report throughput, latencies and errors as clients see them."""
+    _check({"--requests": requests, "--concurrency": concurrency, "--prompt-tokens": prompt_tokens,
+            "--prefix-tokens": prefix_tokens, "--output-tokens": output_tokens, "--distinct": distinct,
+            "--timeout": timeout, "--rate": rate, "--burstiness": burstiness})  # fmt: skip
+    if endpoint not in ENDPOINTS:
+        raise UnknownName("endpoint", endpoint, ENDPOINTS)
+    if rate is not None and arrivals is not None:
+        raise LoadError("option", "--rate and --arrivals both say when to send", "Give one of them.")
+    _refuse("--burstiness", "--rate", burstiness != 1.0 and rate is None)
+    _refuse("--speed", "--arrivals", speed != 1.0 and arrivals is None)
+    _refuse("--distinct", "--verify", distinct is not None and not verify)
+    if find_spec("aiohttp") is None:
+        raise MissingExtra("aiohttp", "load")
+    from tessera.serve.load import LoadOptions
+
+    options = LoadOptions(
+        requests or 200, concurrency, rate, burstiness, _arrivals(arrivals, requests, seed, speed),
+        prompt_tokens, output_tokens, cast(Literal["chat", "completions"], endpoint), model, ignore_eos,
+        (distinct or DISTINCT) if verify else None, seed, timeout, prefix_tokens or 0,
+    )  # fmt: skip
+    found = _run(url, _key(api_key), options)
+    print_json(found) if as_json else _show_load(found)
+    _complain(found)
+
+
+def _check(counts: Mapping[str, float | None]) -> None:
+    for name, value in counts.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise LoadError("option", f"{value:g} is none", "Use a number above zero.", name)
+
+
+def _refuse(option: str, other: str, is_idle: bool) -> None:
+    """An option that would do nothing is a mistake."""
+    if is_idle:
+        raise LoadError(
+            "option", f"{option} needs {other}", "Leave it out, or see: tessera bench serve --help."
+        )
+
+
+def _key(word: str | None) -> str | None:
+    if word is None or not word.startswith("@"):
+        return word
+    try:
+        return Path(word[1:]).read_text().split()[0]
+    except (OSError, IndexError, UnicodeDecodeError):
+        raise LoadError("option", "no key can be read from this file", place=f"--api-key {word}") from None
+
+
+def _arrivals(text: str | None, requests: int | None, seed: int, speed: float) -> Any:
+    if text is None:
+        return None
+    from tessera.simulate.arrivals import make_arrivals
+
+    return make_arrivals(text, requests, seed, speed=speed)
+
+
+def _run(url: str, api_key: str | None, options: "LoadOptions") -> dict[str, Any]:
+    from tessera.serve.load import figures, measure
+    from tessera.serve.load_client import parse_address
+
+    total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
+    total += min(total, options.num_distinct or 0)
+    with progress("looking at the server", total) as advance:
+        return figures(asyncio.run(measure(parse_address(url, api_key), options, advance)))
+
+
+def _complain(found: dict[str, Any]) -> None:
+    """A run with failures ends as an error, after its figures."""
+    if found["errors"]:
+        kind, first = next(iter(found["errors_by_kind"].items()))
+        many = f"{found['errors']} of {found['num_prompts']} requests failed"
+        raise LoadError("failed", f"{many}; the first ({kind}): {first['first']}")
+    verified = found["verify"]
+    if verified and verified["mixed_up"]:
+        message = (
+            f"{verified['mixed_up']} of {verified['compared']} answers are not those given when asked alone"
+        )
+        raise LoadError("mixed up", message)
+
+
+HEADS = ("mean", "median", "p90", "p99")
+NAMES = {
+    "ttfb": "time to first byte",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between two events",
+    "e2el": "whole request",
+}
+
+
+def _show_load(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{found['model_id']}: {found['completed']:,} answers", title_justify="left")
+    table.add_column("measured by the client")
+    for head in HEADS:
+        table.add_column(head, justify="right")
+    for name, words in NAMES.items():
+        cells = (found[f"{head}_{name}_ms"] for head in HEADS)
+        table.add_row(words, *("" if x is None else f"{x:,.1f} ms" for x in cells))
+    out = console()
+    out.print(table)
+    total = found["total_token_throughput"]
+    with_prompts = "" if total is None else f", {total:,.1f} with the prompts'"
+    out.print(
+        f"{found['request_throughput']:,.2f} requests/s, {found['output_throughput']:,.1f} tokens/s"
+        f"{with_prompts}; {found['duration']:,.1f} s with at most {found['max_concurrency']} in flight; "
+        f"errors: {found['errors']}"
+    )
+    if found["num_cut"]:
+        out.print(f"{found['num_cut']:,} requests of the log were cut to the lengths allowed")
+    for kind, row in found["errors_by_kind"].items():
+        out.print(f"{kind}: {row['count']}; the first: {row['first']}", markup=False)
+    verified = found["verify"]
+    if not verified:
+        return
+    out.print(
+        f"verified: {verified['compared']:,} answers to {verified['prompts']} prompts "
+        f"({verified['distinct_answers']} different answers), mixed up: {verified['mixed_up']}"
+    )
+    if first := verified["first"]:
+        out.print(f"request {first['request']}: {first['prompt']!r}", markup=False)
+        out.print(f"  alone:        {first['alone']!r}", markup=False)
+        out.print(f"  in the crowd: {first['in_the_crowd']!r}", markup=False)
+
 
 app = typer.Typer(
     help="Measure a running server, or make the published evaluation again.",
@@ -10,5 +358,5 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve")(bench_serve.serve)
-app.command("paper")(bench_paper.paper)
+app.command("serve")(serve)
+app.command("paper")(paper)

@@ -1,4 +1,8 @@
-"""tessera capture: a model's step -> a trace."""
+"""tessera capture: a model's step -> a trace.
+
+Also what other commands ask of a model: --random-weights, and --launches, as Inductor compiles them or as the
+model calls them.
+"""
 
 import importlib
 import time
@@ -8,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, UnknownName
 from tessera.ir import BufferKind, Step, Trace, save
 
 MODEL_HELP = (
@@ -22,43 +26,49 @@ RandomWeights = Annotated[
 ]
 
 
+StepOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What to run: prefill, decode, encode, denoise, call (the plain forward), "
+        "or a served model's tokens.",
+        show_default=False,
+    ),
+]
+ContextOption = Annotated[
+    int,
+    typer.Option(help="Tokens a row: read by a prefill, held for a decode, made of an image by an encode."),
+]
+InputsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Of a folder: a file of named inputs (safetensors, npz or json) in place of random ones.",
+        show_default=False,
+    ),
+]
+DeviceOption = Annotated[
+    str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
+]
+CompiledOption = Annotated[
+    bool,
+    typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU."),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="The trace to write.", show_default="STEP.trace")
+]
+
+
 def capture(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    step: Annotated[
-        str | None,
-        typer.Option(
-            help="What to run: prefill, decode, encode, denoise, call (the plain forward), "
-            "or a served model's tokens.",
-            show_default=False,
-        ),
-    ] = None,
+    step: StepOption = None,
     batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
-    context: Annotated[
-        int,
-        typer.Option(
-            help="Tokens a row: read by a prefill, held for a decode, made of an image by an encode."
-        ),
-    ] = 128,
+    context: ContextOption = 128,
     reserve: Annotated[int, typer.Option(help="Of a prefill: tokens a row that decodes may add.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     random_weights: RandomWeights = False,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Of a folder: a file of named inputs (safetensors, npz or json) in place of random ones.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
-    ] = "cpu",
-    compiled: Annotated[
-        bool,
-        typer.Option("--compiled", help="Record the kernels that Inductor makes of the step, for a GPU."),
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The trace to write.", show_default="STEP.trace")
-    ] = None,
+    inputs: InputsOption = None,
+    device: DeviceOption = "cpu",
+    compiled: CompiledOption = False,
+    output: OutputOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Record the launches of one step of a model."""
@@ -155,3 +165,16 @@ def _show(found: dict[str, Any]) -> None:
 
 def _bytes(trace: Trace, kind: BufferKind) -> int:
     return sum(trace.buffers[b].size_bytes for b in trace.buffers_of(kind))
+
+
+LAUNCHES_HELP = (
+    "Of a model: compiled, as people serve it, or eager. Compiled ones that are not known take a minute."
+)
+Launches = Annotated[str, typer.Option(help=LAUNCHES_HELP, show_default="compiled where they are known")]
+
+
+def checked_launches(word: str) -> str:
+    """The word, if it is one."""
+    if word not in ("", "compiled", "eager"):
+        raise UnknownName("kind of launches", word, ["compiled", "eager"])
+    return word

@@ -85,7 +85,7 @@ def demo(
     ] = "emu:a100,emu:l40s",
     link: Annotated[str, typer.Option(help="What joins them.")] = "pcie4",
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 16,
-    slots: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Requests in flight.")] = 4,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what is written.")] = Path(
         "tessera-demo"
     ),
@@ -105,7 +105,7 @@ def demo(
         ProcessPoolExecutor(1, spawn) as second,
     ):
         full = second.submit(plan_full, FULL)
-        policies = _run(cluster, tokens, slots, output, advance)
+        policies = _run(cluster, tokens, microbatches, output, advance)
         advance(f"planning {FULL.model}, in a second process since the start")
         found = full.result()
     files = _write(found, policies, output)

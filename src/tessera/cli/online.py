@@ -26,7 +26,7 @@ class OnlineOptions:
     requests: int | None = None
     lengths: str | None = None
     speed: float = 1.0
-    rows: int | None = None
+    seqs: int | None = None
     seed: int = 0
     noise: float = 0.0
     jitter: float = 0.0
@@ -52,7 +52,7 @@ class OnlineOptions:
         for name, value in (("--noise", self.noise), ("--jitter", self.jitter)):
             if not 0.0 <= value < 1.0:
                 raise ArrivalsError(f"{value:g} is not a relative error", "Use 0.1 for 10 %.", name)
-        for name, count in (("--rows", self.rows), ("--max-waiting", self.max_waiting)):
+        for name, count in (("--seqs", self.seqs), ("--max-waiting", self.max_waiting)):
             if count is not None and count < 1:
                 raise ArrivalsError(f"{count} requests are none", "Use at least one.", name)
         if self.window_s is not None and not self.window_s > 0.0:
@@ -67,7 +67,7 @@ class OnlineOptions:
             slowdowns=tuple(_slowdown(word) for word in self.slow),
         )
         limits = parse_limits(self.slo) if self.slo else ()
-        return Setting(arrivals, weather, limits, self.rows, self.noise, self.max_waiting)
+        return Setting(arrivals, weather, limits, self.seqs, self.noise, self.max_waiting)
 
 
 def _split(word: str, mark: str, place: str, form: str) -> tuple[str, float, float | None]:

@@ -1,23 +1,28 @@
 """tessera plan: traces and costs -> which device runs which launch."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.cli import batches
-from tessera.cli.batches import by_batch
-from tessera.cli.capture import RandomWeights
-from tessera.cli.launches import Launches, checked_launches
+from tessera.cli.capture import Launches, RandomWeights, checked_launches
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.plan_text import document, reasons, show, show_reasons
+from tessera.cli.plan_text import (
+    batches_document,
+    document,
+    reasons,
+    show,
+    show_batches,
+    show_reasons,
+)
 from tessera.errors import MismatchError, TesseraError, UnknownName
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
 
 if TYPE_CHECKING:
-    from tessera.plan import Tried, Wish
+    from tessera.plan import PlanConfig, Tried, Wish
 
 __all__ = ["document", "plan", "show", "show_reasons"]
 
@@ -29,61 +34,68 @@ PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=em
 BATCH_HELP = "The traces are of several batches of the same steps: choose the batch, lane by lane."
 
 
+TracesArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."),
+]
+BusOption = Annotated[
+    list[str] | None, typer.Option(help="Devices whose links share one wire: emu:l40s,emu:l40s#1.")
+]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option(help="Microbatches in flight, at most.", show_default="4; of a model: chosen"),
+]
+BatchOption = Annotated[
+    int | None, typer.Option(help="Of a model: the batch, instead of the best.", show_default=False)
+]
+PrefillBatchOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of a model: rows prefilled together, instead of the best.", show_default=False),
+]
+OutputTokensOption = Annotated[
+    int,
+    typer.Option(help="Of a model: tokens of an answer; 0: decodes alone, at a context of the prompt."),
+]
+TpotMsOption = Annotated[
+    float | None,
+    typer.Option(help="Of a model: milliseconds per output token, at most.", show_default=False),
+]
+TtftMsOption = Annotated[
+    float | None,
+    typer.Option(help="Of a model: milliseconds to the first token, at most.", show_default=False),
+]
+ForbidOption = Annotated[
+    list[str] | None, typer.Option(help="Launches that must not run there: gemm=emu:l40s.")
+]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
+]
+
+
 def plan(
-    traces: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."
-        ),
-    ],
+    traces: TracesArgument,
     costs: Annotated[list[Path] | None, typer.Option(help="Costs, one per trace in any order.")] = None,
     devices: Annotated[str | None, typer.Option(help="Devices to price, instead of --costs.")] = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
-    bus: Annotated[
-        list[str] | None, typer.Option(help="Devices whose links share one wire: emu:l40s,emu:l40s#1.")
-    ] = None,
+    bus: BusOption = None,
     objective: Annotated[str, typer.Option(help="throughput, latency, cost or energy.")] = "throughput",
-    slots: Annotated[
-        int | None,
-        typer.Option(help="Microbatches in flight, at most.", show_default="4; of a model: chosen"),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Of a model: the batch, instead of the best.", show_default=False)
-    ] = None,
-    prefill_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Of a model: rows prefilled together, instead of the best.", show_default=False
-        ),
-    ] = None,
+    microbatches: MicrobatchesOption = None,
+    batch: BatchOption = None,
+    prefill_batch: PrefillBatchOption = None,
     prompt_tokens: Annotated[int, typer.Option(help="Of a model: tokens of a prompt.")] = 1024,
-    output_tokens: Annotated[
-        int,
-        typer.Option(help="Of a model: tokens of an answer; 0: decodes alone, at a context of the prompt."),
-    ] = 256,
-    tpot_ms: Annotated[
-        float | None,
-        typer.Option(help="Of a model: milliseconds per output token, at most.", show_default=False),
-    ] = None,
-    ttft_ms: Annotated[
-        float | None,
-        typer.Option(help="Of a model: milliseconds to the first token, at most.", show_default=False),
-    ] = None,
+    output_tokens: OutputTokensOption = 256,
+    tpot_ms: TpotMsOption = None,
+    ttft_ms: TtftMsOption = None,
     random_weights: RandomWeights = False,
     launches: Launches = "",
     counts: Annotated[str | None, typer.Option(help="Runs of each step in a request, as 1,32.")] = None,
     policy: Annotated[str | None, typer.Option(help="Force a coarser policy, such as data-parallel.")] = None,
     pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
-    forbid: Annotated[
-        list[str] | None, typer.Option(help="Launches that must not run there: gemm=emu:l40s.")
-    ] = None,
+    forbid: ForbidOption = None,
     batch_choices: Annotated[bool, typer.Option("--batch-choices", help=BATCH_HELP)] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
-    ] = None,
+    explain: ExplainOption = False,
+    output: OutputOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide which device runs which launch, and what that gives.
@@ -95,68 +107,49 @@ def plan(
     and the decode's context is the prefill's context plus its reserve.
     """
     started = time.perf_counter()
-    goal = _objective(objective)
+    goal, links, buses = _objective(objective), link or [], bus or []
     if _is_model(traces):
         from tessera.cli.plan_load import PlannedLoad, plan_for_load
 
         _refuse(
-            {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid}
-            | {
-                "--batch-choices": batch_choices,
-                "--explain": explain,
-                "--objective": objective != "throughput",
-            }
-        )
+            {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid,
+             "--batch-choices": batch_choices, "--explain": explain, "--objective": goal != "throughput"}
+        )  # fmt: skip
         wanted = PlannedLoad(
-            traces[0],
-            prompt_tokens,
-            output_tokens,
-            tpot_ms,
-            ttft_ms,
-            batch,
-            prefill_batch,
-            slots,
-            random_weights,
-            checked_launches(launches),
-        )
-        plan_for_load(wanted, _cluster(devices, link or [], bus or []), output, as_json)
+            traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
+            random_weights, checked_launches(launches),
+        )  # fmt: skip
+        plan_for_load(wanted, _cluster(devices, links, buses), output, as_json)
         return
-    given: dict[str, object] = {
-        "--batch": batch,
-        "--prefill-batch": prefill_batch,
-        "--tpot-ms": tpot_ms,
-        "--ttft-ms": ttft_ms,
-        "--launches": launches,
-    }
-    _refuse(given, "a model's name, not traces")
-    slots = 4 if slots is None else slots
-    paths = [Path(trace) for trace in traces]
-    loaded = [load(Trace, path) for path in paths]
-    units = by_batch(loaded) if batch_choices else [loaded]
-    wishes = _wishes(pin or [], forbid or [])
+    given = {"--batch": batch, "--prefill-batch": prefill_batch, "--tpot-ms": tpot_ms, "--ttft-ms": ttft_ms}
+    _refuse({**given, "--launches": launches}, "a model's name, not traces")
+    from tessera.plan import PlanConfig
 
-    def prices(unit: WorkUnit) -> tuple[Cluster, tuple[Costs, ...]]:
-        known = {trace.digest for trace in loaded}
-        return _prices(unit, known, costs or [], devices, link or [], bus or [])
-
-    with progress("building graphs", 3 * len(units) + (len(units) > 1)) as advance:
-        tried = [_variant(chosen, _counts(counts), prices, advance) for chosen in units]
-        cluster = tried[0][0]
-        made, alone = _planned(cluster, [v for _, v in tried], goal, slots, policy, wishes, advance)
-    path = output or paths[-1].with_suffix(".plan")
+    slots = 4 if microbatches is None else microbatches
+    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=_wishes(pin or [], forbid or []))
+    prices = _Prices(costs or [], devices, links, buses)
+    made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
+    path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
-    if as_json:
-        seconds = round(time.perf_counter() - started, 3)
-        more = batches.document(made, alone) if batch_choices else {}
-        more |= {"explain": reasons(made)} if explain else {}
+    _tell(made, tried if batch_choices else (), path, explain, started if as_json else None)
+
+
+def _tell(
+    made: Plan, tried: "tuple[Tried, ...]", path: Path, is_explained: bool, json_since_s: float | None
+) -> None:
+    """The plan in tables, or as JSON with the seconds since then."""
+    if json_since_s is not None:
+        more = batches_document(made, tried) if tried else {}
+        more |= {"explain": reasons(made)} if is_explained else {}
+        seconds = round(time.perf_counter() - json_since_s, 3)
         print_json(document(made) | more | {"output": str(path), "seconds": seconds})
-    else:
-        show(made)
-        if batch_choices:
-            batches.show(made, alone)
-        if explain:
-            show_reasons(made)
-        console().print(f"{path}: written", markup=False)
+        return
+    show(made)
+    if tried:
+        show_batches(made, tried)
+    if is_explained:
+        show_reasons(made)
+    console().print(f"{path}: written", markup=False)
 
 
 def _is_model(words: Sequence[str]) -> bool:
@@ -179,38 +172,53 @@ def _cluster(devices: str | None, links: list[str], buses: list[str]) -> Cluster
     return wire(parse_devices(devices), links, buses)
 
 
-def _variant(
-    traces: Sequence[Trace],
+def _plan_traces(
+    names: list[str],
     counts: tuple[int, ...] | None,
-    prices: Callable[[WorkUnit], tuple[Cluster, tuple[Costs, ...]]],
-    advance: Callable[[str], None],
-) -> tuple[Cluster, Variant]:
-    """The steps of one batch, priced."""
-    from tessera.flow import make_unit
-
-    unit = make_unit(traces, counts)
-    advance("pricing")
-    cluster, costs = prices(unit)
-    advance("planning")
-    return cluster, Variant(unit, costs)
-
-
-def _planned(
-    cluster: Cluster,
-    variants: list[Variant],
-    goal: Objective,
-    slots: int,
-    policy: str | None,
-    wishes: "tuple[Wish, ...]",
-    advance: Callable[[str], None],
+    is_by_batch: bool,
+    prices: "_Prices",
+    config: "PlanConfig",
 ) -> "tuple[Plan, tuple[Tried, ...]]":
     """The plan, and what each batch by itself gives."""
-    from tessera.flow import make_batched_plan
-    from tessera.plan import PlanConfig
+    traces = [load(Trace, name) for name in names]
+    known = {trace.digest for trace in traces}
+    units = by_batch(traces) if is_by_batch else [traces]
+    with progress("building graphs", 3 * len(units) + (len(units) > 1)) as advance:
+        from tessera.flow import make_batched_plan, make_unit
 
-    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=wishes)
-    found = make_batched_plan(variants, cluster, config, advance)
+        variants = []
+        for chosen in units:
+            unit = make_unit(chosen, counts)
+            advance("pricing")
+            cluster, costs = prices.of(unit, known)
+            advance("planning")
+            variants.append((cluster, Variant(unit, costs)))
+        found = make_batched_plan([v for _, v in variants], variants[0][0], config, advance)
     return found.plan, found.tried
+
+
+def by_batch(traces: Sequence[Trace]) -> list[list[Trace]]:
+    """The traces of each batch, in the order given; every batch must have the same steps."""
+    found: dict[int, list[Trace]] = {}
+    for trace in traces:
+        found.setdefault(trace.step.batch, []).append(trace)
+    (first, mine), *others = found.items()
+    for batch, group in others:
+        if [replace(t.step, batch=first) for t in group] != [t.step for t in mine]:
+            message = f"batch {first} has {_words(mine, group)}; batch {batch} has {_words(group, mine)}"
+            raise MismatchError(message, "Capture the same steps at every batch.", "--batch-choices")
+    return list(found.values())
+
+
+def _words(traces: Sequence[Trace], others: Sequence[Trace]) -> str:
+    """Kinds of steps; where those are the same, all that is known of them."""
+    kinds = [t.step.kind for t in traces]
+    if kinds != [t.step.kind for t in others]:
+        return ", ".join(kinds)
+    return ", ".join(
+        f"{s.kind} of {s.model} (context {s.context}, reserve {s.reserve}, seed {s.seed})"
+        for s in (t.step for t in traces)
+    )
 
 
 def _wishes(pins: list[str], forbidden: list[str]) -> "tuple[Wish, ...]":
@@ -236,40 +244,44 @@ def _counts(text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _prices(
-    unit: WorkUnit,
-    known: set[str],
-    files: list[Path],
-    devices: str | None,
-    links: list[str],
-    buses: list[str],
-) -> tuple[Cluster, tuple[Costs, ...]]:
-    """Costs from the files given, or made from the best source present; known: digests of all traces."""
-    from tessera.flow import price
-    from tessera.profile import wire
+@dataclass(frozen=True)
+class _Prices:
+    """Costs from the files given, or made from the best source present."""
 
-    if files and devices:
-        raise TesseraError(
-            "--costs and --devices were both given", "The costs name their devices; leave one."
-        )
-    if not files:
-        if devices is None:
-            raise TesseraError("neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s.")
-        cluster = _cluster(devices, links, buses)
-        return cluster, price(unit, cluster)
-    loaded = {path: load(Costs, path) for path in files}
-    by_trace = {c.trace_digest: c for c in loaded.values()}
-    steps = {g.trace.digest: g.trace.step for g in unit.graphs}
-    for path, found in loaded.items():
-        if found.trace_digest not in known:
-            raise MismatchError(
-                "these are costs of another trace", "Price this trace with `tessera profile`.", str(path)
+    files: list[Path]
+    devices: str | None
+    links: list[str]
+    buses: list[str]
+
+    def of(self, unit: WorkUnit, known: set[str]) -> tuple[Cluster, tuple[Costs, ...]]:
+        """Of a unit's traces; known: digests of all traces that were given."""
+        from tessera.flow import price
+        from tessera.profile import wire
+
+        if self.files and self.devices:
+            raise TesseraError(
+                "--costs and --devices were both given", "The costs name their devices; leave one."
             )
-    missing = [step.kind for digest, step in steps.items() if digest not in by_trace]
-    if missing:
-        raise MismatchError(f"no costs for {', '.join(missing)}", "Give --costs once for every trace.")
-    cluster = wire(next(iter(loaded.values())).devices, links, buses)
-    for path, found in loaded.items():
-        if found.devices != cluster.devices:
-            raise MismatchError("these costs are for other devices than the first", place=str(path))
-    return cluster, tuple(by_trace[digest] for digest in (g.trace.digest for g in unit.graphs))
+        if not self.files:
+            if self.devices is None:
+                raise TesseraError(
+                    "neither --costs nor --devices was given", "Name devices: emu:a100,emu:l40s."
+                )
+            cluster = _cluster(self.devices, self.links, self.buses)
+            return cluster, price(unit, cluster)
+        loaded = {path: load(Costs, path) for path in self.files}
+        by_trace = {c.trace_digest: c for c in loaded.values()}
+        steps = {g.trace.digest: g.trace.step for g in unit.graphs}
+        for path, found in loaded.items():
+            if found.trace_digest not in known:
+                raise MismatchError(
+                    "these are costs of another trace", "Price this trace with `tessera profile`.", str(path)
+                )
+        missing = [step.kind for digest, step in steps.items() if digest not in by_trace]
+        if missing:
+            raise MismatchError(f"no costs for {', '.join(missing)}", "Give --costs once for every trace.")
+        cluster = wire(next(iter(loaded.values())).devices, self.links, self.buses)
+        for path, found in loaded.items():
+            if found.devices != cluster.devices:
+                raise MismatchError("these costs are for other devices than the first", place=str(path))
+        return cluster, tuple(by_trace[digest] for digest in (g.trace.digest for g in unit.graphs))

@@ -1,12 +1,17 @@
 """A plan for machines and for people: the JSON document, the tables and the sentences of `tessera plan`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from tessera.cli.output import console
+from tessera.errors import PlanInfeasible
 from tessera.ir import Objective, Plan
+
+if TYPE_CHECKING:
+    from tessera.plan import Tried
 
 
 def document(made: Plan) -> dict[str, Any]:
@@ -171,3 +176,38 @@ def show_reasons(made: Plan) -> None:
         f"{found.num_transfers:.0f} transfers and {found.transfer_bytes / 1e3:.0f} KB a request; "
         f"no placement serves one request alone in less than {duration(found.latency_bound_us)}"
     )
+
+
+def batches_document(made: Plan, tried: "Sequence[Tried]") -> dict[str, Any]:
+    """With --batch-choices: what each batch gives by itself, and how much better the plan is."""
+    lines = [_batch_line(t) for t in tried]
+    best = max((x["rows_per_s"] for x in lines if x["rows_per_s"] is not None), default=None)
+    return {"by_batch": lines, "gain_over_one_batch": made.rows_per_s / best if best else None}
+
+
+def _batch_line(one: "Tried") -> dict[str, Any]:
+    if isinstance(one.made, PlanInfeasible):
+        return {"batch": one.variant.batch, "rows_per_s": None, "why": str(one.made)}
+    return {
+        "batch": one.variant.batch,
+        "rows_per_s": one.made.rows_per_s,
+        "latency_us": one.made.latency_us,
+    }
+
+
+def show_batches(made: Plan, tried: "Sequence[Tried]") -> None:
+    """With --batch-choices, for people."""
+    out = console()
+    for one in tried:
+        rows = None if isinstance(one.made, PlanInfeasible) else one.made.rows_per_s
+        text = str(one.made) if rows is None else f"{_number(rows)} rows/s (simulated)"
+        out.print(f"batch {one.variant.batch} alone: {text}", markup=False)
+    if made.variants:
+        gain = batches_document(made, tried)["gain_over_one_batch"]
+        batches = ", ".join(str(variant.batch) for variant in made.every_variant)
+        text = f"lanes of batch {batches}: {_number(made.rows_per_s)} rows/s (simulated)"
+        out.print(f"{text}, {gain:.3f}x the best single batch", markup=False)
+
+
+def _number(rows: float) -> str:
+    return f"{rows:,.0f}" if rows >= 1000 else f"{rows:.4g}"

@@ -8,6 +8,14 @@
 Rank 0 runs the requests and prints what came of them; its own device computes in a process beside it. It
 sends the others what is to run: those of `tessera serve`, and `tessera worker`, need no plan, those of
 `tessera run` have one, which must be the same. With --ray, Ray starts the workers of all devices, of both.
+
+tessera worker: this machine computes for a service on another.
+
+    tessera worker --rendezvous HOST:PORT --secret-file SECRET [--rank N]
+
+The service sends what is to be run; the worker makes the model's weights itself, from the built-in name or
+from the folder that the service names, or from --model, and is sent those that it cannot make. It goes on
+until no service answers any more.
 """
 
 import hashlib
@@ -206,3 +214,32 @@ def _read_secret(path: Path | None) -> bytes | None:
     if len(secret) < 16:
         raise TesseraError("a secret of fewer than 16 bytes", "head -c 32 /dev/urandom | base64", str(path))
     return secret
+
+
+ANY = -1
+
+
+def worker(
+    rendezvous: Rendezvous = None,
+    secret_file: SecretFile = None,
+    rank: Annotated[
+        int, typer.Option(help="Which device this is, counted from 0; -1: whichever has no worker.")
+    ] = ANY,
+    model: Annotated[
+        str, typer.Option(help="The model's folder on this machine, where it is not the service's.")
+    ] = "",
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a service at first.")] = 300.0,
+    again: Annotated[float, typer.Option(help="Seconds to call again where none listens any more.")] = 5.0,
+    torchrun: UnderTorchrun = False,
+) -> None:
+    """Compute for a service that runs on another machine."""
+    if rendezvous is None and not torchrun:
+        raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
+    if rank < ANY:
+        raise TesseraError(f"there is no rank {rank}", "Number the devices from 0.", "--rank")
+    if not min(patience, again) >= 0:
+        raise TesseraError("a time below 0", "Use 0 or more seconds.", "--patience")
+    from tessera.serve.joining import ModelHere
+
+    meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)
+    work(meeting, rank, ModelHere(model, may_import=bool(model)), patience, again)

@@ -2,20 +2,23 @@
 
 With --verify every request has inputs of its own, and is compared with the model itself, called in this
 process on the same inputs; so a value that a capture took for a constant shows. On GPUs it is compared with
-the recorded launches one by one, and the output says so.
+the recorded launches one by one, and the output says so. Bits of unlike kinds of device are not to be
+expected equal, so a plan over GPUs and CPUs is run and not compared.
+
+What a run shows stands next to what was predicted. Emulated devices compute on this machine's CPU, so their
+times are no GPU's; what can be compared is each device's share of all computing: measured in CPU time of the
+launches, predicted by the plan's costs.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.picking import Picked, check_pick, picked_text
-from tessera.cli.ran import Ran, compared, is_equal, overlap, per_device
 from tessera.cli.remote import (
     Meeting,
     OnRay,
@@ -26,15 +29,14 @@ from tessera.cli.remote import (
     met,
     serve_rank,
 )
-from tessera.cli.run_cuda import check_gpus, has_gpus, in_order, time_scale
-from tessera.cli.runnable import check_runnable
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import Plan, load
+from tessera.ir import Arg, BufferKind, DeviceKind, Plan, Symbol, Timeline, Trace, load, need_one_batch
 
 if TYPE_CHECKING:
-    from tessera.execute.offline import Request, RunResult
+    from tessera.execute.offline import Request, RunResult, Trial
+    from tessera.execute.stepper import Tensors
     from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import BatchRequest, UnitRequest
+    from tessera.flow import BatchRequest, ReferenceRun, UnitRequest
 
 __all__ = ["overlap", "per_device", "run"]
 
@@ -47,34 +49,104 @@ MAX_FAILURES = 3
 MODEL_ITSELF = "the model itself"
 
 
+@dataclass(frozen=True)
+class Picked:
+    """What each plan reached, and which was taken."""
+
+    trials: "Sequence[Trial]"
+    number: int
+
+    @property
+    def ahead(self) -> float:
+        """By what share the plan is faster than the best of the others; a little below 0 where it is the
+        first and as good."""
+        best = max(t.per_s for t in self.trials if t.plan != self.number)
+        return self.trials[self.number].per_s / best - 1.0
+
+    def document(self, paths: Sequence[str]) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "number": self.number,
+            "plan": paths[self.number],
+            "policy": self.trials[self.number].policy,
+            "ahead": round(self.ahead, 4),
+            "trials": [
+                {"plan": paths[t.plan], "policy": t.policy, "per_s": round(t.per_s, 3)} for t in self.trials
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What the devices gave."""
+
+    results: "list[RunResult]"
+    timeline: Timeline
+    compute_us: dict[str, float]
+    peak_bytes: tuple[int, ...]
+    faults: tuple[str, ...]
+    # Which plan was taken, where plans were tried out first.
+    picked: "Picked | None" = None
+    # Where the requests' inputs came from, and what results were compared with, in words.
+    inputs: str = ""
+    reference: str | None = None
+
+    def divided(self, scale: float) -> "Ran":
+        """With modelled times, of a run in which all of them were so many times as long."""
+        if scale == 1.0:
+            return self
+        timeline = self.timeline
+        spans = tuple(
+            replace(s, start_us=s.start_us / scale, stop_us=s.stop_us / scale) for s in timeline.spans
+        )
+        requests = tuple((number, start / scale, stop / scale) for number, start, stop in timeline.requests)
+        compute_us = {name: us / scale for name, us in self.compute_us.items()}
+        return replace(
+            self, timeline=replace(timeline, spans=spans, requests=requests), compute_us=compute_us
+        )
+
+
+# Weights of a model that is built and run here.
+MAX_BYTES = 4 << 30
+
+
+PlanArgument = Annotated[
+    list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
+]
+VerifyOption = Annotated[
+    bool,
+    typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh."),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted."),
+]
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
+]
+TransportOption = Annotated[
+    str, typer.Option(help="How workers pass bytes on: auto, shm, ipc, nvshmem or host.")
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(help="Seconds after which who holds a step up counts as lost."),
+]
+PickOption = Annotated[
+    bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
+]
+
+
 def run(
-    plan: Annotated[
-        list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
-    ],
+    plan: PlanArgument,
     requests: Annotated[int, typer.Option(help="How many requests to run.")] = 8,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Compare with the model itself, bit by bit, on inputs drawn afresh."),
-    ] = False,
+    verify: VerifyOption = False,
     devices: Annotated[str | None, typer.Option(help="Devices that must be the plan's own.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a Perfetto trace here: what happened beside what was predicted."),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One request at a time, so that nothing overlaps.")
-    ] = False,
-    transport: Annotated[
-        str, typer.Option(help="How workers pass bytes on: auto, shm, ipc, nvshmem or host.")
-    ] = "auto",
-    timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds after which who holds a step up counts as lost."),
-    ] = None,
+    trace: TraceOption = None,
+    plain: PlainOption = False,
+    transport: TransportOption = "auto",
+    timeout: TimeoutOption = None,
     switch_every: Annotated[int, typer.Option(help="Requests between two switches of the policy.")] = 8,
-    pick: Annotated[
-        bool, typer.Option("--pick", help="Try the plans out on these devices and run the fastest.")
-    ] = False,
+    pick: PickOption = False,
     rendezvous: Rendezvous = None,
     rank: Rank = 0,
     secret_file: SecretFile = None,
@@ -300,3 +372,162 @@ def _show(found: dict[str, Any], is_modelled: bool) -> None:
         out.print(f"compared with {found['reference']}; inputs: {found['inputs']}")
     if found["trace"]:
         out.print(f"trace: {found['trace']}", markup=False)
+
+
+def is_equal(reference: "ReferenceRun | RunResult", result: "RunResult") -> bool:
+    """True iff every output of every run and the final state hold the same bytes."""
+    from tessera.execute.replay import same_bits
+
+    outputs = len(reference.outputs) == len(result.outputs) and all(
+        same_bits(one[name].cpu(), other[name])
+        for one, other in zip(reference.outputs, result.outputs, strict=True)
+        for name in one
+    )
+    return outputs and all(same_bits(t.cpu(), result.state[name]) for name, t in reference.state.items())
+
+
+def overlap(timeline: Timeline) -> float:
+    """Share of the transfers' time during which their destination computed; 1 if there were none."""
+    total, hidden = timeline.transfer_us()
+    return hidden / total if total else 1.0
+
+
+def per_device(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
+    """How long each worker computed, by this machine's clock."""
+    busy = timeline.busy_us()
+    whole = timeline.makespan_us or 1.0
+    return [
+        {"device": name, "busy_us": busy.get(name, 0.0), "utilisation": busy.get(name, 0.0) / whole}
+        for name in plan.cluster.names
+    ]
+
+
+def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
+    """Each device's share of all computing."""
+    total = sum(busy_us.get(name, 0.0) for name in names) or 1.0
+    return [busy_us.get(name, 0.0) / total for name in names]
+
+
+def compared(
+    plan: Plan, measured: Timeline, compute_us: Mapping[str, float], predicted: Timeline
+) -> list[dict[str, Any]]:
+    """`per_device` with the share of each, measured and predicted, and their difference."""
+    names = plan.cluster.names
+    here, there = shares(names, compute_us), shares(names, predicted.busy_us())
+    return [
+        row
+        | {
+            "compute_us": compute_us.get(name, 0.0),
+            "share": one,
+            "predicted_share": other,
+            "difference": one - other,
+        }
+        for name, row, one, other in zip(names, per_device(plan, measured), here, there, strict=True)
+    ]
+
+
+def has_gpus(plan: Plan) -> bool:
+    """True if some device is a GPU's."""
+    return any(d.kind is DeviceKind.CUDA for d in plan.cluster.devices)
+
+
+def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
+    """Raises MismatchError if this machine lacks a GPU of the plan, or the plan cannot be compared."""
+    import torch
+
+    need_one_batch(plan, "a run on GPUs", place)
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [d for d in plan.cluster.devices if d.kind is DeviceKind.CUDA]
+    missing = [d.name for d in gpus if d.ordinal >= have]
+    if missing:
+        made_for = ",".join(plan.cluster.names)
+        message = f"the plan was made for {made_for}; this machine cannot run {', '.join(missing)}"
+        raise MismatchError(message, "Plan again for emu: devices.", place)
+    if is_verified and len(gpus) < len(plan.cluster.devices):
+        message = "GPUs and CPUs do not give the same bits, so this plan has nothing to be compared with"
+        raise MismatchError(message, "Leave --verify out, or plan for cuda: devices only.", place)
+
+
+def time_scale(plan: Plan, weights: "Tensors", request: "Request") -> float:
+    """How many times longer than modelled everything takes on dilated devices; 1 where none is."""
+    from tessera.execute.cuda.measure import scale_of
+
+    return scale_of(plan, weights, request).factor
+
+
+def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "list[RunResult]":
+    """What the plan's launches give one by one on the first device's GPU."""
+    from tessera.execute import driver
+    from tessera.execute.cuda.graphs import refuse_generators
+    from tessera.execute.cuda.measure import whole_plan
+    from tessera.execute.offline import run_offline
+    from tessera.execute.reference import InOrder, ReferenceStepper
+
+    traces = [graph.trace for graph in plan.unit.graphs]
+    for trace in traces:
+        refuse_generators(trace)
+    run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
+    with ReferenceStepper(whole_plan(plan.unit, plan.cluster, 0), run, dict) as stepper:
+        return run_offline(stepper, requests).results
+
+
+def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
+    """There must be a choice, and devices whose time is worth measuring, if plans are to be tried out."""
+    if not is_picked:
+        return
+    if len(plans) < 2:
+        raise TesseraError("there is one plan, and nothing to pick from", "Give several.", "--pick")
+    for plan in plans:
+        need_one_batch(plan, "trying plans out", "--pick")
+    emulated = [d.name for d in plans[0].cluster.devices if d.kind is DeviceKind.EMU]
+    if emulated:
+        raise TesseraError(
+            f"{', '.join(emulated)} compute on this machine's CPU, so how fast they are says nothing",
+            "Compare the plans with `tessera simulate`.",
+            "--pick",
+        )
+
+
+def picked_text(found: dict[str, Any], is_modelled: bool) -> str:
+    """One line for people."""
+    rates = {t["plan"]: t for t in found["trials"]}
+    mine = rates.pop(found["plan"])
+    other = max(rates.values(), key=lambda t: float(t["per_s"]))
+    how = "modelled: dilated devices" if is_modelled else "measured here"
+    return (
+        f"picked {mine['policy']} ({found['plan']}): {mine['per_s']:,.1f} requests/s, {found['ahead']:+.1%} "
+        f"against {other['policy']} ({how}, {len(found['trials'])} plans)"
+    )
+
+
+def check_runnable(trace: Trace, place: str) -> None:
+    """Refuses a trace of a model that is too large, or that was captured for a GPU."""
+    size = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.WEIGHT))
+    if size > MAX_BYTES:
+        message = f"{trace.step.model} has {size / 1e9:.1f} GB of weights; this command runs the whole model"
+        remedy = "Verify the tiny model of the same family: tessera capture tiny-... --device cpu."
+        raise TesseraError(message, remedy, place)
+    if trace.recorded_on != "cpu":
+        raise TesseraError(
+            f"the trace was captured on {trace.recorded_on}; this command runs on the CPU",
+            "Capture the tiny model of the same family with --device cpu.",
+            place,
+        )
+    for index, launch in enumerate(trace.launches):
+        devices = [
+            d for arg in (*launch.args, *(v for _, v in launch.kwargs)) for d in _constant_devices(arg)
+        ]
+        foreign = [d for d in devices if d.partition(":")[0] not in ("cpu", "")]
+        if foreign:
+            raise TesseraError(
+                f"the trace was captured for {foreign[0]} (launch {index}, {trace.kernel_of(index).name}); "
+                "this command runs on the CPU",
+                "Capture the tiny model of the same family with --device cpu.",
+                place,
+            )
+
+
+def _constant_devices(arg: Arg) -> list[str]:
+    if isinstance(arg, tuple):
+        return [d for item in arg for d in _constant_devices(item)]
+    return [arg.name] if isinstance(arg, Symbol) and arg.kind == "device" else []

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -24,7 +24,7 @@ from tessera.errors import MissingExtra, TesseraError
 
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
-    from tessera.ir import Cluster
+    from tessera.ir import Cluster, Device
     from tessera.serve.limits import HttpLimits
     from tessera.serve.start import RunningAlone, RunningService, ServeOptions
 
@@ -34,7 +34,7 @@ SWITCH_S = 5e-4
 MODEL_HELP = "A built-in model, a folder with a checkpoint, or its name in the local Hugging Face cache."
 KEY_HELP = "A key that clients must send, or @FILE with one a line; repeat for several."
 Name = Annotated[str | None, typer.Option(help="What clients call the model. [default: its name]")]
-MaxLen = Annotated[
+MaxModelLen = Annotated[
     int | None, typer.Option(help="Tokens of a prompt and its answer.", show_default="the model's own limit")
 ]
 MaxBatchTokens = Annotated[
@@ -52,15 +52,25 @@ AccessLog = Annotated[bool, typer.Option("--access-log", help="A line on standar
 AsJsonLine = Annotated[bool, typer.Option("--json", help="Say where it listens as one line of JSON.")]
 
 
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Where it runs: cpu, emu:a100,emu:l40s, cuda:0, away:a100:2, ...",
+        show_default="this machine's GPUs, or its CPU",
+    ),
+]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option(help="Microbatches, each with pages of its own.", show_default="2, on one GPU 1"),
+]
+SeqsOption = Annotated[
+    int | None, typer.Option(help="Sequences of one microbatch.", show_default="8, on GPUs 64")
+]
+
+
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="Where it runs: cpu, emu:a100,emu:l40s, cuda:0, away:a100:2, ...",
-            show_default="this machine's GPUs, or its CPU",
-        ),
-    ] = None,
+    devices: DevicesOption = None,
     link: Annotated[list[str] | None, typer.Option(help=LINK_HELP, show_default="pcie4")] = None,
     transport: TransportName = "auto",
     rendezvous: Rendezvous = None,
@@ -72,16 +82,10 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(help=KEY_HELP, envvar="TESSERA_API_KEY")] = None,
     served_model_name: Name = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(help="Microbatches, each with pages of its own.", show_default="2, on one GPU 1"),
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(help="Requests of one microbatch.", show_default="8, on GPUs 64")
-    ] = None,
-    max_len: MaxLen = None,
+    microbatches: MicrobatchesOption = None,
+    seqs: SeqsOption = None,
+    max_model_len: MaxModelLen = None,
     max_batch_tokens: MaxBatchTokens = None,
-    chunk: Annotated[int | None, typer.Option(hidden=True)] = None,
     memory_share: MemoryShare = 0.9,
     prefix_caching: PrefixCaching = True,
     plan_cache: PlanCache = True,
@@ -103,27 +107,61 @@ def serve(
         _log_access()
     meeting = Meeting.of(rendezvous, rank, secret_file, torchrun) if rendezvous or torchrun else None
     if meeting is not None and meeting.rank > 0:
-        from tessera.serve.joining import ModelHere
-
-        work(meeting, make=ModelHere(model, may_import=True))
+        _join(meeting, model)
         return
     _check_extra()
-    if chunk is not None:
-        _say("warning: --chunk goes with the next release; --max-batch-tokens says how many a step reads")
-        max_batch_tokens = max_batch_tokens or chunk
-    counts = {"slots": slots, "rows": rows, "max-len": max_len, "max-batch-tokens": max_batch_tokens}
-    counts |= {"max-waiting": max_waiting, "max-requests": max_requests, "max-body": max_body}
-    _check_counts(counts, drain)
-    if not 0 < memory_share <= 1:
-        raise TesseraError(
-            f"{memory_share:g} is no share", "Use more than 0 and at most 1.", "--memory-share"
-        )
+    _check_counts(
+        {"--microbatches": microbatches, "--seqs": seqs, "--max-model-len": max_model_len,
+         "--max-batch-tokens": max_batch_tokens, "--max-waiting": max_waiting, "--max-requests": max_requests,
+         "--max-body": max_body}, drain, memory_share,
+    )  # fmt: skip
     from tessera.execute.forking import warm_up
-    from tessera.serve.limits import HttpLimits
 
-    limits = _within_files(HttpLimits(body_bytes=max_body, requests=max_requests, drain_s=drain))
+    limits = _http_limits(max_body, max_requests, drain)
     if meeting is None and ray is None:
         warm_up()  # which imports torch beside this process, under the same limit of files
+    sizes = _Sizes(microbatches, seqs, max_model_len, max_batch_tokens, memory_share)
+    options = _options(
+        served_model_name, sizes, random_weights, policy, transport, max_waiting, prefix_caching, api_key,
+        host, limits, plan_cache,
+    )  # fmt: skip
+    with gathered(devices or _own_devices(), model, meeting, ray) as (found, hub):
+        cluster = _wired(found, link)
+        _serve(model, cluster, sizes.fill(options, cluster), (host, port), as_json, started_s, hub)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What a service can hold; None: as suits its devices."""
+
+    microbatches: int | None
+    seqs: int | None
+    max_model_len: int | None
+    max_batch_tokens: int | None
+    memory_share: float
+
+    def fill(self, options: "ServeOptions", cluster: "Cluster") -> "ServeOptions":
+        """With what suits these devices."""
+        from tessera.serve.records import sizes_for
+
+        usual = sizes_for(cluster)
+        spec = replace(options.spec, slots=self.microbatches or usual[0], rows=self.seqs or usual[1])
+        return replace(options, spec=spec)
+
+
+def _options(
+    name: str | None,
+    sizes: _Sizes,
+    random_weights: bool,
+    policy: str,
+    transport: str,
+    max_waiting: int,
+    prefix_caching: bool,
+    api_key: Sequence[str] | None,
+    host: str,
+    limits: "HttpLimits",
+    plan_cache: bool,
+) -> "ServeOptions":
     from tessera.execute.transport import check_name
     from tessera.serve.auth import read_keys
     from tessera.serve.kept_plans import default_folder
@@ -133,14 +171,14 @@ def serve(
 
     check_name(transport)
     spec = ServeSpec(
-        capacity=max_len,
-        max_batch_tokens=max_batch_tokens,
-        memory_share=memory_share,
+        capacity=sizes.max_model_len,
+        max_batch_tokens=sizes.max_batch_tokens,
+        memory_share=sizes.memory_share,
         policies=objectives_of(policy),
         random_weights=random_weights,
     )
-    options = ServeOptions(
-        served_model_name or "",
+    return ServeOptions(
+        name or "",
         spec,
         transport,
         max_waiting,
@@ -150,14 +188,18 @@ def serve(
         limits,
         default_folder() if plan_cache else None,
     )
-    with gathered(devices or _own_devices(), model, meeting, ray) as (found, hub):
-        from tessera.profile import wire
-        from tessera.serve.records import sizes_for
 
-        cluster = wire(found, link or [])
-        usual = sizes_for(cluster)
-        options = replace(options, spec=replace(spec, slots=slots or usual[0], rows=rows or usual[1]))
-        _serve(model, cluster, options, (host, port), as_json, started_s, hub)
+
+def _join(meeting: Meeting, model: str) -> None:
+    from tessera.serve.joining import ModelHere
+
+    work(meeting, make=ModelHere(model, may_import=True))
+
+
+def _wired(devices: "tuple[Device, ...]", links: list[str] | None) -> "Cluster":
+    from tessera.profile import wire
+
+    return wire(devices, links or [])
 
 
 def _own_devices() -> str:
@@ -220,6 +262,10 @@ def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: 
         "model": ready.name,
         "devices": list(names),
         "policies": list(ready.service.snapshot().policies),
+        "microbatches": shape.slots,
+        "seqs": shape.rows,
+        "max_model_len": shape.capacity,
+        # Their names of before, for one release.
         "slots": shape.slots,
         "rows": shape.rows,
         "max_len": shape.capacity,
@@ -240,10 +286,12 @@ def _announce_alone(ready: "RunningAlone", url: str, seconds: float, as_json: bo
     typer.echo(json.dumps({**document, "seconds": round(seconds, 3)}))
 
 
-def _within_files(limits: "HttpLimits") -> "HttpLimits":
-    """Fewer connections where the shell allows fewer open files."""
+def _http_limits(body_bytes: int, requests: int, drain_s: float) -> "HttpLimits":
+    """With fewer connections where the shell allows fewer open files."""
+    from tessera.serve.limits import HttpLimits
     from tessera.serve.server import raise_file_limit
 
+    limits = HttpLimits(body_bytes=body_bytes, requests=requests, drain_s=drain_s)
     allowed, remark = raise_file_limit(limits.connections)
     if remark:
         _say(f"note: {remark}")
@@ -280,12 +328,16 @@ def _check_extra() -> None:
             raise MissingExtra(module, "serve")
 
 
-def _check_counts(counts: Mapping[str, int | None], drain_s: float) -> None:
+def _check_counts(counts: Mapping[str, int | None], drain_s: float, memory_share: float) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
-            raise TesseraError(f"{count} is too few", "Use 1 or more.", f"--{name}")
+            raise TesseraError(f"{count} is too few", "Use 1 or more.", name)
     if not 0 <= drain_s < float("inf"):
         raise TesseraError(f"{drain_s:g} seconds are no time to finish", "Use 0 or more.", "--drain")
+    if not 0 < memory_share <= 1:
+        raise TesseraError(
+            f"{memory_share:g} is no share", "Use more than 0 and at most 1.", "--memory-share"
+        )
 
 
 def _say(text: str) -> None:

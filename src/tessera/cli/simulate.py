@@ -22,47 +22,52 @@ LengthsText = Annotated[
 ]
 
 
+OtherArgument = Annotated[
+    Path | None, typer.Argument(help="With --arrivals: a second plan for the same work.")
+]
+RequestsOption = Annotated[
+    int | None, typer.Option(help="Requests; without --arrivals, all wait at the start.")
+]
+MonitorOption = Annotated[bool, typer.Option("--monitor", help="Let a monitor choose between two plans.")]
+SeqsOption = Annotated[
+    int | None, typer.Option(help="Requests that share a microbatch. [default: the batch]")
+]
+NoiseOption = Annotated[float, typer.Option(help="Misprice every kernel type on every device by about this.")]
+LoseOption = Annotated[
+    list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back].")
+]
+SloOption = Annotated[str | None, typer.Option(help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=.")]
+ThresholdOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Standard errors of the load at which another policy must be better too.", show_default="1"
+    ),
+]
+KeepLanesOption = Annotated[
+    bool,
+    typer.Option("--keep-lanes", hidden=True, help="Nothing: requests always stay on their lanes."),
+]
+
+
 def simulate(
     plan: Annotated[Path, typer.Argument(help="The plan to simulate.")],
-    other: Annotated[
-        Path | None, typer.Argument(help="With --arrivals: a second plan for the same work.")
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(help="Requests; without --arrivals, all wait at the start.")
-    ] = None,
+    other: OtherArgument = None,
+    requests: RequestsOption = None,
     arrivals: ArrivalsText = None,
-    monitor: Annotated[
-        bool, typer.Option("--monitor", help="Let a monitor choose between two plans.")
-    ] = False,
+    monitor: MonitorOption = False,
     lengths: LengthsText = None,
     speed: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
-    rows: Annotated[
-        int | None, typer.Option(help="Requests that share a microbatch. [default: the batch]")
-    ] = None,
+    seqs: SeqsOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
-    noise: Annotated[
-        float, typer.Option(help="Misprice every kernel type on every device by about this.")
-    ] = 0.0,
+    noise: NoiseOption = 0.0,
     jitter: Annotated[float, typer.Option(help="Vary the time of every run by about this.")] = 0.0,
-    lose: Annotated[
-        list[str] | None, typer.Option(help="Lose a device: DEVICE@SECONDS[-SECONDS when it is back].")
-    ] = None,
+    lose: LoseOption = None,
     slow: Annotated[list[str] | None, typer.Option(help="Slow a device down: DEVICE@SECONDSxFACTOR.")] = None,
-    slo: Annotated[
-        str | None, typer.Option(help="Limits: ttft=500ms,tpot=50ms, latency=, normalised=.")
-    ] = None,
+    slo: SloOption = None,
     max_waiting: Annotated[int | None, typer.Option(help="Turn requests away while so many wait.")] = None,
     window: Annotated[float | None, typer.Option(help="Seconds that the monitor looks back.")] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="Standard errors of the load at which another policy must be better too.", show_default="1"
-        ),
-    ] = None,
-    keep_lanes: Annotated[
-        bool,
-        typer.Option("--keep-lanes", hidden=True, help="Nothing: requests always stay on their lanes."),
-    ] = False,
+    threshold: ThresholdOption = None,
+    keep_lanes: KeepLanesOption = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML timeline here.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline here.")] = None,
@@ -80,14 +85,14 @@ def simulate(
 
         _refuse({"--trace": trace, "--page": page, "--output": output}, "makes no timeline with --arrivals")
         options = OnlineOptions(
-            arrivals, requests, lengths, speed, rows, seed, noise, jitter, max_waiting,
+            arrivals, requests, lengths, speed, seqs, seed, noise, jitter, max_waiting,
             tuple(lose or ()), tuple(slow or ()), slo, window, threshold,
         )  # fmt: skip
         run_online([plan] if other is None else [plan, other], options, monitor, as_json)
         return
     _refuse(
         {"a second plan": other, "--monitor": monitor, "--lengths": lengths, "--lose": lose, "--slow": slow,
-         "--slo": slo, "--noise": noise, "--jitter": jitter, "--rows": rows, "--max-waiting": max_waiting,
+         "--slo": slo, "--noise": noise, "--jitter": jitter, "--seqs": seqs, "--max-waiting": max_waiting,
          "--window": window, "--threshold": threshold, "--keep-lanes": keep_lanes},
         "needs --arrivals",
     )  # fmt: skip

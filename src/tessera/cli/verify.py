@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.runnable import check_runnable
+from tessera.cli.run import check_runnable
 from tessera.errors import TesseraError
 from tessera.ir import Trace, load
 

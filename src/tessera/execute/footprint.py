@@ -175,7 +175,7 @@ def _remedy(footprint: Footprint, memory_bytes: int) -> str:
     room = memory_bytes - footprint.weight_bytes
     fitting = room // footprint.slot_bytes if footprint.slot_bytes else 0
     if fitting >= 1:
-        return f"Lower --slots to {fitting}, or capture with a smaller batch or context."
+        return f"Lower --microbatches to {fitting}, or capture with a smaller batch or context."
     if room <= 0:
         return f"Put {_gb(-room)} of its weights on another device: plan again with more devices."
     share = 1 - room / footprint.slot_bytes

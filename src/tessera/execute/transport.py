@@ -203,7 +203,7 @@ class SharedMemory(Transport):
                 shared = mmap.mmap(fd, size)
             except OSError as error:
                 what = f"could not take {size:,} bytes of shared memory: {error.strerror}"
-                raise WorkerError(what, "Lower --slots, or use --transport host.") from error
+                raise WorkerError(what, "Lower --microbatches, or use --transport host.") from error
             finally:
                 os.close(fd)
             self._arenas[src, dst, lane] = torch.frombuffer(shared, dtype=torch.uint8)

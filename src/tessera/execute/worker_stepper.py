@@ -125,7 +125,7 @@ class WorkerStepper:
         """Sends the programs of other plans to the workers; what is open goes on."""
         if max(plan.slots for plan in plans) > self.microbatches:
             raise MismatchError(
-                f"there are {self.microbatches} microbatches only", "Plan with fewer (--slots)."
+                f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
             )
         programs = [ready_programs(plan) for plan in plans]
         needed = footprints(plans, programs)
@@ -204,7 +204,7 @@ class WorkerStepper:
                     waiting.discard(device)
                 case Failed(text, remedy):
                     raise WorkerError(
-                        f"could not start: {text}", remedy or "Lower --slots, or free memory.", place
+                        f"could not start: {text}", remedy or "Lower --microbatches, or free memory.", place
                     )
                 case Hangup(reason):
                     lost = self.hub.lose(device)

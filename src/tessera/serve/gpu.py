@@ -100,18 +100,7 @@ def prepare_on_gpus(
         return prepared_from(again.model, cluster, again)
     advance(f"building {model}")
     slots = spec.slots
-    with _made_on(card, model, spec.seed):
-        plain = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS).build(
-            model,
-            min_size=MIN_SIZE,
-            room_bytes=room_bytes,
-            pool_bytes=float("inf"),
-        )
-    if plain.encode is not None:
-        raise TesseraError(
-            "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
-        )
-    made = replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
+    made = _built(model, spec, card, room_bytes)
     if again is not None:
         return prepared_from(made, cluster, again)
     advance(f"capturing {len(made.workloads)} steps")
@@ -138,6 +127,22 @@ def prepare_on_gpus(
     if kept is not None:
         keep(key, prepared.kept, kept, warn_kept)
     return prepared
+
+
+def _built(model: str, spec: ServeSpec, card: str, room_bytes: Sequence[float]) -> ServedModel:
+    """The model on a card, with pages for what the devices have room for."""
+    with _made_on(card, model, spec.seed):
+        plain = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS).build(
+            model,
+            min_size=MIN_SIZE,
+            room_bytes=room_bytes,
+            pool_bytes=float("inf"),
+        )
+    if plain.encode is not None:
+        raise TesseraError(
+            "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
+        )
+    return replace(plain, workloads=tuple(blank(on_device(w, card)) for w in plain.workloads))
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:

@@ -261,6 +261,8 @@ def _planned(
     except (PlanInfeasible, DeviceMemoryError) as error:
         shape = model.shape
         now = f"now {shape.slots}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
-        remedy = f"Lower --slots, --rows, --max-len or --max-batch-tokens ({now}), or add a device."
+        remedy = (
+            f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or add a device."
+        )
         raise type(error)(error.message, remedy, error.place) from error
     return Prepared(model, cluster, unit, costs, plans)

@@ -98,14 +98,9 @@ def served(
     A model with more than `max_bytes` of weights is refused before it is built. Where nobody says how many
     tokens the pages of a microbatch hold, those of all take what `room_bytes` of the devices leave beside the
     weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory. Steps are
-    priced for sequences of `expected_length`. `joined`: products of the same input are one
-    (`capture.models.joined`).
+    priced for sequences of `expected_length`. `joined`: products of the same input are one.
     """
-    if min(slots, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
-        raise CaptureError(
-            f"slots {slots}, rows {rows}, length {capacity} and steps of {max_batch_tokens} make no service",
-            "Use at least 1 of each.",
-        )
+    _check_counts(slots, rows, capacity, max_batch_tokens, pool_tokens)
     if model in known_models() and model not in servable_models():
         raise UnknownName("model to serve", model, servable_models())
     place = place_of(model)
@@ -119,16 +114,11 @@ def served(
     config = config.get_text_config()
     found = layout_of(first.module)
     layout, parts, is_flat = found.kind, found.parts, found.kind == FLAT
-    most = max_positions(first.module)
-    if capacity is not None and most and capacity > most:
-        message = f"a length of {capacity} is beyond the {most} positions of {model}"
-        raise CaptureError(message, f"Use at most {most}.")
-    size = capacity or most or CAPACITY
+    size = _length(model, capacity, max_positions(first.module))
     most_tokens = max_batch_tokens or MAX_BATCH_TOKENS
     sizes = sizes_of(rows, most_tokens if is_flat else min(most_tokens, parts.most), is_flat, min_size)
     if pool_tokens is None:
-        if pool_bytes is None:
-            pool_bytes = modest_bytes(slots)
+        pool_bytes = modest_bytes(slots) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
         room = min(pool_bytes, _room(first, room_bytes) / slots - fixed)
         pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
@@ -141,18 +131,27 @@ def served(
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
-        slots,
-        rows,
-        size,
-        sizes,
-        pool_tokens,
-        config.vocab_size,
-        is_flat,
-        is_first_only=parts.is_first_only,
-        window=found.window,
-    )
+        slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
+        is_first_only=parts.is_first_only, window=found.window,
+    )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+
+
+def _check_counts(
+    slots: int, rows: int, capacity: int | None, max_batch_tokens: int | None, pool_tokens: int | None
+) -> None:
+    if min(slots, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
+        sizes = f"{slots} microbatches of {rows} sequences, length {capacity}, steps of {max_batch_tokens}"
+        raise CaptureError(f"{sizes} make no service", "Use at least 1 of each.")
+
+
+def _length(model: str, asked: int | None, positions: int | None) -> int:
+    """Tokens of a prompt and its answer."""
+    if asked is not None and positions and asked > positions:
+        message = f"a length of {asked} is beyond the {positions} positions of {model}"
+        raise CaptureError(message, f"Use at most {positions}.")
+    return asked or positions or CAPACITY
 
 
 def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE) -> tuple[int, ...]:

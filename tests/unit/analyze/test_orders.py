@@ -7,7 +7,7 @@ import pytest
 from factories import make_trace
 from tessera.analyze import build_graph
 from tessera.analyze.hazards import direct_hazards
-from tessera.analyze.orders import (
+from tessera.cli.trials import (
     EdgeClass,
     edge_classes,
     edge_pairs,

@@ -139,7 +139,7 @@ def most_alive(plan: Plan, program: Program) -> int:
 @pytest.mark.parametrize(
     ("memory_bytes", "remedy"),
     [
-        (20_000, r"Lower --slots to \d+, or capture with a smaller batch"),
+        (20_000, r"Lower --microbatches to \d+, or capture with a smaller batch"),
         (4_400, r"Use one microbatch, and capture with a batch or context at least \d+% smaller"),
         (1_000, r"Put .* of its weights on another device"),
     ],

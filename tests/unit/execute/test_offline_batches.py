@@ -15,7 +15,7 @@ from clocked_stepper import ClockedStepper
 from engine_factory import WIDTH, Net
 from factories import make_plan
 from tessera.capture import Workload, record
-from tessera.cli.ran import is_equal
+from tessera.cli.run import is_equal
 from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.lower import lower

@@ -8,7 +8,7 @@ import pytest
 import families
 from factories import make_cluster, make_plan
 from models import random_placement
-from tessera.cli.ran import is_equal
+from tessera.cli.run import is_equal
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import ReferenceRun, UnitRequest, make_unit, run_reference

@@ -9,9 +9,8 @@ import torch
 
 import slices_model
 from tessera.analyze import build_graph
-from tessera.analyze.orders import edge_pairs, legal_order, value_pairs
 from tessera.capture import record
-from tessera.cli.trials import Trials
+from tessera.cli.trials import Trials, edge_pairs, legal_order, value_pairs
 from tessera.errors import MismatchError, WorkerError
 from tessera.execute.reference import InOrder
 from tessera.execute.replay import POISON, Replay, differing, differing_buffers, same_bits

@@ -123,7 +123,9 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
 def test_too_little_memory_says_what_to_lower() -> None:
     """The key/value budget is checked before anything starts, in the words of the command."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 20_000_000)
-    with pytest.raises((PlanInfeasible, DeviceMemoryError), match=r"--slots, --rows, --max-len or"):
+    with pytest.raises(
+        (PlanInfeasible, DeviceMemoryError), match=r"--microbatches, --seqs, --max-model-len or"
+    ):
         prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4, capacity=4096))
 
 

@@ -254,7 +254,7 @@ class DeviceGraphs:
             return
         fitting = (room - held_bytes) // each if each else 0
         remedy = (
-            f"Lower --slots from {self.num_microbatches} to {fitting}, or take a smaller batch or context."
+            f"Lower --microbatches from {self.num_microbatches} to {fitting}, or the batch or the context."
             if fitting > 0
             else "Use a smaller batch or context, or fewer layers on this card."
         )

@@ -107,7 +107,7 @@ class Nvshmem(GpuTransport):
         size = max(WORD, *(layout.total_bytes for _, layout in new))
         base = _library().nvshmem_malloc(ctypes.c_size_t(size))
         if not base:
-            remedy = "Use fewer microbatches (--slots), or raise NVSHMEM_SYMMETRIC_SIZE."
+            remedy = "Use fewer microbatches (--microbatches), or raise NVSHMEM_SYMMETRIC_SIZE."
             raise WorkerError(f"NVSHMEM has no {size / 1e6:,.0f} MB of symmetric memory", remedy)
         driver.bytes_at(base, size, self._ordinal).zero_()
         torch.cuda.synchronize(self._ordinal)
