@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from factories import make_chain, make_plan
 from online_factory import RUN_US, alone_plan, serve
-from tessera.adapt import Monitor, MonitorConfig, scaled_costs
+from tessera.adapt.drift import scaled_costs
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.cli.online import replanner
 from tessera.ir import Objective, Plan, Step
 from tessera.simulate.adaptive import AdaptiveServer, Replan

@@ -10,19 +10,10 @@ from typing import Any
 
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.app import create_app
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
-from tessera.serve.records import (
-    AnswerPiece,
-    Ask,
-    DeviceView,
-    Endpoint,
-    Event,
-    Finish,
-    Latency,
-    Snapshot,
-    Token,
-)
+from tessera.serve.records import AnswerPiece, Ask, DeviceView, Event, Finish, Latency, Snapshot, Token
 from tessera.serve.server import HttpServer, bind, url_of
 from tessera.serve.text import ByteText
 

@@ -15,7 +15,7 @@ from benchmarks.paper.records import Shape
 from benchmarks.paper.scale import Scale
 from benchmarks.paper.serving import Served, served
 
-from tessera.adapt import crossing_per_s
+from tessera.adapt.capability import crossing_per_s
 from tessera.ir import ServingReport
 from tessera.simulate.metrics import measured
 from tessera.simulate.study import Setting, adapt, compare, watched

@@ -14,7 +14,7 @@ from benchmarks.paper.records import Shape
 from benchmarks.paper.scale import Scale
 from benchmarks.paper.serving import served
 
-from tessera.adapt import Monitor, MonitorConfig
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.simulate.study import adapt, compare
 
 NAME = "sensitivity"

@@ -12,7 +12,7 @@ from benchmarks.paper.compare import sources_of
 from benchmarks.paper.library import Library
 from benchmarks.paper.records import Shape, Wire, costs_in_words, wired
 
-from tessera.adapt import Capability
+from tessera.adapt.capability import Capability
 from tessera.flow import price
 from tessera.ir import Objective, Plan
 from tessera.plan import PlanConfig, solve

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from online_factory import alone_plan, split_plan
-from tessera.adapt import Factors
+from tessera.adapt.drift import Factors
 from tessera.cli import _main
 from tessera.cli.online import replanner, with_other
 from tessera.errors import PlanInfeasible

@@ -10,13 +10,14 @@ which is a non-negative least squares problem per device. Timing kernels one by 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
 
-from tessera.ir import Costs, WorkUnit
+from tessera.errors import PlanInfeasible
+from tessera.ir import Cluster, Costs, Placement, Plan, WorkUnit
 
 # Relative error of one measured time.
 MEASURED_ERROR = 0.02
@@ -116,3 +117,30 @@ def drift(observations: Observations, factors: Factors) -> float:
     mean = sum(w * factors.of(kernel, device) for (device, kernel), w in weights.items()) / total
     off = sum(w * abs(factors.of(kernel, device) - mean) for (device, kernel), w in weights.items())
     return off / total / mean if mean else 0.0
+
+
+# A running system knows one cluster; a plan that uses fewer of its devices is still a plan for that cluster.
+
+
+def without_devices(
+    cluster: Cluster, costs: Sequence[Costs], without: Collection[str]
+) -> tuple[Cluster, tuple[Costs, ...]]:
+    kept = [index for index, name in enumerate(cluster.names) if name not in without]
+    if not kept:
+        raise PlanInfeasible("no device is left")
+    devices = tuple(cluster.devices[d] for d in kept)
+    links = tuple(x for x in cluster.links if x.src not in without and x.dst not in without)
+    prices = tuple(
+        Costs(c.trace_digest, devices, tuple(tuple(row[d] for d in kept) for row in c.costs)) for c in costs
+    )
+    return Cluster(devices, links), prices
+
+
+def widened(plan: Plan, cluster: Cluster, costs: Sequence[Costs]) -> Plan:
+    """A plan for some devices of a cluster as one for all of them, with their price lists."""
+    place = [cluster.names.index(name) for name in plan.cluster.names]
+    lanes = []
+    for lane in plan.lanes:
+        placed = tuple(tuple([place[d] for d in step]) for step in lane.placement.devices)
+        lanes.append(replace(lane, placement=Placement(placed)))
+    return replace(plan, cluster=cluster, costs=tuple(costs), lanes=tuple(lanes))

@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from tessera.adapt import Capability, Factors, MonitorConfig, crossing_per_s, widened, without_devices
+from tessera.adapt.capability import Capability, crossing_per_s
+from tessera.adapt.drift import Factors, widened, without_devices
+from tessera.adapt.monitor import MonitorConfig
 from tessera.cli.output import console, print_json, progress
 from tessera.errors import ArrivalsError
 from tessera.ir import Objective, Plan, Quantiles, ServingReport, load, need_one_batch

@@ -54,21 +54,16 @@ class Occupancy(Protocol):
 class OpenPlace(Protocol):
     """An open microbatch."""
 
-    @property
-    def number(self) -> int:
-        """Of equals the first is meant."""
+    # Of equals the first is meant.
+    number: int
+    # True if it is to be opened anew: another policy or other plans are in force since.
+    is_old: bool
+    # True if it has no requests and is kept for what it holds.
+    is_idle: bool
 
     @property
     def content(self) -> Occupancy:
         """Who is in it."""
-
-    @property
-    def is_old(self) -> bool:
-        """True if it is to be opened anew: another policy or other plans are in force since."""
-
-    @property
-    def is_idle(self) -> bool:
-        """True if it has no requests and is kept for what it holds."""
 
 
 P = TypeVar("P", bound=OpenPlace)

@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 from tessera import __version__
 from tessera.ir import Plan
 from tessera.serve.auth import CLIENT, Keys
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import ClientGone, HeldBody, HttpLimits, RequestLimiter, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai.asking import make_asks
@@ -55,7 +56,7 @@ from tessera.serve.openai.write import (
 )
 from tessera.serve.page import live_page, plan_document, state_document
 from tessera.serve.reading import Reading
-from tessera.serve.records import Endpoint, ImageDraft
+from tessera.serve.records import ImageDraft
 
 
 class ErrorBody(BaseModel):

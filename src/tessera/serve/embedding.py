@@ -20,10 +20,10 @@ import re
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -195,52 +195,39 @@ class EmbeddingService(AloneService):
         super().__init__(model, encoder.device, "embeddings and says nothing. Use /v1/embeddings")
         self.encoder = encoder
         self._waiting: deque[_Input] = deque()
-        self._news = threading.Condition()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="tessera-embeddings", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+        self._lock, self._is_closed = threading.Lock(), False
+        self._thread = ThreadPoolExecutor(1, "tessera-embeddings")
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        with self._news:
+        with self._lock:
             self._is_closed = True
-            self._news.notify()
-        if self._thread.ident is not None:
-            self._thread.join()
+            for x in self._waiting:
+                x.future.cancel()
+        self._thread.shutdown()
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """A vector for each input. Cancelled, those that are not being computed yet are left out."""
         waiting = [_Input(tokens) for tokens in inputs]
-        with self._news:
+        with self._lock:
             if self._is_closed:
                 raise ServiceClosing("the service is stopping", "Ask another one.")
             if len(self._waiting) + len(waiting) > MAX_WAITING:
                 raise ServiceBusy(f"{len(self._waiting)} inputs wait", "Try again later.")
             self._waiting.extend(sorted(waiting, key=lambda x: len(x.tokens)))
-            self._news.notify()
+            self._thread.submit(self._compute)
         try:
             return [await asyncio.wrap_future(x.future) for x in waiting]
         finally:
             for x in waiting:
                 x.future.cancel()
 
-    def _run(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._waiting or self._is_closed)
-                if self._is_closed:
-                    for x in self._waiting:
-                        x.future.cancel()
-                    return
-                batch = self._next()
-            if not batch:
-                continue
+    def _compute(self) -> None:
+        """All that wait."""
+        while batch := self._next():
             try:
                 with self._computing(len(batch)):
                     vectors = self.encoder.encode([x.tokens for x in batch])
@@ -257,13 +244,14 @@ class EmbeddingService(AloneService):
         """Those at the front that are computed together; who has gone is left out."""
         batch: list[_Input] = []
         longest = 0
-        while self._waiting and len(batch) < MAX_ROWS:
-            longest = max(longest, len(self._waiting[0].tokens))
-            if batch and (len(batch) + 1) * longest > MAX_PADDED:
-                break
-            one = self._waiting.popleft()
-            if one.future.set_running_or_notify_cancel():
-                batch.append(one)
-            else:
-                self._finished["cancelled"] += 1
+        with self._lock:
+            while self._waiting and len(batch) < MAX_ROWS:
+                longest = max(longest, len(self._waiting[0].tokens))
+                if batch and (len(batch) + 1) * longest > MAX_PADDED:
+                    break
+                one = self._waiting.popleft()
+                if one.future.set_running_or_notify_cancel():
+                    batch.append(one)
+                else:
+                    self._finished["cancelled"] += 1
         return batch

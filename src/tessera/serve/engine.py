@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tessera.adapt import Live
+from tessera.adapt.live import Live
 from tessera.errors import ServiceClosing, TesseraError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Watcher

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from tessera.adapt import Capability, Factors, Point
+from tessera.adapt.capability import Capability, Point
+from tessera.adapt.drift import Factors
 from tessera.errors import TesseraError
 from tessera.execute.stepper import DeviceBack, DeviceLost
 from tessera.ir import Plan

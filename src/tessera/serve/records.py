@@ -4,7 +4,7 @@ An ask is in tokens already; text is made of tokens by `text`, HTTP of both by `
 pieces and then one finish, always: also when it is cancelled or a device is lost.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from tessera.ir import Cluster, Decision, DeviceKind, Plan, Step
+from tessera.ir import Cluster, Decision, DeviceKind, Step
 from tessera.kernels import PAGE
-from tessera.serve.text import Text
 
 if TYPE_CHECKING:
     import torch
 
-    from tessera.serve.embedding import EmbeddingService
-    from tessera.serve.grammar import Grammar, GrammarCompiler
-    from tessera.serve.images import ImageService
-    from tessera.serve.sight import Eyes
+    from tessera.serve.grammar import Grammar
 
 # Microbatches, and rows of each, where nobody says otherwise.
 SLOTS, ROWS, GPU_ROWS = 2, 8, 64
@@ -261,29 +257,3 @@ class AnswerService(Protocol):
     @property
     def failure(self) -> str:
         """Why nothing can be served any more; empty: it can."""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One model behind one address: what HTTP needs of the rest."""
-
-    # What clients call it.
-    model: str
-    service: AnswerService
-    text: Text
-    # Tokens of a prompt and its answer together, at most.
-    capacity: int
-    # Tokens have numbers below this.
-    vocab_size: int
-    # Whole seconds since 1970.
-    created: int
-    # The plans that the policies follow now: a lost device may have changed them. None if there are none.
-    plans: Callable[[], Sequence[Plan]] = tuple
-    # Of a model that sees; None: it reads text only.
-    eyes: "Eyes | None" = None
-    # For answers of a form; None: the extra 'grammar' is not installed.
-    grammars: "GrammarCompiler | None" = None
-    # Of an encoder, which is the service then; None: the model generates.
-    embeddings: "EmbeddingService | None" = None
-    # Of a pipeline that makes pictures, likewise.
-    images: "ImageService | None" = None

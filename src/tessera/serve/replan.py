@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from tessera.adapt import LEAST_GAIN, Factors, widened
+from tessera.adapt.drift import LEAST_GAIN, Factors, widened
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Costs, Objective, Plan, verify

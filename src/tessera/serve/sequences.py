@@ -52,25 +52,6 @@ from tessera.serve.text import Reader, StopWatch
 class ActiveRequest:
     """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
 
-    __slots__ = (
-        "_keys",
-        "arrived_s",
-        "ask",
-        "batch",
-        "buffer",
-        "first_s",
-        "is_cancelled",
-        "is_over",
-        "last_s",
-        "num_out",
-        "pick",
-        "prompt_notes",
-        "reader",
-        "seated_s",
-        "sequence",
-        "watch",
-    )
-
     def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
         self.ask, self.reader = ask, reader
         self.sequence = list(ask.prompt)
@@ -161,24 +142,6 @@ class Steps:
 
 class SeatedSequence:
     """A request in a microbatch: how far it was read there, and its pages."""
-
-    __slots__ = (
-        "ahead",
-        "is_begun",
-        "num_behind",
-        "num_due",
-        "num_pages",
-        "num_published",
-        "num_wanted",
-        "read",
-        "request",
-        "row",
-        "seen",
-        "table",
-        "tokens",
-        "turn",
-        "was_begun",
-    )
 
     def __init__(self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None) -> None:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from tessera.adapt import Action, Capability, Hands, Live, Monitor, MonitorConfig
-from tessera.adapt.live import Decisions
+from tessera.adapt.capability import Capability
+from tessera.adapt.events import Action
+from tessera.adapt.live import Decisions, Hands, Live
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan

@@ -19,9 +19,9 @@ from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import AWAY, Cluster, DeviceKind, Objective, Plan
 from tessera.kernels import PAGE
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Average, Prepared, ServeSpec, prepare
-from tessera.serve.records import Endpoint
 from tessera.serve.service import Service
 from tessera.serve.tokenizer import open_text
 

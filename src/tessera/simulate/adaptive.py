@@ -11,19 +11,9 @@ plans are taken as they are, and when all devices are back the plans from before
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tessera.adapt import (
-    LEAST_GAIN,
-    Action,
-    Adopted,
-    Arrived,
-    Event,
-    Factors,
-    Lost,
-    MeasuredSteps,
-    Monitor,
-    Returned,
-    Ticked,
-)
+from tessera.adapt.drift import LEAST_GAIN, Factors
+from tessera.adapt.events import Action, Adopted, Arrived, Event, Lost, MeasuredSteps, Returned, Ticked
+from tessera.adapt.monitor import Monitor
 from tessera.errors import TesseraError
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone

@@ -6,7 +6,7 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from tessera.adapt import Capability, Point, crossing_per_s
+from tessera.adapt.capability import Capability, Point, crossing_per_s
 from tessera.errors import ArrivalsError
 from tessera.ir import Plan
 from tessera.simulate.arrivals import poisson

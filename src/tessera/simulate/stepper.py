@@ -21,7 +21,7 @@ from itertools import count
 
 import numpy as np
 
-from tessera.adapt import scaled_costs
+from tessera.adapt.drift import scaled_costs
 from tessera.execute.lanes import Lanes
 from tessera.execute.stepper import (
     DeviceBack,

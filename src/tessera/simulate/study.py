@@ -7,7 +7,8 @@ of kernel types where there is noise). Plans that a monitor chooses among share 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tessera.adapt import Capability, Monitor, MonitorConfig
+from tessera.adapt.capability import Capability
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import Arrivals, Plan, ServingReport, need_one_batch
 from tessera.simulate.adaptive import AdaptiveServer, Replan

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from online_factory import split_plan
-from tessera.adapt import Factors, corrected
-from tessera.adapt.drift import drift
+from tessera.adapt.drift import Factors, corrected, drift
 
 
 def test_kernels_timed_one_by_one_give_their_own_factors() -> None:

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import models
 from factories import make_cluster, make_plan
-from tessera.adapt import Capability, Hands, Live, Monitor, Point
+from tessera.adapt.capability import Capability, Point
+from tessera.adapt.live import Hands, Live
+from tessera.adapt.monitor import Monitor
 from tessera.execute.offline import run_offline
 from tessera.execute.replay import same_bits
 from tessera.execute.worker_stepper import WorkerStepper

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from online_factory import split_plan
-from tessera.adapt import Action, Capability, Hands, Live, Monitor, MonitorConfig, Point
+from tessera.adapt.capability import Capability, Point
+from tessera.adapt.events import Action
+from tessera.adapt.live import Hands, Live
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.execute.lanes import Lanes
 from tessera.ir import DecisionKind, DeviceKind

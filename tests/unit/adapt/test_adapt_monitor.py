@@ -5,19 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from tessera.adapt import (
-    Action,
-    Adopted,
-    Arrived,
-    Capability,
-    Lost,
-    MeasuredLaunches,
-    Monitor,
-    MonitorConfig,
-    Point,
-    Ticked,
-    crossing_per_s,
-)
+from tessera.adapt.capability import Capability, Point, crossing_per_s
+from tessera.adapt.events import Action, Adopted, Arrived, Lost, MeasuredLaunches, Ticked
+from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.ir import DecisionKind
 
 # Quick alone and soon full; slower alone, and good for twice as much.

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from factories import make_chain, make_cluster, make_plan
-from tessera.adapt import Monitor, crossing_per_s
+from tessera.adapt.capability import crossing_per_s
+from tessera.adapt.monitor import Monitor
 from tessera.ir import Plan
 from tessera.serve.keeper import capabilities_of
 

@@ -19,10 +19,10 @@ openai = pytest.importorskip("openai", reason="needs openai")
 from http_factory import Running, Scripted, running, serving, wait_until  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
 from tessera.serve.embedding import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
+from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
 from tessera.serve.openai.read import ModelCard, read_embedding  # noqa: E402
-from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 from tessera.serve.tokenizer import open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402

@@ -23,7 +23,8 @@ from serving_factory import (
     until,
     wait_for,
 )
-from tessera.adapt import Capability, Factors, Point
+from tessera.adapt.capability import Capability, Point
+from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import DeviceKind, Lane, Placement, Plan
 from tessera.serve.records import Ask

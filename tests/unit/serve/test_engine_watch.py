@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from serving_factory import GREEDY, TOYS, ToyStepper, expected, read, read_all, service_of, until, wait_for
-from tessera.adapt import Capability, Point
+from tessera.adapt.capability import Capability, Point
 from tessera.serve.meters import Times
 from tessera.serve.records import Ask, Finish
 

@@ -16,11 +16,12 @@ pytest.importorskip("fastapi")
 import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper, service_of
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.load import LoadOptions, LoadRun, figures, measure
 from tessera.serve.load_client import parse_address
 from tessera.serve.metrics import Metrics
-from tessera.serve.records import Endpoint, Shape
+from tessera.serve.records import Shape
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 

@@ -15,9 +15,10 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
 from http_factory import Running, Scripted, running, serving  # noqa: E402
 from serving_factory import ToyStepper, service_of  # noqa: E402
+from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.grammar import GrammarCompiler  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
-from tessera.serve.records import Endpoint, Shape  # noqa: E402
+from tessera.serve.records import Shape  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 

@@ -20,9 +20,9 @@ image = pytest.importorskip("PIL.Image", reason="needs pillow")
 
 from http_factory import Running, serving, wait_until  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
+from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.images import ImageService, TextToImage, makes_images  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
-from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.start import is_alone, started_alone  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 

@@ -21,8 +21,8 @@ import http_factory
 from http_factory import Scripted
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.metrics import Metrics
-from tessera.serve.records import Endpoint
 from tessera.serve.sight import MARK, Eyes
 from tessera.serve.text import ByteText
 

@@ -20,11 +20,11 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from http_factory import MODEL, Running, Scripted, serving, wait_until  # noqa: E402
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve import reading  # noqa: E402
+from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
 from tessera.serve.openai.read import Draft, ModelCard  # noqa: E402
 from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
-from tessera.serve.records import Endpoint  # noqa: E402
 from tessera.serve.text import ByteText, Text  # noqa: E402
 from tessera.serve.tokenizer import open_text  # noqa: E402
 from text_factory import TEMPLATE, make_text_folder  # noqa: E402

@@ -7,7 +7,9 @@ import pytest
 
 from online_factory import RUN_US, alone_plan, both_plans, split_plan
 from sampling import examples, one_of_each
-from tessera.adapt import Capability, Factors, MonitorConfig
+from tessera.adapt.capability import Capability
+from tessera.adapt.drift import Factors
+from tessera.adapt.monitor import MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.ir import DecisionKind, Lane, Placement, Plan, ServingReport
 from tessera.simulate.arrivals import make_arrivals

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tessera.errors import MissingExtra
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.grammar import Grammar
 from tessera.serve.openai.bodies import MAX_INT
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import Draft
-from tessera.serve.records import Ask, Endpoint, PromptPicture
+from tessera.serve.records import Ask, PromptPicture
 
 # OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.
 COMPLETION_TOKENS = 16

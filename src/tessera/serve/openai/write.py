@@ -21,21 +21,12 @@ from typing import TYPE_CHECKING, Any
 from tessera import __version__
 from tessera.errors import TesseraError
 from tessera.serve.embedding import cut
+from tessera.serve.endpoint import Endpoint
 from tessera.serve.openai.asking import AskBatch
 from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import EmbeddingDraft
 from tessera.serve.openai.tools import ForcedCalls, FoundCalls, Told
-from tessera.serve.records import (
-    AnswerPiece,
-    AnswerService,
-    Ask,
-    Endpoint,
-    Event,
-    Events,
-    Finish,
-    ImageDraft,
-    Token,
-)
+from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
 
 if TYPE_CHECKING:
     import torch
