@@ -17,7 +17,7 @@ from benchmarks.paper.scale import Scale
 
 from tessera.flow import price
 from tessera.ir import Costs, Trace
-from tessera.report.kernels import kernel_class
+from tessera.report.units import kernel_class
 
 NAME = "heterogeneity"
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -27,7 +27,7 @@ from tessera.ir import (
     WorkUnit,
     verify,
 )
-from tessera.ir.joining import check_counts, check_steps
+from tessera.ir.graph import check_counts, check_steps
 from tessera.ir.rebatch import Rebatched
 from tessera.plan import (
     BATCHES,

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tessera.advise.offers import offers_of
+from tessera.advise.offers import Size, apart, offers_of
 from tessera.advise.records import Advice, Choice, Load, Market, check, in_ms
-from tessera.advise.sizes import Size, apart
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible
 from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_batched_plan, plan_for

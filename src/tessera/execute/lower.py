@@ -2,7 +2,7 @@
 
 Each lane becomes a list of programs in the order a request runs them: every step once with its count, and
 between two steps whose state lives on different devices a program that only moves the state.
-Within a program every device keeps trace order; see `ir.program` for why that cannot deadlock.
+Within a program every device keeps trace order; see `ir.plan` for why that cannot deadlock.
 
 `check_programs` proves a program right before it runs, whatever made it. The rules, beyond those of
 `ir.verify`:

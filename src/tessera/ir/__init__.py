@@ -4,35 +4,40 @@ Suffixes in this package: _us microseconds · _bytes bytes · _gbps gigabytes pe
 Counts start with num_. Byte ranges are half-open. Equality and hashing are by value.
 """
 
-from tessera.ir.cluster import AWAY, Cluster, Device, DeviceKind, Link
+from tessera.ir.cluster import AWAY, Cluster, Cost, Costs, Device, DeviceKind, Link, Source
 from tessera.ir.codec import digest
-from tessera.ir.costs import Cost, Costs, Source
 from tessera.ir.files import kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.kernel import Access, Kernel, Origin, Region, region
 from tessera.ir.plan import (
     Baseline,
+    Free,
+    Instruction,
     Lane,
     Objective,
     Placement,
     Plan,
+    Program,
+    Recv,
     Robust,
+    Run,
+    Send,
+    Transfer,
     Variant,
     lane_sequence,
     need_one_batch,
     need_whole_prefills,
 )
-from tessera.ir.program import (
-    Free,
-    Instruction,
-    Program,
-    Recv,
-    Run,
-    Send,
-    Transfer,
+from tessera.ir.timeline import (
+    Arrivals,
+    Clock,
+    Decision,
+    DecisionKind,
+    Quantiles,
+    ServingReport,
+    Span,
+    Timeline,
 )
-from tessera.ir.serving import Arrivals, Decision, DecisionKind, Quantiles, ServingReport
-from tessera.ir.timeline import Clock, Span, Timeline
 from tessera.ir.trace import (
     GENERATOR,
     Arg,

@@ -8,15 +8,15 @@ of one. What is loaded is verified before it is handed out.
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tessera.errors import ArtifactError, RuleBroken
+from tessera.ir.cluster import Costs
 from tessera.ir.codec import body_of, decode
-from tessera.ir.costs import Costs
 from tessera.ir.graph import Graph
-from tessera.ir.plan import Plan
-from tessera.ir.program import Program
+from tessera.ir.plan import Plan, Program
 from tessera.ir.timeline import Timeline
 from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
@@ -60,14 +60,22 @@ def save(record: Any, path: str | Path) -> None:
     body = body_of(record)
     checksum = hashlib.sha256(body).hexdigest()
     header = {"tessera": kind, "version": _version(record), "bytes": len(body), "sha256": checksum}
+    remedy = "Choose a place that can be written with -o."
+    write_whole(path, [json.dumps(header).encode(), b"\n", body], remedy)
+
+
+def write_whole(
+    path: str | Path, chunks: Iterable[bytes], remedy: str = "Choose a place that can be written."
+) -> None:
+    """Writes the chunks beside `path`, then moves the file there, so that no reader sees half of it."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(json.dumps(header).encode() + b"\n" + body)
+        with open(part, "wb") as file:
+            file.writelines(chunks)
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        remedy = "Choose a place that can be written with -o."
         raise ArtifactError(f"cannot write: {error.strerror}", remedy, str(path)) from error
 
 

@@ -6,13 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tessera.errors import RuleBroken
-from tessera.ir.cluster import Cluster
-from tessera.ir.costs import Cost, Costs
+from tessera.ir.cluster import Cluster, Cost, Costs
 from tessera.ir.graph import Graph, WorkUnit
-from tessera.ir.plan import Plan
-from tessera.ir.program import Free, Program, Recv, Run, Send
-from tessera.ir.serving import ARRIVALS_RULES, Arrivals
-from tessera.ir.timeline import Timeline
+from tessera.ir.plan import Free, Plan, Program, Recv, Run, Send
+from tessera.ir.timeline import ARRIVALS_RULES, Arrivals, Timeline
 from tessera.ir.trace import BufferKind, Trace, View, item_bytes
 
 

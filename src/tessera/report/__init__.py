@@ -4,14 +4,13 @@ Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich
 """
 
 from tessera.report.figures import main_lane
-from tessera.report.folder_page import write_report
-from tessera.report.kernels import short_name
-from tessera.report.layer import layer_picture
 from tessera.report.page import Shown, write_page
 from tessera.report.page_advice import AdviceBar, AdviceTable, write_advice
+from tessera.report.page_folder import write_report
 from tessera.report.perfetto import write_perfetto
+from tessera.report.picture import layer_picture
 from tessera.report.tables import comparison_table, devices_table, graph_table, where_time_goes
-from tessera.report.units import duration, percent, rate, ratio, round_limits, size
+from tessera.report.units import duration, percent, rate, ratio, round_limits, short_name, size
 
 __all__ = [
     "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration", "graph_table",

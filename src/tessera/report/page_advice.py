@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.ir import Plan
-from tessera.report.page import write_shell
-from tessera.report.page_paper import regimes_map
-from tessera.report.page_plan import cut, layers
+from tessera.report.page import cut, layers, write_shell
+from tessera.report.page_folder import regimes_map
 from tessera.report.units import digits
 
 

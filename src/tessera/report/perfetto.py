@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.ir import Span, Timeline
-from tessera.report.output import write_text
-from tessera.report.tracks import Track, rows, ticks, tracks
+from tessera.ir.files import write_whole
+from tessera.report.figures import Track, rows, ticks, tracks
 
 DEVICES, LINKS, REQUESTS = 1, 2, 3
 NAMES = {DEVICES: "devices", LINKS: "links", REQUESTS: "requests"}
@@ -32,7 +32,7 @@ Drawn = tuple[int, Span]
 
 def write_perfetto(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
     """Writes the timeline as a JSON trace that ui.perfetto.dev and chrome://tracing open."""
-    write_text(path, _document(timeline, beside))
+    write_whole(path, (chunk.encode() for chunk in _document(timeline, beside)))
 
 
 def _document(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:

@@ -10,15 +10,16 @@ from tessera.ir import Buffer, BufferKind, Graph, Hazard, Objective, Plan, Timel
 from tessera.report.figures import (
     best_baseline,
     class_times,
+    end_us,
     gain,
     launches_on,
     modelled_utilisation,
+    tracks,
+    utilisation,
     weight_bytes,
 )
-from tessera.report.kernels import short_name
-from tessera.report.layer import device_colour
-from tessera.report.tracks import end_us, tracks, utilisation
-from tessera.report.units import duration, percent, rate, ratio, size
+from tessera.report.picture import device_colour
+from tessera.report.units import duration, percent, rate, ratio, short_name, size
 
 BAR_WIDTH = 16
 # With more devices the table of kernel classes would not fit a terminal.

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.compile import backend
-from tessera.compile.workers import Workers
+from tessera.compile import Workers, backend
 from tessera.errors import TesseraError, UnknownName, WorkerError
 from tessera.execute.offline import RunResult
 
@@ -195,7 +194,7 @@ def test_a_device_that_is_given_up_is_reported_and_the_next_call_starts_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that fails too often raises with its device's name; nothing is wrong after that."""
-    monkeypatch.setattr("tessera.compile.workers.MAX_FAILURES", 1)
+    monkeypatch.setattr("tessera.compile.MAX_FAILURES", 1)
     model = make_mlp()
     fn, x = compiled(model, ONE), torch.randn(2, 8)
     fn(x)
@@ -243,7 +242,7 @@ def test_a_graph_break_and_a_branch_on_data_are_right() -> None:
 
 def test_another_shape_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new shape is captured anew (Dynamo's second graph is dynamic); only the last keeps its workers."""
-    monkeypatch.setattr("tessera.compile.workers.MAX_ENGINES", 1)
+    monkeypatch.setattr("tessera.compile.MAX_ENGINES", 1)
     model = torch.nn.Linear(8, 8)
     fn = compiled(model, ONE)
     for rows in (3, 5):

@@ -7,7 +7,7 @@ import pytest
 from factories import make_chain
 from tessera.errors import TesseraError
 from tessera.ir import Trace
-from tessera.ir.joining import MAX_RUNS, check_counts, check_steps
+from tessera.ir.graph import MAX_RUNS, check_counts, check_steps
 
 
 def step(kind: str, model: str = "made", launches: int = 2) -> Trace:

@@ -4,7 +4,7 @@ import pytest
 
 import factories
 from tessera.ir import BufferKind, Objective, Source, Trace, WorkUnit
-from tessera.ir.costs import Cost, Costs
+from tessera.ir.cluster import Cost, Costs
 from tessera.plan import PlanConfig, solve
 from tessera.plan.problem import contract
 

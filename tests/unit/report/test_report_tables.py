@@ -6,7 +6,7 @@ from rich.console import Console, RenderableType
 from report_factory import make_cluster, make_graph, make_plan, make_timeline
 from tessera.ir import Clock, Kernel, Objective, Origin, verify
 from tessera.report import comparison_table, devices_table, graph_table, where_time_goes
-from tessera.report.kernels import kernel_class
+from tessera.report.units import kernel_class
 
 
 def text_of(shown: RenderableType) -> str:

@@ -1,7 +1,7 @@
 """Spans sorted into tracks."""
 
 from tessera.ir import Clock, Span, Timeline
-from tessera.report.tracks import busy_us, end_us, rows, tracks, utilisation
+from tessera.report.figures import busy_us, end_us, rows, tracks, utilisation
 
 
 def span(start_us: float, stop_us: float, track: str = "a") -> Span:
