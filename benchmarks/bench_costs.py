@@ -33,8 +33,7 @@ import numpy.typing as npt
 
 from tessera.errors import MissingExtra
 from tessera.profile import OpClass, Tables, gpu, installed_tables
-from tessera.profile.fitted import fits, left_out
-from tessera.profile.model import Array
+from tessera.profile.fitted import Array, fits, left_out
 from tessera.profile.tables import KINDS, SYSTEMS
 from tessera.profile.tables.assess import against_model
 from tessera.profile.tables.interpolate import Surface

@@ -5,7 +5,7 @@
 The file holds the measured launches as `scripts/launch_rows.py` writes them (a folder written by
 `gpu_profile.py` will do as well). Each distinct launch is priced from the best source present (public tables,
 where the extra `tables` is installed and they cover it) and by the fitted models alone, and compared with its
-measured time; and so are whole steps, with each launch counted as often as it runs. The costs of walks were
+measured time; and so are whole steps, with each launch counted as often as it runs. Overheads were
 fitted to these same launches; so a third price takes them from a fit without the launch's own family of
 models. Errors are of the model against the measurement. Launches that were not measured are left out of both
 sides, and the share of the step that they would have been is shown by how sum and whole differ.
@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from scripts import launch_rows
-from scripts.fit_walks import left_out
+from scripts.fit_overheads import left_out
 from scripts.launch_rows import Row
 
 from tessera.ir import Cost, Source
@@ -41,7 +41,7 @@ class Point:
     op: str
     count: int
     measured_us: float
-    # By model: "best", "fitted", and "held_out": the best source, walks fitted without this family.
+    # By model: "best", "fitted", and "held_out": the best source, overheads fitted without this family.
     modelled_us: dict[str, float]
     source: Source
 
@@ -55,9 +55,9 @@ def points(rows: Sequence[Row], gpu: str) -> list[Point]:
     works, tables = [row.work for row in rows], installed_tables()
     best, fitted = price_works(works, gpu, tables), price_works(works, gpu, None)
     held: dict[int, Cost] = {}
-    for family, walks in left_out(rows, gpu).items():
+    for family, overheads in left_out(rows, gpu).items():
         places = [i for i, row in enumerate(rows) if row.family == family]
-        priced = price_works([works[i] for i in places], gpu, tables, walks)
+        priced = price_works([works[i] for i in places], gpu, tables, overheads)
         held.update(zip(places, priced, strict=True))
     return [
         Point(
@@ -144,10 +144,10 @@ def _worst(found: Sequence[Point]) -> list[dict[str, Any]]:
 
 ABOUT = """'sum' is what the measured launches of a step add up to, 'whole' the step measured as one CUDA
 graph. Errors are of the model against the measured sum: 'best' is the best source present (public tables
-where they cover a launch, else the fitted models), 'fitted' the fitted models alone. Both use costs of walks
+where they cover a launch, else the fitted models), 'fitted' the fitted models alone. Both use overheads
 (index arithmetic, rows, floors, library factors) that were fitted to these very launches; 'held out' is
-'best' with walks fitted to the launches of the other families only: what to expect of a model that was never
-measured. Where one family alone has some kind of launch, 'held out' has nothing to price it by. 'long'
+'best' with overheads fitted to the launches of the other families only: what to expect of a model that was
+never measured. Where one family alone has some kind of launch, 'held out' has nothing to price it by. 'long'
 launches take 30 us and more; the last two columns are medians over launches, best / held out."""
 
 

@@ -1,8 +1,8 @@
 """Probes: operators at shapes that no model of the benchmarks has, so that costs can be fitted without them.
 
 A probe is one call of an ATen operator on tensors made on the GPU. `gpu_profile.py --fronts probes` records
-and measures each group as if it were a step; `scripts/fit_walks.py` can then be fitted to probes alone, and
-every model's step is a test of it. Shapes are chosen around those of models, never equal to them.
+and measures each group as if it were a step; `scripts/fit_overheads.py` can then be fitted to probes alone,
+and every model's step is a test of it. Shapes are chosen around those of models, never equal to them.
 """
 
 from collections.abc import Callable, Iterator

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.profile.counts import OpClass
+from tessera.profile.fitted import Array, Loads, plain_loads
 from tessera.profile.gpus import gpu
-from tessera.profile.model import Array, Loads, plain_loads
 
 SMALL_BYTES = 1 << 20  # below this the constant term decides, wherever the bytes come from
 # Tables of long kernels do not show the constant term; these are the medians of the tables that do.

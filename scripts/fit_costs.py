@@ -1,4 +1,4 @@
-"""Fits the cost model of tessera.profile.model to public measurements and writes fitted.json.
+"""Fits the cost model of tessera.profile.fitted to public measurements and writes fitted.json.
 
     python -m scripts.fit_costs TABLES [--out src/tessera/profile/fitted.json]
 
@@ -35,9 +35,19 @@ from scripts import cost_tables
 from scripts.cost_tables import Table
 
 from tessera.profile.counts import OpClass
-from tessera.profile.fitted import LONG_US, Fit, LeftOut, average, peaks_of, relatives
+from tessera.profile.fitted import (
+    LONG_US,
+    Array,
+    Fit,
+    LeftOut,
+    Loads,
+    Params,
+    average,
+    peaks_of,
+    predict,
+    relatives,
+)
 from tessera.profile.gpus import gpu
-from tessera.profile.model import Array, Loads, Params, predict
 
 MAX_ROWS = 4000  # more rows do not change the fit
 HELD_OUT = 5  # one group in so many

@@ -1,4 +1,4 @@
-"""Fits `tessera.profile.streams` to timed launches of attention of a few queries and writes streams.json.
+"""Fits `tessera.profile.overhead_model` to timed attention of a few queries and writes streams.json.
 
     python -m scripts.fit_streams [--results benchmarks/results] [--out .../streams.json]
 
@@ -21,7 +21,7 @@ from scripts.launch_rows import read
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import model_of
 from tessera.profile.gpus import gpu
-from tessera.profile.streams import SUFFIX, Stream, streamed_us
+from tessera.profile.overhead_model import SUFFIX, Stream, streamed_us
 
 Timed = tuple[Work, float]
 Array = npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ def timed(results: Path) -> dict[str, list[Timed]]:
     found: dict[str, list[Timed]] = {}
     for row in read(results / "launches_h200_202611.json"):
         if row.work.op is OpClass.DECODE:
-            kernel = row.work.walk[0][0].removesuffix(SUFFIX)
+            kernel = row.work.overhead[0][0].removesuffix(SUFFIX)
             found.setdefault(kernel, []).append((row.work, row.us))
     paged = json.loads((results / "attention_h200_202611.json").read_text())["cases"]
     defaults = (c for c in paged if c["case"].startswith("decode") and c.get("is_default"))

@@ -1,10 +1,10 @@
-"""Measured launches as rows: what `fit_walks.py` fits and `compare_profile.py` compares.
+"""Measured launches as rows: what `fit_overheads.py` fits and `compare_profile.py` compares.
 
     python -m scripts.launch_rows DIR... --out benchmarks/results/launches_h200_202611.json
 
 Each DIR holds what `benchmarks/gpu_profile.py` wrote on a GPU. A row is one distinct launch: which family of
 models, which step, the work counted from it, how often the step runs it and how long it took. Work is kept as
-counted, without tensors: when the rules of `counts.py` or `walks.py` change, the rows must be made again.
+counted, without tensors: when the rules of `counts.py` or `overheads.py` change, the rows must be made again.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def about(folder: Path) -> dict[str, Any]:
         why = row.get("skipped") or str(row.get("error", "")).strip().splitlines()[-1:]
         known = {key: row[key] for key in STEP_KEYS if key in row}
         steps[f"{row['name']}, {row['front']}"] = known or {"failed": why}
-    columns = ["step", "kernel", "launches", "us", "work", "walk"]
+    columns = ["step", "kernel", "launches", "us", "work", "overhead"]
     return {**profile["machine"], "layers": profile["layers"], "columns": columns, "steps": steps}
 
 
@@ -91,8 +91,8 @@ def write(path: Path, rows: Sequence[Row], head_of: dict[str, Any]) -> None:
 
 def _packed(row: Row) -> list[Any]:
     work = {k: v for k, v in asdict(row.work).items() if v}
-    walk = work.pop("walk", ())
-    return [row.step, row.kernel, row.count, row.us, work, dict(walk)]
+    overhead = work.pop("overhead", ())
+    return [row.step, row.kernel, row.count, row.us, work, dict(overhead)]
 
 
 def read(path: Path) -> list[Row]:
@@ -107,7 +107,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def _unpacked(
-    step: str, kernel: str, count: int, us: float, work: dict[str, Any], walk: dict[str, float]
+    step: str, kernel: str, count: int, us: float, work: dict[str, Any], overhead: dict[str, float]
 ) -> Row:
     counted = Work(
         OpClass(work["op"]),
@@ -115,7 +115,7 @@ def _unpacked(
         work.get("flops", 0.0),
         work.get("num_bytes", 0),
         tuple(work.get("shape", ())),
-        walk=tuple(walk.items()),
+        overhead=tuple(overhead.items()),
     )
     return Row(step.split(maxsplit=1)[0], step, kernel, count, us, counted)
 

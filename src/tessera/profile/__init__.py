@@ -12,13 +12,20 @@ installed_tables              public measured tables, if the extra `tables` is i
 """
 
 from tessera.profile.counts import OpClass, Work, class_of, work_of
-from tessera.profile.coverage import Covered, best_sources, borrowed, coverage, rejected_tables
-from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices
+from tessera.profile.coverage import (
+    CostShare,
+    Covered,
+    Sureness,
+    best_sources,
+    borrowed,
+    coverage,
+    rejected_tables,
+    sureness,
+)
+from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices, wire
 from tessera.profile.estimate import estimate, notes, works
 from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
-from tessera.profile.sureness import CostShare, Sureness, sureness
 from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
-from tessera.profile.wiring import wire
 
 __all__ = [
     "LINKS", "SYSTEMS", "CostShare", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Sureness",

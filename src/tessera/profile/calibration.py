@@ -132,10 +132,11 @@ def load(path: Path) -> Calibration:
 
 def _row(row: Mapping[str, object]) -> CalibrationRow:
     work = dict(row["work"])  # type: ignore[call-overload]
-    walk = tuple((str(name), float(amount)) for name, amount in work["walk"])
+    listed = work["overhead"] if "overhead" in work else work["walk"]  # its name of before
+    overhead = tuple((str(name), float(amount)) for name, amount in listed)
     shape = tuple(int(n) for n in work["shape"])
     counted = Work(
-        OpClass(work["op"]), work["dtype"], float(work["flops"]), int(work["num_bytes"]), shape, walk
+        OpClass(work["op"]), work["dtype"], float(work["flops"]), int(work["num_bytes"]), shape, overhead
     )
     us, modelled = row["us"], row["modelled_us"]
     assert isinstance(us, int | float)

@@ -2,14 +2,22 @@
 
 Several sources may cover one class; the first listed is the one that prices a launch it covers. A table
 covers only launches near its points, so a model stands behind every table.
+
+How sure a plan's costs are: which part of the busy time rests on which source, and with what error.
+
+A kernel may be priced at ±50 % and the plan still be known to ±11 %: what the widest models price is a part
+of the time, and kernels of unlike classes on unlike devices are wrong independently of one another, so that
+their errors cancel in part. Kernels of one class on one device share their model, and its error in full.
 """
 
+import math
 from dataclasses import dataclass
 
-from tessera.ir import Source
+from tessera.ir import Plan, Source
 from tessera.profile.counts import OpClass
-from tessera.profile.fitted import family_of, model_for
-from tessera.profile.gpus import gpu
+from tessera.profile.estimate import works
+from tessera.profile.fitted import family_of, model_for, model_of
+from tessera.profile.gpus import gpu, known_gpus
 from tessera.profile.tables import KINDS, Tables, table_files
 
 FAMILIES = {"any": "any", "f16": "16 bits", "f32": "fp32"}
@@ -88,3 +96,95 @@ def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, S
         modelled = model_for(gpu_name, op, family_of(op, "bfloat16")).source
         best[op] = Source.TABLE if has_table else modelled
     return best
+
+
+# Prices with a larger relative error are called wide.
+WIDE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class CostShare:
+    """The launches of one class on one kind of device that have one source."""
+
+    op: str
+    gpu: str
+    source: Source
+    # Of the busy time of all devices.
+    share: float
+    # Mean relative error of its launches, by time.
+    rel_error: float
+    # Share of the busy time in launches that are wide.
+    wide_share: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sureness:
+    """The parts of a plan's busy time, the one that matters most first."""
+
+    parts: tuple[CostShare, ...]
+
+    @property
+    def wide_share(self) -> float:
+        """Of the busy time, priced with a wide error."""
+        return sum(p.wide_share for p in self.parts)
+
+    @property
+    def rel_error(self) -> float:
+        """Of the whole busy time, if the parts are wrong independently."""
+        return math.hypot(*(p.share * p.rel_error for p in self.parts))
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """Share of the busy time by source."""
+        found: dict[str, float] = {}
+        for part in self.parts:
+            found[part.source.value] = found.get(part.source.value, 0.0) + part.share
+        return found
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        whole = f"the busy time as a whole is known to ±{self.rel_error:.0%}"
+        wide = sorted((p for p in self.parts if p.wide_share > 0), key=lambda p: -p.wide_share)
+        if not wide:
+            return f"No launch is priced with an error above {WIDE:.0%}; {whole} (modelled)."
+        named = "; ".join(
+            f"{p.op} on {p.gpu} {p.wide_share:.0%} (±{p.rel_error:.0%}: {p.why})" for p in wide[:3]
+        )
+        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        return (
+            f"{self.wide_share:.0%} of the busy time is priced with an error above {WIDE:.0%}: "
+            f"{named}{more}. Different kernels are wrong independently, so that {whole}."
+        )
+
+
+def sureness(plan: Plan) -> Sureness:
+    """Of the launches that a plan runs, each as often as its lanes do and where they are placed."""
+    found: dict[tuple[str, str, Source], list[float]] = {}
+    why: dict[tuple[str, str, Source], str] = {}
+    specs = {g.name: g for g in known_gpus()}
+    counted = [[works(g.trace) for g in v.unit.graphs] for v in plan.every_variant]
+    for lane in plan.lanes:
+        variant = plan.every_variant[lane.variant]
+        for step, (costs, times) in enumerate(zip(variant.costs, variant.unit.counts, strict=True)):
+            placed = lane.placement.devices[step]
+            for launch, (work, device) in enumerate(zip(counted[lane.variant][step], placed, strict=True)):
+                cost, where = costs.costs[launch][device], plan.cluster.devices[device].gpu
+                us = cost.us * times * lane.rate_per_s
+                if us == 0:  # an allocation, for one, which no model prices
+                    continue
+                key = (work.op.value, where, cost.source)
+                sums = found.setdefault(key, [0.0, 0.0, 0.0])
+                sums[0] += us
+                sums[1] += us * cost.rel_error
+                sums[2] += us if cost.rel_error > WIDE else 0.0
+                if key not in why:
+                    modelled = cost.source in (Source.FITTED, Source.CLASS) and where in specs
+                    why[key] = model_of(work, gpu(where)).why if modelled else cost.source.value
+    total = sum(us for us, _, _ in found.values()) or 1.0
+    parts = [
+        CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
+        for (op, where, source), (us, weighted, wide) in found.items()
+    ]
+    return Sureness(tuple(sorted(parts, key=lambda p: -p.share * p.rel_error)))

@@ -12,17 +12,28 @@ The second of a kind is called `emu:a100#1`, and so on. Parts of one card must f
 either whole, cut into parts, or dilated; several devices on one card share its memory evenly.
 
 Every two devices are joined in both directions by one kind of link, or, with the link `measured`, by what was
-measured between them. Mixed wiring by name is not handled.
+measured between them; `wire` joins single pairs otherwise.
+
+Cards: the GPUs of this machine, as the driver describes them, and which known GPU each of them is.
+
+A card is a known GPU if its name holds every word of that GPU's key; the key with most words wins, so that
+"NVIDIA A100 80GB PCIe" is `a100-pcie` and not `a100`. A card that no key fits can be measured, not modelled.
+
+Wiring: which link joins which devices, and which links share a bus.
+
+A word is the name of a link for all pairs ("pcie4"), or for one pair: "emu:a100-emu:l40s=nvlink" both ways,
+"emu:a100>emu:l40s=ib100" one way. A bus is a list of devices, "emu:l40s,emu:l40s#1": all links among them
+share one wire, in both directions, so one message at a time crosses any of them.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
-from tessera.profile.cards import Card, Cards, cuda_cards, key_of
 from tessera.profile.gpus import gpu, known_gpus
 
 PLACE = "--devices"
@@ -58,6 +69,40 @@ LINKS: dict[str, LinkPreset] = {
         LinkPreset("ib400", 15.0, 45.0, f"InfiniBand 400 Gbit/s: {_IB}"),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU of this machine."""
+
+    # As the driver spells it: "NVIDIA H200".
+    name: str
+    memory_bytes: int
+    num_sms: int
+
+
+# Asked only when a device list names a CUDA device, since the answer needs torch.
+Cards = Callable[[], tuple[Card, ...]]
+
+
+def cuda_cards() -> tuple[Card, ...]:
+    """The GPUs that torch sees here; none without a driver or without a CUDA build."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Card(x.name, x.total_memory, x.multi_processor_count) for x in found)
+
+
+def gpu_of(card_name: str) -> str:
+    """The known GPU that a card is; empty if none."""
+    words = set(re.split(r"[^a-z0-9]+", card_name.lower()))
+    keys = [g.name for g in known_gpus() if set(g.name.split("-")) <= words]
+    return max(keys, key=lambda key: len(key.split("-")), default="")
+
+
+DEFAULT = "pcie4"
 
 
 def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
@@ -137,7 +182,7 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
         raise TesseraError(f"'{word}' is not there: this machine has {have}", remedy, PLACE)
     card = cards[ordinal]
     name = f"cuda:{ordinal}"
-    key = key_of(card.name)
+    key = gpu_of(card.name)
     rent = gpu(key).usd_per_hour if key else None
     whole = Device(name, DeviceKind.CUDA, key, card.memory_bytes, rent, ordinal=ordinal)
     if not slash:
@@ -228,3 +273,52 @@ def _measured_links(pairs: Iterable[tuple[Device, Device]], measured: Iterable[L
             raise TesseraError(f"no link from {a.name} to {b.name} was measured", remedy, "--link")
         links.append(known[a.name, b.name])
     return links
+
+
+def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence[str] = ()) -> Cluster:
+    """A cluster of these devices, joined as the words say."""
+    plain = [word for word in words if "=" not in word or word in LINKS]
+    if len(plain) > 1:
+        remedy = "Give one for all pairs, and the others as emu:a100-emu:l40s=nvlink."
+        raise TesseraError(f"{' and '.join(plain)} are both meant for every pair", remedy, "--link")
+    cluster = make_cluster(devices, plain[0] if plain else DEFAULT)
+    links = {(x.src, x.dst): x for x in cluster.links}
+    for word in words:
+        if word not in plain:
+            _join(links, word, cluster.names)
+    for bus in buses:
+        _share(links, bus, cluster.names)
+    wired = Cluster(devices, tuple(links.values()))
+    verify(wired)
+    return wired
+
+
+def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
+    """Replaces the link of one pair."""
+    # The last: a part of a card is called cuda:0/sm=32.
+    ends, _, name = word.rpartition("=")
+    if name not in LINKS:
+        raise UnknownName("link", name, LINKS)
+    preset = LINKS[name]
+    pairs = [(a, b) for a in names for b in names if a != b and ends in (f"{a}-{b}", f"{b}-{a}", f"{a}>{b}")]
+    if not pairs:
+        remedy = f"Write A-B=LINK with two of {', '.join(names)}."
+        raise TesseraError(f"'{ends}' is no pair of the devices", remedy, "--link")
+    for src, dst in pairs:
+        links[src, dst] = Link(src, dst, preset.name, preset.latency_us, preset.gbps)
+
+
+def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
+    """Puts the links among some devices on one bus."""
+    ends = [word.strip() for word in bus.split(",")]
+    for end in ends:
+        if end not in names:
+            raise UnknownName("device", end, names)
+    if len(set(ends)) < 2:
+        raise TesseraError(f"'{bus}' joins no two devices", "Name the devices that share it.", "--bus")
+    for pair, link in links.items():
+        if pair[0] in ends and pair[1] in ends:
+            if link.group:
+                message = f"the link from {pair[0]} to {pair[1]} is on two buses"
+                raise TesseraError(message, "Name each pair once.", "--bus")
+            links[pair] = replace(link, group=bus)

@@ -16,8 +16,8 @@ from tessera.profile.calibration import calibration_of
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
 from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
+from tessera.profile.overhead_model import Overheads, add_overheads
 from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
-from tessera.profile.walk_model import Walks, apply_walks
 
 FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
@@ -41,15 +41,15 @@ def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = 
 
 
 def price_works(
-    works: Sequence[Work], gpu_name: str, tables: Tables | None, walks: Walks | None = None
+    works: Sequence[Work], gpu_name: str, tables: Tables | None, overheads: Overheads | None = None
 ) -> list[Cost]:
-    """The cost of each on one GPU, from the best source; `walks`: other coefficients than the package's."""
+    """The cost of each on one GPU, from the best source; `overheads`: in place of the package's."""
     found = price_many(works, gpu_name)
     if tables is not None:
         measured = tables.price_many(works, gpu_name)
         found = [table or model for table, model in zip(measured, found, strict=True)]
-    priced = apply_walks(works, found, gpu_name, walks)
-    known = calibration_of(gpu_name) if walks is None else None
+    priced = add_overheads(works, found, gpu_name, overheads)
+    known = calibration_of(gpu_name) if overheads is None else None
     return priced if known is None else [known.applied(*pair) for pair in zip(works, priced, strict=True)]
 
 

@@ -5,7 +5,7 @@ import pytest
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import Device, DeviceKind, Link
 from tessera.profile import make_cluster, parse_devices
-from tessera.profile.cards import Card, key_of
+from tessera.profile.devices import Card, gpu_of
 
 H200 = Card("NVIDIA H200", 150_000_000_000, 132)
 
@@ -116,7 +116,7 @@ def test_a_dilated_card_needs_a_known_gpu() -> None:
 )
 def test_cards_are_recognised_by_the_words_of_their_names(name: str, key: str) -> None:
     """The key with most words wins; an unknown card has none."""
-    assert key == key_of(name)
+    assert key == gpu_of(name)
 
 
 def test_measured_links_join_the_devices_they_were_measured_between() -> None:

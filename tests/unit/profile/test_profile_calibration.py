@@ -71,7 +71,7 @@ def test_one_launch_teaches_nothing_of_its_class() -> None:
 
 
 def test_what_is_kept_is_what_was_made() -> None:
-    """Works, walks and times come back."""
+    """Works, overheads and times come back."""
     made = Calibration("l40s", {"gpu": "NVIDIA L40S"}, (CalibrationRow(work(1), 20.0, 10.0),))
     save(made, folder() / "l40s.json")
 

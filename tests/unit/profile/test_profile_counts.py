@@ -100,7 +100,7 @@ def test_every_attention_overload_is_known(name: str) -> None:
 
     shape = (2, 1, 64, 4, 4, 128, 0)
     expected = Work(OpClass.DECODE, "bfloat16", 4.0 * 2 * 4 * 64 * 128, 2 * 128 * 2 * 4 * 130, shape)
-    assert expected == replace(only(make.done()), walk=())
+    assert expected == replace(only(make.done()), overhead=())
 
 
 def paged_work(tokens: int, sequences: int, window: int = 0) -> Work:

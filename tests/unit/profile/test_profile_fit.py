@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from tessera.profile import OpClass, gpu
-from tessera.profile.fitted import peaks_of
-from tessera.profile.model import Loads, Params, predict
+from tessera.profile.fitted import Loads, Params, peaks_of, predict
 
 REPOSITORY = Path(__file__).parents[3]
 Array = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ from scripts.fit_streams import SPLIT, fit, timed, work_of
 from profile_factories import attention_trace
 from tessera.profile import works
 from tessera.profile.estimate import price_works
-from tessera.profile.streams import fitted_streams
+from tessera.profile.overhead_model import fitted_streams
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -61,7 +61,7 @@ def test_the_mask_tells_cudnn_kernels_apart() -> None:
     """A decode names its kernel; prompts have factors."""
     (prompt,) = works(attention_trace(1, 8, 256, 256))
 
-    assert not any(term.endswith("_stream") for term, _ in prompt.walk)
+    assert not any(term.endswith("_stream") for term, _ in prompt.overhead)
 
 
 def test_the_numbers_are_what_the_script_fits() -> None:

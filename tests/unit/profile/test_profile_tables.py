@@ -11,10 +11,8 @@ from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace,
 from tables_factory import GEMM_SIZES, Factor, made_tables, write_table
 from tessera.ir import Cost, Source, Trace
 from tessera.profile import OpClass, Tables, coverage, estimate, notes, rejected_tables, works
-from tessera.profile.fitted import price
-from tessera.profile.model import Array
-from tessera.profile.tables import TableCache, TableFile
-from tessera.profile.tables import files as table_files_module
+from tessera.profile.fitted import Array, price
+from tessera.profile.tables import TableCache, TableFile, installed_root
 from tessera.profile.tables.read import Unusable, read_rows
 from tessera.profile.tables.tables import installed_tables
 
@@ -330,9 +328,7 @@ def test_the_package_is_found_without_running_it() -> None:
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
 
 
-needs_package = pytest.mark.skipif(
-    table_files_module.installed_root() is None, reason="aiconfigurator-core is not installed"
-)
+needs_package = pytest.mark.skipif(installed_root() is None, reason="aiconfigurator-core is not installed")
 
 
 @needs_package

@@ -18,7 +18,7 @@ from tessera.errors import TesseraError
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.ir import Cluster, Objective
 from tessera.profile import make_cluster, parse_devices
-from tessera.profile.cards import Card
+from tessera.profile.devices import Card
 from tessera.serve import gpu
 from tessera.serve.gpu import check_gpus, prepare_on_gpus
 from tessera.serve.planning import Average, Prepared, ServeSpec

@@ -6,19 +6,20 @@ Store, default_store where measurements are kept
 """
 
 from tessera.profile.measured.combine import combine, needs_measuring
-from tessera.profile.measured.distinct import Distinct, cold_buffers, distinct
 from tessera.profile.measured.measure import (
+    Distinct,
     Measured,
     Missed,
     Reconciled,
     Timer,
     clocks_named,
+    cold_buffers,
     count_distinct,
+    distinct,
     measure,
     reconcile,
 )
-from tessera.profile.measured.stats import Timing, timing, until
-from tessera.profile.measured.store import Clocks, Machine, Store, default_store
+from tessera.profile.measured.store import Clocks, Machine, Store, Timing, default_store, timing, until
 
 __all__ = [
     "Clocks", "Distinct", "Machine", "Measured", "Missed", "Reconciled", "Store", "Timer", "Timing",

@@ -5,9 +5,8 @@ Tables.price_many         launches -> costs, None where no table covers one
 Tables.choice             which table is used, and why others are not
 """
 
-from tessera.profile.tables.files import SYSTEMS, TableFile, installed_root, table_files
 from tessera.profile.tables.kinds import KINDS
-from tessera.profile.tables.store import TableCache
+from tessera.profile.tables.read import SYSTEMS, TableCache, TableFile, installed_root, table_files
 from tessera.profile.tables.tables import TableChoice, Tables, installed_tables, missing_note
 
 __all__ = [

@@ -2,25 +2,50 @@
 
 The verdict costs a second to find, so it is stored, named by every file it looked at and by the fitted
 parameters.
+
+Mechanical checks of a table; each failed one is a sentence that says why the table is not used.
+
+A few rows faster than the GPU could compute or read memory are left out; a table with many of them is refused
+as a whole, since whatever made those wrong touched the others. So is one with few rows, one in which
+attention does not grow with the square of the prompt, and one that differs from every other table of the same
+chip. Not found: a table that is wrong by less than SAME_CHIP_FACTOR, or on which all stacks agree.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tessera.profile.counts import OpClass
-from tessera.profile.fitted import model_for, peaks_of, usual_spread
+from tessera.profile.fitted import LONG_US, Array, Loads, Peaks, model_for, peaks_of, predict, usual_spread
 from tessera.profile.gpus import Gpu, gpu, known_gpus
-from tessera.profile.model import Array, predict
-from tessera.profile.tables import checks
-from tessera.profile.tables.files import SYSTEMS, TableFile, table_files
 from tessera.profile.tables.interpolate import Surface
 from tessera.profile.tables.kinds import KINDS, Mask, arithmetic, usable
-from tessera.profile.tables.read import Absent, Rows, Unusable, read_rows
-from tessera.profile.tables.store import TableCache, key_of
+from tessera.profile.tables.read import (
+    SYSTEMS,
+    Absent,
+    Rows,
+    TableCache,
+    TableFile,
+    Unusable,
+    key_of,
+    read_rows,
+    table_files,
+)
+
+MIN_ROWS = 300
+# Clocks above the data sheet's and sizes that are not quite those timed, before a row is called impossible.
+ALLOWANCE = 1.10
+MAX_IMPOSSIBLE = 0.02
+# Prompts from this length on are bound by the square; half way between linear and square is not square.
+LONG_PROMPT = 4096
+MIN_EXPONENT = 1.5
+SAME_CHIP_FACTOR = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +74,17 @@ def load_source(root: Path, file: TableFile, variant: str, store: TableCache) ->
     """The table, checked; raises Unusable with the first reason against it."""
     spec = gpu(file.gpu)
     rows = read_rows(file, variant, store)
-    if sentence := checks.too_few(rows):
+    if sentence := too_few(rows):
         raise Unusable(sentence)
     base, may, wrong = against_model(rows, spec)
-    for sentence in (checks.too_fast(rows, wrong, spec), checks.not_square(rows)):
+    for sentence in (too_fast(rows, wrong, spec), not_square(rows)):
         if sentence:
             raise Unusable(sentence)
     kept = np.flatnonzero(may & ~wrong)
     places = KINDS[file.op].places(rows.columns)[kept]
     surface = Surface(places, np.asarray(np.log(rows.us[kept] / base[kept]), dtype=np.float64))
     errors, spread, ratios = _judged(root, rows, surface, store)
-    if sentence := checks.unlike_its_chip(ratios, spec.chip):
+    if sentence := unlike_its_chip(ratios, spec.chip):
         raise Unusable(sentence)
     left_out = rows.num_without_time + int(wrong.sum())
     return VariantTable(file, variant, rows.kernel, surface, errors, spread, left_out)
@@ -72,7 +97,7 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     peaks = peaks_of(spec, dtype)
     params = model_for(spec.name, rows.file.op, "f8" if dtype.startswith("float8") else "f16").params
     base = np.sum([predict(params, x, peaks) for x in loads], axis=0)
-    wrong = checks.impossible(rows.us, loads, peaks)
+    wrong = impossible(rows.us, loads, peaks)
     may = usable(rows.columns, loads, wrong, rows.file.op)
     # Among experts, an impossible row means another layer than assumed, not a wrong time.
     return base, may, wrong & may if rows.file.op is OpClass.GROUPED else wrong
@@ -97,7 +122,7 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
     ratios, spreads = [], []
     for other in others:
         try:
-            off = checks.log_ratios(rows, read_rows(other, rows.variant, store))
+            off = log_ratios(rows, read_rows(other, rows.variant, store))
         except (Absent, Unusable):
             # The unusable are named where they would have been used themselves.
             continue
@@ -121,3 +146,74 @@ def _fitted() -> str:
     import hashlib
 
     return hashlib.sha256(files("tessera.profile").joinpath("fitted.json").read_bytes()).hexdigest()[:16]
+
+
+def impossible(us: Array, loads: tuple[Loads, ...], peaks: Peaks) -> npt.NDArray[np.bool_]:
+    """Rows faster than the data sheet allows, counting only bytes that cannot have come from the L2 cache."""
+    compute = sum(x.flops for x in loads) / (peaks.tflops * 1e6)
+    memory = sum(x.num_bytes * (x.hit < 0.01) for x in loads) / (peaks.gbps * 1e3)
+    return np.asarray(us * ALLOWANCE < np.maximum(compute, memory), dtype=np.bool_)
+
+
+def too_few(rows: Rows) -> str:
+    """A table this small was cut short."""
+    count = len(rows.us)
+    return f"it has {count} rows, fewer than {MIN_ROWS}" if count < MIN_ROWS else ""
+
+
+def too_fast(rows: Rows, wrong: npt.NDArray[np.bool_], spec: Gpu) -> str:
+    """Many impossible rows spoil the others."""
+    share = float(wrong.mean()) if wrong.size else 0.0
+    if share <= MAX_IMPOSSIBLE:
+        return ""
+    return f"{share:.0%} of its rows are faster than a {spec.full_name} can compute or read memory"
+
+
+def not_square(rows: Rows) -> str:
+    """Prompt attention must grow with the square of the prompt."""
+    if rows.file.op is not OpClass.PREFILL:
+        return ""
+    exponents = _exponents(rows)
+    if len(exponents) < 5 or float(np.median(exponents)) >= MIN_EXPONENT:
+        return ""
+    grows = float(np.median(exponents))
+    return f"its attention grows with the length to the power of {grows:.1f} where it must be about 2"
+
+
+def _exponents(rows: Rows) -> list[float]:
+    """Growth between neighbouring lengths of long prompts without a prefix, all else equal."""
+    c = rows.columns
+    long = np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0))
+    curves: dict[tuple[float, ...], list[tuple[float, float]]] = {}
+    for i in long:
+        key = (c["batch_size"][i], c["num_heads"][i], c["num_key_value_heads"][i])
+        curves.setdefault(key, []).append((float(c["isl"][i]), float(rows.us[i])))
+    return [
+        float(np.log(b_us / a_us) / np.log(b / a))
+        for points in curves.values()
+        for (a, a_us), (b, b_us) in pairwise(sorted(points))
+        if b > a
+    ]
+
+
+def log_ratios(rows: Rows, other: Rows) -> Array:
+    """log(time here / time there) of every long kernel that both tables hold."""
+    here, there = _keys(rows), _keys(other)
+    _, i, j = np.intersect1d(here, there, return_indices=True)
+    long = np.minimum(rows.us[i], other.us[j]) >= LONG_US
+    return np.asarray(np.log(rows.us[i][long] / other.us[j][long]), dtype=np.float64)
+
+
+def _keys(rows: Rows) -> npt.NDArray[np.void]:
+    stacked = np.ascontiguousarray(np.stack([rows.columns[c] for c in sorted(rows.columns)], axis=-1))
+    return stacked.view([("", stacked.dtype)] * stacked.shape[1]).ravel()
+
+
+def unlike_its_chip(ratios: Sequence[float], chip: str) -> str:
+    """Off by a factor from each of at least two other tables of the chip, always the same way."""
+    limit = float(np.log(SAME_CHIP_FACTOR))
+    for sign, word in ((-1.0, "faster"), (1.0, "slower")):
+        if len(ratios) >= 2 and all(sign * r > limit for r in ratios):
+            factor = float(np.exp(min(abs(r) for r in ratios)))
+            return f"it is {factor:.1f} times {word} than every other table of the {chip}"
+    return ""

@@ -1,6 +1,6 @@
 """Interpolation between measured points, in logarithms, with an error that was measured.
 
-What is interpolated is not the time but its ratio to the model's (`tessera.profile.model`), which changes
+What is interpolated is not the time but its ratio to the model's (`tessera.profile.fitted`), which changes
 little from point to point: the mean of the logarithms of the nearest points' ratios, weighted by one over the
 squared distance; at a measured point, its own. Distances are octaves: 1 is one doubling of one size.
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tessera.profile.model import Array
+from tessera.profile.fitted import Array
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.profile.counts import OpClass, Work
+from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import Gpu
-from tessera.profile.model import Array, Loads
 
 Columns = Mapping[str, Array]
 Filter = list[tuple[str, str, Any]]

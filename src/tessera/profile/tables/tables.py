@@ -15,15 +15,21 @@ import numpy as np
 from tessera.errors import MissingExtra
 from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
-from tessera.profile.fitted import model_of, peaks_of
+from tessera.profile.fitted import loads_of, model_of, peaks_of, predict
 from tessera.profile.gpus import Gpu, gpu
-from tessera.profile.model import loads_of, predict
 from tessera.profile.tables.assess import VariantTable, load_source
-from tessera.profile.tables.files import DISTRIBUTION, TableFile, installed_root, table_files
 from tessera.profile.tables.interpolate import RADII, error_at
 from tessera.profile.tables.kinds import KINDS, cache_share
-from tessera.profile.tables.read import Absent, Unusable
-from tessera.profile.tables.store import TableCache, default_folder
+from tessera.profile.tables.read import (
+    DISTRIBUTION,
+    Absent,
+    TableCache,
+    TableFile,
+    Unusable,
+    default_folder,
+    installed_root,
+    table_files,
+)
 
 # A table's decode attention read what fits the L2 cache from there, and the model puts it back into memory.
 # How wrong that is, as a share of the correction: an assumption.

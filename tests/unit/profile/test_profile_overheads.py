@@ -1,4 +1,4 @@
-"""Walks: what launches do beside moving bytes, and what that costs."""
+"""Overheads: what launches do beside moving bytes, and what that costs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +11,8 @@ from tessera.ir import Arg, Origin, Source, Trace, View
 from tessera.profile import Work, estimate, works
 from tessera.profile.estimate import price_works
 from tessera.profile.gpus import clock_ghz, gpu, known_gpus
-from tessera.profile.strides import joined_dims
-from tessera.profile.walk_model import Walks, apply_walks, fitted_walks
-from tessera.profile.walks import TERMS, fused_walk
+from tessera.profile.overhead_model import Overheads, add_overheads, fitted_overheads
+from tessera.profile.overheads import TERMS, fused_overhead, joined_dims
 
 ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "launches_h200_202611.json"
 
@@ -37,37 +36,37 @@ def dense(*shape: int) -> Lie:
     return Lie(shape, contiguous(shape))
 
 
-def walk(name: str, *args: Arg | Lie, out: Shape, dtype: str = "bfloat16") -> dict[str, float]:
-    """The walk of one launch on new tensors that lie as given."""
+def overhead(name: str, *args: Arg | Lie, out: Shape, dtype: str = "bfloat16") -> dict[str, float]:
+    """The overhead of one launch on new tensors that lie as given."""
     make = TraceMaker()
     given = tuple(strided(make, x.shape, x.stride, dtype) if isinstance(x, Lie) else x for x in args)
     make.launch(name, given, make.tensor(out, dtype))
     (work,) = works(make.done())
-    return dict(work.walk)
+    return dict(work.overhead)
 
 
-def test_dense_operands_of_one_dtype_have_no_walk() -> None:
+def test_dense_operands_of_one_dtype_have_no_overhead() -> None:
     """PyTorch vectorises them, so bytes say it all."""
-    assert {} == walk("aten.add.Tensor", dense(64, 128), dense(64, 128), out=(64, 128))
+    assert {} == overhead("aten.add.Tensor", dense(64, 128), dense(64, 128), out=(64, 128))
 
 
 def test_a_broadcast_row_pays_for_the_index_of_every_element() -> None:
     """Two dimensions are left when a row is added to a matrix."""
-    found = walk("aten.add.Tensor", dense(4, 16, 128), dense(128), out=(4, 16, 128))
+    found = overhead("aten.add.Tensor", dense(4, 16, 128), dense(128), out=(4, 16, 128))
 
     assert {"index": 8192, "dim": 2 * 8192, "indexing": 1} == found
 
 
 def test_a_transposed_operand_pays_for_memory_transactions() -> None:
     """An operand read across its rows moves a whole sector for every element."""
-    found = walk("aten.add.Tensor", dense(64, 128), Lie((64, 128), (1, 64)), out=(64, 128))
+    found = overhead("aten.add.Tensor", dense(64, 128), Lie((64, 128), (1, 64)), out=(64, 128))
 
     assert found["sector"] == 64 * 128
 
 
-def test_half_a_row_is_walked_in_two_dimensions() -> None:
+def test_half_a_row_is_indexed_in_two_dimensions() -> None:
     """A slice of wider rows cannot be read as one run."""
-    found = walk("aten.neg.default", Lie((64, 32), (64, 1)), out=(64, 32))
+    found = overhead("aten.neg.default", Lie((64, 32), (64, 1)), out=(64, 32))
 
     assert (2048, 4096) == (found["index"], found["dim"])
 
@@ -80,8 +79,8 @@ def test_widening_converts_element_by_element_and_narrowing_does_not() -> None:
     make.launch("aten._to_copy.default", (wide,), make.tensor((4096,)))
     up, down = works(make.done())
 
-    assert {"cast": 4096, "indexing": 1} == dict(up.walk)
-    assert () == down.walk
+    assert {"cast": 4096, "indexing": 1} == dict(up.overhead)
+    assert () == down.overhead
 
 
 def test_joining_pays_for_all_elements_and_for_the_largest_part() -> None:
@@ -91,7 +90,7 @@ def test_joining_pays_for_all_elements_and_for_the_largest_part() -> None:
     make.launch("aten.cat.default", (parts, -1), make.tensor((64, 128)))
     (work,) = works(make.done())
 
-    assert {"cat": 64 * 128, "cat_part": 64 * 96} == dict(work.walk)
+    assert {"cat": 64 * 128, "cat_part": 64 * 96} == dict(work.overhead)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +102,13 @@ def test_rows_are_reduced_by_their_length(width: int, dims: Shape, found: dict[s
     """Short rows count by their number, longer ones by their length, those beyond are split."""
     out = (64, 1) if dims == (-1,) else (1, width)
 
-    assert found == walk("aten.mean.dim", dense(64, width), dims, True, out=out)
+    assert found == overhead("aten.mean.dim", dense(64, width), dims, True, out=out)
 
 
-def test_rows_that_vectors_do_not_fit_are_walked_one_by_one() -> None:
+def test_rows_that_vectors_do_not_fit_are_indexed_one_by_one() -> None:
     """A softmax over 1025 elements cannot load vectors, one over 1024 can."""
-    uneven = walk("aten._softmax.default", dense(8, 1025), -1, False, out=(8, 1025))
-    even = walk("aten._softmax.default", dense(8, 1024), -1, False, out=(8, 1024))
+    uneven = overhead("aten._softmax.default", dense(8, 1025), -1, False, out=(8, 1025))
+    even = overhead("aten._softmax.default", dense(8, 1024), -1, False, out=(8, 1024))
 
     assert ({"uneven_row": 8 * 1025}, {}) == (uneven, even)
 
@@ -118,8 +117,8 @@ def test_a_gemm_whose_rows_start_between_vectors_is_marked() -> None:
     """Rows of 1025 elements of 2 bytes begin at odd places."""
     left = Lie((16, 64, 1024), (64 * 1025, 1025, 1))
 
-    assert {"unaligned": 1} == walk("aten.bmm.default", left, dense(16, 1024, 64), out=(16, 64, 64))
-    assert {} == walk("aten.bmm.default", dense(16, 64, 1024), dense(16, 1024, 64), out=(16, 64, 64))
+    assert {"unaligned": 1} == overhead("aten.bmm.default", left, dense(16, 1024, 64), out=(16, 64, 64))
+    assert {} == overhead("aten.bmm.default", dense(16, 64, 1024), dense(16, 1024, 64), out=(16, 64, 64))
 
 
 def test_out_of_place_masking_copies_first() -> None:
@@ -133,7 +132,7 @@ def test_out_of_place_masking_copies_first() -> None:
     assert copied.num_bytes == in_place.num_bytes + 2 * 64 * 128 * 2
 
 
-def test_compiled_kernels_have_no_walk() -> None:
+def test_compiled_kernels_have_no_overhead() -> None:
     """What Inductor's kernels do with indices is not PyTorch's way."""
     make = TraceMaker()
     x = strided(make, (64, 32), (64, 1))
@@ -141,7 +140,7 @@ def test_compiled_kernels_have_no_walk() -> None:
     trace = make.done()
     compiled = replace(trace, kernels=(replace(trace.kernels[launch.kernel], origin=Origin.TRITON),))
 
-    assert () == works(compiled)[0].walk
+    assert () == works(compiled)[0].overhead
 
 
 def test_dimensions_contiguous_in_all_operands_are_joined() -> None:
@@ -191,8 +190,8 @@ def test_the_measured_gpu_is_surer_than_another() -> None:
 
 def test_attention_kernels_differ_on_new_gpus_only() -> None:
     """The tables of old GPUs are PyTorch's own flash kernel's."""
-    work = replace(works(attention_trace(2, 32, 2048, 2048))[0], walk=())
-    flash = replace(work, walk=(("flash", 1.0),))
+    work = replace(works(attention_trace(2, 32, 2048, 2048))[0], overhead=())
+    flash = replace(work, overhead=(("flash", 1.0),))
 
     def slower(name: str) -> float:
         plain, by_flash = price_works([work, flash], name, None)
@@ -203,16 +202,16 @@ def test_attention_kernels_differ_on_new_gpus_only() -> None:
 
 
 def test_without_coefficients_nothing_changes() -> None:
-    """A walk that nobody measured costs nothing, and the price is as it was."""
+    """An overhead that nobody measured costs nothing, and the price is as it was."""
     (work,) = works(broadcast_trace(1 << 20))
-    costs = price_works([replace(work, walk=())], "h200", None)
+    costs = price_works([replace(work, overhead=())], "h200", None)
 
-    assert costs == apply_walks([work], costs, "h200", Walks("h200", {}, {}))
+    assert costs == add_overheads([work], costs, "h200", Overheads("h200", {}, {}))
 
 
 def test_every_coefficient_belongs_to_a_term_and_has_an_error() -> None:
     """The file in the package and the list of terms agree."""
-    found = fitted_walks()
+    found = fitted_overheads()
 
     assert set(found.coefficients) <= set(TERMS)
     assert all(value > 0 for value in found.coefficients.values())
@@ -225,8 +224,8 @@ def test_clocks_come_from_the_data_sheet() -> None:
     assert all(1.0 < clock_ghz(spec) < 3.2 for spec in known_gpus())
 
 
-def test_work_with_a_walk_still_prices_by_source() -> None:
-    """Walks change the time, not where the rest of it came from."""
+def test_work_with_an_overhead_still_prices_by_source() -> None:
+    """Overheads change the time, not where the rest of it came from."""
     work: Work = works(broadcast_trace(1 << 20))[0]
 
     assert price_works([work], "h100", None)[0].source in (Source.FITTED, Source.CLASS)
@@ -243,12 +242,12 @@ def test_work_with_a_walk_still_prices_by_source() -> None:
 )
 def test_a_fused_kernels_name_says_what_it_computes(name: str, term: str) -> None:
     """Inductor lists the operators that it fuses; a few of them take longer than their bytes."""
-    assert term in dict(fused_walk(name, 4096))
+    assert term in dict(fused_overhead(name, 4096))
 
 
-def test_fused_kernels_of_plain_arithmetic_have_no_walk() -> None:
+def test_fused_kernels_of_plain_arithmetic_have_no_overhead() -> None:
     """Additions and products hide behind the loads."""
-    assert () == fused_walk("triton_poi_fused_add_mul_silu_1", 4096)
+    assert () == fused_overhead("triton_poi_fused_add_mul_silu_1", 4096)
 
 
 @pytest.mark.parametrize("step", ["gpt-oss-20b prefill, inductor", "llama-3-8b decode, inductor"])

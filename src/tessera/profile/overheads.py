@@ -1,24 +1,28 @@
-"""Walks: what a launch does beside moving bytes and multiplying, counted from the launch itself.
+"""Overheads: what a launch does beside moving bytes and multiplying, counted from the launch itself.
 
 PyTorch's kernels for broadcast, strided, transposed or mixed operands are bound by the arithmetic of their
-indices, not by memory; reductions by their rows; some operators start several kernels. A walk lists such
-amounts by name (`TERMS`); `walk_model.py` says what each costs.
+indices, not by memory; reductions by their rows; some operators start several kernels. An overhead lists such
+amounts by name (`TERMS`); `overhead_model.py` says what each costs.
 
 The rules follow PyTorch's CUDA kernels: an elementwise operator on dense operands of one dtype and one order
-is vectorised and has no walk; else each element pays for its index, once a dimension that is left after
+is vectorised and has no overhead; else each element pays for its index, once a dimension that is left after
 dimensions which are contiguous in all operands are joined. Of Inductor's kernels the name says what was
 fused; a few operators make them compute rather than load. Not handled: other Triton and CUDA kernels (their
-walk is empty), operands on the host, and alignment of the first element.
+overhead is empty), operands on the host, and alignment of the first element.
+
+Geometry of tensors: what is dense, and which dimensions several tensors share.
+
+Strides count elements. A dimension of one element has no stride that matters.
 """
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 
 from tessera.ir import Launch, View
 from tessera.ir.trace import item_bytes
-from tessera.profile.strides import VECTOR_BYTES, dense, is_dense, joined_dims, starts_at_vectors
 
-Walk = tuple[tuple[str, float], ...]
+Overhead = tuple[tuple[str, float], ...]
 
 # A memory transaction.
 SECTOR_BYTES = 32
@@ -35,7 +39,7 @@ class Scope(Enum):
     ONE = "cycles, one after the other"
     FLOOR = "cycles, added to everything else"
     FACTOR = "factor of the whole time"
-    STREAM = "a model of its own"  # see `streams.py`
+    STREAM = "a model of its own"  # see `overhead_model.py`
 
 
 # Every term, and what its amount counts.
@@ -86,8 +90,10 @@ SAMPLERS = {"argmax": "argmax", "argmin": "argmax", "topk": "topk", "sort": "sor
 SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cummin_helper"})
 
 
-def walk_of(op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tuple[View, ...]) -> Walk:
-    """The walk of an ATen operator; `op` is its class, `base` its name without overload."""
+def overhead_of(
+    op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tuple[View, ...]
+) -> Overhead:
+    """The overhead of an ATen operator; `op` is its class, `base` its name without overload."""
     if not ins or not outs or outs[0].num_elements == 0:
         return ()
     terms: dict[str, float] = {}
@@ -115,7 +121,7 @@ def walk_of(op: str, base: str, launch: Launch, ins: tuple[View, ...], outs: tup
     return tuple(sorted(terms.items()))
 
 
-def attention_walk(base: str, is_few: bool, is_masked: bool) -> Walk:
+def attention_overhead(base: str, is_few: bool, is_masked: bool) -> Overhead:
     """Which library's kernel computes the attention; a few queries stream the keys through one block each."""
     kernel = next((name for name in ("efficient", "cudnn", "flash") if name in base), "")
     if kernel and is_few:
@@ -123,8 +129,8 @@ def attention_walk(base: str, is_few: bool, is_masked: bool) -> Walk:
     return ((kernel, 1.0),) if kernel else ()
 
 
-def fused_walk(name: str, num_bytes: int) -> Walk:
-    """The walk of a kernel of Inductor's, whose name lists the operators it fuses."""
+def fused_overhead(name: str, num_bytes: int) -> Overhead:
+    """The overhead of a kernel of Inductor's, whose name lists the operators it fuses."""
     words = set(name.split("_"))
     terms: dict[str, float] = {}
     if words & {"cos", "sin"}:
@@ -234,7 +240,7 @@ def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...],
 
 
 def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> None:
-    """Adds what it takes to walk these tensors together, in the order of `out`; nothing if vectorised."""
+    """Adds what it takes to index these tensors together, in the order of `out`; nothing if vectorised."""
     sizes, strides = joined_dims(views, out)
     if len(sizes) <= 1 and all(column[0] == 1 for column in strides if column):
         return
@@ -247,3 +253,57 @@ def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> Non
         if step > 1:
             share = min(SECTOR_BYTES, step * item_bytes(view.dtype)) / SECTOR_BYTES
             terms["sector"] = terms.get("sector", 0.0) + num * share
+
+
+# What one vector load reads.
+VECTOR_BYTES = 16
+
+
+def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[int]]]:
+    """Sizes and, for each tensor, strides, innermost first, after joining what is contiguous in all.
+
+    Tensors are broadcast to `out`, whose strides give the order. A joined dimension has the stride of its
+    innermost part.
+    """
+    rank = len(out.shape)
+    spread = [_broadcast(v, rank) for v in views]
+    order = sorted((i for i in range(rank) if out.shape[i] > 1), key=lambda i: (abs(out.stride[i]), -i))
+    sizes: list[int] = []
+    strides: list[list[int]] = [[] for _ in views]
+    for i in order:
+        steps = [column[i] for column in spread]
+        if sizes and all(s == col[-1] * sizes[-1] for s, col in zip(steps, strides, strict=True)):
+            sizes[-1] *= out.shape[i]
+            continue
+        sizes.append(out.shape[i])
+        for col, s in zip(strides, steps, strict=True):
+            col.append(s)
+    return sizes, strides
+
+
+def _broadcast(view: View, rank: int) -> list[int]:
+    """The strides along the last `rank` dimensions; 0 along those that the tensor lacks."""
+    steps = [0 if n == 1 else s for n, s in zip(view.shape, view.stride, strict=True)]
+    return ([0] * (rank - len(steps)) + steps)[len(steps) - rank if len(steps) > rank else 0 :]
+
+
+def is_dense(view: View) -> bool:
+    """True iff elements lie one after the other, the last dimension innermost."""
+    expected = 1
+    for n, s in zip(reversed(view.shape), reversed(view.stride), strict=True):
+        if n > 1 and s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def dense(view: View) -> View:
+    """A tensor of the same shape whose elements lie one after the other."""
+    steps = tuple(math.prod(view.shape[i + 1 :]) for i in range(len(view.shape)))
+    return View(view.buffer, view.dtype, view.shape, steps, 0)
+
+
+def starts_at_vectors(view: View) -> bool:
+    """True iff every row of a matrix begins where a vector load may."""
+    outer = [s for n, s in zip(view.shape, view.stride, strict=True) if n > 1 and s > 1]
+    return all(s * item_bytes(view.dtype) % VECTOR_BYTES == 0 for s in outer)
