@@ -124,15 +124,8 @@ def choose(
     `places` in the order in which they were opened; the next request is among those that wait. `overlap` says
     how much of it a microbatch holds already.
     """
-    idle = [place for place in places if place.is_idle]
-    found = _choose(
-        [place for place in places if not place.is_idle],
-        width,
-        can_open or bool(idle),
-        num_waiting,
-        slowdown,
-        overlap,
-    )
+    idle, busy = ([place for place in places if place.is_idle is wanted] for wanted in (True, False))
+    found = _choose(busy, width, can_open or bool(idle), num_waiting, slowdown, overlap)
     return max(idle, key=overlap) if idle and found is True else found
 
 

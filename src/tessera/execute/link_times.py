@@ -108,15 +108,7 @@ def chain(num_bytes: int) -> Trace:
     buffers = tuple(Buffer(n, kind, num_bytes) for n, kind in zip(names, kinds, strict=True))
     views = [View(n, "float32", (num_bytes // 4,), (1,)) for n in range(LAUNCHES + 1)]
     region = Region(0, num_bytes)
-    launches = tuple(
-        Launch(
-            0,
-            (views[n],),
-            (),
-            (views[n + 1],),
-            (Access(n, region, read=True), Access(n + 1, region, write=True)),
-        )
-        for n in range(LAUNCHES)
-    )
+    touched = [(Access(n, region, read=True), Access(n + 1, region, write=True)) for n in range(LAUNCHES)]
+    launches = tuple(Launch(0, (views[n],), (), (views[n + 1],), touched[n]) for n in range(LAUNCHES))
     kernel = Kernel("aten.neg.default", Origin.ATEN, "aten::neg(Tensor self) -> Tensor")
     return Trace(Step("chain", f"{num_bytes} bytes", 1, 1), (kernel,), buffers, launches, (("y", views[-1]),))

@@ -4,8 +4,7 @@ What a step does is a function `run(step, inputs, state) -> outputs` that change
 model's own code, or a trace's launches one after another. A step runs while `take` is called, one at a time
 in the order of `start`, so microbatches do not run beside one another. No device is lost.
 
-It follows one lane of a plan on one device. Where there is none (the model's own code needs no placement),
-`plan_alone` makes one: it says how many microbatches there are, and nothing else is looked at.
+It follows one lane of a plan on one device; nothing of it is looked at but how many microbatches it has.
 """
 
 import queue
@@ -23,18 +22,8 @@ from tessera.execute.memory import Memory, Storage, constant, flat_bytes, fresh,
 from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
 from tessera.ir import (
     BufferKind,
-    Cluster,
-    Costs,
-    Device,
-    DeviceKind,
-    Graph,
-    Lane,
-    Objective,
-    Placement,
     Plan,
-    Step,
     Trace,
-    WorkUnit,
 )
 
 # A step's outputs, given its inputs and the microbatch's state, which it changes.
@@ -46,7 +35,6 @@ class ReferenceStepper:
 
     run         what a step does
     make_state  the state of a microbatch that is opened without one
-    num_threads of torch in this process; None leaves it
     """
 
     def __init__(
@@ -54,11 +42,10 @@ class ReferenceStepper:
         plan: Plan,
         run: Run,
         make_state: Callable[[], Mapping[str, Any]],
-        num_threads: int | None = None,
     ) -> None:
         self.plans: tuple[Plan, ...] = (plan,)
         self.lanes = Lanes(self.plans)
-        self._run, self._make_state, self._num_threads = run, make_state, num_threads
+        self._run, self._make_state = run, make_state
         self._device = plan.cluster.names[0]
         self._states: dict[int, dict[str, Any]] = {}
         self._due: deque[StepCall] = deque()
@@ -66,8 +53,6 @@ class ReferenceStepper:
         self._busy_s = 0.0
 
     def __enter__(self) -> "ReferenceStepper":
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -159,24 +144,3 @@ class InOrder:
             is_carried = bool(buffer.constant_hex)
             found[index] = constant(buffer, self._device) if is_carried else given_storage(buffer, weights)
         return found
-
-
-def plan_alone(steps: Sequence[Step], microbatches: int, device: str = "cpu") -> Plan:
-    """One lane on one device, of steps that nobody recorded: it says what is run, not how."""
-    card = Device(device, DeviceKind.CPU, "", 0)
-    graphs = tuple(Graph(Trace(step, (), (), (), ()), (), (), ()) for step in steps)
-    costs = tuple(Costs(graph.trace.digest, (card,), ()) for graph in graphs)
-    lane = Lane(Placement(((),) * len(graphs)), 1.0)
-    return Plan(
-        unit=WorkUnit(graphs, (1,) * len(graphs)),
-        cluster=Cluster((card,), ()),
-        costs=costs,
-        objective=Objective.THROUGHPUT,
-        policy="single-device",
-        lanes=(lane,),
-        slots=microbatches,
-        throughput_per_s=1.0,
-        simulated_per_s=1.0,
-        bound_per_s=1.0,
-        latency_us=0.0,
-    )

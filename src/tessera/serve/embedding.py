@@ -113,15 +113,11 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 def _mode(folder: Path) -> str:
     settings = _read(folder / "config.json")
     named = settings.get("pooling_mode")
-    modes = (
-        [named]
-        if named
-        else [
-            name.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens")
-            for name, value in settings.items()
-            if name.startswith("pooling_mode_") and value is True
-        ]
-    )
+    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
+    words = [
+        name.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens") for name in flags
+    ]
+    modes = [named] if named else words
     if len(modes) != 1 or modes[0] not in POOLINGS:
         remedy = f"One of {', '.join(POOLINGS)} is."
         raise ArtifactError(

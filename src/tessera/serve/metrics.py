@@ -40,20 +40,14 @@ class Metrics(Observer):
         self.registry = CollectorRegistry(auto_describe=False)
 
         def made(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            labels, registry = ["model_name"], self.registry
-            return Histogram(f"tessera:{name}", text, labels, buckets=buckets, registry=registry).labels(
-                model
-            )
+            named, labels = f"tessera:{name}", ["model_name"]
+            return Histogram(named, text, labels, buckets=buckets, registry=self.registry).labels(model)
 
-        self._first_token = made(
-            "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_S
-        )
+        text = "From arrival to the first token."
+        self._first_token = made("time_to_first_token_seconds", text, FIRST_TOKEN_S)
         self._between = made("inter_token_latency_seconds", "Between two tokens of one answer.", TOKEN_S)
-        self._per_token = made(
-            "request_time_per_output_token_seconds",
-            "Mean time per token after the first, of one answer.",
-            TOKEN_S,
-        )
+        text = "Mean time per token after the first, of one answer."
+        self._per_token = made("request_time_per_output_token_seconds", text, TOKEN_S)
         self._whole = made("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_S)
         self._queue = made("request_queue_time_seconds", "Waiting for a row.", REQUEST_S)
         self._prefill = made("request_prefill_time_seconds", "From a row to the first token.", REQUEST_S)

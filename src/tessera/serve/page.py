@@ -38,9 +38,8 @@ def live_page() -> Page:
 
 def _hashes(html: str, tag: str) -> str:
     bodies = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    return " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in bodies
-    )
+    digests = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in bodies]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def state_document(snapshot: Snapshot) -> dict[str, Any]:
@@ -99,13 +98,8 @@ def _layer(plan: Plan) -> dict[str, Any]:
 
 def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
     """Of each step of a lane: how many launches every device runs."""
-    return [
-        {
-            "step": step_name(graph.trace.step),
-            "runs": runs,
-            "launches": {name: placed.count(i) for i, name in enumerate(names)},
-        }
-        for graph, runs, placed in zip(
-            plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True
-        )
-    ]
+    found = []
+    for graph, runs, placed in zip(plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True):
+        launches = {name: placed.count(i) for i, name in enumerate(names)}
+        found.append({"step": step_name(graph.trace.step), "runs": runs, "launches": launches})
+    return found

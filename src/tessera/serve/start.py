@@ -104,17 +104,8 @@ def started(
             sight=sight,
             planner=PreparedPlanner(prepared),
         )
-        endpoint = Endpoint(
-            name,
-            service,
-            text,
-            shape.max_tokens,
-            shape.vocab_size,
-            created,
-            lambda: stepper.plans,
-            eyes,
-            open_grammars(text, shape.vocab_size),
-        )
+        sizes, grammars = (shape.max_tokens, shape.vocab_size), open_grammars(text, shape.vocab_size)
+        endpoint = Endpoint(name, service, text, *sizes, created, lambda: stepper.plans, eyes, grammars)
         with service:
             app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
             with closing(app.state.reading) as reading:

@@ -24,8 +24,6 @@ from tessera.capture.models.joined import JoinedLinear
 from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
-from tessera.execute.reference import ReferenceStepper, plan_alone
-from tessera.execute.stepper import Tensors
 from tessera.ir import Step
 from tessera.kernels import PAGE
 from tessera.serve.pages import modest_bytes, pages_for
@@ -70,10 +68,6 @@ class ServedModel:
         """Its sight and its eyes; None likewise."""
         encode, sight = self.encode, self.sight
         return None if encode is None or sight is None else (sight, Eyes.of(encode))
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """The state of one microbatch before anything ran: zeros."""
-        return {name: torch.zeros_like(t) for name, t in self.workloads[-1].make_state(0).items()}
 
 
 def served(
@@ -205,20 +199,6 @@ def state_bytes(workload: Workload) -> int:
     """Of one microbatch, without making them."""
     with torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         return sum(tensor.nbytes for tensor in workload.make_state(0).values())
-
-
-def reference(model: ServedModel, num_threads: int | None = None) -> ReferenceStepper:
-    """The model's own code as a stepper: what answers of every placement are compared with."""
-    workloads = model.workloads
-    names = [(set(w.make_inputs(0)), set(w.make_state(0))) for w in workloads]
-
-    def run(step: int, inputs: Tensors, state: dict[str, Any]) -> Tensors:
-        wanted, own = names[step]
-        given = {name: tensor for name, tensor in inputs.items() if name in wanted}
-        return workloads[step].run(given, {name: state[name] for name in own})
-
-    plan = plan_alone([workload.step for workload in workloads], model.shape.slots)
-    return ReferenceStepper(plan, run, model.state, num_threads)
 
 
 def for_cpu(model: ServedModel) -> ServedModel:

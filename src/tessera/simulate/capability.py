@@ -91,13 +91,9 @@ def alone(plan: Plan, demand: Demand, truth: Truth | None = None) -> dict[str, f
     best = dict.fromkeys(METRICS, float("inf"))
     by_tokens = sorted(range(len(demand)), key=lambda n: demand.tokens[n])
     for number in {by_tokens[0], by_tokens[-1]}:
-        one = replace(
-            demand,
-            times_us=[0.0],
-            tokens=[demand.tokens[number]],
-            decodes=[demand.decodes[number]],
-            shares=[demand.shares[number]],
-        )
+        own = slice(number, number + 1)
+        tokens, decodes, shares = demand.tokens[own], demand.decodes[own], demand.shares[own]
+        one = replace(demand, times_us=[0.0], tokens=tokens, decodes=decodes, shares=shares)
         for metric, values in measured(SimulatedServer([plan], one, truth).run()).items():
             if not np.isnan(values[0]):
                 best[metric] = min(best[metric], float(values[0]))

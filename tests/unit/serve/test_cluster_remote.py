@@ -16,6 +16,7 @@ import pytest
 
 import steps_factory
 from commands import without_transformers
+from own_code import reference
 from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import remote
@@ -28,7 +29,6 @@ from tessera.serve.joining import ModelHere, keep_working
 from tessera.serve.records import Ask
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service
-from tessera.serve.steps import reference
 from tessera.serve.text import ByteText
 
 SECRET = b"a secret of more than sixteen bytes"

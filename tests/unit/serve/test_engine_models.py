@@ -12,12 +12,12 @@ import pytest
 import torch
 from benchmarks.coverage_models import MODELS
 
+from own_code import reference as own_code
 from paged_mixer import plain_model
 from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel, served
-from tessera.serve.steps import reference as own_code
 from tessera.serve.text import END, ByteText
 
 CAPACITY = 32

@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 
 import steps_factory
+from own_code import reference
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.serve.keeper import MAX_FAILURES
 from tessera.serve.records import Ask
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service
-from tessera.serve.steps import reference
 from tessera.serve.text import ByteText
 
 What = tuple[list[int], str, str]

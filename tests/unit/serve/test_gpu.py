@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cuda_stub
+from own_code import reference
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
 from steps_factory import Local, working
 from tessera.errors import TesseraError
@@ -25,7 +26,7 @@ from tessera.serve.planning import Average, Prepared, ServeSpec
 from tessera.serve.records import Ask
 from tessera.serve.service import Service
 from tessera.serve.start import ServeOptions, started
-from tessera.serve.steps import reference, served
+from tessera.serve.steps import served
 from tessera.serve.text import ByteText
 
 SIZES: dict[str, Any] = {"slots": 2, "rows": 2, "capacity": 32, "max_batch_tokens": 8}

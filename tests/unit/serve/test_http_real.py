@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from http_factory import Running, serving, wait_until  # noqa: E402
+from own_code import reference  # noqa: E402
 from sampling import examples  # noqa: E402
 from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
-from tessera.serve.steps import reference, served  # noqa: E402
+from tessera.serve.steps import served  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL = "tiny-llama"

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
+from own_code import reference
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.footprint import footprints, ready_programs
 from tessera.execute.forking import FORKSERVER
@@ -18,7 +19,7 @@ from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import Average, ServeSpec, counts_of, prepare
 from tessera.serve.replan import PreparedPlanner
-from tessera.serve.steps import reference, servable_models, served, sizes_of, state_bytes
+from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
 
 
 def emulated(names: str = factory.DEVICES) -> Cluster:

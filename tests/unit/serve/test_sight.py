@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("transformers")
 
+from own_code import reference
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
 from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, Shape
 from tessera.serve.service import Service
 from tessera.serve.sight import GRID, rotary
-from tessera.serve.steps import ServedModel, reference, served
+from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import ByteText
 
 GREEDY = Sampling(temperature=0.0)

@@ -51,24 +51,14 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
     notes = _prompt_logprobs(draft, prompts)
-    asks = tuple(
-        Ask(
-            prompt,
-            most if notes is None else max(1, most),
-            sampling,
-            draft.stop,
-            draft.stop_tokens,
-            draft.ignores_end,
-            draft.min_tokens,
-            client,
-            pictures,
-            grammar,
-            None if choice else notes,
-        )
+    most = most if notes is None else max(1, most)
+    ends = (draft.stop, draft.stop_tokens, draft.ignores_end, draft.min_tokens)
+    asks = [
+        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes)
         for prompt in prompts
         for choice, sampling in enumerate(samplings)
-    )
-    return AskBatch(asks, draft)
+    ]
+    return AskBatch(tuple(asks), draft)
 
 
 async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:

@@ -51,9 +51,7 @@ SAMPLED = (
     "top_p",
     "min_p",
     "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+    *(f"{x}_penalty" for x in ("presence", "frequency", "repetition")),
 )
 
 
@@ -126,17 +124,8 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
     most = request.max_completion_tokens or request.max_tokens
     grammar, place = _form(request, tools)
     names = tuple(tool.function.name for tool in tools)
-    return _draft(
-        request,
-        (prompt,),
-        most,
-        logprobs,
-        urls=tuple(urls),
-        grammar=grammar,
-        place=place,
-        tools=names,
-        is_forced=request.is_forced,
-    )
+    more = {"urls": tuple(urls), "tools": names, "is_forced": request.is_forced}
+    return _draft(request, (prompt,), most, logprobs, grammar=grammar, place=place, **more)
 
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
@@ -152,15 +141,8 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
         if request.echo and len(tokens) <= card.capacity:
             echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
     grammar, place = _form(request, ())
-    return _draft(
-        request,
-        tuple(prompts),
-        request.max_tokens,
-        request.logprobs,
-        echoes=tuple(echoes),
-        grammar=grammar,
-        place=place,
-    )
+    most, logprobs, more = request.max_tokens, request.logprobs, {"grammar": grammar, "place": place}
+    return _draft(request, tuple(prompts), most, logprobs, echoes=tuple(echoes), **more)
 
 
 def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
