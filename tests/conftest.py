@@ -3,18 +3,36 @@
 import gc
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 import sampling
 
-# As many processes run as there are cores. Threads of torch besides wait for one another, and burn a third of
-# all time doing so. Before torch is imported, and for the processes that tests start.
+# There are as many processes as cores, or more. Threads of torch besides wait for one another, and burn a
+# third of all time doing so. Before torch is imported, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is compiled once is kept, whatever the surroundings say: hundreds of processes would do it again.
+sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = False, ""
 
 # Real processes, sockets and clocks: another process of the machine can make one late. Such a test is tried
 # once more, and the summary shows that it was.
 TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measured", "cli/")
+
+
+# Here plans are used; how good they are is asked elsewhere.
+PLANNED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fewer mixes are looked at where plans are not judged."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
+            patch.setattr("tessera.plan.search.local.MOST", 8)
+            patch.setattr("tessera.plan.search.local.DEPTHS", (1.1, 1.35))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,5 +77,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on there is garbage."""
+    """From here on there is garbage; what is there by now stays, and is not looked through again."""
+    gc.freeze()
     gc.enable()

@@ -63,11 +63,11 @@ def test_run_verifies_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_state_larger_than_a_pipe_does_not_stall_a_run(tmp_path: Path) -> None:
     """Megabytes of state travel both ways at once, with several requests in flight."""
     trace, plan = str(tmp_path / "x.trace"), str(tmp_path / "x.plan")
-    assert 0 == _main(["capture", "tiny-llama", "--batch", "8", "--context", "512", "-o", trace])
+    assert 0 == _main(["capture", "tiny-llama", "--batch", "4", "--context", "512", "-o", trace])
     divide = ["--devices", "emu:a100,emu:l40s", "--policy", "data-parallel"]
     assert 0 == _main(["plan", trace, *divide, "-o", plan])
     with within_s(180):
-        assert 0 == _main(["run", plan, "--verify", "--requests", "6"])
+        assert 0 == _main(["run", plan, "--verify", "--requests", "4"])
 
 
 def test_capture_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

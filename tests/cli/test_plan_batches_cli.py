@@ -1,5 +1,7 @@
 """tessera plan --batch-choices with lanes of unlike batches, then simulate, run and report."""
 
+import contextlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from commands import call
 from tessera.capture import build as build_workload
 from tessera.capture import record
+from tessera.cli import _main
 from tessera.flow import make_unit, price
 from tessera.ir import Cluster, Plan, Step, Trace, load, save
 from tessera.plan.problem import build
@@ -43,28 +46,21 @@ def _needed(trace: Trace, cluster: Cluster) -> int:
     return int(weights[0] + 2.2 * slot[0])
 
 
-def planned(folder: Path, *words: object, capsys: pytest.CaptureFixture[str]) -> str:
+def planned(folder: Path, word: str) -> str:
     """What `tessera plan` prints about data-parallel with batches to choose from."""
     files = [folder / f"{batch}.trace" for batch in BATCHES]
     costs = [word for batch in BATCHES for word in ("--costs", folder / f"{batch}.costs")]
-    options = (
-        "--batch-choices",
-        "--policy",
-        "data-parallel",
-        "--microbatches",
-        SLOTS,
-        "-o",
-        folder / "x.plan",
-    )
-    code, out, err = call("plan", *files, *costs, *options, *words, capsys=capsys)
-    assert 0 == code, err
-    return out
+    options = ("--batch-choices", "--policy", "data-parallel", "--microbatches", SLOTS)
+    words = ("plan", *files, *costs, *options, "-o", folder / "x.plan", word)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert 0 == _main([str(x) for x in words])
+    return out.getvalue()
 
 
-@pytest.fixture
-def document(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def document(folder: Path) -> dict[str, Any]:
     """The JSON document of the plan."""
-    found: dict[str, Any] = json.loads(planned(folder, "--json", capsys=capsys))
+    found: dict[str, Any] = json.loads(planned(folder, "--json"))
     return found
 
 
@@ -82,9 +78,9 @@ def test_document_shows_every_lane_s_batch(folder: Path, document: dict[str, Any
     assert set(BATCHES) == {plan.batch_of(lane) for lane in plan.lanes}
 
 
-def test_tables_name_the_batches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_name_the_batches(folder: Path) -> None:
     """With the gain over one batch, and with --explain the rest."""
-    flat = " ".join(planned(folder, "--explain", capsys=capsys).split())
+    flat = " ".join(planned(folder, "--explain").split())
 
     for part in ("Lanes (modelled)", "batch 2 alone:", "batch 8 alone:", "the best single batch", "Memory"):
         assert part in flat

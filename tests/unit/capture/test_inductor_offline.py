@@ -202,6 +202,7 @@ def test_memory_written_behind_a_block_is_made_in_the_same_region() -> None:
     assert [True] == [torch.ops.aten.add_.Tensor in targets for targets in made]
 
 
+@pytest.mark.slow  # by default a step of tokens is proved, below
 def test_the_tiny_llama_is_proved_and_has_fewer_launches_than_eager() -> None:
     """A decode layer is a handful of fused kernels, its matrix products and one attention call."""
     made = record_inductor_offline(build(Step("tiny-llama", "decode", 2, 16)), triton_accesses)

@@ -8,6 +8,7 @@ import pytest
 import families
 from factories import make_cluster, make_plan
 from models import random_placement
+from sampling import one_of_each
 from tessera.cli.run import is_equal
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
@@ -53,8 +54,10 @@ def plan(model: str) -> Plan:
     return make_plan([g.trace for g in found.graphs], [placements], found.counts, make_cluster(2))
 
 
-@pytest.mark.parametrize("model", UNITS)
-@pytest.mark.parametrize("transport", ["shm", "host"])
+CASES = one_of_each([(model, transport) for model in UNITS for transport in ("shm", "host")], lambda x: x[0])
+
+
+@pytest.mark.parametrize(("model", "transport"), CASES)
 def test_a_divided_family_gives_the_reference_bits(model: str, transport: str) -> None:
     """Through shared memory or sockets, not a bit changes."""
     weights = requests(model)[0].workloads[0].weights()

@@ -257,11 +257,11 @@ def test_costs_belong_to_their_trace() -> None:
     assert (trace.digest, PAIR) == (costs.trace_digest, costs.devices)
 
 
-def test_thirty_thousand_launches_take_seconds() -> None:
+def test_ten_thousand_launches_take_a_second() -> None:
     """A full-size step is priced while one waits."""
     make = TraceMaker()
     x, w, y = make.tensor((8, 64)), make.tensor((64, 64)), make.tensor((8, 64))
-    for _ in range(10_000):
+    for _ in range(3_300):
         make.launch("aten.mm.default", (x, w), y)
         make.launch("aten.add.Tensor", (x, y), y)
         make.launch("aten._softmax.default", (x, 1, False), y)
@@ -270,5 +270,5 @@ def test_thirty_thousand_launches_take_seconds() -> None:
     start = time.process_time()
     costs = modelled(trace, PAIR)
 
-    assert 30_000 == len(costs.costs)
-    assert time.process_time() - start < 3
+    assert 9_900 == len(costs.costs)
+    assert time.process_time() - start < 1

@@ -89,7 +89,7 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     """Answers that are put aside and go on, from prompts that begin alike: Hugging Face's tokens."""
     rng = random.Random(4)
     begin = tuple(rng.randrange(256) for _ in range(20))
-    lengths = (0, 1, 3, 5, 7, 2)
+    lengths = (0, 1, 7, 2)
     prompts = [begin + tuple(rng.randrange(256) for _ in range(length)) for length in lengths]
     asks = [Ask(prompt, 24, GREEDY, ignores_end=True) for prompt in prompts]
     few = served(model.model, slots=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 6)

@@ -173,12 +173,12 @@ def test_times_of_emulated_devices_say_nothing() -> None:
 
 
 def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
-    """A device that both use is twenty times as slow: they leave it; where nothing changed they stay."""
+    """A plan leaves a device that becomes twenty times as slow, and stays as it is where nothing changed."""
     made = steps_factory.prepared()
     planner = PreparedPlanner(made)
     kernels = {k.name for graph in made.unit.graphs for k in graph.trace.kernels}
     placed = [device for step in made.plans[1].lanes[0].placement.devices for device in step]
-    used = max(set(placed), key=placed.count)  # by the plan for latency, most
+    used = max(set(placed), key=placed.count)
     slow = Factors({(made.cluster.names[used], kernel): 20.0 for kernel in kernels})
     same = planner.corrected(made.plans, Factors({}))
     new = planner.corrected(made.plans, slow)
@@ -187,5 +187,5 @@ def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
     assert [plan.policy for plan in made.plans] == [plan.policy for plan in new]
     # Compared by hand: the records are too large to be shown.
     assert [True, True] == [a.lanes == b.lanes for a, b in zip(made.plans, same, strict=True)]
-    assert [False, False] == [a.lanes == b.lanes for a, b in zip(made.plans, new, strict=True)]
+    assert (made.plans[1].lanes == new[1].lanes) is False
     assert 20.0 == pytest.approx(ratio)
