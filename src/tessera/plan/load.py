@@ -280,7 +280,12 @@ class _Search:
             raise self._too_slow()
         chosen, make = max(everything, key=lambda x: x[0].tokens_per_s)
         baselines = tuple(o for o, _ in best.values())
-        return LoadPlan(against(make(), baselines, self.target), chosen, baselines, tuple(self.options))
+        rates = {o.policy: o.tokens_per_s for o in baselines} | {"plan": chosen.tokens_per_s}
+        # A quick look may promise more than what was simulated in full: that is not shown.
+        options = tuple(
+            o for o in self.options if o.tokens_per_s <= rates.get(o.policy, 0) or not o.keeps(self.target)
+        )
+        return LoadPlan(against(make(), baselines, self.target), chosen, baselines, options)
 
     def _too_slow(self) -> PlanInfeasible:
         fastest = min(self.options, key=lambda o: o.tpot_ms)
@@ -321,37 +326,40 @@ class _Search:
         }
 
     def _coarse(self, name: str) -> list[tuple[Option, Callable[[], ir.Plan]]]:
-        """A coarse policy at the points where it could be best, by simulation; at the others a quick one."""
+        """A coarse policy by a quick simulation where it could show, and by a full one where that is best."""
         hopes = [
             (self._hope(point, mix), point, mix)
             for point in self.points.values()
             for mix in point.task.coarse[name] or ()
         ]
         hopes = [x for x in hopes if self._may_keep(x[1], x[2])]
+        # Tokens per second by a quick look, or what a point may have that is left out for its neighbours.
+        looks: list[tuple[float, float, _Point, Mix]] = []
+        for hope, point, mix in sorted(hopes, key=lambda x: -x[0]):
+            quick = point.judge.quick_rate
+            assert quick is not None, "a load is judged by simulation"
+            if self._is_beaten(name, point, mix, CURVE_STEP):
+                looks.append((hope / (1 + CURVE_STEP), hope, point, mix))
+            elif (rate := quick(mix)) > 0:
+                option = self._option(name, point, mix, rate)
+                if self._is_near(option):
+                    looks.append((option.tokens_per_s, hope, point, mix))
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
-        simulated: set[int] = set()
         best = 0.0
         # Microbatches in flight -> the least batch that was too slow: larger ones are too.
         slow: dict[int, int] = {}
-        for hope, point, mix in sorted(hopes, key=lambda x: -x[0]):
-            if len(found) == MAX_SIMULATED or hope <= best:
+        for _, hope, point, mix in sorted(looks, key=lambda x: -x[0]):
+            if len(found) == MAX_SIMULATED:
                 break
             batch, slots = point.variant.batch, point.task.slots
-            if batch >= slow.get(slots, batch + 1):
+            if hope <= best or batch >= slow.get(slots, batch + 1):
                 continue
             option = self._simulated(name, point, mix)
-            simulated.add(id(mix))
             if not option.keeps(self.target):
                 slow[slots] = batch
                 continue
             best = max(best, option.tokens_per_s)
             found.append((option, _planner(self._plan, point, mix, name)))
-        for _, point, mix in hopes:
-            quick = point.judge.quick_rate
-            if id(mix) in simulated or quick is None:
-                continue
-            if not self._is_beaten(name, point, mix, CURVE_STEP) and (rate := quick(mix)) > 0:
-                self._option(name, point, mix, rate)
         return found
 
     # The plan.

@@ -104,6 +104,40 @@ def test_less_time_per_token_means_smaller_batches() -> None:
     assert bound.chosen.tokens_per_s < free.chosen.tokens_per_s
 
 
+def test_no_policy_is_better_on_the_curve_than_where_it_is_compared() -> None:
+    """Within the limits; the plan neither."""
+    for found, limit_ms in ((planned(), float("inf")), (planned(tpot_ms=1.0), 1.0)):
+        best = {o.policy: o.tokens_per_s for o in found.baselines} | {"plan": found.chosen.tokens_per_s}
+
+        assert all(o.tokens_per_s <= best[o.policy] for o in found.frontier if o.tpot_ms <= limit_ms)
+
+
+def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large batches hope for more, here for what they do not get."""
+    monkeypatch.setattr("tessera.plan.load.MAX_SIMULATED", 1)
+    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[8000 * MB, 8000 * MB])
+    made = SteadyRates()
+
+    def simulate(plan: ir.Plan) -> float:
+        return made(plan) * (0.1 if plan.batch > 16 else 1.0)
+
+    found = plan_load(
+        lambda b: request_at(b, b, cluster),
+        cluster,
+        Target(8),
+        lambda: (simulate, simulate),
+        (4, 16, 32),
+        2,
+        near=(),
+    )
+
+    coarse = [o for o in found.baselines if o.policy not in ("single", "data-parallel")]
+    assert coarse
+    assert all(max(o.batch.values()) <= 16 for o in coarse)
+
+
 @cache
 def planned_requests(is_free: bool) -> LoadPlan:
     """Sixteen requests of prompts and answers together; prefilled in parts, or whole."""
