@@ -253,10 +253,9 @@ class CudaTimer:
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as gone:
-            raise DeviceGone(
-                f"{self._device} stopped answering: {first_line(error)}",
-                "What was measured before is kept; run the same command again to go on.",
-            ) from gone
+            message = f"{self._device} stopped answering: {first_line(error)}"
+            remedy = "What was measured before is kept; run the same command again to go on."
+            raise DeviceGone(message, remedy) from gone
 
 
 def _put_back(saved: Sequence[tuple[Storage, Storage]]) -> None:

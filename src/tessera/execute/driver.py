@@ -181,30 +181,20 @@ class MemOp:
 
 def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
     """On a stream, one after the other: writes, and waits until a word has its value."""
-    kinds = {
-        (True, False): _WAIT_32,
-        (False, False): _WRITE_32,
-        (True, True): _WAIT_64,
-        (False, True): _WRITE_64,
-    }
-    listed = (_MemOp * len(ops))(
-        *(
-            _MemOp(kinds[x.is_wait, x.is_long], x.address, x.value, _EQUAL if x.is_wait else 0, 0, 0)
-            for x in ops
+    found = []
+    for x in ops:
+        wait, write = (_WAIT_64, _WRITE_64) if x.is_long else (_WAIT_32, _WRITE_32)
+        found.append(
+            _MemOp(wait if x.is_wait else write, x.address, x.value, _EQUAL if x.is_wait else 0, 0, 0)
         )
-    )
+    listed = (_MemOp * len(ops))(*found)
     ask("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(ops)), listed, ctypes.c_uint(0))
 
 
 def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
     """On a stream: bytes from one address to another, of this GPU, another one or pinned memory."""
-    ask(
-        "cuMemcpyAsync",
-        ctypes.c_uint64(target),
-        ctypes.c_uint64(source),
-        ctypes.c_size_t(num_bytes),
-        ctypes.c_void_p(stream),
-    )
+    ends = (ctypes.c_uint64(target), ctypes.c_uint64(source))
+    ask("cuMemcpyAsync", *ends, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
 
 
 class IpcMemory:
@@ -232,12 +222,8 @@ def open_shared(ordinal: int, handle: bytes) -> int:
     pointer = ctypes.c_uint64()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()
-        ask(
-            "cuIpcOpenMemHandle_v2",
-            ctypes.byref(pointer),
-            _IpcHandle.from_buffer_copy(handle),
-            ctypes.c_uint(_PEER_ACCESS),
-        )
+        given, flags = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint(_PEER_ACCESS)
+        ask("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, flags)
     return pointer.value
 
 

@@ -252,11 +252,8 @@ def check_secret(host: str, secret: bytes | None) -> bytes:
     except OSError as error:
         raise TesseraError(f"cannot find the host {host}: {error.strerror}", place="--rendezvous") from error
     if not is_local:
-        raise TesseraError(
-            f"{host} can be called by other machines",
-            "Give all processes the same --secret-file.",
-            "--rendezvous",
-        )
+        message = f"{host} can be called by other machines"
+        raise TesseraError(message, "Give all processes the same --secret-file.", "--rendezvous")
     return LOOPBACK_SECRET
 
 

@@ -155,7 +155,6 @@ class PtxKernel:
 
     def _ask(self, status: int, what: str) -> None:
         if status:
-            raise WorkerError(
-                f"the CUDA driver could not {what} kernel {self._name} (error {status})",
-                "Capture it on this machine, or update the driver if the PTX is newer than it knows.",
-            )
+            message = f"the CUDA driver could not {what} kernel {self._name} (error {status})"
+            remedy = "Capture it on this machine, or update the driver if the PTX is newer than it knows."
+            raise WorkerError(message, remedy)

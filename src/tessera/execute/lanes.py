@@ -123,7 +123,6 @@ def check_alike(plans: Sequence[Plan]) -> None:
         same = [g.trace.digest for g in plan.graphs] == [g.trace.digest for g in first.graphs]
         same &= len(plan.variants) == len(first.variants)
         if not same or plan.cluster != first.cluster or plan.unit.counts != first.unit.counts:
-            raise MismatchError(
-                f"the {plan.policy} plan is for other steps or devices than the {first.policy} plan",
-                "Plan all policies from the same traces, for the same devices and link.",
-            )
+            message = f"the {plan.policy} plan is for other steps or devices than the {first.policy} plan"
+            remedy = "Plan all policies from the same traces, for the same devices and link."
+            raise MismatchError(message, remedy)

@@ -62,16 +62,10 @@ def _lower_step(plan: Plan, lane: int, step: int) -> Program:
     num_devices = len(plan.cluster.devices)
     transfers = _transfers(graph, place)
     lists = _instructions(graph, place, transfers, num_devices)
-    return Program(
-        lane,
-        plan.first_step(chosen) + step,
-        unit.counts[step],
-        tuple(tuple(column) for column in lists),
-        transfers,
-        _weights(graph.trace, place, num_devices),
-        homes_of(graph, place),
-        outputs_of(graph, place),
-    )
+    weights, columns = _weights(graph.trace, place, num_devices), tuple(tuple(column) for column in lists)
+    ends = (homes_of(graph, place), outputs_of(graph, place))
+    number, count = plan.first_step(chosen) + step, unit.counts[step]
+    return Program(lane, number, count, columns, transfers, weights, *ends)
 
 
 def _transfers(graph: Graph, place: tuple[int, ...]) -> tuple[Transfer, ...]:

@@ -80,10 +80,8 @@ def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> Storage:
         raise WorkerError(f"{buffer.kind} '{buffer.name}' was not given", "Pass every one of the trace.")
     storage = given[buffer.name].detach().untyped_storage()
     if storage.nbytes() != buffer.size_bytes:
-        raise WorkerError(
-            f"{buffer.kind} '{buffer.name}' has {storage.nbytes()} bytes, the trace {buffer.size_bytes}",
-            "Give tensors of the shapes that were captured.",
-        )
+        message = f"{buffer.kind} '{buffer.name}' has {storage.nbytes()} bytes, the trace {buffer.size_bytes}"
+        raise WorkerError(message, "Give tensors of the shapes that were captured.")
     return storage
 
 

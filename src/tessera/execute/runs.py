@@ -192,10 +192,8 @@ class Runs:
         index = steps[step]
         moves = set(range(len(self.programs[opened.lane.number]))) - set(steps.values())
         if any(index < move <= opened.at for move in moves):
-            raise MismatchError(
-                f"state moves between the steps of lane {opened.lane.index}, which cannot go back",
-                "Plan the steps together as one served unit.",
-            )
+            message = f"state moves between the steps of lane {opened.lane.index}, which cannot go back"
+            raise MismatchError(message, "Plan the steps together as one served unit.")
         first = opened.at + 1 if opened.at >= 0 else index
         return [*(i for i in range(first, index) if i in moves), index]
 
@@ -214,18 +212,10 @@ class Runs:
         self.running[self._num_runs] = Running(opened, step, program, set(devices), self._due_s())
         skips = call.skips if is_step else ()
         for device in devices:
-            state = fresh.get(device, {})
-            order = Begin(
-                self._num_runs,
-                opened.number,
-                opened.lane.number,
-                index,
-                {name: packed for name, packed in inputs.items() if name in wanted[device]},
-                state,
-                wants_state,
-                self.spans is not None,
-                skips,
-            )
+            place = (self._num_runs, opened.number, opened.lane.number, index)
+            given = {name: packed for name, packed in inputs.items() if name in wanted[device]}
+            wants = (wants_state, self.spans is not None)
+            order = Begin(*place, given, fresh.get(device, {}), *wants, skips)
             self._order(opened.number, device, order)
 
     def _order(self, microbatch: int, device: int, order: Message) -> None:

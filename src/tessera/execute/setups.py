@@ -92,24 +92,14 @@ def make_setups(
     traces = tuple(g.trace for g in plan.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
     own = {name: _shared(tensor) for name, tensor in weights.items() if name in names}
-    return [
-        Setup(
-            device,
-            plan.cluster,
-            traces,
-            tuple(map(tuple, programs)),
-            microbatches,
-            num_threads,
-            transport,
-            epochs=(0,) * len(plan.cluster.devices),
-            scale=scale,
-            is_profiled=is_profiled,
-            us=tuple(tuple(row[device].us for row in costs.costs) for costs in plan.prices),
-            weights=own,
-            interpret=interpreter(plan.cluster.devices[device], traces),
-        )
-        for device in range(len(plan.cluster.devices))
-    ]
+    lanes, devices = tuple(map(tuple, programs)), plan.cluster.devices
+    first = Setup(0, plan.cluster, traces, lanes, microbatches, num_threads, transport, weights=own)
+    first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
+    found = []
+    for number, device in enumerate(devices):
+        us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
+        found.append(replace(first, device=number, us=us, interpret=interpreter(device, traces)))
+    return found
 
 
 def interprets(device: Device, traces: Sequence[Trace]) -> bool:

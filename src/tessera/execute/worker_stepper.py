@@ -94,9 +94,8 @@ class WorkerStepper:
         self._names = self._plan.cluster.names
         self._timeout_s = timeout_s
         chosen = resolve(transport, self._plan.cluster.devices, is_local=hub is None)
-        setups = make_setups(
-            self._plan, lanes, weights, self.microbatches, num_threads, chosen, scale, is_profiled
-        )
+        sizes = (self.microbatches, num_threads, chosen, scale, is_profiled)
+        setups = make_setups(self._plan, lanes, weights, *sizes)
         self.hub = hub(setups) if hub is not None else Hub(self._names, setups, method)
         self.hub.max_failures = max_failures
         self.runs = Runs(self._plan, self.hub, timeout_s)
@@ -306,31 +305,22 @@ class WorkerStepper:
             verdict = judge(running.program, inquiry.run, running.missing, inquiry.told)
             what = f"its work was not done within {self._timeout_s:g} s"
             if verdict.source is not None:
-                self._cut(
-                    verdict.device,
-                    verdict.source,
-                    f"what was sent has not arrived within {self._timeout_s:g} s",
-                )
+                what = f"what was sent has not arrived within {self._timeout_s:g} s"
+                self._cut(verdict.device, verdict.source, what)
             else:
                 self._lose(verdict.device, what, is_certain=verdict.is_certain)
 
     def _cut(self, device: int, peer: int, why: str) -> None:
         """Opens a link again; the runs that use it are over, since nobody knows what was lost with it."""
         pair = _pair(device, peer)
-        hit = [
-            running.microbatch.number
-            for running in self.runs.running.values()
-            if any(_pair(t.src, t.dst) == pair for t in running.program.transfers)
-        ]
+        going = self.runs.running
+        uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
+        hit = [running.microbatch.number for running in uses]
         self.hub.relink(device, peer)
         if not hit:
             return
         self._cuts[pair] += 1
-        over = [
-            (run, running.missing)
-            for run, running in self.runs.running.items()
-            if running.microbatch.number in hit
-        ]
+        over = [(run, running.missing) for run, running in going.items() if running.microbatch.number in hit]
         self._stale[pair] = {(run, at) for run, missing in over for at in missing if at in pair}
         self.runs.end(hit, set())
         one, two = self._names[device], self._names[peer]

@@ -51,7 +51,6 @@ class Engine(Watcher[ActiveRequest]):
         end: tuple[int, ...],
         max_waiting: int = MAX_WAITING,
         observer: Observer | None = None,
-        *,
         sight: Sight | None = None,
         prefix_caching: bool = True,
         planner: Planner | None = None,

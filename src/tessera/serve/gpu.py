@@ -65,11 +65,8 @@ def check_gpus(cluster: Cluster) -> None:
     """Raises unless all devices are GPUs of this machine that keep one clock."""
     here = [d.name for d in cluster.devices if d.kind is DeviceKind.CUDA and d.ordinal != AWAY]
     if len(here) < len(cluster.devices):
-        raise TesseraError(
-            f"{', '.join(here)} cannot serve beside other devices",
-            "Name GPUs of this machine only, or none of them.",
-            PLACE,
-        )
+        message = f"{', '.join(here)} cannot serve beside other devices"
+        raise TesseraError(message, "Name GPUs of this machine only, or none of them.", PLACE)
     dilated = [d.name for d in cluster.devices if d.is_stretched]
     if dilated and len(dilated) < len(cluster.devices):
         remedy = "Dilate all devices or none."

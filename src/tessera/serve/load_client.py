@@ -215,16 +215,10 @@ def read_stream(reply: Reply, start_s: float, end_s: float) -> Generation:
         raise LoadError("answer", "the answer ended with the finish reason 'error'")
     # An answer without any text has its first token when it is over.
     times_s = times_s or [end_s]
-    return Generation(
-        "".join(texts),
-        reason,
-        usage.get("prompt_tokens"),
-        usage.get("completion_tokens"),
-        (end_s if reply.first_s is None else reply.first_s) - start_s,
-        times_s[0] - start_s,
-        end_s - start_s,
-        tuple(b - a for a, b in pairwise(times_s)),
-    )
+    counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
+    first_s = end_s if reply.first_s is None else reply.first_s
+    ends_s = (first_s - start_s, times_s[0] - start_s, end_s - start_s)
+    return Generation("".join(texts), reason, *counts, *ends_s, tuple(b - a for a, b in pairwise(times_s)))
 
 
 def _event(data: bytes) -> dict[str, Any]:

@@ -52,11 +52,8 @@ def joined(address: str) -> Iterator[str]:
     """Is part of a Ray cluster meanwhile; yields this machine's address as the nodes know it."""
     ray = ray_module()
     if address.startswith("ray://"):
-        raise TesseraError(
-            "a Ray client is no part of the cluster, and workers could not call it",
-            "Run this command on a node of the cluster, with --ray auto.",
-            "--ray",
-        )
+        message = "a Ray client is no part of the cluster, and workers could not call it"
+        raise TesseraError(message, "Run this command on a node of the cluster, with --ray auto.", "--ray")
     was_there = ray.is_initialized()
     if not was_there:
         options = {"include_dashboard": False} if address == LOCAL else {}
@@ -123,11 +120,8 @@ def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
     for name, count in wanted.items():
         has = sum(node.get(name, 0.0) for node in there)
         if has < count:
-            raise TesseraError(
-                f"{len(devices)} workers need {count} {name}; the Ray cluster has {has:g}",
-                "Add nodes, or use fewer devices.",
-                "--ray",
-            )
+            message = f"{len(devices)} workers need {count} {name}; the Ray cluster has {has:g}"
+            raise TesseraError(message, "Add nodes, or use fewer devices.", "--ray")
 
 
 @contextlib.contextmanager

@@ -78,17 +78,8 @@ class Service:
         policies = self._policies()
         if policy not in (AUTO, *policies):
             raise UnknownName("policy", policy, (AUTO, *policies))
-        self._engine = Engine(
-            stepper,
-            shape,
-            text.end,
-            max_waiting,
-            observer,
-            sight=sight,
-            prefix_caching=prefix_caching,
-            planner=planner,
-            note=self._note,
-        )
+        more = (sight, prefix_caching)
+        self._engine = Engine(stepper, shape, text.end, max_waiting, observer, *more, planner, self._note)
         self._begun_s = time.monotonic()
         self._decisions = Decisions()
         # Made in the background, not in force yet.
@@ -252,11 +243,10 @@ class Service:
         busy, memory = meters.busy(), {d.name: d.memory_bytes for d in self._stepper.plans[0].cluster.devices}
         found = []
         for name in dict.fromkeys((*memory, *busy, *sorted(lost))):
-            status = meters.status.get(name, DeviceStatus("lost" if name in lost else "ready"))
-            use = (busy.get(name, 0.0), memory.get(name, 0), name in lost)
-            found.append(
-                DeviceView(name, *use, status.pid, status.state, status.restarts, meters.losses[name])
-            )
+            is_lost = name in lost
+            now = meters.status.get(name, DeviceStatus("lost" if is_lost else "ready"))
+            worker = (now.pid, now.state, now.restarts, meters.losses[name])
+            found.append(DeviceView(name, busy.get(name, 0.0), memory.get(name, 0), is_lost, *worker))
         return tuple(found)
 
     def _bytes_per_s(self) -> dict[tuple[str, str], float]:

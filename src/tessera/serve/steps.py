@@ -227,11 +227,9 @@ def weight_bytes(place: str) -> int:
 
 def _check_bytes(model: str, size: int, most: int) -> None:
     if size > most:
-        raise TesseraError(
-            f"{model} has {size / 1e9:.1f} GB of weights; these devices compute on this machine's CPU",
-            "Serve the tiny model of the same family, or name GPUs of this machine: --devices cuda:0.",
-            "--devices",
-        )
+        message = f"{model} has {size / 1e9:.1f} GB of weights; these devices compute on this machine's CPU"
+        remedy = "Serve the tiny model of the same family, or name GPUs of this machine: --devices cuda:0."
+        raise TesseraError(message, remedy, "--devices")
 
 
 def _sees(config: object, model: str) -> bool:

@@ -175,10 +175,8 @@ class _Issue:
         named |= {access.buffer for access in trace.launches[launch].accesses}
         state = sorted(named.intersection(trace.buffers_of(BufferKind.STATE)))
         for buffer in state:
-            zeros = torch.zeros(
-                trace.buffers[buffer].size_bytes, dtype=torch.uint8, device=self._share._device.card
-            )
-            self._memory.put(buffer, zeros.untyped_storage())
+            size, card = trace.buffers[buffer].size_bytes, self._share._device.card
+            self._memory.put(buffer, torch.zeros(size, dtype=torch.uint8, device=card).untyped_storage())
         return state
 
     def _enter(self, launch: int) -> None:
@@ -227,22 +225,16 @@ class _Issue:
         link.wait_event(_mark(self._compute))
         with torch.cuda.stream(link):
             hold, wire = self._pace.transfers.get(number), self._wires.get(transfer.dst)
-            record = (
-                self._share.records[len(self._share.trace.launches) + number] if hold is not None else None
-            )
+            first = len(self._share.trace.launches)
+            record = self._share.records[first + number] if hold is not None else None
             if wire is not None:
                 if due is not None:
                     wire.arrive(due, 0)
                 if hold is not None and record is not None:
                     wire.enter(record, hold)
                 wire.settle()
-            parcel = Parcel(
-                source.data_ptr() + transfer.start,
-                transfer.start,
-                transfer.num_bytes,
-                transfer.dst,
-                0 if record is None else record.data_ptr(),
-            )
+            place, told = source.data_ptr() + transfer.start, 0 if record is None else record.data_ptr()
+            parcel = Parcel(place, transfer.start, transfer.num_bytes, transfer.dst, told)
             self._transport().put(self._spot(number), parcel, _handle(link))
         self._leaving[number] = _mark(link)
         self._kept.append(source)

@@ -148,22 +148,11 @@ class DeviceGraphs:
 
     def _capture(self, room: MicrobatchRoom, number: int) -> ShareGraph:
         program = self._programs[number]
-        trace = self.traces[program.step]
+        step, flags = program.step, (self._is_short(program.step), number in self._rehearsed)
         if self.transport is not None:
             self.transport.meet(number)
-        made = ShareGraph(
-            program,
-            number,
-            trace,
-            self.device,
-            room,
-            self._base(room, program),
-            self._launchers[program.step],
-            self._clockwork,
-            self.transport,
-            self._is_short(program.step),
-            number in self._rehearsed,
-        )
+        place = (self.device, room, self._base(room, program), self._launchers[step])
+        made = ShareGraph(program, number, self.traces[step], *place, self._clockwork, self.transport, *flags)
         self._rehearsed.add(number)
         return made
 
@@ -270,10 +259,8 @@ def refuse_generators(trace: Trace) -> None:
     """Random numbers are not run on GPUs: their generator's state would have to live in the graph."""
     drawn = [b.name for b in trace.buffers if b.is_generator]
     if drawn:
-        raise WorkerError(
-            f"the {trace.step.kind} step draws random numbers ({', '.join(drawn)})",
-            "Draw them outside of the step and pass them in as an input.",
-        )
+        message = f"the {trace.step.kind} step draws random numbers ({', '.join(drawn)})"
+        raise WorkerError(message, "Draw them outside of the step and pass them in as an input.")
 
 
 def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:

@@ -13,7 +13,7 @@ than that is not in these numbers. All of it is done in one process.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -149,13 +149,8 @@ def measure(
     """Costs of every step, and the times behind them: times[device][step]. Devices must not be dilated."""
     devices = range(len(cluster.devices))
     alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
-    times = [
-        [
-            replace(reconcile(whole[d][step], samples[d][step]), alone_us=alone[d][step])
-            for step in range(len(unit.graphs))
-        ]
-        for d in devices
-    ]
+    steps = range(len(unit.graphs))
+    times = [[reconcile(whole[d][step], samples[d][step], alone[d][step]) for step in steps] for d in devices]
     costs = tuple(
         _costs(graph.trace.digest, cluster, [device_times[step] for device_times in times])
         for step, graph in enumerate(unit.graphs)
@@ -176,7 +171,7 @@ def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | 
     return choose_scale(targets, [row[0].us for costs in own for row in costs.costs], sharing)
 
 
-def reconcile(whole_us: float, samples: Sequence[Sequence[float]]) -> StepTimes:
+def reconcile(whole_us: float, samples: Sequence[Sequence[float]], alone_us: float = 0.0) -> StepTimes:
     """Times of launches out of stamped samples[launch], so that their sum is the whole step's."""
     raw = [statistics.median(row) for row in samples]
     low, high = 0.0, max(raw, default=0.0)
@@ -190,7 +185,7 @@ def reconcile(whole_us: float, samples: Sequence[Sequence[float]]) -> StepTimes:
     factor = whole_us / sum(own) if own else 1.0
     errors = [_spread(row) / max(us, FLOOR_US) for row, us in zip(samples, own, strict=True)]
     launches = tuple((us * factor, max(0.01, error)) for us, error in zip(own, errors, strict=True))
-    return StepTimes(whole_us, low, launches)
+    return StepTimes(whole_us, low, launches, alone_us)
 
 
 def _spread(row: Sequence[float]) -> float:
@@ -225,10 +220,7 @@ def _timed(
     alone = [[replay_us(plain[d], step, REPEATS) for step in steps] for d in devices]
     around = [Around(plain, d, alone) for d in devices]
     whole = [
-        [
-            replay_us(plain[d], step, BESIDE, around[d]) if around[d].others else alone[d][step]
-            for step in steps
-        ]
+        [replay_us(plain[d], n, BESIDE, around[d]) if around[d].others else alone[d][n] for n in steps]
         for d in devices
     ]
     for one in plain:

@@ -232,16 +232,9 @@ class CudaWorker:
             del self._running[order.run]
             self._over(order.run, is_cancelled=False)
             spans, transfers = self._report(running)
-            self._answers.tell(
-                Done(
-                    order.run,
-                    {name: pack(t) for name, t in running.outputs.items()},
-                    {name: pack(t) for name, t in running.state.items()},
-                    spans,
-                    transfers,
-                    self._busy_s(running),
-                )
-            )
+            outputs = {name: pack(t) for name, t in running.outputs.items()}
+            state = {name: pack(t) for name, t in running.state.items()}
+            self._answers.tell(Done(order.run, outputs, state, spans, transfers, self._busy_s(running)))
         return bool(ended)
 
     def _report(self, running: _Running) -> Rows:
