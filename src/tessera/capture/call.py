@@ -18,23 +18,24 @@ from tessera.capture.blocks import (
     BlockPart,
     blocks_of,
     fill,
+    flatten,
     handed,
+    open_dataclasses,
     part_of,
+    path,
     raw,
     spread,
     storage_key,
+    unique,
     view_of,
 )
-from tessera.capture.fresh import fresh_tensor
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Finder, Held, find, root
-from tessera.capture.naming import flatten, open_dataclasses, path, unique
-from tessera.capture.own import own_launches
-from tessera.capture.pointer_tables import standing_for
+from tessera.capture.own import own_launches, standing_for
 from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
 from tessera.capture.reads import traced
 from tessera.capture.watch import Watch
-from tessera.capture.workload import Tensors
+from tessera.capture.workload import Tensors, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
 
 # Stands for a tensor among the values of a call that are fixed.

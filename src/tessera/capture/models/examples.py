@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.capture.fresh import fresh
+from tessera.capture.workload import fresh
 from tessera.errors import CaptureError, MissingExtra
 from tessera.ir import Step
 
