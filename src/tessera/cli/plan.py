@@ -126,7 +126,9 @@ def plan(
     from tessera.plan import PlanConfig
 
     slots = 4 if microbatches is None else microbatches
-    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=_wishes(pin or [], forbid or []))
+    config = PlanConfig(
+        objective=goal, slots=slots, policy=policy, wishes=_constraints(pin or [], forbid or [])
+    )
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
@@ -221,7 +223,7 @@ def _words(traces: Sequence[Trace], others: Sequence[Trace]) -> str:
     )
 
 
-def _wishes(pins: list[str], forbidden: list[str]) -> "tuple[Wish, ...]":
+def _constraints(pins: list[str], forbidden: list[str]) -> "tuple[Wish, ...]":
     from tessera.plan import parse_wish
 
     return (*(parse_wish(x, True) for x in pins), *(parse_wish(x, False) for x in forbidden))

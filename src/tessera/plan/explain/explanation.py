@@ -321,7 +321,7 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
     idle = [x for n, x in enumerate(plan.cluster.names) if n not in plan.used]
     if idle:
         yield f"Not used: {', '.join(idle)}."
-    yield from (f"As asked: {wish}." for wish in plan.wishes)
+    yield from (f"As asked: {wish}." for wish in plan.constraints)
 
 
 def _count(number: int, noun: str) -> str:
