@@ -8,6 +8,7 @@ import pytest
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, random_case
 from tessera.plan.pricing import Bill, Pricer, Prices, swap
 from tessera.plan.pricing.cut import network
+from tessera.plan.pricing.simplex import maximised
 from tessera.plan.problem import Problem, build
 
 
@@ -135,3 +136,19 @@ def test_capacity_far_above_the_flow_is_never_cut() -> None:
 
     assert [0, 0] == side.tolist()
     assert 1.001 == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_small_program_has_the_optimum_and_the_prices_that_prove_it(seed: int) -> None:
+    """Rates keep to every row, no column earns more than its prices, and both sum to the same figure."""
+    rng = np.random.default_rng(seed)
+    rows = rng.uniform(0, 1, (6, 30)) * (rng.uniform(0, 1, (6, 30)) < 0.7)
+    rows[0] += 0.1
+    rows[-1] -= 0.4  # a row of memory: some columns are overfull, and nothing is left
+    right = np.append(np.ones(5), 0.0)
+
+    found = maximised(np.ones(30), rows, right)
+
+    assert (rows @ found.x <= right + 1e-9).all()
+    assert (found.duals @ rows >= 1 - 1e-9).all()
+    assert found.x.sum() == pytest.approx(found.duals @ right)

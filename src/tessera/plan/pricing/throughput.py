@@ -29,12 +29,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import linprog
 
 from tessera.errors import PlanInfeasible
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.pricing.milp import best_placement, roomiest
 from tessera.plan.pricing.shortage import check_total, shortage
+from tessera.plan.pricing.simplex import maximised
 from tessera.plan.problem import Column, Floats, Kinds, Mix, Problem, kinds_of, slot_counts, spread_us
 
 # Stop when the bound is this close.
@@ -313,15 +313,20 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
 def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
     """The rate of every column, with a price on the bytes of every device."""
     slots = pool.slots / capacity[: pool.problem.num_devices]  # those of a kind share them
+    is_fitted = False
     for _ in range(MAX_MEMORY_ROUNDS):
         found = master(pool, pool.columns, limits, capacity, slots)
         time = np.append(found.duals, found.path)
         prices = replace(_prices(pool, time), memory=found.memory, slots=float(slots.mean()))
         dearer = (replace(prices, memory=found.memory * factor) for factor in MEMORY_FACTORS)
-        if not any(pool.add(pool.price(tried)[0]) for tried in dearer) and not any(
-            pool.add(pool.fitting(num, prices)) for num in dict.fromkeys((pool.slots, 1))
-        ):
+        if any(pool.add(pool.price(tried)[0]) for tried in dearer):
+            continue
+        # What fits as it would run, once: both with all requests in flight and with one.
+        wanted = () if is_fitted else dict.fromkeys((pool.slots, 1))
+        added = [pool.add(pool.fitting(num, prices)) for num in wanted]
+        if not any(added):
             break
+        is_fitted = True
     return master(pool, pool.columns, limits, capacity, slots).rates
 
 
@@ -348,20 +353,20 @@ def master(
     path = np.zeros(len(columns)) if limits.depth is None else np.array([c.path_us for c in columns])
     rows = np.vstack([busy, path]) / unit
     right = np.append(most, limits.depth or 0.0)
-    memory, goal = pool.problem.memory_bytes, -np.ones(len(columns))
+    memory, goal = pool.problem.memory_bytes, np.ones(len(columns))
     if slots is not None:
         # One more variable: the share of its memory by which a device is overfull, which nothing is worth.
         over = pool.held(columns, slots).T / memory[:, None] - 1.0
         rows = np.block([[rows, np.zeros((len(rows), 1))], [over, -np.ones((num, 1))]])
-        right, goal = np.append(right, np.zeros(num)), np.append(goal, MEMORY_PENALTY)
+        right, goal = np.append(right, np.zeros(num)), np.append(goal, -MEMORY_PENALTY)
     used = rows.any(axis=1)
-    found = linprog(goal, A_ub=rows[used], b_ub=right[used], method="highs")
+    found = maximised(goal, rows[used], right[used])
     duals = np.zeros(len(rows))
     # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
-    duals[used] = np.maximum(0.0, -found.ineqlin.marginals) / unit
+    duals[used] = found.duals / unit
     at = len(busy)
     bytes_ = duals[at + 1 :] * unit / memory if slots is not None else np.zeros(num)
-    rates = np.asarray(found.x)[: len(columns)] / unit
+    rates = found.x[: len(columns)] / unit
     return Rates(rates, duals[:at], float(duals[at]), bytes_)
 
 

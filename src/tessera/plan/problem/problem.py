@@ -221,12 +221,21 @@ class Problem:
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
         num = self.num_devices
-        listed = list(columns)
         held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
-        for column in listed:
-            held |= self.weights.present(column.labels, num)
-        each = np.array([self.slot_bytes(column.labels) for column in listed]).reshape(-1, num)
-        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), each
+        each: list[Floats] = []
+        for column in columns:
+            known = self._held.get(column.key)
+            if known is None:
+                labels = column.labels
+                known = self._held[column.key] = (self.weights.present(labels, num), self.slot_bytes(labels))
+            held |= known[0]
+            each.append(known[1])
+        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
+
+    @cached_property
+    def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
+        """Of placements so far: [weight, device] whether it is held there, and bytes of a request."""
+        return {}
 
     def resident(self, slots: float, tilt: float = 0.0) -> Holdings:
         """Weights once and the state of so many requests in flight: what pricing charges for by the byte.
