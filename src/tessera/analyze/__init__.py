@@ -1,5 +1,6 @@
 """Trace -> Graph: what depends on what."""
 
-from tessera.analyze.graph import build_graph, hazards, values
+from tessera.analyze.graph import build_graph, values
+from tessera.analyze.hazards import hazards
 
 __all__ = ["build_graph", "hazards", "values"]

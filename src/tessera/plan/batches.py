@@ -186,6 +186,7 @@ class _Joining:
             if found is not None:
                 search.look(without_rare_lanes(found))
         search.climb()
+        search.refine()
         return [mix for mix in search.finalists() if len({c.variant for c in mix.columns}) > 1]
 
 

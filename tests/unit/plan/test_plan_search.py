@@ -7,10 +7,12 @@ from tessera import ir
 from tessera.plan.problem import Mix, build, slot_counts
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import (
+    MAX_SEGMENTS,
     MOST,
     NUM_FINALISTS,
     NUM_SINGLE,
     _by_layer,
+    _by_segment,
     _by_step,
     is_filled,
     throughput_mixes,
@@ -88,7 +90,7 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     ]
 
     assert len(keys) == len(set(keys))
-    assert len(seen) <= MOST + NUM_SINGLE
+    assert len(seen) <= MOST + NUM_SINGLE + MAX_SEGMENTS
 
 
 def test_teams_have_no_more_microbatches_than_slots() -> None:
@@ -130,3 +132,11 @@ def test_a_splice_takes_its_layers_or_a_step_from_two_placements() -> None:
     )
     assert all({0, 1} == set(x) for x in by_step)
     assert 2 * len(task.problem.node_of) == len(by_step)
+
+
+def test_a_segment_moves_to_the_device_before_or_behind_it() -> None:
+    """Those at both ends first; a whole placement has none."""
+    moved = [x.tolist() for x in _by_segment(np.array([0, 1, 1, 2]))]
+
+    assert [[1, 1, 1, 2], [0, 1, 1, 1], [0, 0, 0, 2], [0, 2, 2, 2]] == moved
+    assert not list(_by_segment(np.zeros(3, dtype=np.int64)))

@@ -23,7 +23,7 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute import driver
-from tessera.execute.cuda.pace_kernel import PaceKernel
+from tessera.execute.cuda.turnstile import Turnstile
 from tessera.ir import Device, DeviceKind
 
 
@@ -67,9 +67,9 @@ class GpuDevice:
         return driver.priorities(self.ordinal)
 
     @cached_property
-    def pace_kernel(self) -> PaceKernel:
+    def turnstile(self) -> Turnstile:
         with torch.cuda.device(self.ordinal):
-            return PaceKernel()
+            return Turnstile()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.ordinal)

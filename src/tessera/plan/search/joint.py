@@ -82,6 +82,10 @@ class JointTask(Task):
         """Those of all batches that are known."""
         return [self.scaled(v, c) for v, part in enumerate(self.parts) for c in part.pool.columns]
 
+    def column(self, variant: int, labels: Labels) -> Column:
+        """A placement of one batch, its loads those of a work unit."""
+        return self.scaled(variant, self.problems[variant].column(labels))
+
     def add(self, variant: int, labels: Labels) -> None:
         """A placement of one batch that may be of use."""
         self.parts[variant].add(0, labels)

@@ -7,7 +7,10 @@ from model to model: small launches and slow links want few transfers) and singl
 team so far, one move at a time:
 
   another placement, of any batch, for one microbatch; one microbatch more, or one less,
-  a splice: the first layers, or one step, from one placement and the rest from another.
+  a splice: the first layers, or one step, from one placement and the rest from another;
+  from the best team at last, a segment: launches in a row of one microbatch go where those before or behind
+  them are. Where all follow one placement, each waits once a run for the others' longest launches; one that
+  has other work just then need not.
 
 Moves are ordered by rough figures, and a quick simulation says what each is worth: all microbatches as fast
 as if alone, slowed alike until the busiest device or link can keep up; or shares of the work that keep it
@@ -19,6 +22,7 @@ work gives the same plan.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat, zip_longest
 
 import numpy as np
 
@@ -44,6 +48,8 @@ RARE_SHARE = 1 / 16
 LEAST_SHARE = 1 / 64
 # Places to join two placements at that are compared.
 NUM_CUTS = 2
+# Segments of the best team that are moved: in vain in a row, at most, and what a move must gain.
+NUM_SEGMENTS, MAX_SEGMENTS, SEGMENT_GAIN = 24, 72, 1e-3
 
 TeamKey = tuple[tuple[bytes, int], ...]
 
@@ -59,6 +65,7 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
         search.look(without_rare_lanes(throughput.generate(task.pool, Limits(depth * num)).mix))
     search.look(without_rare_lanes(best))
     search.climb()
+    search.refine()
     return search.finalists()
 
 
@@ -142,6 +149,28 @@ class Search:
                     num += self._look_at_team(other) > 0.0
                     if num == NUM_MOVES or self._left <= 0:
                         break
+
+    def refine(self) -> None:
+        """Moves segments of the best team as long as that helps, those at both ends first."""
+        if not self.found:
+            return
+        figure, best = max(self.found, key=lambda x: x[0])
+        moves = self._segment_moves(self._team(best))
+        in_vain = 0
+        for _ in range(MAX_SEGMENTS):
+            if in_vain == NUM_SEGMENTS or (team := next(moves, None)) is None:
+                break
+            in_vain += 1
+            reached = self._look_at_team(team)
+            if reached > figure * (1 + SEGMENT_GAIN):
+                figure, in_vain, moves = reached, 0, self._segment_moves(team)
+
+    def _segment_moves(self, team: Counter[Column]) -> Iterator[Counter[Column]]:
+        """The team with one segment of one microbatch on another device."""
+        moved = (zip(repeat(column), _by_segment(column.labels)) for column in team)
+        for column, labels in filter(None, chain(*zip_longest(*moved))):
+            other = self._canonical(self.task.column(column.variant, labels))
+            yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
         """As `look`, without a linear program for what is known or could not be used."""
@@ -242,6 +271,19 @@ class Search:
 
 def _key(team: Counter[Column]) -> TeamKey:
     return tuple(sorted((c.key, n) for c, n in team.items()))
+
+
+def _by_segment(labels: Ints) -> Iterator[Ints]:
+    """One segment where the one before or behind it is, those at both ends first."""
+    stops = [*(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
+    segments = list(zip([0, *stops], stops, strict=False))
+    for at in sorted(range(len(segments)), key=lambda n: min(n, len(segments) - 1 - n)):
+        start, stop = segments[at]
+        around = [labels[n] for n in (start - 1, stop) if 0 <= n < len(labels)]
+        for device in dict.fromkeys(around):
+            moved = labels.copy()
+            moved[start:stop] = device
+            yield moved
 
 
 def _by_step(problem: Problem, one: Ints, other: Ints) -> Iterator[Ints]:

@@ -63,6 +63,10 @@ class Task:
         """Placements known so far, of all batches."""
         return self.pool.columns
 
+    def column(self, variant: int, labels: Labels) -> Column:
+        """A placement of one batch with its loads."""
+        return self.problem.column(labels)
+
     def add(self, variant: int, labels: Labels) -> None:
         """A placement of one batch that may be of use."""
         self.pool.add(self.problem.column(labels))
