@@ -78,15 +78,15 @@ class Core(ABC):
 
     def advance(self) -> float | None:
         """Handles the next event and gives its time; None when nothing is left to happen."""
-        while self._events:
-            now, _, device, ticket, what = heappop(self._events)
-            if what != END:
-                self._arrive(device, ticket, what, now)
-                return now
+        if not self._events:
+            return None
+        now, _, device, ticket, what = heappop(self._events)
+        if what == END:
             if ticket == self.devices[device].epoch:
                 self._end(device, now)
-                return now
-        return None
+        else:
+            self._arrive(device, ticket, what, now)
+        return now
 
     def begin(self, flight: Flight, now: float) -> None:
         """Starts the next run of a request on every device that takes part in it."""
@@ -144,17 +144,15 @@ class Core(ABC):
         state = self.devices[device]
         pick = state.queue.pick
         while state.job is None and (job := pick()) is not None:
-            items, at = job.instructions, job.position
-            item = items[at]
-            if type(item) is Recv:
-                # Receives whose transfers have arrived; the queue would pick the same job after each of them.
-                num, arrived = len(items), job.arrived
-                while at < num and type(item := items[at]) is Recv and item.transfer in arrived:
-                    at += 1
-                job.position = at
-                if at == num:
-                    self._end_job(device, job, now)
-            if type(item) is LaunchSegment:
+            items, at, arrived = job.instructions, job.position, job.arrived
+            num = len(items)
+            # Receives whose transfers have arrived; the queue would pick the same job after each of them.
+            while at < num and type(item := items[at]) is Recv and item.transfer in arrived:
+                at += 1
+            job.position = at
+            if at == num:
+                self._end_job(device, job, now)
+            elif type(item) is LaunchSegment:
                 state.job, state.since_us, state.stop = job, now, item.stop
                 state.start = item.start if not job.spent_us else _after(item, job.spent_us)
                 self._plan_end(state, device, item.ends_us, self._running[job.ticket][2])
