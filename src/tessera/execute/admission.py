@@ -124,24 +124,17 @@ def choose(
     `places` in the order in which they were opened; the next request is among those that wait. `overlap` says
     how much of it a microbatch holds already.
     """
-    idle, busy = ([place for place in places if place.is_idle is wanted] for wanted in (True, False))
-    found = _choose(busy, width, can_open or bool(idle), num_waiting, slowdown, overlap)
-    return max(idle, key=overlap) if idle and found is True else found
-
-
-def _choose(
-    places: Sequence[P],
-    width: int,
-    can_open: bool,
-    num_waiting: int,
-    slowdown: Callable[[int], float],
-    overlap: Callable[[P], int],
-) -> P | bool:
-    taking = _taking(places, num_waiting)
+    idle = [place for place in places if place.is_idle]
+    taking = _taking([place for place in places if not place.is_idle], num_waiting)
     first, others = taking[:width], taking[width:]
-    if can_open and len(first) < width:
+
+    def opened() -> P | bool:
+        return max(idle, key=overlap) if idle else True
+
+    if (can_open or idle) and len(first) < width:
         # As long as a microbatch is missing, one is opened before another gets a second request.
-        return next((place for place in first if not place.content.num_used), True)
+        empty = [place for place in first if not place.content.num_used]
+        return empty[0] if empty else opened()
     ready = [place for place in first if place.content.takes]
     if ready:
         emptiest = min(ready, key=lambda place: (place.is_old, place.content.num_used))
@@ -154,10 +147,11 @@ def _choose(
         if place.content.takes:
             return place
         num_free += place.content.num_free
-    if num_waiting <= num_free or not can_open:
+    if num_waiting <= num_free or not (can_open or idle):
         return False
     num_seated = sum(place.content.num_used for place in taking)
-    return not taking or num_waiting >= PER_SEATED * num_seated * slowdown(len(taking))
+    is_worth_it = not taking or num_waiting >= PER_SEATED * num_seated * slowdown(len(taking))
+    return opened() if is_worth_it else False
 
 
 T = TypeVar("T")

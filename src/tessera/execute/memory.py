@@ -55,23 +55,15 @@ def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
     return data.to(device or torch.device("cpu"), copy=True).untyped_storage()
 
 
-def fresh(trace: Trace, device: torch.device) -> Make:
+def fresh(trace: Trace, device: torch.device, fill: Callable[..., torch.Tensor] = torch.empty) -> Make:
     """Memory for buffers of a trace, from whatever pool torch uses at that moment."""
-    return lambda buffer: torch.empty(
-        trace.buffers[buffer].size_bytes, dtype=torch.uint8, device=device
-    ).untyped_storage()
+    sizes = [buffer.size_bytes for buffer in trace.buffers]
+    return lambda buffer: fill(sizes[buffer], dtype=torch.uint8, device=device).untyped_storage()
 
 
 def is_allocation(trace: Trace, launch: int) -> bool:
     """Whether the result of a launch holds whatever was in memory."""
     return trace.kernel_of(launch).name.startswith(("aten.empty", "aten.new_empty"))
-
-
-def zeroed(trace: Trace, device: torch.device) -> Make:
-    """The same with zeros in it."""
-    return lambda buffer: torch.zeros(
-        trace.buffers[buffer].size_bytes, dtype=torch.uint8, device=device
-    ).untyped_storage()
 
 
 def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> Storage:

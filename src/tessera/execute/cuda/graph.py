@@ -28,7 +28,7 @@ from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_m
 from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, bytes_of, fresh, is_allocation, tensor_of, zeroed
+from tessera.execute.memory import Memory, Storage, bytes_of, fresh, is_allocation, tensor_of
 from tessera.ir import BufferKind, Free, Program, Recv, Region, Run, Send, Trace
 
 
@@ -116,8 +116,8 @@ class _Issue:
     def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
         self._share, self._is_rehearsal = share, is_rehearsal
         self._program, self._room = share.program, share.room
-        make = zeroed if is_rehearsal else fresh
-        self._memory = Memory(share._base, make(share.trace, share._device.card))
+        fill = torch.zeros if is_rehearsal else torch.empty
+        self._memory = Memory(share._base, fresh(share.trace, share._device.card, fill))
         self._compute = share._compute
         self._links = {dst: share.room.sends[dst] for dst in share._sends}
         self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
