@@ -124,12 +124,10 @@ class Launcher:
         if isinstance(arg, tuple):
             items = [self._maker(item) for item in arg]
             return lambda memory: [item(memory) for item in items]
-        value = self._symbol(arg) if isinstance(arg, Symbol) else arg
-        return lambda memory: value
-
-    def _symbol(self, symbol: Symbol) -> Any:
-        """A torch constant; the recorded device means whatever device runs the launch."""
-        return self._device if symbol.kind == "device" else getattr(torch, symbol.name)
+        if isinstance(arg, Symbol):  # the recorded device means whatever device runs the launch
+            constant = self._device if arg.kind == "device" else getattr(torch, arg.name)
+            return lambda memory: constant
+        return lambda memory: arg
 
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
         found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
@@ -160,17 +158,13 @@ def find_operator(name: str) -> Any:
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
     """Results in memory of their own; a result that aliases an argument is already in place."""
     args = {a.buffer for a in launch.accesses if a.read}
-    written = {a.buffer for a in launch.accesses if a.write}
+    made = {a.buffer for a in launch.accesses if a.write} - args
+    # A result of no elements touches no byte, but later launches still name it.
     return [
         (place, view)
         for place, view in enumerate(launch.outputs)
-        if view is not None and view.buffer in written - args | _empty(launch, view)
+        if view is not None and (view.buffer in made or view.num_elements == 0)
     ]
-
-
-def _empty(launch: Launch, view: View) -> set[int]:
-    """A result of no elements touches no byte, but later launches still name it."""
-    return {view.buffer} if view.num_elements == 0 else set()
 
 
 def bind(

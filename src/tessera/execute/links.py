@@ -180,7 +180,7 @@ class Links:
         out.waiting.put((out.turn, sent, kept))
         if not out.has_thread:
             out.has_thread = True
-            self._spawn(self._write_waiting, peer, out)
+            threading.Thread(target=self._write_waiting, args=(peer, out), daemon=True).start()
 
     def relink(self, peer: int, epoch: int) -> None:
         """The link to a peer is given up, with what waits for it; the next frame opens another.
@@ -210,9 +210,6 @@ class Links:
             ins, self._ins = list(self._ins.values()), {}
         for link in ins:
             end(link)
-
-    def _spawn(self, target: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=target, args=args, name="tessera-link", daemon=True).start()
 
     def _drop(self, out: _Out) -> None:
         """With the lock held: this link is over."""

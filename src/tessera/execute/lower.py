@@ -157,7 +157,8 @@ def outputs_of(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[str, int], .
 def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
     """State that an earlier step left on one device and this step wants on another; empty if none."""
     placement, graphs = plan.lanes[lane].placement.devices, plan.unit_of(plan.lanes[lane]).graphs
-    wanted = _state_homes(graphs[step], placement[step])
+    buffers = graphs[step].trace.buffers
+    wanted = {buffers[buffer].name: home for buffer, home in homes_of(graphs[step], placement[step])}
     programs = []
     for before in range(step - 1, -1, -1):  # the last step that had it is where it lives
         graph = graphs[before]
@@ -172,10 +173,6 @@ def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
         if transfers:
             programs.append(_moves(plan, lane, before, transfers))
     return programs
-
-
-def _state_homes(graph: Graph, place: tuple[int, ...]) -> dict[str, int]:
-    return {graph.trace.buffers[buffer].name: device for buffer, device in homes_of(graph, place)}
 
 
 def _moves(plan: Plan, lane: int, step: int, transfers: list[Transfer]) -> Program:

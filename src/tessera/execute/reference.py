@@ -138,9 +138,7 @@ class InOrder:
         return outputs
 
     def _bind(self, trace: Trace, weights: Mapping[str, torch.Tensor]) -> dict[int, Storage]:
-        found = {}
-        for index in trace.buffers_of(BufferKind.WEIGHT):
-            buffer = trace.buffers[index]
-            is_carried = bool(buffer.constant_hex)
-            found[index] = constant(buffer, self._device) if is_carried else given_storage(buffer, weights)
-        return found
+        held = [(index, trace.buffers[index]) for index in trace.buffers_of(BufferKind.WEIGHT)]
+        return {
+            n: constant(x, self._device) if x.constant_hex else given_storage(x, weights) for n, x in held
+        }

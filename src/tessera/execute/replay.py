@@ -85,7 +85,8 @@ class Replay:
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
         """Runs the launches in this order, every version of a buffer in memory of its own."""
         uses = _uses(values, len(self._trace.launches))
-        held = {n: self._given[v.buffer] for n, v in enumerate(values) if self._is_given(v)}
+        given = [(n, v) for n, v in enumerate(values) if v.producer is None and v.buffer in self._given]
+        held = {number: self._given[value.buffer] for number, value in given}
         for launch in order:
             self._issue_on_versions(launch, uses[launch], held)
         final = Memory(self._weights)
@@ -128,9 +129,6 @@ class Replay:
         storage = allocate(self._trace.buffers[buffer].size_bytes)
         _flat(storage).fill_(POISON)
         return storage
-
-    def _is_given(self, value: Value) -> bool:
-        return value.producer is None and value.buffer in self._given
 
     def _shared_result(self) -> Replayed:
         kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT)

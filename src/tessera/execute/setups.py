@@ -204,14 +204,11 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
             remedy = f"Have the same {model} on every machine, or name its folder with --model."
             raise MismatchError(f"weight '{weight.name}' here is not the engine's", remedy)
         own[weight.name] = _laid_out(found.detach(), weight.stride)
-    here = replace(duty, cluster=replace(duty.cluster, devices=tuple(map(_here, duty.cluster.devices))))
+    # A device as its own machine counts it.
+    devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in duty.cluster.devices)
+    here = replace(duty, cluster=replace(duty.cluster, devices=tuple(devices)))
     interpret = interpreter(here.cluster.devices[here.device], here.traces)
     return Setup(**here.duty, weights=own, key=key, host=host, interpret=interpret)
-
-
-def _here(device: Device) -> Device:
-    """A device as its own machine counts it."""
-    return replace(device, ordinal=0) if device.ordinal == AWAY else device
 
 
 class Pieces:

@@ -161,17 +161,13 @@ class Worker:
                 if not isinstance(instruction, Free):  # what is here stays; see `memory`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
-            if not self._is_alone(job):
-                break
+            if len(self._queue) > 1 or not self._orders.is_empty or not job.is_ready:
+                break  # another job, or news
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
         else:  # what it waits for is behind this
             self._note(active.order, job.position - 1)
-
-    def _is_alone(self, job: Job) -> bool:
-        """True if this job can go on, and there is no other and no news."""
-        return len(self._queue) == 1 and self._orders.is_empty and job.is_ready
 
     def _note(self, order: Begin, position: int) -> None:
         """The instruction that was issued last; -1: none yet."""

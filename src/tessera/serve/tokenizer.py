@@ -67,7 +67,9 @@ class FolderText:
     def __init__(self, parts: TextParts, template: Template | None = None) -> None:
         self.parts, self.end = parts, parts.end
         with _told(parts.folder):
-            self._tokenizer = FastTokenizer(parts.tokenizer) if parts.tokenizer else _load(parts.folder)
+            self._tokenizer = (
+                FastTokenizer(parts.tokenizer) if parts.tokenizer else SlowTokenizer(_read(parts.folder))
+            )
         self._numbers = {word: chr(ord(FIRST) + number) for number, word in enumerate(parts.words)}
         self._marked = _marked(parts.words)
         self._lock = threading.Lock()  # how special words are read is a setting of the whole tokenizer
@@ -254,10 +256,6 @@ def _read(folder: Path) -> Any:
         remedy = "Save its tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         raise ArtifactError("this folder holds no tokenizer", remedy, str(folder))
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def _load(folder: Path) -> SlowTokenizer:
-    return SlowTokenizer(_read(folder))
 
 
 def _marked(words: Sequence[str]) -> re.Pattern[str]:

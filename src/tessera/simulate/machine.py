@@ -185,7 +185,7 @@ class VirtualMachine:
     def start(self, microbatch: int, works: Sequence[Work]) -> None:
         """Begins runs of a microbatch, one after the other."""
         if self.now_us > self._since_us:
-            self._stop_here()
+            self._stand(self._catch_up())  # this moment is a place
         self._begun.append((microbatch, tuple(works)))
 
     def take(self, limit_us: float) -> int | None:
@@ -248,10 +248,6 @@ class VirtualMachine:
         self._loop.run(self.now_us - self._since_us)
         assert not self._loop.ended, "no run ends before the next place"
         return self._flying + [number for number, _ in self._begun]
-
-    def _stop_here(self) -> None:
-        """This moment is a place."""
-        self._stand(self._catch_up())
 
     def _stand(self, numbers: Sequence[int]) -> None:
         state = self._loop.state()
