@@ -32,6 +32,7 @@ def _short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
             patch.setattr("tessera.plan.search.local.MOST", 8)
             patch.setattr("tessera.plan.search.local.DEPTHS", (1.1, 1.35))
+            patch.setattr("tessera.plan.load.MAX_PLANNED", 2)
         yield
 
 

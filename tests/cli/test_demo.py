@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tessera.cli import _main
-from tessera.cli.demo import FULL, plan_full
+from tessera.cli.demo import FULL, PROMPTS, plan_full
 from tessera.cli.plan_load import curve, document
 
 
@@ -25,6 +25,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
         patch.setattr("tessera.cli.demo.FULL", few)
+        patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
         assert 0 == _main(["demo", "--json", "--tokens", "4"])
     return json.loads(out.getvalue()), folder
 

@@ -1,6 +1,7 @@
 """Steps of tokens: any mix of sequences over shared pages gives what transformers generates."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -50,6 +51,12 @@ def step_of(place: str, layout: str = FLAT, sequences: int = SEQUENCES, **more: 
     return Step(place, "tokens", sequences, tokens, reserve=POSITIONS, random_weights=random_weights, **more)
 
 
+@cache
+def built(name: str, layout: str = FLAT, sequences: int = SEQUENCES) -> Workload:
+    """The step of a built-in model, made once."""
+    return build(step_of(name, layout, sequences))
+
+
 def folder_step(model: Model, place: Path, layout: str) -> Workload:
     """The step of a small model of an architecture."""
     model.write(place)
@@ -83,7 +90,7 @@ def test_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
 )
 def test_answers_of_built_in_models_are_those_of_generate(name: str, layout: str) -> None:
     """The names of the catalogue."""
-    check_answers(build(step_of(name, layout)), num=5)
+    check_answers(built(name, layout), num=5)
 
 
 @pytest.mark.parametrize(("name", "window"), [("mistral", 6), ("gpt_oss", 0), ("llama", 0)])
@@ -137,7 +144,7 @@ def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) 
 
 def test_a_smaller_step_goes_on_with_the_same_state() -> None:
     """Steps of several sizes over one model and one state: the small one uses the first rows."""
-    large = build(step_of("tiny-mamba", ROWS))
+    large = built("tiny-mamba", ROWS)
     small = another(large, step_of("tiny-mamba", ROWS, sequences=2, rows=SEQUENCES))
     shapes = [{n: t.shape for n, t in w.make_state(0).items()} for w in (large, small)]
     prompts = prompts_of(2)
@@ -152,7 +159,7 @@ def test_a_smaller_step_goes_on_with_the_same_state() -> None:
 def test_what_is_not_used_disturbs_nothing(name: str) -> None:
     """Padding, unused sequences and the first page may hold anything: the others' logits keep their bits."""
     layout = FLAT if name == "tiny-llama" else ROWS
-    workload = build(step_of(name, layout, sequences=8))
+    workload = built(name, layout, sequences=8)
     inputs, state = workload.make_inputs(3), workload.make_state(3)
     used = int(inputs["query_starts"][-1])
     num = int((inputs["lengths"] > 0).sum())
@@ -169,11 +176,17 @@ def test_what_is_not_used_disturbs_nothing(name: str) -> None:
     assert torch.equal(*logits)
 
 
+@cache
+def of_sizes(sequences: int, tokens: int) -> Workload:
+    """A step of the tiny Llama."""
+    return build(Step("tiny-llama", "tokens", sequences, tokens, reserve=256))
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("sequences", "tokens"), [(8, 8), (4, 64), (1, 5)])
 def test_examples_are_legal(sequences: int, tokens: int, seed: int) -> None:
     """Pages of different sequences are disjoint, new tokens are a sequence's newest, page 0 is nobody's."""
-    workload = build(Step("tiny-llama", "tokens", sequences, tokens, reserve=256))
+    workload = of_sizes(sequences, tokens)
     for inputs in (workload.make_inputs(seed), workload.follow(workload.make_inputs(seed), 1, {})):
         given = {name: tensor.tolist() for name, tensor in inputs.items()}
         owned: list[int] = []
@@ -199,7 +212,7 @@ def test_examples_are_legal(sequences: int, tokens: int, seed: int) -> None:
 def test_a_trace_replays_to_the_same_bits(name: str) -> None:
     """Attention is one launch a layer, and the state is what the step keeps."""
     layout = ROWS if name == "tiny-mamba" else FLAT
-    workload = build(step_of(name, layout))
+    workload = built(name, layout)
     trace = record(workload)
     inputs, state = workload.make_inputs(2), workload.make_state(2)
     again = {n: t.clone() for n, t in state.items()}
@@ -230,7 +243,7 @@ def test_a_step_can_be_recorded_without_a_gpu_and_weights() -> None:
 
 def test_a_picture_stands_in_the_place_of_its_tokens() -> None:
     """Where `is_image` says so, the embedding is the picture's and the token does not matter."""
-    workload = build(step_of("tiny-qwen2.5-vl"))
+    workload = built("tiny-qwen2.5-vl")
     inputs = workload.make_inputs(0)
     inputs["is_image"][0] = True
     other = {n: t.clone() for n, t in inputs.items()}
@@ -245,14 +258,14 @@ def test_a_picture_stands_in_the_place_of_its_tokens() -> None:
 
 def test_tokens_that_are_not_used_are_no_pictures() -> None:
     """They share a slot of the first page: what they write must not depend on which of them is last."""
-    workload = build(step_of("tiny-qwen2.5-vl"))
+    workload = built("tiny-qwen2.5-vl")
     for inputs in map(workload.make_inputs, range(10)):
         assert not inputs["is_image"][inputs["query_starts"][-1] :].any()
 
 
 def test_text_is_answered_as_by_generate_by_a_model_that_sees() -> None:
     """Without pictures, positions in time, height and width are those of the text."""
-    check_answers(build(step_of("tiny-qwen2.5-vl")), num=3)
+    check_answers(built("tiny-qwen2.5-vl"), num=3)
 
 
 @pytest.mark.parametrize(("sequences", "tokens", "positions"), [(4, 3, 256), (4, 8, 250), (4, 8, PAGE)])

@@ -80,7 +80,7 @@ def test_simulator_decides_between_candidates() -> None:
 
 def test_simulated_rate_above_busy_time_is_not_believed() -> None:
     """What a finite run shows beyond busy time is an artefact."""
-    plan = solve(*layered_case(8), THROUGHPUT, lambda p: 2 * p.throughput_per_s)
+    plan = solve(*layered_case(), THROUGHPUT, lambda p: 2 * p.throughput_per_s)
 
     assert plan.simulated_per_s == plan.throughput_per_s
 
