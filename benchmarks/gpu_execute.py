@@ -6,7 +6,7 @@
 Processes on one card run side by side only under CUDA MPS. Parts, each in a process of its own with a time
 limit, its results written as they come:
 
-probe     how well the turnstile keeps time, where kernels of partitions run
+probe     how well the pace kernel keeps time, where kernels of partitions run
 overhead  a plan with everything on one worker against the compiled model as a CUDA graph
 pairs     for each family and pair of devices: the throughput plan, data-parallel and the best split over
           `ipc`, by the same workers, against what was simulated. With --halves the plan over `ipc` and

@@ -74,7 +74,7 @@ def priced(
 ) -> tuple[Cluster, tuple[Costs, ...], TimeScale]:
     """The pair's cluster, costs (measured for parts, modelled for dilated devices) and time scale."""
     devices = parse_devices(text)
-    if not devices[0].is_stretched:
+    if not devices[0].is_dilated:
         cluster = Cluster(devices, card_link(*devices))
         costs, _ = measure(built.unit, cluster, built.weights, built.request(0))
         return cluster, costs, TimeScale(1.0, 1.0, 0, 0)

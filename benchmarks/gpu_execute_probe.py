@@ -7,7 +7,7 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.device import cut
 from tessera.execute.cuda.pace import Hold
-from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain, Turnstile
+from tessera.execute.cuda.pace_kernel import RECORD_WORDS, Chain, PaceKernel
 from tessera.execute.kernel_launch import PtxKernel
 from tessera.ir import Kernel, Origin
 
@@ -89,10 +89,10 @@ def _word() -> torch.Tensor:
 
 def dilated_times() -> dict[str, Any]:
     """One stream, launches of 5 to 400 us: what a launch took on average, start to end of the graph."""
-    turnstile, found = Turnstile(), {}
+    pace_kernel, found = PaceKernel(), {}
     for target in (5, 10, 20, 50, 100, 400):
         records = torch.zeros(LAUNCHES, RECORD_WORDS, dtype=torch.int64, device="cuda")
-        chain = Chain(turnstile, _word())
+        chain = Chain(pace_kernel, _word())
         graph = _dilated([(chain, driver.new_stream(0), [target * 1000] * LAUNCHES)], records)
         whole = _replay_us(graph)
         late = (records[:, 2] - records[:, 1]).float()
@@ -105,7 +105,7 @@ def dilated_times() -> dict[str, Any]:
 
 def dilated_pair() -> dict[str, Any]:
     """Two streams at once: devices of their own overlap, one device is passed one at a time."""
-    turnstile, found = Turnstile(), {}
+    pace_kernel, found = PaceKernel(), {}
     places = torch.zeros(3, dtype=torch.int64, device="cuda")
     for name, words in (
         ("two devices", (_word(), _word())),
@@ -114,8 +114,8 @@ def dilated_pair() -> dict[str, Any]:
     ):
         records = torch.zeros(2 * LAUNCHES, RECORD_WORDS, dtype=torch.int64, device="cuda")
         chains = [
-            (Chain(turnstile, words[0], 0), driver.new_stream(0), [23_000] * LAUNCHES),
-            (Chain(turnstile, words[1], 1), driver.new_stream(0), [21_000] * LAUNCHES),
+            (Chain(pace_kernel, words[0], 0), driver.new_stream(0), [23_000] * LAUNCHES),
+            (Chain(pace_kernel, words[1], 1), driver.new_stream(0), [21_000] * LAUNCHES),
         ]
         whole = _replay_us(_dilated(chains, records))
         ends = [int(r[:, 1].max() - records[:, 0].min()) / 1e3 for r in records.split(LAUNCHES)]

@@ -1,6 +1,6 @@
 """Stands in for a GPU where there is none: the workers' own code runs, on the CPU, one thing after the other.
 
-Streams and events do nothing, a "graph" issues its share of the program again, and the turnstile writes
+Streams and events do nothing, a "graph" issues its share of the program again, and the pace kernel writes
 records from the CPU's clock without waiting. Memory, flags and waits are real: a graph's wait holds up the
 worker that issues it, and only that one, for each is a thread of the test's process. So what is tested is
 memory, placement, transports, messages and bookkeeping; time and graphs only on a GPU.
@@ -72,7 +72,7 @@ class Event:
         return (other.time_s - self.time_s) * 1e3
 
 
-class Turnstile:
+class PaceKernel:
     """Writes records without waiting."""
 
     def __call__(
@@ -150,7 +150,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(Hub, "_open", _open)
     patch(device, "_FREE", {})
     patch(device, "_PARTS", {})
-    patch(device, "Turnstile", Turnstile)
+    patch(device, "PaceKernel", PaceKernel)
     patch(device, "cut", lambda ordinal, sizes: [Part(n) for n in sizes])
     patch(graph.ShareGraph, "_capture", _capture)
     for name, value in {"REPEATS": 2, "BESIDE": 2, "PAUSE_US": 0.0}.items():

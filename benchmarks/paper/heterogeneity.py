@@ -2,8 +2,11 @@
 
 Of every launch of every workload, the time on the second card over that on the first: the distribution by
 class of kernel, and the kernels that take most time one by one. Times are the costs that plans are made from.
+A class is guessed from the kernel's name and the module that launched it. What no rule knows is "elementwise"
+for an operator and "other" for anything else.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +19,30 @@ from benchmarks.paper.records import Shape, Wire, costs_in_words, wired
 from benchmarks.paper.scale import Scale
 
 from tessera.flow import price
-from tessera.ir import Costs, Trace
-from tessera.report.units import kernel_class
+from tessera.ir import Costs, Kernel, Origin, Trace
+from tessera.report import short_name
 
 NAME = "heterogeneity"
 PERCENTILES = (5, 25, 50, 75, 95)
 # Kernels shown one by one, and points of a distribution.
 NUM_SHOWN, NUM_POINTS = 12, 41
+
+
+# The first rule that fits wins: (class, what the kernel's short name matches, what its scope must match).
+RULES: tuple[tuple[str, re.Pattern[str], re.Pattern[str]], ...] = tuple(
+    (name, re.compile(kernel), re.compile(scope))
+    for name, kernel, scope in (
+        ("attention", r"attention|flash|fmha|sdpa", r""),
+        ("attention", r"^(bmm|baddbmm|softmax|safe_softmax|matmul)$", r"(?i)attn|attention"),
+        ("matrix multiply", r"(^|_)(mm|addmm|bmm|baddbmm|matmul|linear|gemm|gemv)(_|$)|grouped_mm", r""),
+        ("convolution, scan", r"conv|scan|ssm|ssd", r""),
+        ("norm", r"norm", r""),
+        ("norm", r"", r"(?i)norm[^.]*$|(^|\.)ln_?\w*$"),
+        ("reduction", r"softmax|topk|sort|argm|^sum|^mean|^amax|cumsum|triton_(per|red)_", r""),
+        ("lookup", r"embedding|index|gather|scatter|select", r""),
+        ("copy", r"copy|clone|^cat$|stack|contiguous|fill|zero|ones|empty|arange|full|repeat", r""),
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +153,13 @@ def draw(figure: Any, rows: list[dict[str, Any]]) -> None:
     right.invert_yaxis()
     right.axvline(1.0, color="black", linewidth=0.8)
     right.set_title(f"{rows[0]['model']}: kernels that take most time", fontsize=9)
+
+
+def kernel_class(kernel: Kernel, scope: str) -> str:
+    """The class of work that one launch of a kernel does."""
+    name = short_name(kernel.name)
+    for label, by_name, by_scope in RULES:
+        if by_name.search(name) and by_scope.search(scope):
+            return label
+    fused = kernel.origin is Origin.TRITON and name.startswith("triton_poi_")
+    return "elementwise" if fused or kernel.origin is Origin.ATEN else "other"

@@ -42,8 +42,7 @@ import torch
 from tessera import flow
 from tessera.capture import record, rng
 from tessera.capture.blocks import storage_key
-from tessera.capture.call import FunctionCall, Given
-from tessera.capture.function import workload
+from tessera.capture.function import FunctionCall, Given, workload
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.own import own_launches
 from tessera.capture.record import VARYING

@@ -107,11 +107,11 @@ def make_plan(
     objective: Objective,
     slots: int,
     policy: str | None = None,
-    wishes: tuple[Wish, ...] = (),
+    constraints: tuple[Wish, ...] = (),
     is_served: bool = False,
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective, slots, policy, wishes, is_served)
+    config = PlanConfig(objective, slots, policy, constraints, is_served)
     rates = SteadyRates()
     return solve(unit, tuple(costs), cluster, config, rates, rates.glance)
 

@@ -1,12 +1,16 @@
 """`tessera plan MODEL`: what a load is planned for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from commands import call
+from report_factory import make_plan
+from tessera.cli.plan_load import how_sure, verdict
 from tessera.ir import Plan, load
+from tessera.plan import LoadPlan, Option
 
 LOAD = ("--devices", "emu:h20,emu:l40s", "--prompt-tokens", "16", "--output-tokens", "4")
 
@@ -56,3 +60,30 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert 2 == code
     assert message in err
     assert "Traceback" not in err
+
+
+def load_plan(policy: str) -> LoadPlan:
+    """Twice the rate of data-parallel, and hardly more than that of a coarse split; or that split."""
+    batch = {"emu:a100": 8, "emu:l40s": 8}
+    rates = {"data-parallel": 100.0, "attention-ffn": 200.0, "plan": 201.0}
+    listed = {name: Option(name, rate, 1.0, 1.0, batch, 2) for name, rate in rates.items()}
+    baselines = (listed["data-parallel"], listed["attention-ffn"])
+    chosen = listed[policy]
+    plan = replace(make_plan(), policy="throughput" if policy == "plan" else policy)
+    return LoadPlan(plan, chosen, baselines, tuple(listed.values()))
+
+
+def test_a_gain_within_the_error_of_the_costs_is_said_to_be() -> None:
+    """Of each of the two that the plan is compared with."""
+    said = how_sure(load_plan("plan"))
+
+    assert "2.01x data-parallel is beyond it" in said
+    assert "attention-ffn is within it" in said
+
+
+def test_a_coarse_policy_that_is_best_is_no_gain() -> None:
+    """But it may be one over data-parallel."""
+    found = load_plan("attention-ffn")
+
+    assert verdict(found).startswith("No gain: attention-ffn is best here, 2.000x data-parallel")
+    assert "attention-ffn" not in how_sure(found)

@@ -93,7 +93,9 @@ def test_pins_and_prohibitions_are_kept(folder: Path, capsys: pytest.CaptureFixt
         for n, x in enumerate(trace.launches)
     }
 
-    assert ["--pin attention=emu:l40s", "--forbid lm_head=emu:l40s"] == found["wishes"]
+    assert (
+        ["--pin attention=emu:l40s", "--forbid lm_head=emu:l40s"] == found["constraints"] == found["wishes"]
+    )
     assert {1} == {d for name, d in placed if name == "self_attn"}
     assert {0} == {d for name, d in placed if name == "lm_head"}
 

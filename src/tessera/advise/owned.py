@@ -11,9 +11,8 @@ there, which any router can do; a plan over all of them is at least as good. All
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tessera.advise.offers import Size, offers_of
 from tessera.advise.records import Load, Market, check
-from tessera.advise.search import steps_of
+from tessera.advise.search import Size, offers_of, steps_of
 from tessera.errors import TesseraError
 from tessera.flow import LoadSteps, anchors_of, choose_launches, make_load_plan
 from tessera.ir import Cluster

@@ -1,6 +1,5 @@
 """Trace -> Graph: what depends on what."""
 
-from tessera.analyze.graph import build_graph, values
-from tessera.analyze.hazards import hazards
+from tessera.analyze.graph import build_graph, hazards, values
 
 __all__ = ["build_graph", "hazards", "values"]

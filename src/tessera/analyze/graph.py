@@ -1,17 +1,406 @@
 """Builds the graph of a trace: its edges, its values, and the launches that state ties together.
 
-Values: the versions of every buffer, who makes them and who reads them.
+Values are the versions of every buffer. A launch that writes any byte of a buffer leaves a new version of the
+whole buffer behind. Unless its write covers the buffer it has read the version before, because the bytes it
+left alone live on. A reader reads the newest version. So a version is complete on the device that made it,
+and moving one version moves everything a reader can see.
 
-A launch that writes any byte of a buffer leaves a new version of the whole buffer behind. Unless its
-write covers the buffer it has read the version before, because the bytes it left alone live on. A reader
-reads the newest version. So a version is complete on the device that made it, and moving one version
-moves everything a reader can see.
+Hazards: which launch must wait for which.
+
+Launch b waits for an earlier launch a iff, on some byte of one buffer,
+  (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
+The scan for an access ends at the first write that covers it: order through that write is implied.
+Edges that a longer path implies are dropped (transitive reduction).
+
+A launch that returns a new buffer makes all of it, gaps between its elements included: nobody can touch the
+buffer before. Two atomic updates of one byte are ordered like two writes: the sum of floats depends on their
+order. Buffers that nobody writes order nothing and are skipped.
+
+Time is near linear in launches: see `History` for how few earlier accesses a new one is compared with, and
+`Ancestors` for how the reduction forgets. The worst case (every access overlaps every other and no launch is
+implied by another) has quadratically many edges, all of them true.
+
+Ancestors: which launches come before which, for those that can still be asked about.
+
+Every launch gets a set of bits, one for each of its ancestors that is alive. A launch is alive while the
+history of some buffer still names it: only then can a later launch wait for it. Bits of dead launches are
+handed out again, so a set is as wide as the program keeps launches alive, not as long as the program.
+
+Bits are cleared in bulk: a dead launch's bit is free only after the next sweep has taken it out of every
+living set.
+
+History: the accesses of one buffer that a later access may still have to wait for.
+
+Writes and reads are kept apart, in program order. A buffer that many launches touch also gets shelves: its
+bytes are cut into as many ranges as it has accesses, and an access that spans few of them is filed under
+each, so that a launch which writes one slice of a cache looks at its neighbours only. Where the slices are
+columns, byte ranges do not tell them apart and their place within a row does: the shelves then divide one row
+(see `fold`). Shelves only choose who is compared; `Region.overlaps` decides.
+
+A write that covers earlier accesses makes them a matter of the past: later launches wait for the write.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tessera.analyze.hazards import hazards
-from tessera.ir import Access, BufferKind, Graph, Trace, Value, verify
+from tessera.ir import Access, BufferKind, Edge, Graph, Hazard, Launch, Region, Trace, Value, verify
+
+# Buffers with fewer accesses are looked through from end to end.
+FEW = 32
+# An access that spans more shelves than this is kept beside them.
+WIDE = 8
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """One earlier access."""
+
+    launch: int
+    region: Region
+    start: int
+    stop: int
+    reads: bool
+    # Decides the list it is in: writes, also those that read; or reads alone.
+    writes: bool
+    # True if a path leads to this launch from every earlier entry of the same list.
+    is_last_word: bool
+    # True once a later write has covered it.
+    is_past: bool = False
+
+
+@dataclass(slots=True)
+class Shelves:
+    """How the bytes of one buffer are divided."""
+
+    # Bytes of one row if the shelves divide a row; else the size of the buffer.
+    row_bytes: int
+    count: int
+    writes: dict[int, list[Seen]] = field(default_factory=dict)
+    reads: dict[int, list[Seen]] = field(default_factory=dict)
+    wide_writes: list[Seen] = field(default_factory=list)
+    wide_reads: list[Seen] = field(default_factory=list)
+
+    def span(self, region: Region) -> range | None:
+        """The shelves a region touches; None if they are many."""
+        start, stop = fold(region, self.row_bytes)
+        first, last = (x * self.count // self.row_bytes for x in (start, stop - 1))
+        return range(first, last + 1) if last - first < WIDE else None
+
+    def put(self, seen: Seen) -> None:
+        """Files an entry."""
+        span = self.span(seen.region)
+        if span is None:
+            (self.wide_writes if seen.writes else self.wide_reads).append(seen)
+            return
+        shelves = self.writes if seen.writes else self.reads
+        for number in span:
+            shelves.setdefault(number, []).append(seen)
+
+    def near(self, region: Region, is_write: bool) -> list[list[Seen]] | None:
+        """Lists that together hold every entry the region can overlap; None if that is all of them."""
+        span = self.span(region)
+        if span is None:
+            return None
+        shelves = self.writes if is_write else self.reads
+        filed = [shelves[number] for number in span if number in shelves]
+        return [self.wide_writes if is_write else self.wide_reads, *filed]
+
+
+def fold(region: Region, row_bytes: int) -> tuple[int, int]:
+    """The part of a row that encloses the region in every row it touches."""
+    start, dims = region.start % row_bytes, region.dims
+    if dims and dims[0][1] == row_bytes:
+        dims = dims[1:]
+    stop = start + sum((n - 1) * stride for n, stride in dims) + region.item_bytes
+    return (start, stop) if stop <= row_bytes else (0, row_bytes)
+
+
+class History:
+    """The accesses of one buffer so far."""
+
+    def __init__(self, accesses: Sequence[Access], size_bytes: int) -> None:
+        # Accesses of the whole trace that have not been added yet.
+        self.left = len(accesses)
+        self.is_new = True
+        self._writes: list[Seen] = []
+        self._reads: list[Seen] = []
+        self._num_past = 0
+        self._shelves = _shelves(accesses, size_bytes) if len(accesses) >= FEW else None
+
+    def lists(self, region: Region, is_write: bool) -> list[list[Seen]]:
+        """Lists that together hold every write, or read, that may overlap a region; each oldest first."""
+        near = self._shelves.near(region, is_write) if self._shelves else None
+        return near if near is not None else [self._writes if is_write else self._reads]
+
+    def add(self, seen: Seen) -> None:
+        """Remembers an access."""
+        self.is_new = False
+        (self._writes if seen.writes else self._reads).append(seen)
+        if self._shelves:
+            self._shelves.put(seen)
+
+    def last(self, is_write: bool) -> Seen | None:
+        """The latest write, or read, that still counts."""
+        entries = self._writes if is_write else self._reads
+        while entries and entries[-1].is_past:
+            entries.pop()
+            self._num_past -= 1
+        return entries[-1] if entries else None
+
+    def cover(self, region: Region, by: int) -> list[int]:
+        """Forgets what a write covers, its own launch's accesses aside; returns the launches forgotten."""
+        gone = []
+        stop = region.stop
+        lists = [listed for is_write in (True, False) for listed in self._coverable(region, is_write)]
+        for seen in (s for listed in lists for s in listed):
+            inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
+            if inside and seen.launch != by and region.covers(seen.region):
+                seen.is_past = True
+                gone.append(seen.launch)
+        self._num_past += len(gone)
+        if gone and (not self._shelves or self._num_past > FEW + (len(self._writes) + len(self._reads)) // 2):
+            self._compact()
+        return gone
+
+    def _coverable(self, region: Region, is_write: bool) -> list[list[Seen]]:
+        """Like `lists`, less what is wide where the region is not: nobody covers more than itself."""
+        lists = self.lists(region, is_write)
+        return lists[1:] if self._shelves and self._shelves.span(region) is not None else lists
+
+    def launches(self) -> list[int]:
+        """Launches still named, once for each entry."""
+        return [s.launch for s in (*self._writes, *self._reads) if not s.is_past]
+
+    def _compact(self) -> None:
+        """Throws away what is past; with shelves only when that is half of all, which pays for refiling."""
+        self._writes = [s for s in self._writes if not s.is_past]
+        self._reads = [s for s in self._reads if not s.is_past]
+        self._num_past = 0
+        if self._shelves:
+            self._shelves = Shelves(self._shelves.row_bytes, self._shelves.count)
+            for seen in (*self._writes, *self._reads):
+                self._shelves.put(seen)
+
+
+def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
+    """Divides the buffer, or a row of its commonest stride, whichever keeps the accesses further apart."""
+    strides = Counter(a.region.dims[0][1] for a in accesses if a.region.dims)
+    choices = [size_bytes, *(stride for stride, _ in strides.most_common(1) if stride < size_bytes)]
+
+    def crowding(row_bytes: int) -> float:
+        spans = (fold(a.region, row_bytes) for a in accesses)
+        return sum((stop - start) / row_bytes for start, stop in spans)
+
+    return Shelves(min(choices, key=crowding), len(accesses))
+
+
+# Launches between two sweeps.
+SWEEP_EVERY = 512
+
+
+class Ancestors:
+    """Grows with the launches in program order."""
+
+    def __init__(self) -> None:
+        self._bit: dict[int, int] = {}  # living launch -> its bit, as a mask
+        self._above: dict[int, int] = {}  # living launch -> masks of its living ancestors
+        self._uses: dict[int, int] = {}
+        self._free: list[int] = []
+        self._dead = 0
+        self._width = 0
+        self._since_sweep = 0
+
+    def add(self, launch: int, sources: list[int]) -> list[int]:
+        """Adds a launch, held once, behind its sources; returns those that no other implies, latest first."""
+        reach, kept = 0, []
+        for source in sorted(sources, reverse=True):
+            if not reach & self._bit[source]:
+                kept.append(source)
+                reach |= self._above[source] | self._bit[source]
+        self._since_sweep += 1
+        if self._since_sweep >= SWEEP_EVERY:
+            reach &= self._sweep()
+        self._bit[launch] = self._take()
+        self._above[launch] = reach
+        self._uses[launch] = 1
+        return kept
+
+    def precedes(self, first: int, second: int) -> bool:
+        """True iff a path leads from `first` to `second`; both alive."""
+        return first == second or bool(self._above[second] & self._bit[first])
+
+    def hold(self, launch: int) -> None:
+        """A history names the launch once more."""
+        self._uses[launch] += 1
+
+    def release(self, launch: int) -> None:
+        """A history names the launch once less; nobody may ask about it after the last."""
+        self._uses[launch] -= 1
+        if self._uses[launch] == 0:
+            self._dead |= self._bit.pop(launch)
+            del self._above[launch], self._uses[launch]
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._width += 1
+        return 1 << (self._width - 1)
+
+    def _sweep(self) -> int:
+        """Takes the dead out of every living set, frees their bits and returns the mask of all others."""
+        living = ~self._dead
+        self._above = {launch: mask & living for launch, mask in self._above.items()}
+        while self._dead:
+            lowest = self._dead & -self._dead
+            self._free.append(lowest)
+            self._dead ^= lowest
+        self._since_sweep = 0
+        return living
+
+
+# Of several reasons for one edge the first is named.
+PRECEDENCE = (Hazard.RAW, Hazard.WAW, Hazard.WAR)
+
+
+def hazards(trace: Trace) -> tuple[Edge, ...]:
+    """All RAW, WAR and WAW edges of a trace, transitively reduced, sorted by (dst, src)."""
+    scan = _Scan(trace, Ancestors())
+    return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
+
+
+def direct_hazards(trace: Trace) -> tuple[Edge, ...]:
+    """Every pair of launches that touch the same bytes, once for each reason; nothing is reduced.
+
+    Pairs with a covering write between them are left out, as in `hazards`. May be quadratic in size.
+    """
+    scan = _Scan(trace, None)
+    return tuple(edge for launch in range(len(trace.launches)) for edge in scan.step(launch))
+
+
+class _Scan:
+    """One pass over the launches in program order; without ancestors nothing is reduced."""
+
+    def __init__(self, trace: Trace, ancestors: Ancestors | None) -> None:
+        self._trace, self._ancestors = trace, ancestors
+        self._written = {a.buffer for x in trace.launches for a in x.accesses if a.write or a.atomic}
+        self._accesses: dict[int, list[Access]] = defaultdict(list)
+        for launch in trace.launches:
+            for access in self._ordering(launch):
+                self._accesses[access.buffer].append(access)
+        self._histories: dict[int, History] = {}
+
+    def step(self, index: int) -> list[Edge]:
+        """Edges into one launch, by source."""
+        launch = self._trace.launches[index]
+        found: dict[tuple[int, Hazard], Edge] = {}
+        touched = []
+        for access in self._ordering(launch):
+            history = self._history(access.buffer)
+            is_new = history.is_new and self._returns_new(launch, access)
+            whole = Region(0, self._trace.buffers[access.buffer].size_bytes) if is_new else access.region
+            touched.append((history, access, whole))
+            for src, hazard in _waits(history, access, whole):
+                found.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
+        if self._ancestors is None:
+            edges = sorted(found.values(), key=lambda e: (e.src, e.hazard))
+        else:
+            edges = _keep(found, self._ancestors.add(index, list({src for src, _ in found})))
+        for history, access, region in touched:
+            self._remember(history, index, access, region)
+        for history, access, _ in touched:
+            if history.left == 0:
+                self._close(access.buffer)
+        self._release([index])
+        return edges
+
+    def _ordering(self, launch: Launch) -> list[Access]:
+        """Accesses that can order anything."""
+        return [a for a in launch.accesses if a.buffer in self._written]
+
+    def _history(self, buffer: int) -> History:
+        if buffer not in self._histories:
+            accesses = self._accesses.pop(buffer)
+            self._histories[buffer] = History(accesses, self._trace.buffers[buffer].size_bytes)
+        return self._histories[buffer]
+
+    def _returns_new(self, launch: Launch, access: Access) -> bool:
+        """True if the launch makes the buffer, given that nobody has touched it before."""
+        kind = self._trace.buffers[access.buffer].kind
+        return (
+            access.write
+            and not access.read
+            and kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT)
+            and any(view is not None and view.buffer == access.buffer for view in launch.outputs)
+        )
+
+    def _remember(self, history: History, index: int, access: Access, region: Region) -> None:
+        history.left -= 1
+        if access.write:
+            self._release(history.cover(region, index))
+        writes = access.write or access.atomic
+        last, is_last_word = history.last(writes), False
+        if self._ancestors is not None:
+            self._ancestors.hold(index)
+            is_last_word = last is None or (
+                last.is_last_word and self._ancestors.precedes(last.launch, index)
+            )
+        reads = access.read or access.atomic
+        history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
+
+    def _close(self, buffer: int) -> None:
+        """Nobody will touch the buffer again."""
+        history = self._histories.pop(buffer, None)
+        if history is not None:
+            self._release(history.launches())
+
+    def _release(self, launches: list[int]) -> None:
+        if self._ancestors is not None:
+            for launch in launches:
+                self._ancestors.release(launch)
+
+
+def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[int, Hazard]]:
+    """(earlier launch, reason) for every access that this one must wait for; implied ones may be missing."""
+    reads, writes = access.read or access.atomic, access.write or access.atomic
+    covered_by = -1  # the latest write that covers the region: whatever is earlier is implied
+    for past in _overlapping(history, region, True):
+        if past.launch < covered_by:
+            continue
+        if past.region.covers(region):
+            covered_by = past.launch
+        if reads:
+            yield past.launch, Hazard.RAW
+        if writes:
+            yield past.launch, Hazard.WAW
+        if writes and past.reads:
+            yield past.launch, Hazard.WAR
+    if writes:
+        for past in _overlapping(history, region, False):
+            if past.launch > covered_by:
+                yield past.launch, Hazard.WAR
+
+
+def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
+    """Earlier writes, or reads, that share a byte with the region, latest first in each list."""
+    start, stop, is_dense = region.start, region.stop, not region.dims
+    for listed in history.lists(region, is_write):
+        for past in reversed(listed):
+            if past.is_past or past.stop <= start or stop <= past.start:
+                continue
+            if not (is_dense and not past.region.dims) and not past.region.overlaps(region):
+                continue
+            yield past
+            if past.is_last_word:
+                break
+
+
+def _keep(found: dict[tuple[int, Hazard], Edge], sources: list[int]) -> list[Edge]:
+    """One edge for each source, for the first of its reasons."""
+    return [
+        next(found[src, hazard] for hazard in PRECEDENCE if (src, hazard) in found)
+        for src in reversed(sources)
+    ]
 
 
 @dataclass(slots=True)

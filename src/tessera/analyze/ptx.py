@@ -23,7 +23,6 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tessera.errors import WorkerError
 from tessera.ir import Access, Arg, Buffer, Kernel, Launch, Region, View, arg_views
@@ -161,10 +160,6 @@ def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
     if len(spans) <= MAX_REGIONS:
         return [Region(a, b - a) for a, b in spans], False
     return [Region(first, spans[-1][1] - first)], True
-
-
-# A storage's bytes and where in them a pointer points.
-Pointer = tuple[npt.NDArray[np.uint8], int]
 
 
 def interpret(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> None:

@@ -24,20 +24,436 @@ Refused by name: a call that replaces or adds tensors where they are held instea
 a closure holds, or an optimiser's settings on the host.
 
 `workload(fn, *args, **kwargs)` is the same call as a step that can be run again, here or by workers.
+
+Function: a callable and the structure of one of its calls.
+
+Learns by running the call once what it touches, changes and returns; then binds other calls of the same
+structure to the same step, runs the step on any memory, and hands results of a run elsewhere to the caller.
 """
 
 import sys
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
-from tessera.capture.call import FunctionCall
+from tessera.capture import rng
+from tessera.capture.blocks import (
+    BlockPart,
+    blocks_of,
+    fill,
+    flatten,
+    handed,
+    open_dataclasses,
+    part_of,
+    path,
+    raw,
+    spread,
+    storage_key,
+    unique,
+    view_of,
+)
+from tessera.capture.fxgraph import GraphStep
+from tessera.capture.holders import Finder, Held, find, root
+from tessera.capture.own import own_launches, standing_for
+from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
+from tessera.capture.reads import traced
 from tessera.capture.record import record
-from tessera.capture.workload import Tensors, Workload
+from tessera.capture.watch import Watch
+from tessera.capture.workload import Tensors, Workload, fresh_tensor
+from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step, Trace
+
+# Stands for a tensor among the values of a call that are fixed.
+TENSOR = object()
+# What torch says where gradients are asked for and none are kept.
+NO_GRAD = "does not require grad"
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tensors of one call: all of them by number, and by name what stands for them in the step."""
+
+    tensors: list[torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result that the call itself makes: number of its storage, that storage's bytes, place in it."""
+
+    name: str
+    storage: int
+    size_bytes: int
+    part: BlockPart
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A result that lies in the memory of the given tensor `number`."""
+
+    number: int
+    part: BlockPart
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A result that is no tensor."""
+
+    value: Any
+
+
+class FunctionCall:
+    """A callable and the structure of one call: binds other calls of that structure to the same step."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.fn = fn
+        named, self._spec = flatten(fn, args, kwargs)
+        self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
+        self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
+        found = find(fn, named)
+        self._held = found.tensors
+        self.module = root(found.modules)
+        self._num_args = len(self._places)
+        tensors = self._tensors([leaf for _, leaf in named])
+        names = unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
+        _check_dense(names, tensors)
+        self.blocks = blocks_of(tensors)
+        self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
+        self._names = [names[block.parts[0][0]] for block in self.blocks]
+        self._first = {i: tensors[block.parts[0][0]] for i, block in enumerate(self.blocks)}
+        # Those the call may differentiate by: they take other memory and stay the same objects.
+        self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
+        self.trains = torch.is_grad_enabled() and bool(found.optimizers)
+        try:
+            self._learn(named, tensors)
+        except RuntimeError as error:
+            if NO_GRAD not in str(error) or self.trains or not torch.is_grad_enabled():
+                raise
+            self.trains = True
+            self._learn(named, tensors)
+
+    def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
+        """Runs the call once to see what it touches, changes and returns."""
+        settings = _settings(find(self.fn, named))
+        keys = [storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
+        parts = [part_of(tensor) for tensor in tensors]
+        args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
+        fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
+        watch = Watch(dict(zip(keys, range(len(keys)), strict=True)), fixed=fixed)
+        try:
+            with self.mode(), rng.forked(), traced(), own_launches(watch.own_launch):
+                with watch:
+                    result = self.fn(*args, **kwargs)
+                touched = {keys[block] for block in watch.touched}
+                self._check_held(named, (args, kwargs), tensors, parts, keys, touched)
+                _check_settings(settings, _settings(find(self.fn, named)))
+        finally:
+            for held in self._held:
+                held.put_back()
+            for block, saved in watch.saved.items():
+                raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
+        self._generators = sorted(watch.generators)
+        # Of a graph, Dynamo checks itself what it was made from.
+        is_graph = isinstance(self.fn, GraphStep)
+        self._kept = None if is_graph else Before(python_state(*self.roots).without_tensors)
+        self._sort(watch)
+        self._shape_results(result, keys)
+
+    def _check_held(
+        self,
+        named: list[tuple[str, Any]],
+        given: Any,
+        tensors: list[torch.Tensor],
+        parts: list[BlockPart],
+        keys: list[int],
+        touched: set[int],
+    ) -> None:
+        """Refuses a call that exchanged tensors where it should have changed them.
+
+        A gradient may be exchanged if the call has not looked at the old one: it is made anew every time.
+        """
+        made = {h.name for h in self._held if h.is_grad and storage_key(h.tensor) not in touched}
+        before = {h.name: h.tensor for h in self._held}
+        before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+        after = {h.name: h.tensor for h in find(self.fn, named).tensors}
+        again, _ = flatten(self.fn, *given)
+        after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
+        for name in [*before, *after]:
+            if name not in before and self.trains:
+                remedy = "Run one training step before the capture, and give the step zero_grad()."
+                raise CaptureError(f"the call is the first to make '{name}'", remedy)
+            if before.get(name) is not after.get(name) and name not in made:
+                raise CaptureError(
+                    f"the call puts another tensor in the place of '{name}'",
+                    "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
+                    self._line_that_replaces(name, given),
+                )
+        for number, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
+            block = self._block_of[number]
+            if part_of(tensor) != part or storage_key(tensor) != keys[block]:
+                name = self._names[block]
+                raise CaptureError(
+                    f"the call changes the shape or memory of '{name}'", "Work on a view of it."
+                )
+
+    def _line_that_replaces(self, name: str, given: Any) -> str:
+        """Where the program puts another tensor in the place of one that it held from the start."""
+        held = next((h for h in self._held if h.name == name and h.holder is not None), None)
+        if held is None:
+            return ""
+        held.put_back()
+        args, kwargs = given
+        return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
+
+    def _sort(self, watch: Watch) -> None:
+        """Which block is what: input, state or weight; a module's tensors that no kernel touched are none."""
+        self._inputs, self._state, self._weights = [], [], []
+        for index, block in enumerate(self.blocks):
+            is_given = block.parts[0][0] < self._num_args
+            fixed = [
+                h
+                for n, _ in block.parts
+                if n not in self._leaves and (h := self._holder(n)) is not None and h.holder is None
+            ]
+            if fixed and (index in watch.saved or is_given):
+                raise CaptureError(
+                    f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it",
+                    "Pass it as an argument, or register it on its module with register_buffer.",
+                )
+            if index in watch.saved:
+                self._state.append(index)
+            elif is_given:
+                self._inputs.append(index)
+            elif index in watch.touched:
+                self._weights.append(index)
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """While entered, gradients are as the call wants them; those it leaves behind are forgotten."""
+        before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
+        try:
+            with torch.set_grad_enabled(self.trains):
+                yield
+        finally:
+            for leaf, grad in before:
+                leaf.grad = grad
+
+    def _holder(self, number: int) -> Held | None:
+        return self._held[number - self._num_args] if number >= self._num_args else None
+
+    def _shape_results(self, result: Any, keys: list[int]) -> None:
+        known = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
+        open_dataclasses(result)
+        leaves, self._result_spec = pytree.tree_flatten_with_path(result)
+        self._results: list[Made | Alias | Fixed] = []
+        storages: dict[int, int] = {}
+        names = unique([_output_name(keys) for keys, _ in leaves])
+        for name, (_, leaf) in zip(names, leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                self._results.append(Fixed(leaf))
+            elif storage_key(leaf) in known:
+                self._results.append(Alias(known[storage_key(leaf)], part_of(leaf)))
+            else:
+                storage = storages.setdefault(storage_key(leaf), len(storages))
+                size = leaf.untyped_storage().nbytes()
+                self._results.append(Made(name, storage, size, part_of(leaf)))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the call reads and never changes, by name, as held now."""
+        current = [h.current for h in self._held]
+        return {
+            self._names[i]: current[self.blocks[i].parts[0][0] - self._num_args].detach()
+            for i in self._weights
+        }
+
+    @property
+    def roots(self) -> tuple[object, ...]:
+        """The callable, and what it is given that is no tensor."""
+        return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
+
+    def changing(self) -> dict[str, torch.Tensor]:
+        """Tensors of the first call that other calls give or find otherwise."""
+        return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
+
+    def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
+        """Other values for the tensors that lie in the step's blocks, laid out as they are."""
+        made = {name: tensor.clone() for name, tensor in tensors.items()}
+        for index in (*self._inputs, *self._state):
+            name = self._names[index]
+            for number, view in spread(self.blocks[index], made[name]) if name in made else ():
+                fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
+        return made
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """The tensors of another call, in the memory where they are; MismatchError if it is another step."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        same = spec == self._spec and all(map(_alike, leaves, self._fixed))
+        tensors = self._tensors(leaves) if same else []
+        if not same or blocks_of(tensors) != self.blocks:
+            raise MismatchError(
+                "these arguments are laid out differently from those of the capture", "Capture again."
+            )
+        changed = self._kept.changed() if self._kept is not None else None
+        if changed is not None:
+            raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
+        inputs, state = (
+            {self._names[i]: handed(self.blocks[i], tensors) for i in kind}
+            for kind in (self._inputs, self._state)
+        )
+        return self.at_its_turn(Given(tensors, inputs, state))
+
+    def at_its_turn(self, given: Given) -> Given:
+        """The same call with the generators as they are now."""
+        return replace(given, state=given.state | {name: rng.state_now(name) for name in self._generators})
+
+    def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
+
+    def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        """The call on what was bound (or copies of it); changes the state's tensors in place."""
+        given = {**inputs, **state}
+        numbered = dict(
+            pair
+            for i in (*self._inputs, *self._state)
+            for pair in spread(self.blocks[i], given[self._names[i]])
+        )
+        leaves = list(self._fixed)
+        for number, place in enumerate(self._places):
+            is_same = self.trains and number in self._leaves
+            leaves[place] = self._leaves[number] if is_same else numbered[number]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        with self.mode(), traced(), self._exchanged(numbered):
+            result = self.fn(*args, **kwargs)
+        return self._outputs(pytree.tree_leaves(result), state)
+
+    def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:
+        made = {
+            kind.name: leaf
+            for kind, leaf in zip(self._results, leaves, strict=True)
+            if isinstance(kind, Made)
+        }
+        if not made and state:  # a step returns something: here, the least of what it changed
+            name = min(state, key=lambda n: state[n].numel())
+            return {f"{name}.after": state[name]}
+        return made
+
+    @contextmanager
+    def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """While entered, modules hold the step's tensors in the place of their own.
+
+        In training a parameter stays the object that the optimiser knows and takes the step's memory.
+        """
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        swapped = []
+        pairs = []
+        try:
+            for number, tensor in numbered.items():
+                held = self._holder(number)
+                if self.trains and number in self._leaves:
+                    leaf = self._leaves[number]
+                    with no_dispatch():
+                        kept.append((leaf, leaf.data))
+                    leaf.data = tensor
+                elif held is not None:
+                    swapped.append((held, held.current))
+                    pairs.append((held.current, tensor))
+                    held.holder[held.key] = tensor
+            with standing_for(pairs):
+                yield
+        finally:
+            for leaf, data in reversed(kept):
+                leaf.data = data
+            for held, before in reversed(swapped):
+                held.holder[held.key] = before
+
+    def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
+        """What the call returns, from what a run elsewhere gave; the state is written back to its tensors."""
+        for name in self._generators:
+            rng.set_state(name, state[name])
+        with torch.no_grad():
+            for index in self._state:
+                block = self.blocks[index]
+                bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
+                raw(given.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
+                for number, _ in block.parts:
+                    if not given.tensors[number].is_inference():
+                        torch.autograd.graph.increment_version(given.tensors[number])
+            leaves = self._build(given, outputs)
+        return pytree.tree_unflatten(leaves, self._result_spec)
+
+    def _build(self, given: Given, outputs: Tensors) -> list[Any]:
+        storages: dict[int, torch.Tensor] = {}
+        leaves: list[Any] = []
+        for kind in self._results:
+            if isinstance(kind, Fixed):
+                leaves.append(kind.value)
+            elif isinstance(kind, Alias):
+                leaves.append(view_of(given.tensors[kind.number], kind.part))
+            else:
+                memory = storages.setdefault(kind.storage, torch.empty(kind.size_bytes, dtype=torch.uint8))
+                leaf = view_of(memory, kind.part)
+                fill(leaf, outputs[kind.name])
+                leaves.append(leaf)
+        return leaves
+
+    @property
+    def draws(self) -> bool:
+        """True if the call draws random numbers, so that calls have an order."""
+        return bool(self._generators)
+
+    @property
+    def changes_state(self) -> bool:
+        """True if the call changes any tensor it was given or holds."""
+        return bool(self._state)
+
+
+def _alike(leaf: Any, fixed: Any) -> bool:
+    """True if an argument may take the place of the captured one: any tensor, or the same fixed value."""
+    if fixed is TENSOR:
+        return isinstance(leaf, torch.Tensor)
+    is_plain = isinstance(fixed, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return leaf is fixed or (is_plain and type(leaf) is type(fixed) and bool(leaf == fixed))
+
+
+def _output_name(keys: Sequence[Any]) -> str:
+    """A dictionary's keys are names enough; a place in a list is not."""
+    name = path(keys)
+    return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
+
+
+def _settings(found: Finder) -> dict[str, Any]:
+    """The plain values that optimisers hold, by name."""
+    return {
+        f"{name}.{key}": value
+        for name, optimizer in found.optimizers.items()
+        for held in (*optimizer.param_groups, *optimizer.state.values())
+        for key, value in held.items()
+        if isinstance(value, bool | int | float)
+    }
+
+
+def _check_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for name, value in after.items():
+        if before.get(name) != value:
+            raise CaptureError(
+                f"the call changes '{name}' from {before.get(name)} to {value}, a value on the host",
+                "Keep it in a tensor, or change it between calls and capture anew.",
+            )
+
+
+def _check_dense(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(f"'{name}' is a {what} tensor", "Use dense, unquantized tensors.")
+
 
 KIND = "call"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.naming import unique
+from tessera.capture.blocks import unique
 from tessera.errors import CaptureError
 
 # A step into something, in Dynamo's words: L['self']._modules['layers'][0].weight

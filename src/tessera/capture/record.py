@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
+from tessera.capture.fake import Run, uncollected
 from tessera.capture.models import build, known_models
 from tessera.capture.own import own_launches
 from tessera.capture.pystate import Before, python_state, refuse_change
@@ -21,7 +22,6 @@ from tessera.capture.reads import calls_refused, reads_refused
 from tessera.capture.recorder import Recorder, Scopes, call_operator
 from tessera.capture.refuse import fail, insisting
 from tessera.capture.rng import entered, seeded_state, without_generators
-from tessera.capture.shapes import Run, uncollected
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import GENERATOR, Arg, BufferKind, Launch, Step, Trace, View, verify

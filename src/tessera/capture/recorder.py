@@ -36,6 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.fake import Run
 from tessera.capture.ledger import Ledger
 from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, unchanged
 from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
@@ -47,7 +48,6 @@ from tessera.capture.schema import (
     split,
     whole_buffers,
 )
-from tessera.capture.shapes import Run
 from tessera.errors import CaptureError
 from tessera.ir import (
     Arg,

@@ -373,7 +373,10 @@ def _bars(load: "Load", owned: "OwnedAdvice") -> list["AdviceBar"]:
 
 
 def _facts(load: "Load", way: "Way") -> str:
-    parts = [] if load.is_image else [f"{way.tokens_per_s:,.0f} tokens/s", f"{way.tpot_ms:.3g} ms a token"]
+    if load.is_image:
+        parts = [f"{load.output * way.tpot_ms / 1e3:,.3g} s an image"]
+    else:
+        parts = [f"{way.tokens_per_s:,.0f} tokens/s", f"{way.tpot_ms:.3g} ms a token"]
     if way.usd_per_1k_requests is not None:
         parts.append(f"{way.usd_per_1k_requests:.3g} USD for 1,000 {load.unit}")
     return ", ".join(parts)
@@ -387,7 +390,7 @@ def _tables(load: "Load", owned: "OwnedAdvice") -> list["AdviceTable"]:
     names = [name for name in WAYS if any(name in regime.tokens_per_s for regime in owned.regimes)]
     regimes = []
     for r in owned.regimes:
-        rates = [f"{r.tokens_per_s[name]:,.0f}" if name in r.tokens_per_s else "" for name in names]
+        rates = [_rate(r.tokens_per_s[name]) if name in r.tokens_per_s else "" for name in names]
         regimes.append([f"{r.tpot_ms:g} ms", *rates, r.best])
     cards = []
     for card in owned.next_cards:
@@ -409,6 +412,10 @@ def _tables(load: "Load", owned: "OwnedAdvice") -> list["AdviceTable"]:
             cards,
         ),
     ]
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def _write_page(

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.measuring import Keeping, keeping
 from tessera.cli.output import AsJson, console, print_json, progress
+from tessera.cli.profile import Keeping, keeping
 from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
 

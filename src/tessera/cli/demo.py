@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from tessera.cli.output import AsJson, console, print_json, progress
-from tessera.cli.plan_load import PlannedLoad, curve, planned, policies_table, verdict
+from tessera.cli.plan_load import PlannedLoad, curve, how_sure, planned, policies_table, verdict
 from tessera.cli.plan_load import document as load_document
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Plan, Step, Timeline, save
@@ -216,7 +216,7 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
     write_perfetto(runs[1], files["perfetto"])
     write_perfetto(first.measured, files["perfetto_measured"])
     plans = [
-        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {_how_sure(_headline(full))}")),
+        (FULL.model, Shown(full.plan, runs[0], f"{verdict(full)} {how_sure(full)}")),
         (MODEL, Shown(first.plan, runs[1], explain(first.plan).verdict)),
     ]
     write_report(output, plans, None, files["page"])
@@ -302,7 +302,7 @@ def _show_gain(out: Console, full: "LoadPlan", headline: dict[str, Any]) -> None
     out.print(layer_picture(full.plan, main_lane(full.plan), 0))
     out.print(f"Why: {_why(full.plan)} (modelled).", markup=False)
     out.print(verdict(full), markup=False, style="bold")
-    out.print(_how_sure(headline), markup=False)
+    out.print(how_sure(full), markup=False)
 
 
 def _why(plan: Plan) -> str:
@@ -317,20 +317,6 @@ def _why(plan: Plan) -> str:
         takes = f"takes {here} on {r.device} and would take {there} on {r.other}"
         weightiest.setdefault(r.device, f"{short_name(r.kernel)} of {module} {takes}")
     return "; ".join(weightiest.values())
-
-
-def _how_sure(headline: dict[str, Any]) -> str:
-    """Which of the gains are beyond the error of the costs."""
-    error = headline["rel_error"]
-    parts = [
-        f"{ratio:.2f}x {name} is {'beyond' if ratio - 1.0 > error else 'within'} it"
-        for name, ratio in (
-            ("data-parallel", headline["ratio_to_data_parallel"]),
-            (headline["best_baseline"], headline["ratio_to_best_baseline"]),
-        )
-        if ratio is not None
-    ]
-    return f"The costs have an error of ±{error:.0%}: {', '.join(parts)}."
 
 
 def _show_proof(out: Console, policies: list[Policy]) -> None:

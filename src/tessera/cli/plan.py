@@ -126,7 +126,7 @@ def plan(
     from tessera.plan import PlanConfig
 
     slots = 4 if microbatches is None else microbatches
-    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=_wishes(pin or [], forbid or []))
+    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=_constraints(pin, forbid))
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
@@ -221,10 +221,10 @@ def _words(traces: Sequence[Trace], others: Sequence[Trace]) -> str:
     )
 
 
-def _wishes(pins: list[str], forbidden: list[str]) -> "tuple[Wish, ...]":
+def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> "tuple[Wish, ...]":
     from tessera.plan import parse_wish
 
-    return (*(parse_wish(x, True) for x in pins), *(parse_wish(x, False) for x in forbidden))
+    return (*(parse_wish(x, True) for x in pins or ()), *(parse_wish(x, False) for x in forbidden or ()))
 
 
 def _objective(name: str) -> Objective:

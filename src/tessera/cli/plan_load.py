@@ -163,6 +163,7 @@ def show(found: LoadPlan) -> None:
         out.print(line, markup=False)
     out.print(f"Costs: {shown['costs']['sentence']}", markup=False)
     out.print(verdict(found), markup=False)
+    out.print(how_sure(found), markup=False)
 
 
 def policies_table(found: LoadPlan) -> Table:
@@ -197,12 +198,26 @@ def verdict(found: LoadPlan) -> str:
     )
     if best is None:
         return "No coarser policy keeps to the limits."
-    if found.plan.policy == best:
-        return f"No gain: {best} is best here."
-    text = f"{ratio:.3f}x {best}"
-    if parallel is not None and best != "data-parallel":
+    text = f"No gain: {best} is best here" if found.plan.policy == best else f"{ratio:.3f}x {best}"
+    if parallel is not None and best not in ("single", "data-parallel"):
         text += f", {parallel:.3f}x data-parallel"
     return f"{text}, each at its own best batch (simulated on modelled costs)."
+
+
+def how_sure(found: LoadPlan) -> str:
+    """Which of the gains are beyond the error of the costs."""
+    shown = document(found)
+    error = shown["costs"]["rel_error"]
+    gains = {
+        "data-parallel": shown["ratio_to_data_parallel"],
+        shown["best_baseline"]: shown["ratio_to_best_baseline"],
+    }
+    parts = [
+        f"{ratio:.2f}x {name} is {'beyond' if ratio - 1.0 > error else 'within'} it"
+        for name, ratio in gains.items()
+        if ratio is not None and name != found.plan.policy
+    ]
+    return f"The costs have an error of ±{error:.0%}{': ' if parts else ''}{', '.join(parts)}."
 
 
 def curve(found: LoadPlan) -> list[str]:

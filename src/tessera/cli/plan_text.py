@@ -52,7 +52,8 @@ def document(made: Plan) -> dict[str, Any]:
         "usd_per_1k_units": made.usd_per_1k_units,
         "joules_per_unit": made.joules_per_unit,
         "robust": _robust(made),
-        "wishes": list(made.wishes),
+        "constraints": list(made.constraints),
+        "wishes": list(made.constraints),  # the name of before, for one release
         "baselines": {b.name: b.throughput_per_s for b in made.baselines},
         "baseline_latency_us": {b.name: b.latency_us for b in made.baselines},
         "baseline_usd_per_1k_units": {b.name: b.usd_per_1k_units for b in made.baselines},

@@ -176,7 +176,7 @@ def run(
         every, depth = 0 if pick else switch_every, 1 if plain else None
         ran, equal = _run(plans, requests, verify, every, depth, options, advance)
     found = _found(plans, [str(path) for path in plan], ran, equal, started, trace)
-    print_json(found) if as_json else _show(found, any(d.is_stretched for d in plans[0].cluster.devices))
+    print_json(found) if as_json else _show(found, any(d.is_dilated for d in plans[0].cluster.devices))
     _judge(found, place)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tessera.analyze.hazards import direct_hazards
+from tessera.analyze.graph import direct_hazards
 from tessera.errors import WorkerError
 from tessera.execute.replay import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
 from tessera.flow import workload_of

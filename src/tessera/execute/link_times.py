@@ -56,7 +56,7 @@ def time_transfers(
     a: Device, b: Device, transport: str, sizes: Sequence[int], build_graph: Callable[[Trace], Graph]
 ) -> TransferTimes:
     """Starts a worker for each device and times transfers of these sizes, which are multiples of four."""
-    a, b = (replace(device, is_stretched=False) for device in (a, b))  # a link is what it is
+    a, b = (replace(device, is_dilated=False) for device in (a, b))  # a link is what it is
     graphs = tuple(build_graph(chain(size)) for size in sizes)
     turns = tuple(n % 2 for n in range(LAUNCHES))
     lanes = [Lane(Placement((place,) * len(sizes)), 1.0) for place in ((0,) * LAUNCHES, turns)]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Annotated, get_args
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -246,7 +246,6 @@ Calling = Hello | Welcome | Refused | Want | WeightBytes | Briefed
 Meeting = WorkerReady | StoreSet | StoreGet | StoreValue | Relink | PeerLost
 Order = Begin | Clear | Cancel | LoadLanes | Where
 Message = Calling | Meeting | Order | Cancelled | Done | Progress | Failed
-KINDS: tuple[type, ...] = get_args(Message)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -182,7 +182,7 @@ class Called:
 
 
 @dataclass
-class Muster:
+class WorkerGroup:
     """Which of the callers that wait at the gate becomes the worker of a device; asked under the gate's lock.
 
     A caller that says its rank gets that device and no other. One that says none gets a device that is left,
@@ -241,7 +241,7 @@ class RemoteHub(Hub):
         self._session = os.urandom(SESSION_BYTES)
         key = link_key(secret, self._session)
         self.setups = [replace(setup, key=key, host=gate.address[0]) for setup in self.setups]
-        self._muster = Muster(len(names), digest, set(range(len(names))) - here)
+        self._group = WorkerGroup(len(names), digest, set(range(len(names))) - here)
         # Devices that were lost because nobody called.
         self._absent: set[int] = set()
 
@@ -257,9 +257,9 @@ class RemoteHub(Hub):
         if device in self._here:
             return super()._open(device, setup, is_over)
         for _ in range(MAX_BRIEFINGS):
-            self._muster.awaited.add(device)
+            self._group.awaited.add(device)
             caller = self._await(device, is_over)
-            self._muster.awaited.discard(device)
+            self._group.awaited.discard(device)
             line = Called(caller.pipe)
             try:
                 self._brief(caller, setup, is_over)
@@ -278,10 +278,10 @@ class RemoteHub(Hub):
         limit_s, start_s = self._patience_s(device), time.monotonic()
         asked_s, said = start_s, ""
         while not is_over():
-            caller = self._gate.take(lambda callers: self._muster.choose(device, callers), LOOK_S)
+            caller = self._gate.take(lambda callers: self._group.choose(device, callers), LOOK_S)
             now = time.monotonic()
             if caller is not None:
-                refusal = self._muster.refusal(caller.hello)
+                refusal = self._group.refusal(caller.hello)
                 if refusal is None:
                     return caller
                 self._gate.send_away(caller, refusal.message, refusal.remedy)

@@ -39,7 +39,7 @@ class Device:
     # Of a CUDA device that is a part of its card: how many SMs it has. 0 means all of them.
     num_sms: int = 0
     # True iff launches run on the card and are dilated to the times of `gpu`, which is another one.
-    is_stretched: bool = False
+    is_dilated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

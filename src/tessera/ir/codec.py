@@ -20,6 +20,8 @@ T = TypeVar("T")
 Convert = Callable[[Any], Any]
 
 NONE_TYPE = type(None)
+# Fields by their names in files of before, and what they are called now.
+RENAMED = {"is_stretched": "is_dilated", "wishes": "constraints"}
 
 
 class Undecodable(ValueError):
@@ -162,9 +164,11 @@ def _decode_float(plain: Any) -> float:
 def _decode_dataclass(cls: type) -> Convert:
     hints = _hints(cls)
     fields = {f.name: _late(_decoder, hints[f.name]) for f in dataclasses.fields(cls)}
+    old = {before: now for before, now in RENAMED.items() if now in fields and before not in fields}
 
     def call(plain: Any) -> Any:
-        return cls(**{name: fields[name](value) for name, value in _need(dict, plain).items()})
+        named = ((old.get(name, name), value) for name, value in _need(dict, plain).items())
+        return cls(**{name: fields[name](value) for name, value in named})
 
     return call
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tessera.errors import ArtifactError, RuleBroken
-from tessera.ir.cluster import Costs
+from tessera.ir.cluster import Costs, Device
 from tessera.ir.codec import body_of, decode
 from tessera.ir.graph import Graph
 from tessera.ir.plan import Plan, Program
@@ -22,13 +22,15 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 # Format 3 added lanes of unlike batches; records without such are written as before, and read as before.
 BATCHES, BEFORE_BATCHES = 3, 2
 # Format 5: steps may ask for random weights.
 RANDOM_WEIGHTS = 5
 # Format 6: steps of tokens, and joined products.
 TOKENS = 6
+# Format 7: `is_dilated` of a device and `constraints` of a plan have these names.
+NAMES = 7
 # Format 4: programs carry no memory any more.
 OLDEST = {"program": 4}
 # Of what is said about a broken file.
@@ -109,6 +111,9 @@ def _version(record: Any) -> int:
     """The oldest format that has all that the record holds."""
     if isinstance(record, Program):
         return OLDEST["program"]
+    is_constrained = isinstance(record, Plan) and bool(record.constraints)
+    if is_constrained or any(device.is_dilated for device in _devices(record)):
+        return NAMES
     steps = [trace.step for trace in _traces(record)]
     if any(step.kind == "tokens" or step.joined_products for step in steps):
         return TOKENS
@@ -124,6 +129,12 @@ def _traces(record: Any) -> list[Trace]:
     if isinstance(record, Plan):
         return [graph.trace for graph in record.graphs]
     return [x for x in (record, getattr(record, "trace", None)) if isinstance(x, Trace)]
+
+
+def _devices(record: Any) -> tuple[Device, ...]:
+    if isinstance(record, Plan):
+        return record.cluster.devices
+    return record.devices if isinstance(record, Costs) else ()
 
 
 def _expected(kind: str) -> str:

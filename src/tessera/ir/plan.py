@@ -143,7 +143,7 @@ class Plan:
     # Energy of one work unit at the simulated rate, devices without a lane switched off; None: not known.
     joules_per_unit: float | None = None
     # What the user asked for: "--pin attention=emu:a100".
-    wishes: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()
     # The same steps at other batches, for the lanes that say so; variant 0 is `unit` and `costs`.
     variants: tuple[Variant, ...] = ()
 

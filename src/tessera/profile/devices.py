@@ -211,7 +211,7 @@ def _dilated(whole: Device, name: str) -> Device:
         gpu=spec.name,
         memory_bytes=min(whole.memory_bytes, spec.memory_bytes),
         usd_per_hour=spec.usd_per_hour,
-        is_stretched=True,
+        is_dilated=True,
     )
 
 
@@ -230,7 +230,7 @@ def _shared(devices: list[Device], cards: tuple[Card, ...]) -> list[Device]:
 
 def _check_fit(here: Sequence[Device], card: Card) -> None:
     names, base = " and ".join(d.name for d in here), f"cuda:{here[0].ordinal}"
-    if all(d.is_stretched for d in here):
+    if all(d.is_dilated for d in here):
         return
     if not all(d.num_sms for d in here):
         raise TesseraError(

@@ -312,11 +312,6 @@ def _mean(values: Iterable[float]) -> float:
     return math.exp(fmean(math.log(v) for v in present)) if present else 0.0
 
 
-def price(work: Work, gpu_name: str) -> Cost:
-    """The cost of one piece of work on one GPU."""
-    return price_many([work], gpu_name)[0]
-
-
 def price_many(works: Sequence[Work], gpu_name: str) -> list[Cost]:
     """The cost of each on one GPU; work of one class and dtype is priced in one go."""
     spec = gpu(gpu_name)
@@ -360,7 +355,7 @@ def model_of(work: Work, spec: Gpu) -> Model:
 
 
 def plain_loads(flops: Array, num_bytes: Array) -> Loads:
-    """Launches of which only operations and bytes are known, from memory."""
+    """Rows of which only operations and bytes are known, for the scripts that fit parameters to them."""
     zeros = np.zeros_like(num_bytes)
     return Loads(flops, num_bytes, np.zeros((4, len(zeros))), zeros, zeros)
 

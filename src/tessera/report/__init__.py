@@ -9,11 +9,11 @@ from tessera.report.page_advice import AdviceBar, AdviceTable, write_advice
 from tessera.report.page_folder import write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
-from tessera.report.tables import comparison_table, devices_table, graph_table, where_time_goes
+from tessera.report.tables import comparison_table, devices_table, graph_table
 from tessera.report.units import duration, percent, rate, ratio, round_limits, short_name, size
 
 __all__ = [
     "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration", "graph_table",
     "layer_picture", "main_lane", "percent", "rate", "ratio", "round_limits", "short_name", "size",
-    "where_time_goes", "write_advice", "write_page", "write_perfetto", "write_report",
+    "write_advice", "write_page", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -9,13 +9,12 @@ anywhere. So a track has rows: a span goes to the first row that is free. A trac
 overlapping time once.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tessera.ir import Baseline, BufferKind, Lane, Objective, Plan, Span, Step, Timeline
 from tessera.ir.timeline import LINK_ARROW
-from tessera.report.units import kernel_class
 
 
 def shares(plan: Plan) -> tuple[float, ...]:
@@ -107,34 +106,6 @@ def headline(plan: Plan) -> tuple[float, str]:
     units = zip(plan.unit.counts, plan.unit.graphs, strict=True)
     decodes = sum(count for count, graph in units if graph.trace.step.kind == "decode")
     return (plan.rows_per_s * decodes, "tokens") if decodes else (plan.rows_per_s, "requests")
-
-
-def class_times(plan: Plan) -> dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]]:
-    """Class -> launches, time placed on each device, time if all of it ran on each; per work unit."""
-    num = len(plan.cluster.devices)
-    launches: dict[str, float] = defaultdict(float)
-    placed: dict[str, list[float]] = defaultdict(lambda: [0.0] * num)
-    alone: dict[str, list[float]] = defaultdict(lambda: [0.0] * num)
-    for number, graph in enumerate(plan.graphs):
-        variant, step = divmod(number, len(plan.unit.graphs))
-        # (requests of the lane in an average work unit, the lane)
-        mine = [
-            (s / plan.weight_of(x), x)
-            for s, x in zip(shares(plan), plan.lanes, strict=True)
-            if x.variant == variant
-        ]
-        count, costs = plan.every_variant[variant].unit.counts[step], plan.prices[number]
-        each = count * sum(share for share, _ in mine) if plan.variants else count
-        for index, launch in enumerate(graph.trace.launches):
-            name = kernel_class(graph.trace.kernels[launch.kernel], launch.scope)
-            launches[name] += each
-            for device in range(num):
-                alone[name][device] += each * costs.us(index, device)
-            for share, lane in mine:
-                device = lane.placement.devices[step][index]
-                placed[name][device] += share * count * costs.us(index, device)
-    order = sorted(launches, key=lambda name: -sum(placed[name]))
-    return {name: (launches[name], tuple(placed[name]), tuple(alone[name])) for name in order}
 
 
 @dataclass(frozen=True, slots=True)

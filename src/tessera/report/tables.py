@@ -9,7 +9,6 @@ from rich.text import Text
 from tessera.ir import Buffer, BufferKind, Graph, Hazard, Objective, Plan, Timeline
 from tessera.report.figures import (
     best_baseline,
-    class_times,
     end_us,
     gain,
     launches_on,
@@ -22,8 +21,6 @@ from tessera.report.picture import device_colour
 from tessera.report.units import duration, percent, rate, ratio, short_name, size
 
 BAR_WIDTH = 16
-# With more devices the table of kernel classes would not fit a terminal.
-MAX_ALONE = 3
 NOT_APPLICABLE = "n/a"
 WORDS = {
     Objective.THROUGHPUT: "throughput",
@@ -92,31 +89,6 @@ def comparison_table(plan: Plan) -> Table:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else ratio(value)
-
-
-def where_time_goes(plan: Plan) -> Table:
-    """Time of an average work unit by class of kernel: as placed, and if one device ran all of it."""
-    names = plan.cluster.names
-    alone_shown = len(names) <= MAX_ALONE
-    table = Table(title="Where the time goes, per request (modelled)", title_justify="left")
-    table.add_column("kernels")
-    table.add_column("launches", justify="right")
-    for index, name in enumerate(names):
-        table.add_column(Text(name, style=device_colour(index)), justify="right")
-    table.add_column("share", justify="right")
-    for name in names if alone_shown else ():
-        table.add_column(Text(f"all on {name}", style="dim"), justify="right")
-    times = class_times(plan)
-    total = sum(sum(placed) for _, placed, _ in times.values())
-    for name, (launches, placed, alone) in times.items():
-        cells = [_time(us) for us in placed]
-        rest = [Text(duration(us), style="dim") for us in alone] if alone_shown else []
-        table.add_row(Text(name), f"{launches:,.0f}", *cells, percent(sum(placed) / (total or 1.0)), *rest)
-    return table
-
-
-def _time(us: float) -> str:
-    return duration(us) if us else ""
 
 
 def graph_table(graph: Graph) -> Table:

@@ -67,7 +67,7 @@ def check_gpus(cluster: Cluster) -> None:
     if len(here) < len(cluster.devices):
         message = f"{', '.join(here)} cannot serve beside other devices"
         raise TesseraError(message, "Name GPUs of this machine only, or none of them.", PLACE)
-    dilated = [d.name for d in cluster.devices if d.is_stretched]
+    dilated = [d.name for d in cluster.devices if d.is_dilated]
     if dilated and len(dilated) < len(cluster.devices):
         remedy = "Dilate all devices or none."
         raise TesseraError(f"{', '.join(dilated)} keep other times than the rest", remedy, PLACE)
@@ -196,7 +196,7 @@ def _captured(model: ServedModel, is_compiled: bool, portable: bool) -> tuple[li
 def _prices(
     unit: WorkUnit, cluster: Cluster, weights: Tensors, still: Still, kernels: Kernels
 ) -> tuple[Costs, ...]:
-    if any(device.is_stretched for device in cluster.devices):
+    if any(device.is_dilated for device in cluster.devices):
         return tuple(combine(graph.trace, cluster.devices, {})[0] for graph in unit.graphs)
     return measure(unit, cluster, weights, still, kernels)[0]
 

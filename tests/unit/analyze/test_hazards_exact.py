@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tessera.analyze.hazards import direct_hazards, hazards
+from tessera.analyze.graph import direct_hazards, hazards
 from tessera.ir import (
     Access,
     Buffer,

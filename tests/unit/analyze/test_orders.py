@@ -6,7 +6,7 @@ import pytest
 
 from factories import make_trace
 from tessera.analyze import build_graph
-from tessera.analyze.hazards import direct_hazards
+from tessera.analyze.graph import direct_hazards
 from tessera.cli.trials import (
     EdgeClass,
     edge_classes,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tessera.capture import Workload
-from tessera.capture.fresh import fresh_tensor
+from tessera.capture.workload import fresh_tensor
 from tessera.ir import Step
 
 

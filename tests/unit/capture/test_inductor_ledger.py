@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tessera.capture.inductor.extern_calls import ExternCalls, scoped
+from tessera.capture.inductor.record import ExternCalls, scoped
 from tessera.capture.ledger import Ledger
 from tessera.capture.schema import whole_buffers
 from tessera.errors import CaptureError

@@ -17,8 +17,7 @@ from tessera.analyze import build_graph
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import build
 from tessera.capture.inductor import record_inductor, record_inductor_offline
-from tessera.capture.inductor.compile import alike, cut
-from tessera.capture.inductor.trace import trace_step
+from tessera.capture.inductor.compile import alike, cut, trace_step
 from tessera.capture.offline import fake_like, offline
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Hazard, Origin, Step, Trace, load, save

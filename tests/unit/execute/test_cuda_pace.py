@@ -19,7 +19,7 @@ from tessera.ir import Cluster, Device, DeviceKind, Link
 
 def make_device(name: str, dilated: bool = False, kind: DeviceKind = DeviceKind.CUDA) -> Device:
     """A device on GPU 0."""
-    return Device(name, kind, "a100", 1 << 34, is_stretched=dilated)
+    return Device(name, kind, "a100", 1 << 34, is_dilated=dilated)
 
 
 def test_a_card_that_is_fast_enough_needs_no_scale() -> None:

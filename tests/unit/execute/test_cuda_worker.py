@@ -50,17 +50,16 @@ def unit() -> WorkUnit:
 
 
 @functools.cache
-def plan(policy: str, is_stretched: bool = True) -> Plan:
+def plan(policy: str, is_dilated: bool = True) -> Plan:
     """A policy on two devices of one card."""
-    return plan_of(unit(), policy, is_stretched)
+    return plan_of(unit(), policy, is_dilated)
 
 
-def plan_of(of: WorkUnit, policy: str, is_stretched: bool = True) -> Plan:
+def plan_of(of: WorkUnit, policy: str, is_dilated: bool = True) -> Plan:
     """The same for any work unit."""
     emulated = parse_devices("emu:a100,emu:l40s")
     devices = tuple(
-        Device(f"cuda:0/as={d.gpu}", DeviceKind.CUDA, d.gpu, 1 << 34, is_stretched=is_stretched)
-        for d in emulated
+        Device(f"cuda:0/as={d.gpu}", DeviceKind.CUDA, d.gpu, 1 << 34, is_dilated=is_dilated) for d in emulated
     )
     links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
     costs = tuple(replace(estimate(g.trace, emulated), devices=devices) for g in of.graphs)

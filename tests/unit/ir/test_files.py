@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from factories import make_chain, make_plan
+from factories import make_chain, make_cluster, make_plan
 from tessera.analyze import build_graph
 from tessera.errors import ArtifactError
 from tessera.execute import lower
-from tessera.ir import Costs, Graph, Plan, Program, Timeline, Trace, View, kind_of, load, save, verify
+from tessera.ir import Costs, Device, Graph, Plan, Program, Timeline, Trace, View, kind_of, load, save, verify
 from tessera.ir.codec import decode, encode
 from tessera.simulate import simulate
 
@@ -56,6 +56,14 @@ def test_a_program_that_carries_memory_is_too_old(tmp_path: Path) -> None:
 
     with pytest.raises(ArtifactError, match="old format 3"):
         load(Program, path)
+
+
+def test_fields_are_read_by_their_names_of_before() -> None:
+    """What a file calls `is_stretched` is `is_dilated`."""
+    device = make_cluster(1).devices[0]
+    plain = encode(replace(device, is_dilated=True))
+
+    assert decode(Device, plain | {"is_stretched": plain.pop("is_dilated")}).is_dilated
 
 
 def test_arguments_keep_their_types() -> None:

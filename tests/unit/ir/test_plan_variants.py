@@ -54,7 +54,7 @@ def test_files_of_formats_unknown_are_refused(tmp_path: Path) -> None:
     """The first format is too old, the next one too new."""
     save(mixed_plan(), tmp_path / "x.plan")
     raw = (tmp_path / "x.plan").read_bytes()
-    for version, word in ((1, "old format 1"), (7, "reads up to 6")):
+    for version, word in ((1, "old format 1"), (8, "reads up to 7")):
         (tmp_path / "y.plan").write_bytes(raw.replace(b'"version": 3', b'"version": %d' % version, 1))
         with pytest.raises(ArtifactError, match=word):
             load(Plan, tmp_path / "y.plan")

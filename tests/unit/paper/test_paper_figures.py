@@ -6,11 +6,13 @@ import pytest
 from benchmarks.paper import FULL, QUICK, chosen, merged, narrowed
 from benchmarks.paper import throughput as throughput_figure
 from benchmarks.paper.evaluate import ordered
+from benchmarks.paper.heterogeneity import kernel_class
 from benchmarks.paper.published import PUBLISHED
 from benchmarks.paper.records import Case, Effort, Load, Outcome, Reached, Wire, costs_in_words
 from benchmarks.paper.regimes import verdict
 
 from tessera.errors import TesseraError, UnknownName
+from tessera.ir import Kernel, Origin
 
 TINY = Load("tiny-llama", 64, 16)
 PAIR = Case(TINY, ("a100", "l40s"), Wire.preset("pcie4"))
@@ -132,3 +134,21 @@ def test_documents_are_merged_figure_by_figure() -> None:
     assert ([1], [2], "mixed", {"links", "cost"}) == (
         both["links"], both["cost"], both["scale"], set(both["figures"]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "expected"),
+    [
+        ("aten.mm.default", "model.layers.0.self_attn.q_proj", "matrix multiply"),
+        ("aten.bmm.default", "model.layers.0.self_attn", "attention"),
+        ("aten.bmm.default", "model.layers.0.mlp", "matrix multiply"),
+        ("aten.mean.dim", "model.layers.0.input_layernorm", "norm"),
+        ("aten.mean.dim", "pooler", "reduction"),
+        ("aten.silu.default", "mlp.act_fn", "elementwise"),
+        ("aten._to_copy.default", "", "copy"),
+        ("aten.index.Tensor", "", "lookup"),
+    ],
+)
+def test_kernel_classes(name: str, scope: str, expected: str) -> None:
+    """A launch is classed by its kernel's name and by the module it came from."""
+    assert expected == kernel_class(Kernel(name, Origin.ATEN), scope)

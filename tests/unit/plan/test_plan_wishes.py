@@ -57,7 +57,7 @@ def test_pinned_kernel_runs_nowhere_else(objective: ir.Objective) -> None:
     plan = solve(*layered_case(), config(parse_wish("attention=d1", True), objective=objective))
 
     assert {1} == placed(plan, "attention")
-    assert ("--pin attention=d1",) == plan.wishes
+    assert ("--pin attention=d1",) == plan.constraints
 
 
 def test_forbidden_kernel_runs_elsewhere() -> None:
@@ -209,6 +209,6 @@ def test_layered_factory_has_what_the_patterns_name() -> None:
 def test_wishes_are_read_back_from_a_plan() -> None:
     """So that a second plan for the same system is bound by them too."""
     wishes = (parse_wish("attention=d1", True), parse_wish("mm=d0,d1", False))
-    plan = replace(solve(*layered_case(), config(wishes[0])), wishes=tuple(str(w) for w in wishes))
+    plan = replace(solve(*layered_case(), config(wishes[0])), constraints=tuple(str(w) for w in wishes))
 
     assert wishes == wishes_of(plan)

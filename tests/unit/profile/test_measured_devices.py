@@ -24,7 +24,7 @@ def test_a_whole_card_is_the_gpu_it_is_named_after() -> None:
         device.memory_bytes,
         device.ordinal,
         device.num_sms,
-        device.is_stretched,
+        device.is_dilated,
     )
 
 
@@ -42,7 +42,7 @@ def test_a_dilated_card_keeps_the_other_gpus_times() -> None:
     """`as=` carries the other GPU's name, at most its memory, and says that it is dilated."""
     (device,) = parse("cuda:0/as=l40s")
 
-    assert ("l40s", True, 48_000_000_000) == (device.gpu, device.is_stretched, device.memory_bytes)
+    assert ("l40s", True, 48_000_000_000) == (device.gpu, device.is_dilated, device.memory_bytes)
 
 
 def test_two_dilated_devices_on_one_card_get_unique_names() -> None:

@@ -13,7 +13,7 @@ from tessera.errors import TesseraError
 from tessera.ir import Arg, Costs, Device, DeviceKind, Source, Trace, View, verify
 from tessera.profile import Gpu, OpClass, coverage, estimate, known_gpus, notes
 from tessera.profile.counts import Work
-from tessera.profile.fitted import fits, left_out, price
+from tessera.profile.fitted import fits, left_out, price_many
 
 PAIR = emulated("a100", "l40s")
 
@@ -84,7 +84,7 @@ def test_weights_stream_at_the_measured_rates() -> None:
 def test_every_class_is_priced_on_every_gpu(spec: Gpu) -> None:
     """No class is free, impossible, or without an error."""
     for op in OpClass:
-        cost = price(Work(op, "float32", 1e9, 1 << 20), spec.name)
+        cost = price_many([Work(op, "float32", 1e9, 1 << 20)], spec.name)[0]
         assert cost.us > 0.5 or op is OpClass.ALLOCATION
         assert 0 < cost.rel_error < 1.6 or op is OpClass.ALLOCATION
 

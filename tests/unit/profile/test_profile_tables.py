@@ -11,7 +11,7 @@ from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace,
 from tables_factory import GEMM_SIZES, Factor, made_tables, write_table
 from tessera.ir import Cost, Source, Trace
 from tessera.profile import OpClass, Tables, coverage, estimate, notes, rejected_tables, works
-from tessera.profile.fitted import Array, price
+from tessera.profile.fitted import Array, price_many
 from tessera.profile.tables import TableCache, TableFile, installed_root
 from tessera.profile.tables.read import Unusable, read_rows
 from tessera.profile.tables.tables import installed_tables
@@ -134,7 +134,7 @@ def test_both_gemms_of_an_expert_are_priced_by_the_fused_kernel(tmp_path: Path, 
     """A layer that takes 1.5 times the model's time makes each of its GEMMs dearer by that, less surely."""
     write_table(tmp_path, "h200", OpClass.GROUPED, factor=lambda _: 1.5)
     trace = experts_trace(32, 256, n, k)
-    cost, modelled = first(trace, made_tables(tmp_path), "h200"), price(works(trace)[0], "h200")
+    cost, modelled = first(trace, made_tables(tmp_path), "h200"), price_many(works(trace), "h200")[0]
 
     assert Source.TABLE is cost.source
     assert cost.us == pytest.approx(1.5 * modelled.us, rel=1e-6)

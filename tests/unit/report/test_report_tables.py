@@ -1,12 +1,10 @@
 """Tables for the terminal."""
 
-import pytest
 from rich.console import Console, RenderableType
 
 from report_factory import make_cluster, make_graph, make_plan, make_timeline
-from tessera.ir import Clock, Kernel, Objective, Origin, verify
-from tessera.report import comparison_table, devices_table, graph_table, where_time_goes
-from tessera.report.units import kernel_class
+from tessera.ir import Clock, Objective, verify
+from tessera.report import comparison_table, devices_table, graph_table
 
 
 def text_of(shown: RenderableType) -> str:
@@ -81,33 +79,6 @@ def test_comparison_is_between_simulated_figures() -> None:
     assert "x" not in line_of(table, "by busy time").replace("by busy time", "")
 
 
-def test_where_time_goes_sums_to_the_whole() -> None:
-    """Attention is on one device only, with its time there and its share."""
-    line = line_of(where_time_goes(make_plan()), "attention")
-
-    assert "3.96 ms" in line
-    assert "7.66 ms" in line
-    assert "11 %" in line
-
-
-@pytest.mark.parametrize(
-    ("name", "scope", "expected"),
-    [
-        ("aten.mm.default", "model.layers.0.self_attn.q_proj", "matrix multiply"),
-        ("aten.bmm.default", "model.layers.0.self_attn", "attention"),
-        ("aten.bmm.default", "model.layers.0.mlp", "matrix multiply"),
-        ("aten.mean.dim", "model.layers.0.input_layernorm", "norm"),
-        ("aten.mean.dim", "pooler", "reduction"),
-        ("aten.silu.default", "mlp.act_fn", "elementwise"),
-        ("aten._to_copy.default", "", "copy"),
-        ("aten.index.Tensor", "", "lookup"),
-    ],
-)
-def test_kernel_classes(name: str, scope: str, expected: str) -> None:
-    """A launch is classed by its kernel's name and by the module it came from."""
-    assert expected == kernel_class(Kernel(name, Origin.ATEN), scope)
-
-
 def test_graph_table_shows_edges_buffers_and_what_cannot_move() -> None:
     """Counts by hazard and kind, bytes, and every immovable launch by name with its reason."""
     table = graph_table(make_graph(immovable="reads [pointers] from memory"))
@@ -126,7 +97,5 @@ def test_names_are_not_markup() -> None:
     """A device named like console markup is shown as it is named."""
     plan = make_plan(cluster=make_cluster(("[red]a", "[/b]")), best_baseline="[bold]x")
 
-    assert all(
-        name in text_of(devices_table(plan)) + text_of(where_time_goes(plan)) for name in ("[red]a", "[/b]")
-    )
+    assert all(name in text_of(devices_table(plan)) for name in ("[red]a", "[/b]"))
     assert "[bold]x" in text_of(comparison_table(plan))

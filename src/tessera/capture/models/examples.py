@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.capture.fresh import fresh
+from tessera.capture.workload import fresh
 from tessera.errors import CaptureError, MissingExtra
 from tessera.ir import Step
 
 PIXELS = "pixel_values"
 # Beside the main input, what a model of text and something else is shown.
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
-# Parts of a configuration that say what is seen or heard.
-PARTS = ("vision_config", "encoder", "backbone_config", "audio_config")
 # The side of a picture for a model that takes pictures of any size.
 ANY_SIZE = 224
 REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."

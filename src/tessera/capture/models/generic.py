@@ -28,7 +28,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.fake import run_fake, runner
+from tessera.capture.fake import Run, run_fake, runner
 from tessera.capture.models.cache import choose, newest
 from tessera.capture.models.examples import (
     PIXELS,
@@ -43,7 +43,6 @@ from tessera.capture.models.examples import (
 from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
 from tessera.capture.rng import forked
-from tessera.capture.shapes import Run
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step

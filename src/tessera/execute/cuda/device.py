@@ -23,7 +23,7 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute import driver
-from tessera.execute.cuda.turnstile import Turnstile
+from tessera.execute.cuda.pace_kernel import PaceKernel
 from tessera.ir import Device, DeviceKind
 
 
@@ -67,9 +67,9 @@ class GpuDevice:
         return driver.priorities(self.ordinal)
 
     @cached_property
-    def turnstile(self) -> Turnstile:
+    def pace_kernel(self) -> PaceKernel:
         with torch.cuda.device(self.ordinal):
-            return Turnstile()
+            return PaceKernel()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.ordinal)

@@ -24,8 +24,8 @@ import torch
 
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.pace import Clockwork, Pace
+from tessera.execute.cuda.pace_kernel import RECORD_WORDS, Chain
 from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel, is_move_of_state
-from tessera.execute.cuda.turnstile import RECORD_WORDS, Chain
 from tessera.execute.driver import MemOp
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, fresh, is_allocation, tensor_of
@@ -124,10 +124,10 @@ class _Issue:
         self._kept: list[Storage] = []
         self._arrivals: list[int] = []
         pace = Pace() if is_rehearsal else share._pace
-        self._pace, clock, turnstile = pace, share._clockwork, share._device
-        self._chain = Chain(turnstile.turnstile, clock.queue, share.room.number) if pace.launches else None
+        self._pace, clock, device = pace, share._clockwork, share._device
+        self._chain = Chain(device.pace_kernel, clock.queue, share.room.number) if pace.launches else None
         self._wires = {
-            dst: Chain(turnstile.turnstile, clock.wires.get(dst))
+            dst: Chain(device.pace_kernel, clock.wires.get(dst))
             for dst in (self._links if pace.transfers or pace.launches else ())
         }
 

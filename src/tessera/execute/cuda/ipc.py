@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from tessera.errors import WorkerError
 from tessera.execute import driver
+from tessera.execute.cuda.pace_kernel import RECORD_WORDS
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
-from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.driver import MemOp
 from tessera.execute.links import KeyStore
 from tessera.execute.orders import OwnerGone, key_of

@@ -20,7 +20,7 @@ import torch
 from tessera.execute.cuda.graph import ShareGraph
 from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
 from tessera.execute.cuda.pace import TimeScale, choose_scale
-from tessera.execute.cuda.turnstile import ENDED, STARTED
+from tessera.execute.cuda.pace_kernel import ENDED, STARTED
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of
 from tessera.execute.offline import Request
@@ -161,7 +161,7 @@ def measure(
 def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
     """The time scale of a plan on dilated devices; 1 where none is dilated."""
     devices = plan.cluster.devices
-    if not any(d.is_stretched for d in devices):
+    if not any(d.is_dilated for d in devices):
         return TimeScale(1.0, 1.0, 0, 0)
     first = devices[0]
     card = Cluster((Device(f"cuda:{first.ordinal}", DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ())

@@ -18,8 +18,8 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.ipc import MEET_S
+from tessera.execute.cuda.pace_kernel import RECORD_WORDS
 from tessera.execute.cuda.transport import WORD, GpuTransport, InboxSpot, Parcel
-from tessera.execute.cuda.turnstile import RECORD_WORDS
 from tessera.execute.driver import MemOp
 from tessera.execute.links import KeyStore
 

@@ -25,9 +25,9 @@ from tessera.ir import Cluster, Link, Program, Run
 
 # Share of the modelled time whose launches must be met.
 COVERED = 0.99
-# What the two turnstiles around a launch cost by themselves, in microseconds.
+# What the two pace kernels around a launch cost by themselves, in microseconds.
 TURN_US = 3.0
-# A turnstile is this late by itself; taken off every wait.
+# A pace kernel is this late by itself; taken off every wait.
 SLACK_NS = 1000
 
 
@@ -89,7 +89,7 @@ def throttled_links(cluster: Cluster) -> Mapping[tuple[int, int], Link]:
     for a, src in enumerate(cluster.devices):
         for b, dst in enumerate(cluster.devices):
             link = cluster.link(a, b) if a != b else None
-            if link is not None and (src.is_stretched or dst.is_stretched):
+            if link is not None and (src.is_dilated or dst.is_dilated):
                 found[a, b] = link
     return found
 
@@ -99,7 +99,7 @@ STAMP = Hold(0)
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take in one program where that is not left to the card. Missing: no turnstile.
+    """How long things take in one program where that is not left to the card. Missing: no pace kernel.
 
     A hold without a queue stamps: nothing waits for anything but its own end.
     """
@@ -129,10 +129,10 @@ class Clockwork:
         `keeps_links`: links take their modelled time; else what their transport takes.
         """
         self._device, self._us, self._scale, self._is_profiled = device, us, scale, is_profiled
-        self._is_stretched = cluster.devices[device].is_stretched
+        self._is_dilated = cluster.devices[device].is_dilated
         self._links: Mapping[tuple[int, int], Link] = throttled_links(cluster) if keeps_links else {}
         # Until when the device is taken, and a place for each microbatch that waits for it.
-        self.queue = _words(1 + num_microbatches, card) if self._is_stretched else None
+        self.queue = _words(1 + num_microbatches, card) if self._is_dilated else None
         # Destination -> until when the link there is taken.
         self.wires: dict[int, torch.Tensor] = {}
         groups: dict[str, torch.Tensor] = {}
@@ -147,7 +147,7 @@ class Clockwork:
     def _launches(self, program: Program) -> dict[int, Hold]:
         column = program.instructions[self._device]
         runs = [(at, x.launch) for at, x in enumerate(column) if isinstance(x, Run)]
-        if not self._is_stretched:
+        if not self._is_dilated:
             return {launch: STAMP for _, launch in runs} if self._is_profiled else {}
         us = self._us[program.step]
         left = until_wait(column, lambda x: us[x.launch] if isinstance(x, Run) else 0.0)

@@ -14,7 +14,7 @@ of a microbatch from the CPU, so that the graph ends, with contents that nobody 
 them then.
 
 Inboxes are where transfers land, the same on every worker that asks. For each microbatch there are, for each
-transfer of a program, a flag that says that it is there, a record of when it was due (see `turnstile`; of
+transfer of a program, a flag that says that it is there, a record of when it was due (see `pace_kernel`; of
 devices that keep another GPU's time), and a place as large as its buffer. A microbatch runs one program at a
 time, so programs share all three; within a program nothing shares a place, so no copy waits for a reader.
 Programs that are added later are laid out in the inbox that is there if they fit, so that plans can be
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from tessera.execute import driver
-from tessera.execute.cuda.turnstile import RECORD_WORDS
+from tessera.execute.cuda.pace_kernel import RECORD_WORDS
 from tessera.execute.driver import MemOp
 from tessera.ir import Program, Trace
 

@@ -31,8 +31,8 @@ from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.ipc import Ipc, PeerAway
 from tessera.execute.cuda.nvshmem import Nvshmem
+from tessera.execute.cuda.pace_kernel import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
-from tessera.execute.cuda.turnstile import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.inbox import Hangup
 from tessera.execute.links import KeyStore, Links
 from tessera.execute.memory import bytes_of
@@ -241,12 +241,12 @@ class CudaWorker:
         if self._clock is None or running.graph is None or not running.order.wants_spans:
             return [], []
         device = self._setup.cluster.devices[self._setup.device]
-        return rows_of(running.graph, self._setup.device, device.is_stretched, self._clock)
+        return rows_of(running.graph, self._setup.device, device.is_dilated, self._clock)
 
     def _busy_s(self, running: _Running) -> float:
         column = running.program.instructions[self._setup.device]
         device = self._setup.cluster.devices[self._setup.device]
-        if device.is_stretched or any(isinstance(x, Recv) for x in column):
+        if device.is_dilated or any(isinstance(x, Recv) for x in column):
             us = self._setup.us[running.program.step] if self._setup.us else None
             launches = [x.launch for x in column if isinstance(x, Run)]
             return sum(us[n] for n in launches) * 1e-6 * self._setup.scale if us else 0.0
@@ -332,7 +332,7 @@ class GpuClock:
         for _ in range(CLOCK_LOOKS):
             device.synchronize()
             before = time.monotonic()
-            device.turnstile(None, 0, None, record, 0)
+            device.pace_kernel(None, 0, None, record, 0)
             device.synchronize()
             after = time.monotonic()
             best = min(best, (after - before, int(record[STARTED].item()), (before + after) / 2))
@@ -342,7 +342,7 @@ class GpuClock:
         return self.zero_s + (time_ns - self.zero_ns) * 1e-9
 
 
-def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: GpuClock) -> Rows:
+def rows_of(graph: ShareGraph, device: int, is_dilated: bool, clock: GpuClock) -> Rows:
     records = graph.records.cpu().tolist()
     if not records:
         return [], []
@@ -350,7 +350,7 @@ def rows_of(graph: ShareGraph, device: int, is_stretched: bool, clock: GpuClock)
     spans = []
     for launch in (x.launch for x in column if isinstance(x, Run)):
         if records[launch][STARTED]:
-            start, stop = clock.seconds(records[launch][STARTED]), _stop(records[launch], is_stretched, clock)
+            start, stop = clock.seconds(records[launch][STARTED]), _stop(records[launch], is_dilated, clock)
             spans.append((launch, start, stop, stop - start))
     sends = [
         (number, clock.seconds(row[STARTED]), _stop(row, True, clock))

@@ -273,7 +273,7 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
     known = [(ratio, g.name) for g in gains if (ratio := getattr(g, plan.objective.value)) is not None]
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
     if plan.policy in {g.name for g in gains}:
-        return False, f"The policy {plan.policy}, as asked for; {where}."
+        return False, f"The plan is {plan.policy}; {where}."
     if len(plan.cluster.devices) == 1:
         return False, f"One device: there is nothing to divide; {where}."
     if not known:
@@ -321,7 +321,7 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
     idle = [x for n, x in enumerate(plan.cluster.names) if n not in plan.used]
     if idle:
         yield f"Not used: {', '.join(idle)}."
-    yield from (f"As asked: {wish}." for wish in plan.wishes)
+    yield from (f"As asked: {wish}." for wish in plan.constraints)
 
 
 def _count(number: int, noun: str) -> str:

@@ -47,7 +47,7 @@ def parse_wish(text: str, is_pin: bool) -> Wish:
 
 def wishes_of(plan: ir.Plan) -> tuple[Wish, ...]:
     """What a plan was asked for, read back from its own words."""
-    words = [text.partition(" ") for text in plan.wishes]
+    words = [text.partition(" ") for text in plan.constraints]
     return tuple(parse_wish(wish, option == "--pin") for option, _, wish in words)
 
 

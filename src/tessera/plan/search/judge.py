@@ -270,7 +270,7 @@ class Judge:
             bound_per_s=rate,
             latency_us=0.0,
             lane_table=slot_table(mix, task.slots),
-            wishes=tuple(str(wish) for wish in prob.wishes),
+            constraints=tuple(str(wish) for wish in prob.wishes),
             variants=task.variants,
         )
 

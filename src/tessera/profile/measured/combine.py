@@ -24,7 +24,7 @@ MIN_RATIOS = 3
 
 def needs_measuring(device: Device) -> bool:
     """True for a device that runs launches in its own time here; the others are priced by their GPU."""
-    is_own = device.kind is not DeviceKind.EMU and not device.is_stretched
+    is_own = device.kind is not DeviceKind.EMU and not device.is_dilated
     return is_own and device.ordinal != AWAY
 
 

@@ -1,4 +1,4 @@
-"""The turnstile kernel: what it touches is proved by the analyzer, what it does is run by the interpreter."""
+"""The pace kernel: what it touches is proved by the analyzer, what it does is run by the interpreter."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tessera.execute.cuda.pace import Hold
-from tessera.execute.cuda.turnstile import ENTRY, NO_TURN, PTX, Chain, key_of
+from tessera.execute.cuda.pace_kernel import ENTRY, NO_TURN, PTX, Chain, key_of
 from tessera_ptx import analyze
 from tessera_ptx.errors import InterpreterFault
 from tessera_ptx.interp import run

@@ -1,4 +1,4 @@
-"""Turnstile: the one-thread kernel that keeps time on the device, before and after every launch.
+"""PaceKernel: the one-thread kernel that keeps time on the device, before and after every launch.
 
 A record is four words: when it was let in, when it may end, when it really ended (nanoseconds of the GPU's
 %globaltimer), and one spare. One call does two things, either of which may be left out:
@@ -17,7 +17,7 @@ one has ended, so that it is not overtaken between the two.
 
 So launches of several requests pass a device one at a time without any lock. A kernel waits for the clock
 and for kernels with smaller keys that are running already, so every wait ends. The kernel touches its records
-and its queue and nothing else, which `tests/unit/execute/test_cuda_turnstile.py` has the PTX analyzer prove.
+and its queue and nothing else, which `tests/unit/execute/test_cuda_pace_kernel.py` has the analyzer prove.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from tessera.ir import Kernel, Origin
 RECORD_WORDS = 4
 # Which of them is when it was let in, when it may end, and when it ended.
 STARTED, DUE, ENDED = 0, 1, 2
-ENTRY = "tessera_turnstile"
+ENTRY = "tessera_pace"
 SIGNATURE = (
     ("previous", "*u64"), ("extra_ns", "u64"), ("queue", "*u64"), ("next", "*u64"), ("hold_ns", "u64"),
     ("slack_ns", "u64"), ("places", "u64"), ("place", "u64"), ("key", "u64"), ("lead_ns", "u64"),
@@ -165,7 +165,7 @@ Turn = tuple[int, int, int]
 NO_TURN = (0, 0, 0)
 
 
-class Turnstile:
+class PaceKernel:
     """The kernel loaded on the current GPU."""
 
     def __init__(self) -> None:
@@ -195,9 +195,9 @@ class Chain:
     `open` on another stream.
     """
 
-    def __init__(self, turnstile: Any, queue: torch.Tensor | None, place: int = 0) -> None:
+    def __init__(self, pace_kernel: Any, queue: torch.Tensor | None, place: int = 0) -> None:
         """`place`: the microbatch that the stream belongs to."""
-        self._turnstile, self._queue, self._place = turnstile, queue, place
+        self._pace_kernel, self._queue, self._place = pace_kernel, queue, place
         # A queue of one word has no places to wait at.
         self._places = queue.numel() - 1 if queue is not None else 0
         # The record that was not left yet.
@@ -211,7 +211,7 @@ class Chain:
 
     def enter(self, record: torch.Tensor, hold: Hold) -> None:
         turn = (self._places, self._place, key_of(hold)) if self._places else NO_TURN
-        self._turnstile(self.open, self._extra_ns, self._queue, record, hold.hold_ns, turn)
+        self._pace_kernel(self.open, self._extra_ns, self._queue, record, hold.hold_ns, turn)
         self.open, self._extra_ns = record, 0
 
     def arrive(self, record: torch.Tensor, extra_ns: int) -> None:
@@ -222,7 +222,7 @@ class Chain:
     def settle(self) -> None:
         """Nothing issued after this on the stream starts before the last launch is due."""
         if self.open is not None:
-            self._turnstile(self.open, self._extra_ns, None, None, 0, NO_TURN)
+            self._pace_kernel(self.open, self._extra_ns, None, None, 0, NO_TURN)
             self.open = None
 
 

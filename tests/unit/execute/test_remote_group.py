@@ -1,4 +1,4 @@
-"""Muster: in whatever order workers call, each device gets one that is for it, and nobody is forgotten."""
+"""WorkerGroup: in whatever order workers call, each device gets one for it, and nobody is forgotten."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.execute.messages import ANY_RANK, Hello
-from tessera.execute.remote import Caller, Muster
+from tessera.execute.remote import Caller, WorkerGroup
 
 PIPE, _ = multiprocessing.Pipe()
 
@@ -21,14 +21,14 @@ def callers(ranks: Sequence[int], digest: str = "") -> list[Caller]:
 @given(st.lists(st.integers(-1, 2), max_size=8), st.permutations([0, 1, 2]))
 def test_each_device_gets_one_that_is_for_it(ranks: list[int], order: list[int]) -> None:
     """All are served as soon as they can be, by rank before by chance, whichever device looks first."""
-    muster, waiting = Muster(3, awaited={0, 1, 2}), callers(ranks)
+    group, waiting = WorkerGroup(3, awaited={0, 1, 2}), callers(ranks)
     found: dict[int, Caller] = {}
     for device in order:
-        caller = muster.choose(device, waiting)
+        caller = group.choose(device, waiting)
         if caller is not None:
             waiting = [c for c in waiting if c is not caller]
             found[device] = caller
-            muster.awaited.discard(device)
+            group.awaited.discard(device)
 
     assert all(caller.hello.rank in (ANY_RANK, device) for device, caller in found.items())
     assert {r for r in ranks if r >= 0} <= found.keys()
@@ -42,11 +42,11 @@ def test_each_device_gets_one_that_is_for_it(ranks: list[int], order: list[int])
 
 def test_one_that_comes_back_takes_its_place() -> None:
     """Alone, when only its device has no worker; with a rank or without."""
-    muster = Muster(3, awaited={1})
+    group = WorkerGroup(3, awaited={1})
     for rank in (1, ANY_RANK):
         (caller,) = callers([rank])
-        assert caller is muster.choose(1, [caller])
-    assert muster.choose(1, callers([2])) is None
+        assert caller is group.choose(1, [caller])
+    assert group.choose(1, callers([2])) is None
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_one_that_comes_back_takes_its_place() -> None:
 )
 def test_one_that_cannot_be_needed_is_told_why(rank: int, digest: str, said: str) -> None:
     """By whichever device looks first."""
-    muster = Muster(3, "plans", {1})
+    group = WorkerGroup(3, "plans", {1})
     (caller,) = callers([rank], digest)
-    refusal = muster.refusal(caller.hello)
+    refusal = group.refusal(caller.hello)
 
-    assert caller is muster.choose(1, [caller])
+    assert caller is group.choose(1, [caller])
     assert refusal is not None
     assert said in refusal.message
