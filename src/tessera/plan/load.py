@@ -27,7 +27,7 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Limits
-from tessera.plan.problem import Column, Mix, build, slot_counts
+from tessera.plan.problem import Column, Mix, Problem, build, slot_counts, spread_us
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.task import Task
@@ -207,8 +207,12 @@ class _Search:
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
+        last = 0
         for slots in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
-            if slots > self.max_microbatches:
+            least, last = last + 1, slots
+            if slots > self.max_microbatches or (
+                slots > 1 and self._least_ms(problem, least) > self._limit_ms
+            ):
                 continue
             task = Task(problem, slots, is_judged=True)
             coarse = [m for mixes in task.coarse.values() for m in mixes or ()]
@@ -223,6 +227,24 @@ class _Search:
             judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, glance)
             self.points[shape, slots] = _Point(variant, task, judge)
         return True
+
+    @property
+    def _limit_ms(self) -> float:
+        return float("inf") if self.target.tpot_ms is None else self.target.tpot_ms
+
+    def _least_ms(self, problem: Problem, slots: int) -> float:
+        """What a token takes at least with so many microbatches in flight, transfers for nothing."""
+        taken_ms = 1e-3 * slots * spread_us(problem.load_us)
+        if _has_prefill(problem.unit):
+            # The decodes' share of it, at the least.
+            rows = zip(problem.unit.graphs, problem.cost_us, problem.unit.counts, strict=True)
+            listed = [(g.trace.step.kind == "decode", us, count) for g, us, count in rows]
+            decode = sum(float(us.min(axis=1).sum()) * count for is_decode, us, count in listed if is_decode)
+            other = sum(
+                float(us.max(axis=1).sum()) * count for is_decode, us, count in listed if not is_decode
+            )
+            taken_ms *= decode / (decode + other)
+        return taken_ms / max(1, self.target.output_tokens)
 
     def near(self, factors: Sequence[float]) -> list[int]:
         """Batches between those looked at, around the most hopeful of every policy."""
@@ -467,13 +489,13 @@ class _Search:
         runs = max(1, self.target.output_tokens)
         return (
             (taken_ms - self._first_ms(point, mix, taken_ms)) / runs
-            if self._has_prefill(point)
+            if _has_prefill(point.variant.unit)
             else taken_ms / runs
         )
 
     def _first_ms(self, point: _Point, mix: Mix, taken_ms: float) -> float:
         """The share of its time that a microbatch spends until its first token: by its steps' own times."""
-        if not self._has_prefill(point):
+        if not _has_prefill(point.variant.unit):
             return taken_ms
         problem = point.task.problem
         steps = [
@@ -487,11 +509,6 @@ class _Search:
             us for us, g in zip(steps, problem.unit.graphs, strict=True) if g.trace.step.kind != "decode"
         )
         return taken_ms * before / sum(steps)
-
-    @staticmethod
-    def _has_prefill(point: _Point) -> bool:
-        kinds = [g.trace.step.kind for g in point.variant.unit.graphs]
-        return "decode" in kinds and len(kinds) > 1
 
     # Records.
 
@@ -543,6 +560,11 @@ def _replicas_within(options: Sequence[Option]) -> list[Option]:
                 best[device] = option
         found.append(_together(list(best.values())))
     return found
+
+
+def _has_prefill(unit: ir.WorkUnit) -> bool:
+    kinds = [g.trace.step.kind for g in unit.graphs]
+    return "decode" in kinds and len(kinds) > 1
 
 
 def _alone(point: _Point, device: int) -> Column:
