@@ -35,10 +35,10 @@ from tessera.errors import MissingExtra
 from tessera.profile import OpClass, Tables, gpu, installed_tables
 from tessera.profile.fitted import Array, fits, left_out
 from tessera.profile.tables import KINDS, SYSTEMS
-from tessera.profile.tables.assess import against_model
 from tessera.profile.tables.interpolate import Surface
 from tessera.profile.tables.kinds import MAX_EXPERT_ROWS
 from tessera.profile.tables.read import read_rows
+from tessera.profile.tables.tables import against_model
 
 LONG_US = 30.0
 MARGIN = 0.10

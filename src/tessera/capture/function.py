@@ -64,7 +64,7 @@ from tessera.capture.own import own_launches, standing_for
 from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
 from tessera.capture.reads import traced
 from tessera.capture.record import record
-from tessera.capture.watch import Watch
+from tessera.capture.recorder import Watch
 from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step, Trace

@@ -17,10 +17,19 @@ Refused, with the line of the program: see `tessera.capture.refuse` and `tessera
 A launch belongs to the module that runs, by its path in the model ("model.layers.0.mlp"). What runs backward
 through an operator belongs to the module that called it: torch numbers the operators that it may have to
 differentiate, and tells while it does so which number it is at.
+
+Watch: runs along with a call to see what it touches, and saves what it is about to change.
+
+It follows what is computed from the call's inputs too: reading that on the host is refused, and a tensor of
+it that the program keeps is no constant of later recordings.
+
+Which tensors an operator writes is what its schema says (`Tensor(a!)`), as everywhere in capture. The few
+operators of torch that write more than they say are refused before they run.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -34,12 +43,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture.blocks import raw, storage_key
 from tessera.capture.fake import Run
 from tessera.capture.ledger import Ledger
-from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, unchanged
-from tessera.capture.refuse import check_operator, check_tensor, explain, fail, program_line
+from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, touched, unchanged
+from tessera.capture.reads import reads_refused
+from tessera.capture.refuse import check_operator, check_tensor, explain, fail, insisting, program_line
 from tessera.capture.rng import Draws, generator_of
 from tessera.capture.schema import (
     Recorded,
@@ -309,3 +321,89 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, tuple | list):
         return [t for item in value for t in _tensors(item)]
     return []
+
+
+class Watch(TorchDispatchMode):
+    """Notes which known storages are touched, and saves each before its first write."""
+
+    def __init__(self, known: dict[int, int], saves: bool = True, fixed: Collection[int] = ()) -> None:
+        """`known`: number of a storage by its key; `fixed`: numbers of those that no request decides."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known, self._saves = known, saves
+        self._varying: dict[int, StorageWeakRef | None] = {
+            k: None for k, n in known.items() if n not in fixed
+        }
+        self._stack = ExitStack()
+        self.touched: set[int] = set()
+        self.written: set[int] = set()
+        self.saved: dict[int, torch.Tensor] = {}
+        # Names of the generators that the call draws from.
+        self.generators: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if has_wrappers(types):
+            return NotImplemented
+        check_operator(func, args, kwargs, self.varies)
+        generator = generator_of(func, args, kwargs)
+        self.generators |= {generator} - {""}
+        varies, changed = bool(generator), []
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, torch.Tensor):
+                    self._note(tensor, writes)
+                    varies |= self.varies(tensor)
+                    changed += [tensor] if writes else []
+        try:
+            with inside_operator():
+                made = func(*args, **kwargs)
+        except UNRECORDABLE as error:
+            explain(func, error)
+        if varies:
+            self._follow([*changed, *pytree.tree_leaves(made)])
+        return made
+
+    def __enter__(self) -> "Watch":
+        self._stack.enter_context(insisting())
+        self._stack.enter_context(reads_refused(self.varies))
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        keep_apart({key: held for key, held in self._varying.items() if held is not None})
+        self._stack.__exit__(*error)
+
+    def varies(self, value: Any) -> bool:
+        """True for a tensor or storage that is computed from the call's inputs."""
+        if isinstance(value, torch.Tensor):
+            return value.layout is torch.strided and storage_key(value) in self._varying
+        return isinstance(value, torch.UntypedStorage) and value._cdata in self._varying
+
+    def _follow(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                key = storage_key(tensor)
+                held = None if key in self._known else StorageWeakRef(tensor.untyped_storage())
+                self._varying.setdefault(key, held)
+
+    def own_launch(self, seen: OwnLaunch) -> None:
+        """A kernel that the program launches itself."""
+        given = touched(seen)
+        for tensor, writes in given:
+            self._note(tensor, writes)
+        if any(self.varies(tensor) for tensor, _ in given):
+            self._follow([tensor for tensor, writes in given if writes])
+
+    def _note(self, tensor: torch.Tensor, writes: bool) -> None:
+        block = self._known.get(storage_key(tensor))
+        if block is None:
+            return
+        self.touched.add(block)
+        if writes:
+            self.written.add(block)
+        if writes and self._saves and block not in self.saved:
+            self.saved[block] = raw(tensor, 0, tensor.untyped_storage().nbytes()).clone()

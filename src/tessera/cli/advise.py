@@ -142,7 +142,7 @@ def _regimes(page: Path | None, folder: Path | None) -> list[dict[str, Any]]:
         raise TesseraError(
             "the map goes on a page", "Name it with --page, or leave the map out.", "--regimes"
         )
-    from tessera.report.page_folder import read_paper
+    from tessera.report.pages import read_paper
 
     path = folder / "paper.json"
     found = read_paper(path).get("regimes")

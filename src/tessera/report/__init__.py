@@ -5,8 +5,7 @@ Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich
 
 from tessera.report.figures import main_lane
 from tessera.report.page import Shown, write_page
-from tessera.report.page_advice import AdviceBar, AdviceTable, write_advice
-from tessera.report.page_folder import write_report
+from tessera.report.pages import AdviceBar, AdviceTable, write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 from tessera.report.tables import comparison_table, devices_table, graph_table

@@ -4,15 +4,28 @@ A name such as org/model means its folder in Hugging Face's local cache.
 
 `build` needs nothing but the step, so a plan can be run from its file. To add a built-in model of a known
 family, add its sizes to `catalog`; for another family, register a function from Step to Workload here.
+
+module:callable is a model of the user's own. The callable is given the Step (kind, batch, context, seed) and
+returns either a `Workload`, or a pair of an nn.Module and its example inputs: a dict of keyword arguments or
+a tuple of positional ones, all tensors. Of a pair, every tensor that one call of the module writes in place,
+an example input or a registered buffer, is the step's state; the other inputs are inputs; what the module
+returns are outputs, by key or by place.
+
+The module is imported by name with the current folder on the path, as `python -m` does.
 """
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tessera.capture.blocks import storage_key
 from tessera.capture.models import catalog, checkpoint, diffusers
-from tessera.capture.models.custom import from_callable
 from tessera.capture.models.hf import (
     CAUSAL_STEPS,
     SERVED_STEPS,
@@ -23,7 +36,10 @@ from tessera.capture.models.hf import (
     from_folder,
     steps_of,
 )
-from tessera.capture.workload import Workload
+from tessera.capture.own import own_launches
+from tessera.capture.recorder import Watch
+from tessera.capture.rng import forked
+from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
@@ -110,3 +126,105 @@ for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():
     register(_name, STEPS.get(_family, CAUSAL_STEPS), SERVED_STEPS)(built_in(_family, _sizes, _dtype))
 for _name in catalog.DENOISERS:
     register(_name, ("denoise",))(partial(_denoiser, _name))
+
+
+Call = Callable[[Tensors, Tensors], dict[str, torch.Tensor]]
+
+
+def from_callable(step: Step) -> Workload:
+    """Calls the user's function and makes a workload of what it returns."""
+    made = _find(step.model)(step)
+    if isinstance(made, Workload):
+        return made
+    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)
+    if not is_pair or not isinstance(made[1], Mapping | tuple | list):
+        raise CaptureError(
+            f"it returned a {type(made).__name__}",
+            "Return a tessera.capture.Workload, or a pair of an nn.Module and its example inputs.",
+            step.model,
+        )
+    return module_workload(step, *made)
+
+
+def _find(name: str) -> Callable[[Step], Any]:
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        remedy = "Name a module that Python can import from the current folder."
+        raise CaptureError(f"cannot be imported: {error}", remedy, module_name) from error
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        have = ", ".join(n for n, v in vars(found).items() if callable(v) and not n.startswith("_"))
+        raise CaptureError(f"has no callable '{attribute}'", f"It has: {have or 'none'}.", module_name)
+    return function  # type: ignore[no-any-return]
+
+
+def module_workload(step: Step, module: torch.nn.Module, examples: Any) -> Workload:
+    """A workload of a module and its example inputs."""
+    names = list(examples) if isinstance(examples, Mapping) else [f"input.{i}" for i in range(len(examples))]
+    values = list(examples.values()) if isinstance(examples, Mapping) else list(examples)
+    given = dict(zip(names, values, strict=True))
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            remedy = "Bind plain values in the module, for instance in its constructor."
+            raise CaptureError(
+                f"input '{name}' is a {type(value).__name__}, not a tensor", remedy, step.model
+            )
+    by_name = isinstance(examples, Mapping)
+    module = module.eval()
+    state = _written(module, given, by_name)
+    buffers = {name: tensor for name, tensor in module.named_buffers() if name in state}
+    kept = {name: t.detach().clone() for name, t in {**given, **buffers}.items() if name in state}
+    inputs = {name: t.detach().clone() for name, t in given.items() if name not in state}
+    return Workload(
+        step,
+        module,
+        _caller(module, names, by_name, set(buffers)),
+        lambda seed: {name: tensor.clone() for name, tensor in inputs.items()},
+        lambda seed: {name: tensor.clone() for name, tensor in kept.items()},
+        lambda first, run, last: {name: tensor.clone() for name, tensor in inputs.items()},
+        frozenset(buffers),
+    )
+
+
+def _written(module: torch.nn.Module, given: Tensors, by_name: bool) -> set[str]:
+    """Names of the inputs and buffers that a call writes; the buffers are put back."""
+    copies = {name: tensor.detach().clone() for name, tensor in given.items()}
+    buffers = dict(module.named_buffers())
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    named = {**buffers, **copies}
+    known = {storage_key(tensor): i for i, tensor in enumerate(named.values())}
+    watch = Watch(known, saves=False, fixed=range(len(buffers)))
+    with forked(), torch.no_grad():
+        with own_launches(watch.own_launch), watch:
+            module(**copies) if by_name else module(*copies.values())
+        found = {name for i, name in enumerate(named) if i in watch.written}
+        for name in found & set(buffers):
+            buffers[name].copy_(before[name])
+    return found
+
+
+def _caller(module: torch.nn.Module, names: list[str], by_name: bool, buffers: set[str]) -> Call:
+    def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        given = {name: inputs[name] if name in inputs else state[name] for name in names}
+        own = {name: state[name] for name in buffers}
+        args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
+        return _outputs(
+            torch.func.functional_call(module, own, args, kwargs) if own else module(*args, **kwargs)
+        )
+
+    return call
+
+
+def _outputs(made: Any) -> dict[str, torch.Tensor]:
+    if isinstance(made, torch.Tensor):
+        return {"output": made}
+    if isinstance(made, Mapping):
+        return {str(k): v for k, v in made.items() if isinstance(v, torch.Tensor)}
+    if isinstance(made, tuple | list):
+        return {f"output.{i}": v for i, v in enumerate(made) if isinstance(v, torch.Tensor)}
+    raise CaptureError(f"the module returned a {type(made).__name__}", "Return tensors, by key or by place.")
