@@ -6,12 +6,12 @@
         y = model(x)          # the others only run
 
 Options, with what they are if left out:
-  devices    which devices to divide the work among, as a comma-separated text or a list; must be given
-  link       what joins them ("pcie4")
-  objective  "latency" or "throughput" ("latency": a call returns before the next one starts)
-  slots      calls in flight that a plan for throughput counts on (1); calls of several threads share them
-  policy     a coarser policy to follow instead of the objective's own, such as "layer-pipeline" (None)
-  verify     run every call on one device too and raise unless both agree bit for bit (False)
+  devices       which devices to divide the work among, as a comma-separated text or a list; must be given
+  link          what joins them ("pcie4")
+  objective     "latency" or "throughput" ("latency": a call returns before the next one starts)
+  microbatches  calls in flight that a plan for throughput counts on (1); calls of several threads share them
+  policy        a coarser policy to follow instead of the objective's own, such as "layer-pipeline" (None)
+  verify        run every call on one device too and raise unless both agree bit for bit (False)
 
 Results are equal bit for bit to those of the same model on one CPU thread, which is what a worker has.
 Tensors that the model changes in place (caches, buffers) are changed for the caller. Weights are put into
@@ -62,7 +62,7 @@ class Options:
     devices: str
     link: str = "pcie4"
     objective: str = Objective.LATENCY.value
-    slots: int = 1
+    microbatches: int = 1
     policy: str | None = None
     verify: bool = False
 
@@ -70,6 +70,10 @@ class Options:
     def read(cls, given: Mapping[str, Any]) -> "Options":
         """Checked options; every mistake is answered with what is possible."""
         known = [f.name for f in fields(cls)]
+        if "slots" in given:
+            text = "tessera: the option slots is microbatches now; the old name goes with the next release"
+            warnings.warn(text, UserWarning, stacklevel=3)
+            given = {"microbatches" if name == "slots" else name: value for name, value in given.items()}
         for name in given:
             if name not in known:
                 raise UnknownName("option", name, known)
@@ -81,10 +85,9 @@ class Options:
             raise UnknownName("objective", str(options.objective), tuple(Objective))
         if options.policy is not None and options.policy not in PLANNERS:
             raise UnknownName("policy", str(options.policy), PLANNERS)
-        if type(options.slots) is not int or options.slots < 1:
-            raise TesseraError(
-                f"{options.slots!r} is no number of slots", "Use 1 or more.", "options['slots']"
-            )
+        if type(options.microbatches) is not int or options.microbatches < 1:
+            message = f"{options.microbatches!r} is no number of microbatches"
+            raise TesseraError(message, "Use 1 or more.", "options['microbatches']")
         return options
 
     def cluster(self) -> Cluster:
@@ -133,7 +136,7 @@ class _Waiting:
 class Workers:
     """A stepper that starts when it is first needed and ends with this object.
 
-    Calls of several threads that come while others run are taken together, `slots` of them in flight.
+    Calls of several threads that come while others run are taken together, `microbatches` of them in flight.
     """
 
     # All that have started, the one used longest ago first.
@@ -341,7 +344,7 @@ def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
     unit = flow.make_unit([trace], [1])
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)
-    return flow.make_plan(unit, costs, cluster, objective, options.slots, options.policy)
+    return flow.make_plan(unit, costs, cluster, objective, options.microbatches, options.policy)
 
 
 class Session:

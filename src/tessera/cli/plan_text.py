@@ -28,6 +28,7 @@ def document(made: Plan) -> dict[str, Any]:
         "bound": made.bound_per_s,
         "gap": made.gap,
         "latency_us": made.latency_us,
+        "microbatches": made.slots,
         "slots": made.slots,
         "max_slots": made.max_slots,
         "by_slots": {str(slots): rate for slots, rate in made.by_slots},

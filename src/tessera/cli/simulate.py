@@ -144,6 +144,7 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     return {
         "clock": timeline.clock.value,
         "requests": len(timeline.requests),
+        "microbatches": plan.slots,
         "slots": plan.slots,
         "throughput": reached,
         "rows_per_s": plan.batch * reached,

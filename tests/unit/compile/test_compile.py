@@ -211,7 +211,7 @@ def test_a_device_that_is_given_up_is_reported_and_the_next_call_starts_anew(
 def test_threads_share_the_workers() -> None:
     """Calls of many threads, some of them in flight together, each get their own result."""
     model = make_mlp()
-    fn = compiled(model, {**ONE, "objective": "throughput", "slots": 4})
+    fn = compiled(model, {**ONE, "objective": "throughput", "microbatches": 4})
     inputs = [torch.randn(2, 8) for _ in range(12)]
     results: list[torch.Tensor | None] = [None] * len(inputs)
 
@@ -355,7 +355,7 @@ def test_a_graph_of_views_needs_no_worker() -> None:
     [
         (
             {**ONE, "device": "x"},
-            "unknown option 'device'; known: devices, link, objective, policy, slots, verify",
+            "unknown option 'device'; known: devices, link, microbatches, objective, policy, verify",
         ),
         ({**ONE, "link": "string"}, "unknown link 'string'; known: ib100"),
         ({**ONE, "objective": "fast"}, "unknown objective 'fast'; known: cost, energy, latency, throughput"),
@@ -376,7 +376,7 @@ def test_an_unknown_name_answers_with_the_known_ones(options: dict[str, Any], me
     [
         ({}, "options['devices']"),
         ({"devices": "cuda:0"}, "options['devices']"),
-        ({**ONE, "slots": 0}, "options['slots']"),
+        ({**ONE, "microbatches": 0}, "options['microbatches']"),
     ],
 )
 def test_a_wrong_value_names_its_option(options: dict[str, Any], place: str) -> None:
