@@ -238,7 +238,11 @@ class Scheduler(Generic[R]):
     def begin(self) -> None:
         while True:
             if self._may_seat and self.queue:
-                self._seat_all()
+                self._may_seat = False
+                if self.failure:
+                    self._fail_waiting()
+                while self.queue and self._seat_next():
+                    pass
             if not self._ready:
                 return
             ready, self._ready = self._ready, []
@@ -279,13 +283,6 @@ class Scheduler(Generic[R]):
             self._close(microbatch)
 
     # Seats.
-
-    def _seat_all(self) -> None:
-        self._may_seat = False
-        if self.failure:
-            self._fail_waiting()
-        while self.queue and self._seat_next():
-            pass
 
     def _seat_next(self) -> bool:
         places = tuple(self.microbatches.values())

@@ -308,17 +308,13 @@ def _filled(kernel: Kernel, launch: Launch, view: View, size_bytes: int, chance:
     if dtype is torch.bool:
         typed.random_(0, 2, generator=chance)
     elif dtype.is_floating_point or dtype.is_complex:
-        _fill_floats(typed, chance)
+        if dtype.itemsize == 1:  # no generator for 8-bit floats; these bytes are small numbers
+            typed.view(torch.uint8).random_(32, 48, generator=chance)
+        else:
+            typed.normal_(generator=chance)
     else:
         typed.copy_(_integers(kernel, launch, view, count, chance))
     return flat.untyped_storage()
-
-
-def _fill_floats(typed: torch.Tensor, chance: torch.Generator) -> None:
-    if typed.dtype.itemsize == 1:  # no generator for 8-bit floats; these bytes are small numbers
-        typed.view(torch.uint8).random_(32, 48, generator=chance)
-    else:
-        typed.normal_(generator=chance)
 
 
 def _integers(

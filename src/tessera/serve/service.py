@@ -213,12 +213,13 @@ class Service:
         scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape
         contents = [microbatch.content for microbatch in list(scheduler.microbatches.values())]
         pools = [content.pool for content in contents if isinstance(content, SequenceBatch)]
+        bytes_per_s = {(x.src, x.dst): x.gbps * 1e9 for x in self._stepper.plans[0].cluster.links}
         return Snapshot(
             model=self.model,
             policy=scheduler.plan.policy,
             policies=self._policies(),
             devices=self._devices(),
-            links=tuple(meters.moved(self._bytes_per_s())),
+            links=tuple(meters.moved(bytes_per_s)),
             running=sum(content.num_used for content in contents),
             waiting=len(scheduler.queue),
             pages_used=sum(pool.num_used for pool in pools),
@@ -248,6 +249,3 @@ class Service:
             worker = (now.pid, now.state, now.restarts, meters.losses[name])
             found.append(DeviceView(name, busy.get(name, 0.0), memory.get(name, 0), is_lost, *worker))
         return tuple(found)
-
-    def _bytes_per_s(self) -> dict[tuple[str, str], float]:
-        return {(x.src, x.dst): x.gbps * 1e9 for x in self._stepper.plans[0].cluster.links}

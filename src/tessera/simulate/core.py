@@ -85,7 +85,7 @@ class Core(ABC):
             if ticket == self.devices[device].epoch:
                 self._end(device, now)
         else:
-            self._arrive(device, ticket, what, now)
+            self._consider(device, self.devices[device].queue.deliver(ticket, what), now)
         return now
 
     def begin(self, flight: Flight, now: float) -> None:
@@ -104,20 +104,12 @@ class Core(ABC):
         if not taking:
             self._end_run(ticket, now)
 
-    def _arrive(self, device: int, ticket: int, transfer: int, now: float) -> None:
-        state = self.devices[device]
-        job = state.queue.deliver(ticket, transfer)
-        if state.job is None:
-            self._look(device, now)
-        elif job is not None and job is not state.job and job.is_ready:
-            self._cut(state, device, job, now)
-
-    def _consider(self, device: int, job: Job, now: float) -> None:
+    def _consider(self, device: int, job: Job | None, now: float) -> None:
         """A job may have become ready: an idle device takes it, a busy one if the queue would."""
         state = self.devices[device]
         if state.job is None:
             self._look(device, now)
-        elif job.is_ready and job is not state.job:
+        elif job is not None and job is not state.job and job.is_ready:
             self._cut(state, device, job, now)
 
     def _cut(self, state: SimulatedDevice, device: int, job: Job, now: float) -> None:
