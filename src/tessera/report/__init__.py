@@ -3,13 +3,12 @@
 Reads plans, graphs and timelines; decides nothing. Imports `ir`, `errors`, rich and the standard library.
 """
 
-from tessera.report.figures import main_lane
+from tessera.report.figures import duration, main_lane, percent, rate, ratio, round_limits, short_name, size
 from tessera.report.page import Shown, write_page
 from tessera.report.pages import AdviceBar, AdviceTable, write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 from tessera.report.tables import comparison_table, devices_table, graph_table
-from tessera.report.units import duration, percent, rate, ratio, round_limits, short_name, size
 
 __all__ = [
     "AdviceBar", "AdviceTable", "Shown", "comparison_table", "devices_table", "duration", "graph_table",

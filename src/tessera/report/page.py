@@ -29,13 +29,21 @@ from tessera.ir import Graph, Hazard, Objective, Plan, Span, Timeline
 from tessera.ir.files import write_whole
 from tessera.report.figures import (
     Track,
+    digits,
+    duration,
     end_us,
     gain,
     headline,
     launches_on,
     main_lane,
+    percent,
+    plural,
+    rate,
+    ratio,
     rows,
     shares,
+    short_name,
+    size,
     step_title,
     step_us,
     tracks,
@@ -43,7 +51,6 @@ from tessera.report.figures import (
     weight_bytes,
 )
 from tessera.report.picture import Picture, Row, layer_of, picture
-from tessera.report.units import digits, duration, percent, plural, rate, ratio, short_name, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from typing import Any
 
 from tessera.errors import ArtifactError
 from tessera.ir import Plan
-from tessera.report.figures import best_baseline, gain
+from tessera.report.figures import best_baseline, digits, gain, percent, rate, ratio
 from tessera.report.page import Shown, cut, headline_text, layers, plan_part, write_shell
-from tessera.report.units import digits, percent, rate, ratio
 
 
 def write_report(

@@ -25,8 +25,7 @@ from rich.text import Text
 
 from tessera.errors import UnknownName
 from tessera.ir import Costs, Graph, Plan, Trace
-from tessera.report.figures import shares, step_title
-from tessera.report.units import duration, percent, plural, short_name, size
+from tessera.report.figures import duration, percent, plural, shares, short_name, size, step_title
 
 MAX_ROWS = 26
 # Up to this many devices all are shown, idle ones too; of more, only those that take part.

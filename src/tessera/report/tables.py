@@ -9,16 +9,21 @@ from rich.text import Text
 from tessera.ir import Buffer, BufferKind, Graph, Hazard, Objective, Plan, Timeline
 from tessera.report.figures import (
     best_baseline,
+    duration,
     end_us,
     gain,
     launches_on,
     modelled_utilisation,
+    percent,
+    rate,
+    ratio,
+    short_name,
+    size,
     tracks,
     utilisation,
     weight_bytes,
 )
 from tessera.report.picture import device_colour
-from tessera.report.units import duration, percent, rate, ratio, short_name, size
 
 BAR_WIDTH = 16
 NOT_APPLICABLE = "n/a"
