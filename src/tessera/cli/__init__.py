@@ -72,12 +72,12 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
 emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.
 tessera --help lists every command, tessera doctor what this machine can do."""
-# Old spellings of options, by command; they go with the next release.
+# Old spellings of options, by command; "": it does nothing any more. They go with the next release.
 RENAMED = {
     "plan": {"--slots": "--microbatches"},
     "advise": {"--slots": "--microbatches"},
     "demo": {"--slots": "--microbatches"},
-    "simulate": {"--rows": "--seqs"},
+    "simulate": {"--rows": "--seqs", "--keep-lanes": ""},
     "serve": {
         "--slots": "--microbatches",
         "--rows": "--seqs",
@@ -137,6 +137,9 @@ def _renamed(words: Sequence[str]) -> list[str]:
     for word in words:
         name, equals, value = word.partition("=")
         new = RENAMED.get(words[0], {}).get(name, name)
+        if not new:
+            _say(f"warning: {name} does nothing; it goes with the next release")
+            continue
         if new != name:
             _say(f"warning: {name} is {new} now; the old spelling goes with the next release")
         spelled.append(f"{new}{equals}{value}")

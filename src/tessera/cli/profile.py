@@ -162,7 +162,7 @@ def _document(trace: Trace, costs: Costs, path: str, remarks: tuple[str, ...]) -
 
 
 def _table(trace: Trace, costs: Costs) -> Table:
-    """One row a kernel, dearest first; one column a device."""
+    """One row per kernel, dearest first; one column per device."""
     from tessera.report import duration
 
     kernels: dict[str, list[int]] = {}

@@ -43,10 +43,6 @@ ThresholdOption = Annotated[
         help="Standard errors of the load at which another policy must be better too.", show_default="1"
     ),
 ]
-KeepLanesOption = Annotated[
-    bool,
-    typer.Option("--keep-lanes", hidden=True, help="Nothing: requests always stay on their lanes."),
-]
 
 
 def simulate(
@@ -67,7 +63,6 @@ def simulate(
     max_waiting: Annotated[int | None, typer.Option(help="Turn requests away while so many wait.")] = None,
     window: Annotated[float | None, typer.Option(help="Seconds that the monitor looks back.")] = None,
     threshold: ThresholdOption = None,
-    keep_lanes: KeepLanesOption = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML timeline here.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline here.")] = None,
@@ -93,7 +88,7 @@ def simulate(
     _refuse(
         {"a second plan": other, "--monitor": monitor, "--lengths": lengths, "--lose": lose, "--slow": slow,
          "--slo": slo, "--noise": noise, "--jitter": jitter, "--seqs": seqs, "--max-waiting": max_waiting,
-         "--window": window, "--threshold": threshold, "--keep-lanes": keep_lanes},
+         "--window": window, "--threshold": threshold},
         "needs --arrivals",
     )  # fmt: skip
     _offline(plan, requests or 100, trace, page, output, as_json)

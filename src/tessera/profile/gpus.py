@@ -1,6 +1,6 @@
 """The GPUs Tessera knows: data-sheet figures, sustained rates, rent, and who says so.
 
-`gpus.json` holds one row a GPU. A data-sheet peak is never a price by itself: it only scales the
+`gpus.json` holds one row per GPU. A data-sheet peak is never a price by itself: it only scales the
 efficiencies of `tessera.profile.fitted`. Sustained rates are medians of public measurements and are
 absent for a GPU that nobody measured. Memory is the advertised size in units of 1e9 bytes, a little less
 than drivers report on most cards.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from tessera.plan.latency import RequestTimer, bound_us, solve
 from tessera.plan.latency.layout import outline_of, tails_of, work_of
-from tessera.plan.latency.pareto import unbeaten
+from tessera.plan.latency.pareto import non_dominated
 from tessera.plan.problem import Problem, build
 
 
@@ -85,4 +85,4 @@ def test_many_rows_are_compared_as_few_are(num: int) -> None:
         row for row in range(num) if not any((flat[:, other] <= flat[:, row]).all() for other in range(row))
     ]
 
-    assert kept == unbeaten(flat).tolist()
+    assert kept == non_dominated(flat).tolist()

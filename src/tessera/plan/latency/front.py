@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera.plan.latency.layout import NEVER_US, Layout, Move, StepCosts
-from tessera.plan.latency.pareto import unbeaten
+from tessera.plan.latency.pareto import non_dominated
 from tessera.plan.problem import Floats, Ints
 
 # Weights of devices in the bound by remaining work: each alone, and mixtures.
@@ -169,7 +169,7 @@ def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
     flat = rows.reshape(-1, rows.shape[2]).take(keep, axis=1)
     # No row is dropped for one that comes after it: a row that is no later has no greater figure, nor sum.
     order = np.lexsort((np.minimum(flat, NEVER_US).sum(axis=0), ends[keep]))
-    return np.asarray(keep[order[unbeaten(flat.take(order, axis=1))]])
+    return np.asarray(keep[order[non_dominated(flat.take(order, axis=1))]])
 
 
 def merged(rows: Floats, ends: Floats, width: int) -> Floats:

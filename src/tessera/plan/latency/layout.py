@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.plan.latency.pareto import unbeaten
+from tessera.plan.latency.pareto import non_dominated
 from tessera.plan.problem import Floats, Ints, Problem
 
 # Later than any real time, on devices where a launch may not run.
@@ -237,7 +237,7 @@ class _Followed:
         tails = self._tail_us[list(readers)]
         # Of equal ones the first stays.
         order = np.argsort(-tails.sum(axis=1), kind="stable")
-        kept = order[unbeaten(-tails[order].T)]
+        kept = order[non_dominated(-tails[order].T)]
         return tuple(readers[i] for i in kept.tolist())
 
 

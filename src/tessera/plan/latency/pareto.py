@@ -18,7 +18,7 @@ WORD = 64
 Words = npt.NDArray[np.uint64]
 
 
-def unbeaten(flat: Floats) -> Ints:
+def non_dominated(flat: Floats) -> Ints:
     """[column, row] -> the rows of which none before them is no later in every column."""
     num = flat.shape[1]
     if num <= FEW_ROWS:
