@@ -33,7 +33,7 @@ from tessera.execute.cuda.measure import whole_plan
 from tessera.execute.worker_stepper import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps
 from tessera.ir import Cluster, Plan, Step, Trace
-from tessera.plan import LoadPlan, Option, Target
+from tessera.plan import LoadConfig, LoadPlan, Option, Target
 from tessera.profile import make_cluster, parse_devices
 
 # Batches that are looked at, for every policy alike, and those near the best of them.
@@ -90,7 +90,7 @@ def searched(row: Row) -> LoadPlan:
         record=lambda step: _recorded(row, step.batch)[1],
     )
     target = Target(0 if row.kind == "decode" else 1, row.limit_ms and row.limit_ms * row.share)
-    return plan_steps(steps, _emulated(row), target, BATCHES, near=NEAR)
+    return plan_steps(steps, _emulated(row), target, LoadConfig(BATCHES, NEAR))
 
 
 def _emulated(row: Row) -> Cluster:

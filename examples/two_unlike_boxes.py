@@ -15,16 +15,15 @@ from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import as_run, make_load_plan, make_plan, make_unit, price, requests_of, run_reference
 from tessera.ir import Cluster, Objective, Step
-from tessera.plan import Target
+from tessera.plan import LoadConfig, Target
 from tessera.profile import make_cluster, parse_devices
 
 
 def is_it_worth_it(cluster: Cluster) -> None:
     """Decodes of Llama 3 8B at a context of 1,024: the plan and coarser policies, each at its best batch."""
     step = Step("llama-3-8b", "decode", batch=1, context=1024)
-    answer = make_load_plan(
-        [step], cluster, Target(0), batches=(128, 320), max_microbatches=2, is_compiled=True
-    )
+    config = LoadConfig(batches=(128, 320), max_microbatches=2)
+    answer = make_load_plan([step], cluster, Target(0), config, is_compiled=True)
     for option in (*answer.baselines, answer.chosen):
         batches = ", ".join(f"{batch} on {device}" for device, batch in option.batch.items())
         print(

@@ -17,7 +17,7 @@ from benchmarks.paper.records import Case, Load, Outcome, Reached, wired
 from tessera.errors import PlanInfeasible
 from tessera.flow import LoadSteps, plan_steps, price
 from tessera.ir import Cluster, Costs, Objective
-from tessera.plan import LoadPlan, Option
+from tessera.plan import LoadConfig, LoadPlan, Option
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, single_placement
@@ -32,7 +32,7 @@ def compare(library: Library, case: Case) -> Outcome:
     launches = "compiled" if steps.is_compiled else "eager"
     effort = case.effort
     try:
-        found = plan_steps(steps, cluster, case.load.target, effort.batches, near=effort.near)
+        found = plan_steps(steps, cluster, case.load.target, LoadConfig(effort.batches, effort.near))
     except PlanInfeasible as error:
         sources = sources_of(price(steps.at(effort.batches[0]), cluster))
         spent = time.process_time() - started

@@ -30,9 +30,8 @@ from tessera.ir import (
 from tessera.ir.graph import check_counts, check_steps
 from tessera.ir.rebatch import Rebatched
 from tessera.plan import (
-    BATCHES,
-    NEAR,
     Batched,
+    LoadConfig,
     LoadPlan,
     PlanConfig,
     Simulate,
@@ -232,10 +231,7 @@ def plan_for(
     variant_at: Callable[[int], Variant],
     cluster: Cluster,
     target: Target,
-    batches: Sequence[int] = BATCHES,
-    max_microbatches: int | None = None,
-    advance: Callable[[str], None] = lambda text: None,
-    near: Sequence[Sequence[float]] = NEAR,
+    config: LoadConfig,
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
@@ -244,9 +240,7 @@ def plan_for(
         made = SteadyRates()
         return made, made.glance
 
-    return plan_load_on_many(
-        variant_at, cluster, target, rates, batches, max_microbatches, advance, near, in_parts
-    )
+    return plan_load_on_many(variant_at, cluster, target, rates, config, in_parts)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
@@ -258,9 +252,7 @@ def make_load_plan(
     steps: Sequence[Step],
     cluster: Cluster,
     target: Target,
-    batches: Sequence[int] = BATCHES,
-    max_microbatches: int | None = None,
-    advance: Callable[[str], None] = lambda text: None,
+    config: LoadConfig,
     is_compiled: bool = False,
     prefill_batch: int | None = None,
 ) -> LoadPlan:
@@ -269,8 +261,8 @@ def make_load_plan(
     A prefill takes as many of a batch's rows at a time as is best, or `prefill_batch` where they divide it.
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
-    recorded = LoadSteps(steps, counts, anchors_of(batches), advance, is_compiled)
-    found = plan_steps(recorded, cluster, target, batches, max_microbatches, advance, prefill_batch)
+    recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
+    found = plan_steps(recorded, cluster, target, config, prefill_batch)
     recorded.check(found.plan)
     return found
 
@@ -279,11 +271,8 @@ def plan_steps(
     recorded: LoadSteps,
     cluster: Cluster,
     target: Target,
-    batches: Sequence[int] = BATCHES,
-    max_microbatches: int | None = None,
-    advance: Callable[[str], None] = lambda text: None,
+    config: LoadConfig,
     prefill_batch: int | None = None,
-    near: Sequence[Sequence[float]] = NEAR,
 ) -> LoadPlan:
     """As `make_load_plan`, of steps at hand; that they are so at the plan's batches is not checked."""
     prices: dict[int, Costs] = {}
@@ -300,9 +289,8 @@ def plan_steps(
         return in_parts(batch, prefill_batch if prefill_batch and is_part else batch)
 
     # Of one batch, prefills of another are recorded; compiling them would take a minute each.
-    is_free = prefill_batch is None and (len(batches) > 1 or not recorded.is_compiled)
-    free = in_parts if is_free else None
-    return plan_for(variant_at, cluster, target, batches, max_microbatches, advance, near, free)
+    is_free = prefill_batch is None and (len(config.batches) > 1 or not recorded.is_compiled)
+    return plan_for(variant_at, cluster, target, config, in_parts if is_free else None)
 
 
 def workload_of(trace: Trace) -> Workload:

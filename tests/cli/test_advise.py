@@ -17,7 +17,7 @@ from tessera.capture import record_step
 from tessera.cli import main
 from tessera.flow import make_load_plan
 from tessera.ir import Plan, Step, load
-from tessera.plan import BATCHES, Target
+from tessera.plan import BATCHES, LoadConfig, Target
 from tessera.profile import gpu, make_cluster, parse_devices
 
 SMALL = ("--prompt", "16", "--output", "4", "--batches", "1,2")
@@ -149,7 +149,7 @@ def test_never_dearer_than_the_cheapest_card_that_carries_the_load(
             (replace(devices[0], memory_bytes=int(0.9 * devices[0].memory_bytes)),), "pcie4"
         )
         steps = [Step("tiny-llama", "prefill", 1, 16, 0, 4), Step("tiny-llama", "decode", 1, 20)]
-        made = make_load_plan(steps, usable, Target(4, tpot_ms=3.0), batches)
+        made = make_load_plan(steps, usable, Target(4, tpot_ms=3.0), LoadConfig(batches))
         if made.chosen.tokens_per_s / 4 >= 1.1 * 4000:
             rents[name] = gpu(name).prices[0][1]
     code, out, err = run(

@@ -16,7 +16,7 @@ from tessera.advise.search import Size, offers_of, steps_of
 from tessera.errors import TesseraError
 from tessera.flow import LoadSteps, anchors_of, choose_launches, make_load_plan
 from tessera.ir import Cluster
-from tessera.plan import BATCHES, LoadPlan, Option, Target
+from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Target
 from tessera.profile import estimate, gpu, make_cluster, parse_devices, sureness
 from tessera.report import round_limits
 
@@ -113,7 +113,8 @@ def use(
     is_compiled, note = choose_launches(steps, anchors, market.launches)
     target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
     cluster = _cluster(names, market)
-    found = make_load_plan(steps, cluster, target, batches, market.slots, advance, is_compiled)
+    config = LoadConfig(batches, max_microbatches=market.slots, advance=advance)
+    found = make_load_plan(steps, cluster, target, config, is_compiled)
     recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
     rents = {name: _rent(name, market) for name in names}
     unpriced = tuple(name for name, rent in rents.items() if rent is None)

@@ -27,7 +27,7 @@ from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_batched_plan, plan_for
 from tessera.ir import Cluster, Costs, Objective, Step, Trace, Variant, WorkUnit
-from tessera.plan import BATCHES, LoadPlan, PlanConfig, Target
+from tessera.plan import BATCHES, LoadConfig, LoadPlan, PlanConfig, Target
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
 from tessera.profile import Gpu, estimate, gpu, known_gpus, make_cluster, parse_devices
 
@@ -346,7 +346,9 @@ class _BasketSearch:
         target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
         found: LoadPlan | None = None
         for batch in batches:  # each by itself: what lies between was not priced
-            made = plan_for(variant_at, cluster, target, (batch,), self.market.slots)
+            made = plan_for(
+                variant_at, cluster, target, LoadConfig((batch,), max_microbatches=self.market.slots)
+            )
             if found is None or made.chosen.tokens_per_s > found.chosen.tokens_per_s:
                 found = made
         assert found is not None

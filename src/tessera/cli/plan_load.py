@@ -13,7 +13,7 @@ from tessera.cli.output import console, print_json, progress
 from tessera.cli.plan_text import sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Step, save
-from tessera.plan import BATCHES, LoadPlan, Option, Room, Target, explain
+from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Room, Target, explain
 
 # Columns of the curve in the terminal.
 WIDTH = 40
@@ -69,9 +69,8 @@ def planned(
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
     is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
-    found = make_load_plan(
-        steps, cluster, target, batches, load.slots, advance, is_compiled, load.prefill_batch
-    )
+    config = LoadConfig(batches, max_microbatches=load.slots, advance=advance)
+    found = make_load_plan(steps, cluster, target, config, is_compiled, load.prefill_batch)
     return found, is_compiled, note
 
 

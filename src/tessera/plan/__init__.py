@@ -7,14 +7,15 @@ placements), `latency`, `baselines` (the coarse policies that every plan is comp
 
 from tessera.plan.batches import Batched, Tried, solve_batches
 from tessera.plan.explain import Explanation, Room, explain, latency_bound_us
-from tessera.plan.load import BATCHES, NEAR, LoadPlan, Option, Target, plan_load
+from tessera.plan.load import BATCHES, NEAR, LoadConfig, plan_load
 from tessera.plan.load_cells import plan_load_on_many
+from tessera.plan.load_figures import LoadPlan, Option, Target
 from tessera.plan.problem import Wish, parse_wish, wishes_of
 from tessera.plan.search.planners import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
 
 __all__ = [
-    "BATCHES", "NEAR", "PLANNERS", "Batched", "Explanation", "LoadPlan", "Option", "PlanConfig", "Room",
-    "Simulate", "Target", "Tried", "Wish", "explain", "latency_bound_us", "parse_wish", "plan_load",
+    "BATCHES", "NEAR", "PLANNERS", "Batched", "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig",
+    "Room", "Simulate", "Target", "Tried", "Wish", "explain", "latency_bound_us", "parse_wish", "plan_load",
     "plan_load_on_many", "solve", "solve_batches", "wishes_of",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
+from tessera.plan.load_figures import LoadPlan, Option, Target, against, replicas_within, together
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Limits
 from tessera.plan.problem import Column, Mix, Problem, build, slot_counts, spread_us
@@ -53,60 +54,18 @@ Shape = tuple[int, int]
 Point = tuple[Shape, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What is to be served, and how fast at least."""
-
-    # Tokens of the answer of a request; a unit without decodes counts rows.
-    output_tokens: int
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What one policy gives at one point, simulated."""
-
-    policy: str
-    tokens_per_s: float
-    tpot_ms: float
-    ttft_ms: float
-    # Rows of a microbatch on each device that has one, by the device's name.
-    batch: dict[str, int]
-    microbatches: int
-    # Of one of its prefills; empty where there are none.
-    prefill_batch: dict[str, int] = field(default_factory=dict)
-
-    def keeps(self, target: Target) -> bool:
-        """Is it within the limits?"""
-        in_time = target.tpot_ms is None or self.tpot_ms <= target.tpot_ms * (1 + 1e-9)
-        return in_time and (target.ttft_ms is None or self.ttft_ms <= target.ttft_ms * (1 + 1e-9))
-
-
 @dataclass(frozen=True)
-class LoadPlan:
-    """The plan for a load, what it gives, and what every coarser policy gives at its own best."""
+class LoadConfig:
+    """Where the best point of a load is looked for."""
 
-    plan: ir.Plan
-    chosen: Option
-    # Of every policy that applies.
-    baselines: tuple[Option, ...]
-    # Everything that was simulated.
-    options: tuple[Option, ...]
-
-    @property
-    def frontier(self) -> tuple[Option, ...]:
-        """Of each policy, the options that no other of it beats in both throughput and time per token."""
-        kept: list[Option] = []
-        for policy in dict.fromkeys(o.policy for o in self.options):
-            best = 0.0
-            for option in sorted(
-                (o for o in self.options if o.policy == policy), key=lambda o: (o.tpot_ms, -o.tokens_per_s)
-            ):
-                if option.tokens_per_s > best:
-                    kept.append(option)
-                    best = option.tokens_per_s
-        return tuple(kept)
+    # Looked at first, up to the first that does not fit.
+    batches: Sequence[int] = BATCHES
+    # Multiples of the best batches so far that are looked at too, round by round.
+    near: Sequence[Sequence[float]] = NEAR
+    # In flight, at most; twice as many as devices where it is None.
+    max_microbatches: int | None = None
+    # Told what is done.
+    advance: Callable[[str], None] = lambda text: None
 
 
 def plan_load(
@@ -114,18 +73,15 @@ def plan_load(
     cluster: ir.Cluster,
     target: Target,
     make_simulate: Callable[[], tuple[Simulate, Simulate]],
-    batches: Sequence[int] = BATCHES,
-    max_microbatches: int | None = None,
-    advance: Callable[[str], None] = lambda text: None,
-    near: Sequence[Sequence[float]] = NEAR,
+    config: LoadConfig,
     in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:
     """The plan that gives most tokens per second within memory and the limits.
 
-    `near` are multiples of the best batches that are looked at too, round by round. `in_parts` gives a batch
-    with prefills of so many of its rows at a time; without it, prefills are whole.
+    `in_parts` gives a batch with prefills of so many of its rows at a time; without it, prefills are whole.
     """
-    search = _Search(cluster, target, make_simulate, max_microbatches or 2 * len(cluster.devices))
+    batches, advance = config.batches, config.advance
+    search = _Search(cluster, target, make_simulate, config.max_microbatches or 2 * len(cluster.devices))
     rows = None if in_parts is None else _prefill_rows(in_parts, batches[-1])
 
     def look(batch: int, prefill: int | None = None) -> bool:
@@ -143,19 +99,12 @@ def plan_load(
             break
     if not search.points:
         raise search.refusal()
-    for factors in near if len(batches) > 1 else ():
+    for factors in config.near if len(batches) > 1 else ():
         for batch in search.near(factors):
             look(batch)
     for batch, prefill in search.near_prefills() if rows is not None else ():
         look(batch, prefill)
     return search.found(advance)
-
-
-def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan:
-    """The plan beside every coarser policy at that policy's own best, in work units of the plan."""
-    tokens = plan.batch * max(1, target.output_tokens)
-    rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
-    return replace(plan, baselines=rates)
 
 
 def _prefill_rows(in_parts: Callable[[int, int], ir.Variant], batch: int) -> int | None:
@@ -340,11 +289,11 @@ class _Search:
         def all_of_them() -> ir.Plan:
             return self._joined([(point, column) for _, point, column in best.values()])
 
-        together = _together([option for option, _, _ in best.values()])
-        self.options += [together, *_replicas_within(self.options)]
+        joined = together([option for option, _, _ in best.values()])
+        self.options += [joined, *replicas_within(self.options)]
         return {
             "single": [(alone[0], lambda: self._plan(lone, Mix((alone[2],), (1.0,)), "single"))],
-            "data-parallel": [(together, all_of_them)],
+            "data-parallel": [(joined, all_of_them)],
         }
 
     def _coarse(self, name: str) -> list[tuple[Option, Callable[[], ir.Plan]]]:
@@ -531,35 +480,6 @@ class _Search:
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)
         return plan
-
-
-def _together(listed: Sequence[Option]) -> Option:
-    """Replicas side by side, each as it is alone."""
-    return Option(
-        "data-parallel",
-        sum(o.tokens_per_s for o in listed),
-        max(o.tpot_ms for o in listed),
-        max(o.ttft_ms for o in listed),
-        {name: b for o in listed for name, b in o.batch.items()},
-        len(listed),
-        {name: b for o in listed for name, b in o.prefill_batch.items()},
-    )
-
-
-def _replicas_within(options: Sequence[Option]) -> list[Option]:
-    """What data-parallel gives within every time per token that a device alone has."""
-    single = [o for o in options if o.policy == "single"]
-    found = []
-    for limit in {o.tpot_ms for o in single}:
-        best: dict[str, Option] = {}
-        for option in single:
-            (device,) = option.batch
-            if option.tpot_ms <= limit and (
-                device not in best or option.tokens_per_s > best[device].tokens_per_s
-            ):
-                best[device] = option
-        found.append(_together(list(best.values())))
-    return found
 
 
 def _has_prefill(unit: ir.WorkUnit) -> bool:

@@ -8,11 +8,13 @@ together. All devices at once are searched where there are few, at the batches t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.load import BATCHES, NEAR, LoadPlan, Option, Target, against, plan_load
+from tessera.plan.load import LoadConfig, plan_load
+from tessera.plan.load_figures import LoadPlan, Option, Target, against
 from tessera.plan.problem import build, kinds_of, spread_us
 from tessera.plan.search.cells import Cells, partitions
 from tessera.plan.solve import Simulate
@@ -28,25 +30,21 @@ def plan_load_on_many(
     cluster: ir.Cluster,
     target: Target,
     make_simulate: Callable[[], tuple[Simulate, Simulate]],
-    batches: Sequence[int] = BATCHES,
-    max_microbatches: int | None = None,
-    advance: Callable[[str], None] = lambda text: None,
-    near: Sequence[Sequence[float]] = NEAR,
+    config: LoadConfig,
     in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:
     """As `plan_load`; of alike devices, never below what their cells give."""
 
-    def at_once(tried: Sequence[int], around: Sequence[Sequence[float]]) -> LoadPlan:
-        args = (cluster, target, make_simulate, tried, max_microbatches, advance, around, in_parts)
-        return plan_load(variant_at, *args)
+    def at_once(tried: LoadConfig) -> LoadPlan:
+        return plan_load(variant_at, cluster, target, make_simulate, tried, in_parts)
 
-    first = variant_at(batches[0])
+    first = variant_at(config.batches[0])
     problem = build(first.unit, first.costs, cluster)
     kinds = kinds_of(problem)
     # What no device holds by itself fills a cell: its batches say nothing of what all devices could take.
     is_large = float(problem.weights.num_bytes.sum()) > float(problem.memory_bytes.max())
     if kinds is None or (is_large and len(cluster.devices) <= MAX_AT_ONCE):
-        return at_once(batches, near)
+        return at_once(config)
     known: dict[tuple[int, int | None], ir.Variant] = {}
 
     def known_at(batch: int, prefill: int | None = None) -> ir.Variant:
@@ -58,12 +56,13 @@ def plan_load_on_many(
         return known[batch, prefill]
 
     def plan_part(devices: tuple[int, ...]) -> LoadPlan:
-        advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
-        most = max_microbatches and max(1, max_microbatches * len(devices) // len(cluster.devices))
-        smaller = _cluster_of(cluster, devices)
-        args = (smaller, target, make_simulate, batches, most, advance, near)
+        config.advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
+        most = config.max_microbatches
+        share = most and max(1, most * len(devices) // len(cluster.devices))
+        smaller, own = _cluster_of(cluster, devices), replace(config, max_microbatches=share)
         parted = None if in_parts is None else lambda batch, rows: _of(known_at(batch, rows), devices)
-        return plan_load_on_many(lambda batch: _of(known_at(batch), devices), *args, in_parts=parted)
+        whole = (smaller, target, make_simulate, own, parted)
+        return plan_load_on_many(lambda batch: _of(known_at(batch), devices), *whole)
 
     found = []
     for parts in partitions(kinds.members):
@@ -73,11 +72,11 @@ def plan_load_on_many(
             continue
         found.append(_side_by_side(cluster, planned, {id(v.unit): v for v in known.values()}))
     if not found:
-        return at_once(batches, near)
+        return at_once(config)
     if len(cluster.devices) <= MAX_AT_ONCE:
         tried = {max(o.batch.values()) for one in found for o in (one.chosen, *one.baselines)}
         with suppress(PlanInfeasible):  # none of them may keep to the limits on all devices together
-            found.append(at_once(sorted(tried), ()))
+            found.append(at_once(replace(config, batches=sorted(tried), near=())))
     return _best(found, target)
 
 

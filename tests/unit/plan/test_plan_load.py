@@ -11,7 +11,7 @@ from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.execute.lower import lower
-from tessera.plan import LoadPlan, Simulate, Target, explain, plan_load, plan_load_on_many
+from tessera.plan import LoadConfig, LoadPlan, Simulate, Target, explain, plan_load, plan_load_on_many
 from tessera.simulate import SteadyRates
 
 BATCHES = (4, 16, 64)
@@ -68,7 +68,9 @@ def planned(
 def _planned(memory: tuple[int, int], tpot_ms: float | None, most: int) -> LoadPlan:
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
     target = Target(1, tpot_ms)
-    return plan_load(lambda b: variant_at(b, cluster), cluster, target, rates, BATCHES, most)
+    return plan_load(
+        lambda b: variant_at(b, cluster), cluster, target, rates, LoadConfig(BATCHES, max_microbatches=most)
+    )
 
 
 def test_the_plan_is_below_no_policy_at_its_own_best() -> None:
@@ -128,9 +130,7 @@ def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
         cluster,
         Target(8),
         lambda: (simulate, simulate),
-        (4, 16, 32),
-        2,
-        near=(),
+        LoadConfig((4, 16, 32), (), 2),
     )
 
     coarse = [o for o in found.baselines if o.policy not in ("single", "data-parallel")]
@@ -143,9 +143,8 @@ def planned_requests(is_free: bool) -> LoadPlan:
     """Sixteen requests of prompts and answers together; prefilled in parts, or whole."""
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[500 * MB, 500 * MB])
     in_parts = (lambda batch, rows: request_at(batch, rows, cluster)) if is_free else None
-    return plan_load(
-        lambda b: request_at(b, b, cluster), cluster, Target(8), rates, (16,), 2, in_parts=in_parts
-    )
+    config = LoadConfig((16,), max_microbatches=2)
+    return plan_load(lambda b: request_at(b, b, cluster), cluster, Target(8), rates, config, in_parts)
 
 
 def test_a_prefill_takes_some_of_the_rows_where_all_of_them_do_not_fit() -> None:
@@ -234,7 +233,8 @@ def test_the_plan_is_recorded_beside_every_policy_at_its_own_best() -> None:
 def planned_on(num: int) -> LoadPlan:
     """Devices of two kinds in turn, with memory to spare."""
     cluster = make_cluster(num, gbps=25.0, latency_us=5.0, memory=[10_000 * MB] * num)
-    return plan_load_on_many(lambda b: variant_at(b, cluster), cluster, Target(1), rates, (16,), num)
+    config = LoadConfig((16,), max_microbatches=num)
+    return plan_load_on_many(lambda b: variant_at(b, cluster), cluster, Target(1), rates, config)
 
 
 def test_many_devices_give_what_their_cells_give() -> None:

@@ -1,0 +1,98 @@
+"""Figures of a load: what is asked for, and what a policy gives at one point."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tessera import ir
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be served, and how fast at least."""
+
+    # Tokens of the answer of a request; a unit without decodes counts rows.
+    output_tokens: int
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What one policy gives at one point, simulated."""
+
+    policy: str
+    tokens_per_s: float
+    tpot_ms: float
+    ttft_ms: float
+    # Rows of a microbatch on each device that has one, by the device's name.
+    batch: dict[str, int]
+    microbatches: int
+    # Of one of its prefills; empty where there are none.
+    prefill_batch: dict[str, int] = field(default_factory=dict)
+
+    def keeps(self, target: Target) -> bool:
+        """Is it within the limits?"""
+        in_time = target.tpot_ms is None or self.tpot_ms <= target.tpot_ms * (1 + 1e-9)
+        return in_time and (target.ttft_ms is None or self.ttft_ms <= target.ttft_ms * (1 + 1e-9))
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The plan for a load, what it gives, and what every coarser policy gives at its own best."""
+
+    plan: ir.Plan
+    chosen: Option
+    # Of every policy that applies.
+    baselines: tuple[Option, ...]
+    # Everything that was simulated.
+    options: tuple[Option, ...]
+
+    @property
+    def frontier(self) -> tuple[Option, ...]:
+        """Of each policy, the options that no other of it beats in both throughput and time per token."""
+        kept: list[Option] = []
+        for policy in dict.fromkeys(o.policy for o in self.options):
+            best = 0.0
+            for option in sorted(
+                (o for o in self.options if o.policy == policy), key=lambda o: (o.tpot_ms, -o.tokens_per_s)
+            ):
+                if option.tokens_per_s > best:
+                    kept.append(option)
+                    best = option.tokens_per_s
+        return tuple(kept)
+
+
+def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan:
+    """The plan beside every coarser policy at that policy's own best, in work units of the plan."""
+    tokens = plan.batch * max(1, target.output_tokens)
+    rates = tuple(ir.Baseline(o.policy, o.tokens_per_s / tokens, None) for o in options)
+    return replace(plan, baselines=rates)
+
+
+def together(listed: Sequence[Option]) -> Option:
+    """Replicas side by side, each as it is alone."""
+    return Option(
+        "data-parallel",
+        sum(o.tokens_per_s for o in listed),
+        max(o.tpot_ms for o in listed),
+        max(o.ttft_ms for o in listed),
+        {name: b for o in listed for name, b in o.batch.items()},
+        len(listed),
+        {name: b for o in listed for name, b in o.prefill_batch.items()},
+    )
+
+
+def replicas_within(options: Sequence[Option]) -> list[Option]:
+    """What data-parallel gives within every time per token that a device alone has."""
+    single = [o for o in options if o.policy == "single"]
+    found = []
+    for limit in {o.tpot_ms for o in single}:
+        best: dict[str, Option] = {}
+        for option in single:
+            (device,) = option.batch
+            if option.tpot_ms <= limit and (
+                device not in best or option.tokens_per_s > best[device].tokens_per_s
+            ):
+                best[device] = option
+        found.append(together(list(best.values())))
+    return found
