@@ -23,6 +23,8 @@ worker processes. Anything else that reaches the command line is a bug and keeps
 """
 
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 # The name on the package index, where `tessera` belongs to somebody else; what is imported is `tessera`.
 DISTRIBUTION = "tessera-gpu"
@@ -67,6 +69,14 @@ class MissingExtra(TesseraError):
 
     def __reduce__(self) -> tuple[type["MissingExtra"], tuple[str, str]]:
         return MissingExtra, (self.module, self.extra)
+
+
+def extra_module(name: str, extra: str, package: str = "") -> Any:
+    """A module of an optional part, or MissingExtra with the package that it is in."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtra(package or name, extra) from error
 
 
 class ArtifactError(TesseraError):

@@ -14,9 +14,9 @@ Not handled: keywords of JSON schema that the library does not know; a schema wi
 import asyncio
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tessera.errors import AskError, MissingExtra
+from tessera.errors import AskError, MissingExtra, extra_module
 from tessera.serve.text import Text
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class Grammar:
 
 class GrammarCompiler:
     def __init__(self, text: Text, vocab_size: int) -> None:
-        library = _library()
-        self._library = library
+        library = self._library = extra_module("llguidance", "grammar")
         known = _Vocabulary(text, vocab_size)
         wrapped = library.TokenizerWrapper(known)
         self._tokenizer = library.LLTokenizer(wrapped, n_vocab=len(known.tokens), eos_token=known.ends)
@@ -134,14 +133,6 @@ class _Vocabulary:
     def __call__(self, raw: bytes) -> list[int]:
         """The library only asks for texts that a grammar forces, and we take none of them."""
         return [self._by_byte[byte] for byte in raw if byte in self._by_byte]
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise MissingExtra("llguidance", "grammar") from error
-    return llguidance
 
 
 def _first_line(text: str) -> str:

@@ -25,7 +25,7 @@ import torch
 from tessera.capture import place_of
 from tessera.capture.models.checkpoint import blamed, first_line, read_json
 from tessera.capture.models.diffusers import PIPELINE
-from tessera.errors import ArtifactError, AskError, MissingExtra, ServiceBusy, ServiceClosing
+from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
 from tessera.serve.alone import AloneService
 from tessera.serve.records import ImageDraft
 
@@ -47,7 +47,7 @@ class TextToImage:
     def open(cls, model: str, device: str = "cpu") -> "TextToImage":
         folder = Path(place_of(model))
         check_parts(folder)
-        library = _diffusers()
+        library = extra_module("diffusers", "diffusers")
         library.utils.logging.disable_progress_bar()
         with blamed(folder, "its pipeline cannot be built"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # that options will be called otherwise
@@ -110,14 +110,6 @@ def check_parts(folder: Path) -> None:
     if missing:
         remedy = "Download the whole pipeline; `tessera run` runs a denoiser alone."
         raise ArtifactError(f"it lacks its parts {', '.join(missing)}", remedy, str(folder))
-
-
-def _diffusers() -> Any:
-    try:
-        import diffusers
-    except ImportError as error:
-        raise MissingExtra("diffusers", "diffusers") from error
-    return diffusers
 
 
 class ImageService(AloneService):

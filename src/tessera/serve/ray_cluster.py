@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tessera.errors import MissingExtra, TesseraError
+from tessera.errors import TesseraError, extra_module
 from tessera.execute.handshake import EngineCall
 from tessera.execute.remote import Gate, RemoteHub
 from tessera.ir import Device, DeviceKind
@@ -40,11 +40,7 @@ Resources = Mapping[str, float]
 
 def ray_module() -> Any:
     """Ray, or the line that installs it."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("ray", "ray") from error
-    return ray
+    return extra_module("ray", "ray")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import torch
 
 from tessera.capture import Workload
 from tessera.capture.models.vision import PICTURE_TOKENS, grid_of
-from tessera.errors import AskError, MissingExtra
+from tessera.errors import AskError, extra_module
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
 
@@ -114,6 +114,8 @@ def sight_of(encode: Workload, tokens: Workload) -> Sight:
 
 # A character of no language.
 MARK = "\U0010fff1"
+# Its module, the extra that has it, and its package.
+PILLOW = ("PIL.Image", "serve", "pillow")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Decoded, a picture takes three bytes a pixel.
 MAX_PIXELS = 32 << 20
@@ -135,7 +137,7 @@ class Eyes:
 
     @classmethod
     def of(cls, encode: Workload) -> "Eyes":
-        _pillow()  # now, and not with the first picture
+        extra_module(*PILLOW)  # now, and not with the first picture
         module: Any = encode.module
         config = module.config.vision_config
         return cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
@@ -181,7 +183,7 @@ class Eyes:
 
 def _decoded(url: str) -> Any:
     """A picture in three colours; limits are checked before its pixels are made."""
-    library = _pillow()
+    library = extra_module(*PILLOW)
     head, comma, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
         remedy = 'Send it as "data:image/png;base64,...": this server fetches nothing.'
@@ -199,11 +201,3 @@ def _decoded(url: str) -> Any:
         raise AskError(
             f"the picture cannot be read: {said}", f"Use {', '.join(FORMATS)}.", "messages"
         ) from None
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtra("pillow", "serve") from error
-    return Image

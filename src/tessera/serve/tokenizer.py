@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tessera.errors import ArtifactError, AskError, MissingExtra, TesseraError
+from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
 from tessera.serve.templates import ChatTemplate, Template, TemplateHere
 from tessera.serve.text import NO_LIMIT, ByteText, Messages, Reader, Text, Tools, within
 
@@ -247,10 +247,7 @@ def read_parts(folder: Path) -> TextParts:
 
 
 def _read(folder: Path) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", "serve") from error
+    transformers = extra_module("transformers", "serve")
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in names):
         remedy = "Save its tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."

@@ -1,6 +1,7 @@
 """Workers that Ray places, on a real Ray cluster of two nodes on this machine, of which one is killed."""
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,15 +120,6 @@ def test_a_ray_client_is_refused() -> None:
 
 def test_without_ray_the_line_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, as for every extra."""
-    import builtins
-
-    real = builtins.__import__
-
-    def fail(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "ray":
-            raise ImportError(name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r'pip install "tessera-gpu\[ray\]"'):
         ray_cluster.ray_module()
