@@ -1,11 +1,11 @@
 """Placement, Lane, Plan: the planner's decision. Nothing else crosses from plan to execute.
 
-A placement sends every launch of a work unit to a device. A plan is a mix of placements, its
-lanes: a share of the requests follows each. Every figure in a plan is modelled.
+A placement sends every launch of a work unit to a device. A plan is a mix of placements, its lanes: a share
+of the requests follows each. Every figure in a plan is modelled.
 
 Lanes may be of unlike batches. Then the plan holds the same steps several times, one variant per batch, and
-its rates count work units of the first one: a lane of twice that batch counts double. Steps of all variants are
-numbered one after another, the first variant's first.
+its rates count work units of the first one: a lane of twice that batch counts double. Steps of all variants
+are numbered one after another, the first variant's first.
 
 Program: one lane of a plan lowered to an instruction list per device.
 
