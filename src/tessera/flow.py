@@ -182,6 +182,7 @@ class LoadSteps:
         recorded = {batch: self.recorded(batch) for batch in self.anchors}
         # [step, batch]
         self._graphs = {(n, batch): g for batch, unit in recorded.items() for n, g in enumerate(unit.graphs)}
+        self._seen = set(self._graphs)
         graphs = zip(*(unit.graphs for unit in recorded.values()), strict=True)
         self._families = [Rebatched(*pair[:2]) for pair in graphs] if len(self.anchors) > 1 else []
 
@@ -215,16 +216,20 @@ class LoadSteps:
             return self._families[step].at(batch)
         return build_graph(self._trace(self.steps[step], batch))
 
-    def check(self, plan: Plan) -> None:
-        """Raises unless the plan's own batches, recorded, are what was planned with; not of compiled ones."""
+    def foretold(self, plan: Plan) -> bool:
+        """Were the plan's own batches planned as they are recorded? Those that were not are from now on; of
+        compiled ones that is not asked."""
+        is_right = True
         for variant in plan.every_variant if self._families and not self.is_compiled else ():
-            for step, graph in zip(self.steps, variant.unit.graphs, strict=True):
+            for n, (step, graph) in enumerate(zip(self.steps, variant.unit.graphs, strict=True)):
                 batch = graph.trace.step.batch
-                if batch not in self.anchors and build_graph(self._trace(step, batch)) != graph:
-                    raise MismatchError(
-                        f"what is recorded at batch {batch} is not what {self.anchors} foretell",
-                        f"Plan with --batch {batch}, or from traces of the batches that are wanted.",
-                    )
+                if (n, batch) in self._seen:
+                    continue
+                self._seen.add((n, batch))
+                recorded = build_graph(self._trace(step, batch))
+                if recorded != graph:
+                    self._graphs[n, batch], is_right = recorded, False
+        return is_right
 
 
 def plan_for(
@@ -262,9 +267,10 @@ def make_load_plan(
     """
     counts = [target.output_tokens if len(steps) > 1 and step.kind == "decode" else 1 for step in steps]
     recorded = LoadSteps(steps, counts, anchors_of(config.batches), config.advance, is_compiled)
-    found = plan_steps(recorded, cluster, target, config, prefill_batch)
-    recorded.check(found.plan)
-    return found
+    while True:
+        found = plan_steps(recorded, cluster, target, config, prefill_batch)
+        if recorded.foretold(found.plan):
+            return found
 
 
 def plan_steps(

@@ -196,9 +196,11 @@ class _Search:
         return taken_ms / max(1, self.target.output_tokens)
 
     def near(self, factors: Sequence[float]) -> list[int]:
-        """Batches between those looked at, around the most hopeful of every policy."""
+        """Batches between those looked at, around the most hopeful of every policy; where all of them are too
+        slow, down to one row."""
         known = {batch for (batch, _), _ in self.points}
-        around = {_even(batch * factor) for batch, _ in self._hopeful() for factor in factors}
+        least = min(self.points)[0]
+        around = {_even(batch * factor) for batch, _ in self._hopeful() or {least} for factor in factors}
         return sorted(around - known)
 
     def near_prefills(self) -> list[Shape]:
@@ -404,11 +406,12 @@ class _Search:
         return eased.keeps(self.target)
 
     def _may_keep(self, point: _Point, mix: Mix) -> bool:
-        """False where even at its rate by busy time a token takes too long."""
-        if self.target.tpot_ms is None:
+        """False where even at its rate by busy time a token, or the first one, takes too long."""
+        if self.target.tpot_ms is None and self.target.ttft_ms is None:
             return True
         taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) / mix.rate_per_s
-        return self._per_token_ms(point, mix, taken_ms) <= self.target.tpot_ms
+        first_ms = self._first_ms(point, mix, taken_ms)
+        return self.target.allows(self._per_token_ms(point, mix, taken_ms), first_ms)
 
     def _tokens(self, point: _Point) -> float:
         """Tokens of a work unit."""

@@ -15,6 +15,11 @@ class Target:
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
+    def allows(self, tpot_ms: float, ttft_ms: float) -> bool:
+        """Are these times within the limits?"""
+        in_time = self.tpot_ms is None or tpot_ms <= self.tpot_ms * (1 + 1e-9)
+        return in_time and (self.ttft_ms is None or ttft_ms <= self.ttft_ms * (1 + 1e-9))
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -32,8 +37,7 @@ class Option:
 
     def keeps(self, target: Target) -> bool:
         """Is it within the limits?"""
-        in_time = target.tpot_ms is None or self.tpot_ms <= target.tpot_ms * (1 + 1e-9)
-        return in_time and (target.ttft_ms is None or self.ttft_ms <= target.ttft_ms * (1 + 1e-9))
+        return target.allows(self.tpot_ms, self.ttft_ms)
 
 
 @dataclass(frozen=True)

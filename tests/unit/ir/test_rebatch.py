@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from report_factory import make_plan
 from tessera.analyze import build_graph
 from tessera.capture import record_step
 from tessera.errors import MismatchError
-from tessera.ir import Step
+from tessera.flow import LoadSteps
+from tessera.ir import Step, Trace
 from tessera.ir.rebatch import Rebatched
 
 STEPS = (
@@ -39,3 +41,18 @@ def test_recordings_that_differ_in_more_than_numbers_are_refused() -> None:
 
     with pytest.raises(MismatchError, match=r"recorded differently at batch 4 and 12: trace\.launches"):
         Rebatched(low, other).at(8)
+
+
+def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_recorded() -> None:
+    """One row often is: models have their own ways for it."""
+
+    def record(step: Step) -> Trace:
+        trace = record_step(step, "fake")
+        return replace(trace, num_views=99) if step.batch == 1 else trace
+
+    steps = LoadSteps([Step("tiny-llama", "decode", 1, 16)], [1], (4, 12), record=record)
+    written = replace(make_plan(), unit=steps.at(1))
+
+    assert not steps.foretold(written)
+    assert steps.at(1).graphs[0].trace.num_views == 99
+    assert steps.foretold(replace(written, unit=steps.at(1)))

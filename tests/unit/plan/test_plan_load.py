@@ -106,6 +106,18 @@ def test_less_time_per_token_means_smaller_batches() -> None:
     assert bound.chosen.tokens_per_s < free.chosen.tokens_per_s
 
 
+def test_a_first_token_that_only_one_row_has_in_time_is_planned_with_one() -> None:
+    """Though no batch that is looked at first keeps to the limit."""
+    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[8000 * MB, 8000 * MB])
+    target = Target(8, ttft_ms=0.12)
+
+    config = LoadConfig((2, 8), max_microbatches=2)
+    found = plan_load(lambda b: request_at(b, b, cluster), cluster, target, rates, config)
+
+    assert found.plan.batch == 1
+    assert found.chosen.ttft_ms <= 0.12
+
+
 def test_no_policy_is_better_on_the_curve_than_where_it_is_compared() -> None:
     """Within the limits; the plan neither."""
     for found, limit_ms in ((planned(), float("inf")), (planned(tpot_ms=1.0), 1.0)):
