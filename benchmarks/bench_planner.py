@@ -74,7 +74,7 @@ def simulated(case: Case, slots: int) -> tuple[ir.Plan, Figures]:
     """With it, and what it says."""
     rates = SteadyRates()
     config = PlanConfig(ir.Objective.THROUGHPUT, slots)
-    plan, row = timed(lambda: solve(*case, config, rates, rates.glance))
+    plan, row = timed(lambda: solve(*case, config, rates, rates.quick))
     reached = {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s}
     task = Task(build(*case), slots)
     assert task.free.mix.columns

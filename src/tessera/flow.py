@@ -112,7 +112,7 @@ def make_plan(
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
     config = PlanConfig(objective, slots, policy, constraints, is_served)
     rates = SteadyRates()
-    return solve(unit, tuple(costs), cluster, config, rates, rates.glance)
+    return solve(unit, tuple(costs), cluster, config, rates, rates.quick)
 
 
 def make_batched_plan(
@@ -125,7 +125,7 @@ def make_batched_plan(
 
     def rates() -> tuple[Simulate, Simulate]:
         made = SteadyRates()
-        return made, made.glance
+        return made, made.quick
 
     return solve_batches(variants, cluster, config, rates, advance)
 
@@ -243,7 +243,7 @@ def plan_for(
 
     def rates() -> tuple[Simulate, Simulate]:
         made = SteadyRates()
-        return made, made.glance
+        return made, made.quick
 
     return plan_load_on_many(variant_at, cluster, target, rates, config, in_parts)
 

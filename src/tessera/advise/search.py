@@ -283,7 +283,7 @@ class _BasketSearch:
         for size in self.sizes:
             if size.needs_bytes > memory:
                 break
-            if size.batch * size.limit.hope_per_s(basket.gpus) * share < self.load.needed_per_s:
+            if size.batch * size.limit.upper_bound_per_s(basket.gpus) * share < self.load.needed_per_s:
                 continue
             limit = size.batch * size.limit.per_s(basket.gpus)
             if limit * share >= self.load.needed_per_s and self._is_quick(size, basket):
@@ -382,7 +382,9 @@ class _BasketSearch:
                 return PlanInfeasible(
                     f"{what} within the latency asked for; {slow}", f"Loosen it, or: {remedy}"
                 )
-        hopes = ((s.batch * s.limit.hope_per_s(b.gpus), str(b)) for s in self.sizes for b in listed[-64:])
+        hopes = (
+            (s.batch * s.limit.upper_bound_per_s(b.gpus), str(b)) for s in self.sizes for b in listed[-64:]
+        )
         limit, name = max(hopes)
         if limit >= load.needed_per_s and (load.ttft_ms, load.tpot_ms) != (None, None):
             slow = f"at any latency, and with free transfers, {name} carries {limit:.4g}"

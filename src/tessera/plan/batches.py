@@ -65,9 +65,9 @@ def solve_batches(
     solved: list[Solution] = []
     for variant in variants:
         advance(f"planning batch {variant.batch}")
-        simulate, glance = (None, None) if make_simulate is None else make_simulate()
+        simulate, quick = (None, None) if make_simulate is None else make_simulate()
         try:
-            found = work_out(variant.unit, variant.costs, cluster, config, simulate, glance)
+            found = work_out(variant.unit, variant.costs, cluster, config, simulate, quick)
             solved.append(found)
             tried.append(Tried(variant, found.plan))
         except PlanInfeasible as error:
@@ -79,9 +79,9 @@ def solve_batches(
     if len(solved) > 1 and is_joint:
         advance("joining batches")
         first = next(s for s in solved if s.plan is best)
-        simulate, glance = (None, None) if make_simulate is None else make_simulate()
+        simulate, quick = (None, None) if make_simulate is None else make_simulate()
         ordered = [first, *(s for s in solved if s is not first)]
-        best = _Joining(ordered, config, simulate, glance).plan()
+        best = _Joining(ordered, config, simulate, quick).plan()
     return Batched(best, tuple(tried))
 
 
@@ -100,14 +100,14 @@ class _Joining:
         solved: Sequence[Solution],
         config: PlanConfig,
         simulate: Simulate | None,
-        glance: Simulate | None,
+        quick: Simulate | None,
     ) -> None:
         self._solved, self._config = solved, config
         first = solved[0].task
         parts = tuple(s.task for s in solved)
         self._task = JointTask(first.problem, config.slots, simulate is not None, parts=parts)
         name = config.policy or config.objective.value
-        self._judge = Judge(self._task, config.objective, name, simulate, glance)
+        self._judge = Judge(self._task, config.objective, name, simulate, quick)
         # The batches' own plans as mixes of all, with the rates they were judged at.
         self._own = [self._task.scaled_mix(v, s.chosen) for v, s in enumerate(solved)]
         for variant, mix in enumerate(self._own):

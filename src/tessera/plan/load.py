@@ -152,7 +152,7 @@ class _Search:
     def look(self, variant: ir.Variant) -> bool:
         """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
         problem = build(variant.unit, variant.costs, self.cluster)
-        simulate, glance = self.make_simulate()
+        simulate, quick = self.make_simulate()
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
@@ -173,7 +173,7 @@ class _Search:
                 self._refused = self._refused or error
                 return False
             known = list(task.pool.columns)
-            judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, glance)
+            judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, quick)
             self.points[shape, slots] = _Point(variant, task, judge)
         return True
 
@@ -196,30 +196,32 @@ class _Search:
         return taken_ms / max(1, self.target.output_tokens)
 
     def near(self, factors: Sequence[float]) -> list[int]:
-        """Batches between those looked at, around the most hopeful of every policy; where all of them are too
+        """Batches between those looked at, around the most promising of every policy; where all of them are too
         slow, down to one row."""
         known = {batch for (batch, _), _ in self.points}
         least = min(self.points)[0]
-        around = {_even(batch * factor) for batch, _ in self._hopeful() or {least} for factor in factors}
+        around = {_even(batch * factor) for batch, _ in self._promising() or {least} for factor in factors}
         return sorted(around - known)
 
     def near_prefills(self) -> list[Shape]:
-        """The most hopeful batches of every policy with prefills of more and of fewer rows."""
+        """The most promising batches of every policy with prefills of more and of fewer rows."""
         known = {shape for shape, _ in self.points}
         around = {
-            (batch, round(prefill * factor)) for batch, prefill in self._hopeful() for factor in PREFILL_NEAR
+            (batch, round(prefill * factor))
+            for batch, prefill in self._promising()
+            for factor in PREFILL_NEAR
         }
         return sorted(x for x in around - known if 1 <= x[1] <= x[0] and x[0] % x[1] == 0)
 
-    def _hopeful(self) -> set[Shape]:
-        """The shapes that each policy hopes most of."""
-        hopes: dict[str, tuple[float, Shape]] = {}
+    def _promising(self) -> set[Shape]:
+        """The shapes where each policy may reach most."""
+        upper_bounds: dict[str, tuple[float, Shape]] = {}
         for (shape, slots), point in self.points.items():
             listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
             for device in range(len(self.cluster.devices)) if slots == 1 else ():
                 listed.append((f"{device}", Mix((_alone(point, device),), (1.0,))))
             found = [
-                (name, self._hope(point, mix))
+                (name, self._upper_bound(point, mix))
                 for name, mix in listed
                 if point.task.problem.fits(mix.columns, slot_counts(mix, slots))
                 and self._may_keep(point, mix)
@@ -227,9 +229,9 @@ class _Search:
             draft = self._draft(point)[0]
             if draft is not None and self._is_near(draft):
                 found.append(("plan", draft.tokens_per_s))
-            for name, hope in found:
-                hopes[name] = max(hopes.get(name, (0.0, (0, 0))), (hope, shape))
-        return {shape for _, shape in hopes.values()}
+            for name, upper_bound in found:
+                upper_bounds[name] = max(upper_bounds.get(name, (0.0, (0, 0))), (upper_bound, shape))
+        return {shape for _, shape in upper_bounds.values()}
 
     def refusal(self) -> PlanInfeasible:
         """Why not even the smallest batch fits."""
@@ -300,32 +302,32 @@ class _Search:
 
     def _coarse(self, name: str) -> list[tuple[Option, Callable[[], ir.Plan]]]:
         """A coarse policy by a quick simulation where it could show, and by a full one where that is best."""
-        hopes = [
-            (self._hope(point, mix), point, mix)
+        upper_bounds = [
+            (self._upper_bound(point, mix), point, mix)
             for point in self.points.values()
             for mix in point.task.coarse[name] or ()
         ]
-        hopes = [x for x in hopes if self._may_keep(x[1], x[2])]
+        upper_bounds = [x for x in upper_bounds if self._may_keep(x[1], x[2])]
         # Tokens per second by a quick look, or what a point may have that is left out for its neighbours.
         looks: list[tuple[float, float, _Point, Mix]] = []
-        for hope, point, mix in sorted(hopes, key=lambda x: -x[0]):
+        for upper_bound, point, mix in sorted(upper_bounds, key=lambda x: -x[0]):
             quick = point.judge.quick_rate
             assert quick is not None, "a load is judged by simulation"
             if self._is_beaten(name, point, mix, CURVE_STEP):
-                looks.append((hope / (1 + CURVE_STEP), hope, point, mix))
+                looks.append((upper_bound / (1 + CURVE_STEP), upper_bound, point, mix))
             elif (rate := quick(mix)) > 0:
                 option = self._option(name, point, mix, rate)
                 if self._is_near(option):
-                    looks.append((option.tokens_per_s, hope, point, mix))
+                    looks.append((option.tokens_per_s, upper_bound, point, mix))
         found: list[tuple[Option, Callable[[], ir.Plan]]] = []
         best = 0.0
         # Microbatches in flight -> the least batch that was too slow: larger ones are too.
         slow: dict[int, int] = {}
-        for _, hope, point, mix in sorted(looks, key=lambda x: -x[0]):
+        for _, upper_bound, point, mix in sorted(looks, key=lambda x: -x[0]):
             if len(found) == MAX_SIMULATED:
                 break
             batch, slots = point.variant.batch, point.task.slots
-            if hope <= best or batch >= slow.get(slots, batch + 1):
+            if upper_bound <= best or batch >= slow.get(slots, batch + 1):
                 continue
             option = self._simulated(name, point, mix)
             if not option.keeps(self.target):
@@ -340,7 +342,7 @@ class _Search:
     def _planned(
         self, floor: Option | None, advance: Callable[[str], None]
     ) -> list[tuple[Option, Callable[[], ir.Plan]]]:
-        """Kernel-level plans where hopes are highest and where the best baseline is."""
+        """Kernel-level plans where upper bounds are highest and where the best baseline is."""
         drafts = [(self._draft(point)[0], point) for point in self.points.values()]
         near = {p: draft.tokens_per_s for draft, p in drafts if draft is not None and self._is_near(draft)}
         by_draft, points = sorted(near, key=lambda p: -near[p]), list(near)
@@ -365,39 +367,42 @@ class _Search:
 
     # Figures.
 
-    def _hope(self, point: _Point, mix: Mix) -> float:
+    def _upper_bound(self, point: _Point, mix: Mix) -> float:
         """Tokens per second that no run exceeds by busy time and by the requests in flight."""
-        return self._tokens(point) * point.judge.hope_per_s(mix)
+        return self._tokens(point) * point.judge.upper_bound_per_s(mix)
 
     def _is_beaten(self, policy: str, point: _Point, mix: Mix, by: float = 0.0) -> bool:
-        """Whether the policy has more tokens in less time elsewhere than this may hope for, but for `by`."""
-        hope = self._hope(point, mix)
-        taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / hope
+        """Whether the policy has more tokens in less time elsewhere than this may reach, but for `by`."""
+        upper_bound = self._upper_bound(point, mix)
+        taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / upper_bound
         least_ms = self._per_token_ms(point, mix, taken_ms)
         shown = (o for o in self.options if o.policy == policy)
         more = 1.0 + by
-        return any(o.tokens_per_s * more >= hope and o.tpot_ms <= least_ms * more for o in shown)
+        return any(o.tokens_per_s * more >= upper_bound and o.tpot_ms <= least_ms * more for o in shown)
 
     def _draft(self, point: _Point) -> tuple[Option | None, float]:
-        """The linear program's best mix for a point, simulated quickly; and the tokens/s it hopes for.
+        """The linear program's best mix for a point, simulated quickly; and the tokens/s it may reach.
 
-        None where nothing of it ends within what is looked at, or where even its hopes are beaten.
+        None where nothing of it ends within what is looked at, or where even its upper bound is beaten.
         """
         unit = point.variant.unit
         key = ((unit.batch, unit.prefill_batch or unit.batch), point.task.slots)
         if key not in self._drafts:
-            slots, glance = point.task.slots, point.judge.quick_rate
-            assert glance is not None, "a load is judged by simulation"
+            slots, quick = point.task.slots, point.judge.quick_rate
+            assert quick is not None, "a load is judged by simulation"
             num = len(self.cluster.devices)
             found: list[tuple[float, Mix]] = []
             depths = {1.05 * min(slots, 2 * num), *([1.1 * num] if slots > num else [])}
             for depth in sorted(depths):
                 mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, Limits(depth)).mix)
                 if mix is not None and not self._is_beaten("plan", point, mix):
-                    found.append((glance(mix), mix))
+                    found.append((quick(mix), mix))
             rate, best = max(found, key=lambda x: x[0], default=(0.0, None))
             option = self._option("plan", point, best, rate) if best is not None and rate > 0 else None
-            self._drafts[key] = (option, max((self._hope(point, mix) for _, mix in found), default=0.0))
+            self._drafts[key] = (
+                option,
+                max((self._upper_bound(point, mix) for _, mix in found), default=0.0),
+            )
         return self._drafts[key]
 
     def _is_near(self, draft: Option) -> bool:
@@ -478,8 +483,8 @@ class _Search:
         columns = [task.scaled(batches.index(point), column) for point, column in listed]
         speeds = [1.0 / float(c.busy_us.max()) for c in columns]
         mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), (1,) * len(columns))
-        simulate, glance = self.make_simulate()
-        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate, glance)
+        simulate, quick = self.make_simulate()
+        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate, quick)
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)
         return plan

@@ -81,7 +81,7 @@ class Limit:
         load = self.load_us[:, [self.column_of[g] for g in counted]] / np.array(list(counted.values()))
         return 1e6 / spread_us(load)
 
-    def hope_per_s(self, gpus: Iterable[str]) -> float:
+    def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
         """A looser and quicker limit: the first of the prices that `spread_us` would try, by speed."""
         counted = Counter(gpus)
         load = self.load_us[:, [self.column_of[g] for g in counted]] / np.array(list(counted.values()))

@@ -64,13 +64,13 @@ def solve(
     cluster: ir.Cluster,
     config: PlanConfig,
     simulate: Simulate | None = None,
-    glance: Simulate | None = None,
+    quick: Simulate | None = None,
 ) -> ir.Plan:
     """The best plan for the objective, verified, with what every coarse policy would reach.
 
-    `glance` is a quicker and rougher simulation to search by; without it, `simulate` serves for that too.
+    `quick` is a quicker and rougher simulation to search by; without it, `simulate` serves for that too.
     """
-    return work_out(unit, costs, cluster, config, simulate, glance).plan
+    return work_out(unit, costs, cluster, config, simulate, quick).plan
 
 
 def work_out(
@@ -79,7 +79,7 @@ def work_out(
     cluster: ir.Cluster,
     config: PlanConfig,
     simulate: Simulate | None = None,
-    glance: Simulate | None = None,
+    quick: Simulate | None = None,
 ) -> Solution:
     """As `solve`, with what was found on the way.
 
@@ -87,11 +87,11 @@ def work_out(
     """
     if config.slots < 1:
         raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one (--slots).")
-    most = work_out_at(unit, costs, cluster, config, simulate, glance)
+    most = work_out_at(unit, costs, cluster, config, simulate, quick)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
     fewer = [
-        work_out_at(unit, costs, cluster, replace(config, slots=slots), simulate, glance)
+        work_out_at(unit, costs, cluster, replace(config, slots=slots), simulate, quick)
         for slots in FEWER_SLOTS
         if slots < config.slots
     ]
@@ -115,7 +115,7 @@ def work_out_at(
     cluster: ir.Cluster,
     config: PlanConfig,
     simulate: Simulate | None,
-    glance: Simulate | None,
+    quick: Simulate | None,
 ) -> Solution:
     """With as many requests in flight as are asked for, where memory holds them."""
     name = config.policy or config.objective.value
@@ -123,7 +123,7 @@ def work_out_at(
     check_wishes(unit, config.wishes)
     is_served = config.is_served or unit.is_served
     task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None, is_served)
-    return decide(task, Judge(task, config.objective, name, simulate, glance), config)
+    return decide(task, Judge(task, config.objective, name, simulate, quick), config)
 
 
 def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
@@ -131,7 +131,7 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     name = config.policy or config.objective.value
     planner = planner_named(name)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
-    task.glance = judge.quick_rate
+    task.quick = judge.quick_rate
     mixes = planner(task)
     if not mixes:
         wishes = " with these placement constraints" if config.wishes else ""
@@ -160,7 +160,7 @@ def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
         inner = Task(part, slots, task.is_judged, task.is_served)
-        judged = Judge(inner, goal, name, judge.simulate, judge.glance)
+        judged = Judge(inner, goal, name, judge.simulate, judge.quick)
         found = decide(inner, judged, replace(config, slots=slots, shown_slots=()))
         return found.chosen, found.plan.simulated_per_s
 

@@ -337,7 +337,7 @@ class SteadyRates:
     def __call__(self, plan: Plan) -> float:
         return 1e6 * self._rate(plan, is_quick=False)
 
-    def glance(self, plan: Plan) -> float:
+    def quick(self, plan: Plan) -> float:
         """A quick look at it: rougher, for ordering plans that are not near one another."""
         return 1e6 * self._rate(plan, is_quick=True)
 

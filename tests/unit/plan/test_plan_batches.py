@@ -25,7 +25,7 @@ CONFIG = PlanConfig(ir.Objective.THROUGHPUT, slots=examples(4, 2), shown_slots=(
 def rates() -> tuple[Simulate, Simulate]:
     """A simulation and a quicker one."""
     made = SteadyRates()
-    return made, made.glance
+    return made, made.quick
 
 
 def batched(variants: list[ir.Variant], cluster: ir.Cluster, config: PlanConfig = CONFIG) -> Batched:

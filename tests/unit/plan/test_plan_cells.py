@@ -27,7 +27,7 @@ def rate(case: Case, slots: int) -> float:
     """Requests per second of the throughput plan, simulated."""
     rates = SteadyRates()
     config = PlanConfig(ir.Objective.THROUGHPUT, slots=slots, shown_slots=())
-    return solve(*case, config, rates, rates.glance).simulated_per_s
+    return solve(*case, config, rates, rates.quick).simulated_per_s
 
 
 SLOW = pytest.mark.slow

@@ -54,7 +54,7 @@ def request_at(batch: int, prefill: int, cluster: ir.Cluster) -> ir.Variant:
 def rates() -> tuple[Simulate, Simulate]:
     """A simulation, and a quicker one."""
     made = SteadyRates()
-    return made, made.glance
+    return made, made.quick
 
 
 def planned(
@@ -129,7 +129,7 @@ def test_no_policy_is_better_on_the_curve_than_where_it_is_compared() -> None:
 def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Large batches hope for more, here for what they do not get."""
+    """Large batches promise more, here what they do not reach."""
     monkeypatch.setattr("tessera.plan.load.MAX_SIMULATED", 1)
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[8000 * MB, 8000 * MB])
     made = SteadyRates()

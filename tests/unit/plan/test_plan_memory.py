@@ -136,7 +136,7 @@ def test_more_slots_never_give_less() -> None:
     case = layered_case(4, memory=[400 * MiB, 300 * MiB])
     rates = SteadyRates()
     given = [
-        solve(*case, PlanConfig(ir.Objective.THROUGHPUT, slots), rates, rates.glance).simulated_per_s
+        solve(*case, PlanConfig(ir.Objective.THROUGHPUT, slots), rates, rates.quick).simulated_per_s
         for slots in (2, examples(4, 3))
     ]
 

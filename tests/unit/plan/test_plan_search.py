@@ -32,7 +32,7 @@ def judged_task() -> Task:
     """A task whose search looks at simulated rates."""
     task = Task(build(*layered_case()), 4, is_judged=True)
     rates = SteadyRates()
-    task.glance = Judge(task, ir.Objective.THROUGHPUT, "throughput", rates, rates.glance).quick_rate
+    task.quick = Judge(task, ir.Objective.THROUGHPUT, "throughput", rates, rates.quick).quick_rate
     return task
 
 
@@ -51,11 +51,11 @@ def test_finalists_differ_and_move_less_than_the_optimum_by_busy_time() -> None:
 def test_finalists_simulate_better_than_the_optimum_by_busy_time() -> None:
     """Busy time alone would have chosen a plan that few requests in flight cannot keep up."""
     task = judged_task()
-    assert task.glance is not None
+    assert task.quick is not None
 
-    best = max(task.glance(mix) for mix in throughput_mixes(task))
+    best = max(task.quick(mix) for mix in throughput_mixes(task))
 
-    assert best > 1.02 * task.glance(task.free.mix)
+    assert best > 1.02 * task.quick(task.free.mix)
 
 
 def test_every_candidate_fits() -> None:
@@ -74,9 +74,9 @@ def climbed() -> tuple[Task, list[Mix]]:
     """A task, and every mix that its search simulated."""
     task = judged_task()
     seen: list[Mix] = []
-    quick = task.glance
+    quick = task.quick
     assert quick is not None
-    task.glance = lambda mix: (seen.append(mix), quick(mix))[1]  # type: ignore[func-returns-value]
+    task.quick = lambda mix: (seen.append(mix), quick(mix))[1]  # type: ignore[func-returns-value]
     throughput_mixes(task)
     return task, seen
 

@@ -241,7 +241,7 @@ def test_data_parallel_uses_fewer_slots_where_memory_is_short() -> None:
     case = layered_case(4, memory=[64 * 2**30, int(weights[1] + 2.5 * slot[1])])
     rates = SteadyRates()
     config = replace(THROUGHPUT, policy="data-parallel")
-    plan = solve(*case, config, rates, rates.glance)
+    plan = solve(*case, config, rates, rates.quick)
 
     assert 1 <= plan.lane_table[: plan.slots].count(1) <= 2
     assert (0, 1) == plan.used
@@ -251,6 +251,6 @@ def test_data_parallel_uses_fewer_slots_where_memory_is_short() -> None:
 def test_replicas_are_rated_at_their_whole_rate() -> None:
     """Devices that never wait do as much in simulation as by busy time, wherever the window ends."""
     rates = SteadyRates()
-    plan = solve(*layered_case(), replace(THROUGHPUT, policy="data-parallel"), rates, rates.glance)
+    plan = solve(*layered_case(), replace(THROUGHPUT, policy="data-parallel"), rates, rates.quick)
 
     assert plan.simulated_per_s == pytest.approx(plan.throughput_per_s, rel=1e-6)

@@ -24,7 +24,7 @@ def test_steady_rate_counts_work_units() -> None:
     expected = SteadyRates()(alone(plan, 0)) + SteadyRates()(alone(plan, 1)) / 4
 
     assert rates(plan) == pytest.approx(expected, rel=0.02)
-    assert rates.glance(plan) == pytest.approx(expected, rel=0.05)
+    assert rates.quick(plan) == pytest.approx(expected, rel=0.05)
 
 
 def test_timeline_counts_work_units_too() -> None:

@@ -102,12 +102,12 @@ def test_a_short_segment_interrupts_a_long_one_between_launches() -> None:
     assert ends[1] < 400.0 + 60.0
 
 
-def test_a_glance_is_near_the_full_rate_on_one_lane() -> None:
+def test_a_quick_look_is_near_the_full_rate_on_one_lane() -> None:
     """Quick looks order single lanes as full ones do."""
     plan = make_plan([make_chain(6)], [[CROSSING]], slots=4)
     rates = SteadyRates()
 
-    assert rates.glance(plan) == pytest.approx(rates(plan), rel=0.05)
+    assert rates.quick(plan) == pytest.approx(rates(plan), rel=0.05)
 
 
 def long_run_plan() -> Plan:

@@ -112,7 +112,7 @@ def _alone(problem: Problem) -> list[Column]:
 def _best(pool: Pool, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
     """The columns of the shortest period that fit, each alone."""
     fitting = [mix for c in columns if (mix := pool.held_by((c,))) is not None]
-    fitting.sort(key=lambda m: -throughput.hope_per_s(m, pool.slots))
+    fitting.sort(key=lambda m: -throughput.upper_bound_per_s(m, pool.slots))
     return tuple(fitting[:keep]) or None
 
 

@@ -8,7 +8,7 @@ A front that grows wider than its limit is narrowed in one of two ways. `search`
 rows: what remains is a placement, not always the best. `bound_us` merges rows that are alike, each column
 taking its earliest time: the merged row is no later than any of them, so what remains is a lower bound.
 
-Tolls (`tolls`) are part of all times from the launch that pays them on, and never negative.
+Costs of migration (`migration`) are part of all times from the launch that pays them on, and never negative.
 
 Arrays of rows are [column, device, row].
 """
@@ -111,10 +111,10 @@ def _last(course: Course, rows: Floats) -> Floats:
 def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, Ints]:
     work, move = course.work, course.layout.moves[launch]
     after, parent, device = advance(course.layout, move, rows, work.cost_us[launch][:, None])
-    toll = work.toll_us[launch]
-    if toll.any():
-        # A clock that is ahead by the toll in every column ends ahead by the toll.
-        after += toll[device]
+    added = work.migration_us[launch]
+    if added.any():
+        # A clock that is ahead by some time in every column ends ahead by as much.
+        after += added[device]
     return after, parent, device
 
 

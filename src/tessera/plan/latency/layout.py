@@ -25,7 +25,7 @@ from tessera.plan.problem import Floats, Ints, Problem
 NEVER_US = 1e15
 # Readers of one column that paths are followed from, at most.
 MAX_READERS = 8
-# Bits of a sum of all times; a float carries 53, the rest is for tolls.
+# Bits of a sum of all times; a float carries 53, the rest is for migration.
 TIME_BITS = 44
 # Sizes of what has none: a group, and what only the end waits for.
 GROUP, LAST = -1, -2
@@ -63,7 +63,7 @@ class StepCosts:
     outline: Outline
     # [launch, device]
     cost_us: Floats
-    toll_us: Floats
+    migration_us: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,14 +109,18 @@ def outline_of(problem: Problem, step: int) -> Outline:
 
 
 def work_of(
-    problem: Problem, step: int, outline: Outline, toll_us: Floats | None = None, fixed: Ints | None = None
+    problem: Problem,
+    step: int,
+    outline: Outline,
+    migration_us: Floats | None = None,
+    fixed: Ints | None = None,
 ) -> StepCosts:
-    """With tolls [launch, device], and devices of some launches (-1: free) given."""
+    """With times of migration [launch, device], and devices of some launches (-1: free) given."""
     cost = _costs(problem, step, fixed)
-    toll = np.zeros_like(cost)
-    if toll_us is not None:
-        toll[:-1] = toll_us
-    return StepCosts(outline, _floor(cost, outline.grid_us), _floor(toll, outline.grid_us))
+    added = np.zeros_like(cost)
+    if migration_us is not None:
+        added[:-1] = migration_us
+    return StepCosts(outline, _floor(cost, outline.grid_us), _floor(added, outline.grid_us))
 
 
 def layout_of(outline: Outline, tail_us: Floats | None = None) -> Layout:

@@ -10,7 +10,7 @@ of many kinds, are where plan and bound stay apart most. The steps are then join
 at its price, or hardly at all. `solve` takes the best of these and of other starts (each device alone, a
 greedy earliest finish, cuts where the bound is not met), improved by local search.
 
-The bound is the sum of the steps' own, with what the moving of state adds at least (`tolls`); it
+The bound is the sum of the steps' own, with what the moving of state adds at least (`migration`); it
 leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a
 device is not considered.
 """
@@ -24,8 +24,8 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.latency.layout import NEVER_US
+from tessera.plan.latency.migration import migration_costs
 from tessera.plan.latency.steps import MET, StepFrame, best_of_step, frame_of, joined
-from tessera.plan.latency.tolls import tolls_of
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Column, Labels, Problem
 
@@ -35,7 +35,7 @@ MIN_TRIALS = 8
 # How steps are joined: by how much of its price the moving of state is charged, and which step comes first.
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
 # Ways to divide the moving of state between two steps in the bound.
-TOLL_SHARES = (1.0, 0.5)
+MIGRATION_SHARES = (1.0, 0.5)
 # How much of a transfer's wait is charged by the cuts that give starts.
 WAIT_SHARES = (1.0, 0.5, 0.2)
 
@@ -155,12 +155,12 @@ def _by_fronts(
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
     best, best_us = _fastest(clock, kept, allowed)
-    shares = list(TOLL_SHARES) if len(steps) > 1 and all(x.is_met for x in steps) else []
+    shares = list(MIGRATION_SHARES) if len(steps) > 1 and all(x.is_met for x in steps) else []
     wished: Labels | None = None
     for number, (price, sign) in enumerate(JOINED if len(steps) > 1 else JOINED[:1]):
         # What the moving of state adds at least is worth knowing once its price has been heeded.
         while number > 1 and shares and wished is not None and bound * (1 + MET) < best_us < np.inf:
-            bound = max(bound, _tolled_us(clock, frames, (best, wished), shares.pop(0)))
+            bound = max(bound, _with_migration_us(clock, frames, (best, wished), shares.pop(0)))
         if best_us <= bound * (1 + MET):
             break
         found = joined(frames, steps, price, sign)
@@ -171,20 +171,20 @@ def _by_fronts(
     return best, best_us, bound
 
 
-def _tolled_us(
+def _with_migration_us(
     clock: RequestTimer, frames: list[StepFrame], plans: tuple[Labels, Labels], share: float
 ) -> float:
-    """The bound with the moving of state, see `tolls`; by the plan and what it would be without."""
+    """The bound with the moving of state, see `migration`; by the plan and what it would be without."""
     problem = clock.problem
     plan, wished = plans
     counts = problem.unit.counts
     step_us = [clock.step_us(step, plan) for step in range(len(counts))]
     runs_us = [n * us for n, us in zip(counts, step_us, strict=True)]
-    tolls = tolls_of(problem, plan, wished, runs_us, share)
-    total = -tolls.excess_us
-    for step, (count, us, toll) in enumerate(zip(counts, step_us, tolls.toll_us, strict=True)):
-        paid = float(toll[np.arange(len(toll)), plan[problem.node_of[step]]].sum())
-        total += count * best_of_step(frames[step], us + paid, toll).bound_us
+    moved = migration_costs(problem, plan, wished, runs_us, share)
+    total = -moved.excess_us
+    for step, (count, us, added) in enumerate(zip(counts, step_us, moved.migration_us, strict=True)):
+        paid = float(added[np.arange(len(added)), plan[problem.node_of[step]]].sum())
+        total += count * best_of_step(frames[step], us + paid, added).bound_us
     return total
 
 

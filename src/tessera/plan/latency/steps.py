@@ -2,7 +2,7 @@
 
 A front of the whole step starts narrow and is made wider until plan and bound meet, up to a limit that keeps
 the work in proportion to the launches. Joined, the step that takes longest in all is placed first, or last;
-the others then pay a toll for state that they would have somewhere else. Tolls are paid one state at a time
+the others then pay for state that they would have somewhere else. That is paid one state at a time
 (the clock counts one latency a link, and links at once); the clock judges the result.
 """
 
@@ -53,7 +53,7 @@ class StepBest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepFrame:
-    """What of a step does not depend on tolls."""
+    """What of a step does not depend on migration."""
 
     problem: Problem
     step: int
@@ -70,9 +70,9 @@ class StepFrame:
         """Rows of a front at first."""
         return max(2, NARROW_ROWS // self.problem.num_devices)
 
-    def work(self, toll_us: Floats | None, fixed: Ints | None) -> StepCosts:
-        """With tolls, and devices of some launches given."""
-        return work_of(self.problem, self.step, self.outline, toll_us, fixed)
+    def work(self, migration_us: Floats | None, fixed: Ints | None) -> StepCosts:
+        """With migration, and devices of some launches given."""
+        return work_of(self.problem, self.step, self.outline, migration_us, fixed)
 
 
 def frame_of(problem: Problem, step: int) -> StepFrame:
@@ -82,11 +82,11 @@ def frame_of(problem: Problem, step: int) -> StepFrame:
     return StepFrame(problem, step, outline, layout)
 
 
-def best_of_step(frame: StepFrame, known_us: float, toll_us: Floats | None = None) -> StepBest:
+def best_of_step(frame: StepFrame, known_us: float, migration_us: Floats | None = None) -> StepBest:
     """By fronts, ever wider until placement and bound meet or the limit is reached."""
     if not frame.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
-    course = _course(frame, toll_us, None)
+    course = _course(frame, migration_us, None)
     devices: Ints | None = None
     us = known_us
     bound, width = course.least_us * (1 - ROUNDING), 0
@@ -109,15 +109,15 @@ def _wider(frame: StepFrame, width: int, is_far: bool) -> int:
     return max(width, most if is_far else min(most, 4 * width))
 
 
-def placed(frame: StepFrame, width: int, toll_us: Floats, fixed: Ints) -> Ints | None:
-    """A good placement with tolls and with the devices of some launches (-1: free) given."""
-    found = search(_course(frame, toll_us, fixed), max(width, frame.narrow), NEVER_US)
+def placed(frame: StepFrame, width: int, migration_us: Floats, fixed: Ints) -> Ints | None:
+    """A good placement with migration and with the devices of some launches (-1: free) given."""
+    found = search(_course(frame, migration_us, fixed), max(width, frame.narrow), NEVER_US)
     return found[0] if found else None
 
 
-def _course(frame: StepFrame, toll_us: Floats | None, fixed: Ints | None) -> Course:
-    """The step with tolls, and devices of some launches given."""
-    work = frame.work(toll_us, fixed)
+def _course(frame: StepFrame, migration_us: Floats | None, fixed: Ints | None) -> Course:
+    """The step with migration, and devices of some launches given."""
+    work = frame.work(migration_us, fixed)
     return course_of(work, frame.layout, tails_of(work))
 
 
@@ -129,13 +129,13 @@ def joined(frames: list[StepFrame], steps: list[StepBest], price: float, sign: i
     counts = problem.unit.counts
     for step in sorted(range(len(steps)), key=lambda s: sign * counts[s] * steps[s].us):
         graph, nodes = problem.unit.graphs[step], problem.node_of[step]
-        toll = _moving_us(problem, step, homes) * price / counts[step]
+        added = _moving_us(problem, step, homes) * price / counts[step]
         # Nodes of several steps are where the first of them put them.
         fixed = labels[nodes]
         devices = steps[step].devices
-        is_own = devices is not None and not toll[np.arange(len(devices)), devices].any()
+        is_own = devices is not None and not added[np.arange(len(devices)), devices].any()
         if devices is None or not is_own or (fixed >= 0).any():
-            devices = placed(frames[step], steps[step].width, toll, fixed)
+            devices = placed(frames[step], steps[step].width, added, fixed)
             if devices is None:
                 return None
         labels[nodes] = devices

@@ -387,10 +387,10 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) ->
         kept = [c for c, _ in live if c is not least]
     if pool.is_tight:
         found += [mix for c in columns if (mix := pool.held_by((c,))) is not None]
-    return max(found, key=lambda m: hope_per_s(m, pool.slots), default=None)
+    return max(found, key=lambda m: upper_bound_per_s(m, pool.slots), default=None)
 
 
-def hope_per_s(mix: Mix, slots: int) -> float:
+def upper_bound_per_s(mix: Mix, slots: int) -> float:
     """What a mix gives by busy time; with fewer requests in flight than asked for, if those keep it up."""
     if not mix.slots:
         return mix.rate_per_s

@@ -44,7 +44,7 @@ class Judge:
     policy: str
     simulate: Simulate | None
     # The same, quicker and rougher.
-    glance: Simulate | None = None
+    quick: Simulate | None = None
     _rates: dict[int, tuple[Mix, float]] = field(default_factory=dict)
     _spans: dict[bytes, float] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Judge:
             return mix.rate_per_s
         known = self._rates.get(id(mix))  # the mix is kept beside its rate, so its id stays its own
         if known is None:
-            known = (mix, min(self.hope_per_s(mix), self.simulate(self._draft(mix))))
+            known = (mix, min(self.upper_bound_per_s(mix), self.simulate(self._draft(mix))))
             self._rates[id(mix)] = known
         return known[1]
 
@@ -76,9 +76,9 @@ class Judge:
         """False where no simulation could."""
         if self.simulate is None:
             return True
-        return self.figure(mix, self.hope_per_s(mix)) >= figure
+        return self.figure(mix, self.upper_bound_per_s(mix)) >= figure
 
-    def hope_per_s(self, mix: Mix) -> float:
+    def upper_bound_per_s(self, mix: Mix) -> float:
         """What no run exceeds: by busy time, and by Little's law, as no request is faster than one alone."""
         held = self._slots(mix)
         spans = [self.task.weight_of(c) / self._span_us(c) for c in mix.columns]
@@ -102,10 +102,10 @@ class Judge:
     @property
     def quick_rate(self) -> Callable[[Mix], float] | None:
         """What a search may ask often: a rougher figure of a mix, or the real one where there is no such."""
-        glance = self.glance
-        if self.simulate is None or glance is None:
+        quick = self.quick
+        if self.simulate is None or quick is None:
             return None if self.simulate is None else self.rate_per_s
-        return lambda mix: min(self.hope_per_s(mix), glance(self._draft(mix)))
+        return lambda mix: min(self.upper_bound_per_s(mix), quick(self._draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
         """One request alone."""
@@ -172,10 +172,10 @@ class Judge:
         """Best first; a mix that cannot come near the best so far is not simulated."""
         found: list[tuple[float, Mix]] = []
         best = 0.0
-        hopes = [(self.figure(m, m.rate_per_s), n, m) for n, m in enumerate(mixes)]
-        for hope, _, mix in sorted(hopes, key=lambda x: (-x[0], x[1])):
+        upper_bounds = [(self.figure(m, m.rate_per_s), n, m) for n, m in enumerate(mixes)]
+        for upper_bound, _, mix in sorted(upper_bounds, key=lambda x: (-x[0], x[1])):
             least = best * (1 - NEAR)
-            if hope >= least and (id(mix) in self._rates or self._can_reach(mix, least)):
+            if upper_bound >= least and (id(mix) in self._rates or self._can_reach(mix, least)):
                 found.append((self.figure(mix, self.rate_per_s(mix)), mix))
                 best = max(best, found[-1][0])
         return sorted(found, key=lambda x: -x[0])
@@ -204,7 +204,7 @@ class Judge:
 
     def _rounding_loss(self, plan: ir.Plan) -> float:
         """What slots that follow lanes do less than requests that keep to the lanes' rates."""
-        simulate = self.glance or self.simulate
+        simulate = self.quick or self.simulate
         if simulate is None or len(plan.lanes) < 2:
             return 0.0
         return max(0.0, 1.0 - simulate(plan) / max(simulate(replace(plan, lane_table=())), 1e-12))
@@ -235,7 +235,7 @@ class Judge:
         if slots == plan.slots or self.simulate is None:
             return plan.simulated_per_s
         # Shown only, so of large units a rougher figure will do.
-        simulate = self.glance if self.glance is not None and self.task.is_large else self.simulate
+        simulate = self.quick if self.quick is not None and self.task.is_large else self.simulate
         return min(plan.throughput_per_s, simulate(replace(plan, slots=slots)))
 
     def plan(self, mix: Mix, baselines: tuple[ir.Baseline, ...] = ()) -> ir.Plan:

@@ -59,7 +59,7 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     best = task.free.mix
     if not task.is_judged or task.problem.num_devices == 1:
         return (best,)
-    search = Search(task, task.glance)
+    search = Search(task, task.quick)
     launches, num = task.problem.unit.num_launches, task.problem.num_devices
     for depth in DEPTHS[: max(2, DEPTH_LAUNCHES // launches)]:
         search.look(without_rare_lanes(throughput.generate(task.pool, Limits(depth * num)).mix))
@@ -94,7 +94,7 @@ class Search:
     """Mixes with their quick figures; what cannot beat the best so far is not simulated."""
 
     task: Task
-    glance: Callable[[Mix], float] | None
+    quick: Callable[[Mix], float] | None
     # (figure, mix), in the order they were looked at.
     found: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
@@ -121,7 +121,7 @@ class Search:
         if not self.task.fits_with(mix.columns, counts):
             return 0.0
         self._left -= 1
-        figure = mix.rate_per_s if self.glance is None else self.glance(mix)
+        figure = mix.rate_per_s if self.quick is None else self.quick(mix)
         self.found.append((figure, mix))
         self.best = max(self.best, figure)
         return figure

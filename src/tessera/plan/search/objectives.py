@@ -94,8 +94,8 @@ def _widened(task: Task, devices: Devices, mix: Mix) -> Mix:
     return Mix(tuple(task.problem.column(at[c.labels]) for c in mix.columns), mix.shares, mix.slots)
 
 
-def _glance(task: Task, devices: Devices) -> Callable[[Mix], float] | None:
-    look = task.glance
+def _quick(task: Task, devices: Devices) -> Callable[[Mix], float] | None:
+    look = task.quick
     return None if look is None else lambda mix: look(_widened(task, devices, mix))
 
 
@@ -112,7 +112,7 @@ def _worthwhile(task: Task, objective: ir.Objective) -> Iterator[tuple[Devices, 
         part = restricted(prob, devices)
         if part is None:
             continue
-        alone = Task(part, task.slots, task.is_judged, task.is_served, _glance(task, devices))
+        alone = Task(part, task.slots, task.is_judged, task.is_served, _quick(task, devices))
         try:
             mix = alone.free.mix
         except PlanInfeasible:  # does not fit: no candidate

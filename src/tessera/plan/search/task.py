@@ -25,7 +25,7 @@ class Task:
     # Whether slots decode for ever; see `PlanConfig`.
     is_served: bool = False
     # A quick figure of a mix, in requests per second, to search by; set once the judge is there.
-    glance: Callable[[Mix], float] | None = None
+    quick: Callable[[Mix], float] | None = None
 
     @property
     def is_large(self) -> bool:

@@ -2,10 +2,10 @@
 
 A request waits for the slowest of the links that move state into a step; so it waits at least for any one
 link, here the one that a plan with every step at its own best would use most. What state g takes on that
-link depends on two steps, a and b, that the bound treats alone; so it is divided between them as tolls. With
+link depends on two steps, a and b, that the bound treats alone; so it is divided between them as costs. With
 h the home of g in the longer step of a plan, the other step pays what moving to or from h would take. The
 longer step, should it choose another home, is given back the most that the other could have paid too much.
-The sum of the steps' least times with tolls is a lower bound whatever plan the homes were taken from.
+The sum of the steps' least times with these costs is a lower bound whatever plan the homes were taken from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ class Transit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tolls:
+class MigrationCosts:
     """By step: [launch, device], of one run and never negative; and what they are too high by, in all."""
 
-    toll_us: tuple[Floats, ...]
+    migration_us: tuple[Floats, ...]
     excess_us: float
 
 
@@ -47,14 +47,16 @@ def transits_of(problem: Problem) -> Iterator[Transit]:
             last[name] = own
 
 
-def tolls_of(problem: Problem, plan: Labels, wished: Labels, step_us: Sequence[float], share: float) -> Tolls:
+def migration_costs(
+    problem: Problem, plan: Labels, wished: Labels, step_us: Sequence[float], share: float
+) -> MigrationCosts:
     """Homes as in `plan`, links as in `wished`; `step_us` is what all runs of each step take.
 
     A share of 1 is as said above; below it, the rest is divided with the two steps' parts exchanged.
     """
     transits = list(transits_of(problem))
     used = _used_links(problem, transits, wished)
-    tolls = tuple(np.zeros_like(x) for x in problem.cost_us)
+    costs = tuple(np.zeros_like(x) for x in problem.cost_us)
     for transit in transits:
         wait = transit.num_bytes * problem.us_per_byte * used[transit.target[0]]
         ends = [(transit.source, wait), (transit.target, wait.T)]
@@ -62,12 +64,12 @@ def tolls_of(problem: Problem, plan: Labels, wished: Labels, step_us: Sequence[f
         (short, paid), (long, back) = sorted(ends, key=lambda x: step_us[x[0][0]])
         for one, other, table, part in ((short, long, paid, share), (long, short, back, 1.0 - share)):
             home = _home(problem, plan, other)
-            tolls[one[0]][one[1]] += part * table[:, home]
-            tolls[other[0]][other[1]] += part * (table - table[:, home, None]).min(axis=0)
-    least = [np.minimum(x.min(axis=1, keepdims=True), 0.0) for x in tolls]
+            costs[one[0]][one[1]] += part * table[:, home]
+            costs[other[0]][other[1]] += part * (table - table[:, home, None]).min(axis=0)
+    least = [np.minimum(x.min(axis=1, keepdims=True), 0.0) for x in costs]
     counts = problem.unit.counts
-    raised = tuple((x - low) / count for x, low, count in zip(tolls, least, counts, strict=True))
-    return Tolls(raised, -float(sum(low.sum() for low in least)))
+    raised = tuple((x - low) / count for x, low, count in zip(costs, least, counts, strict=True))
+    return MigrationCosts(raised, -float(sum(low.sum() for low in least)))
 
 
 def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:
