@@ -196,8 +196,10 @@ class _Search:
         return taken_ms / max(1, self.target.output_tokens)
 
     def near(self, factors: Sequence[float]) -> list[int]:
-        """Batches between those looked at, around the most promising of every policy; where all of them are too
-        slow, down to one row."""
+        """Batches between those looked at, around the most promising of every policy.
+
+        Where all of them are too slow, down to one row.
+        """
         known = {batch for (batch, _), _ in self.points}
         least = min(self.points)[0]
         around = {_even(batch * factor) for batch, _ in self._promising() or {least} for factor in factors}
