@@ -69,13 +69,18 @@ def save(record: Any, path: str | Path) -> None:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], remedy: str = "Choose a place that can be written."
 ) -> None:
-    """Writes the chunks beside `path`, then moves the file there, so that no reader sees half of it."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Writes the chunks beside `path`, then moves the file there, so that no reader sees half of it.
+
+    A link is followed. What is there and no file (/dev/null, a pipe) is written to and stays what it is.
+    """
+    is_file = Path(path).is_file() or not Path(path).exists()
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with open(part, "wb") as file:
+        with open(part if is_file else path, "wb") as file:
             file.writelines(chunks)
-        os.replace(part, path)
+        if is_file:
+            os.replace(part, target)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ArtifactError(f"cannot write: {error.strerror}", remedy, str(path)) from error

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -151,6 +152,28 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot write"):
         save(make_chain(1), tmp_path / "no" / "folder.trace")
     assert [] == list(tmp_path.iterdir())
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """A pipe, as /dev/null, is not replaced by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    save(make_chain(1), pipe)
+
+    assert pipe.is_fifo()
+    assert os.read(reader, 1 << 16).startswith(b'{"tessera": "trace"')
+    os.close(reader)
+
+
+def test_a_link_is_followed(trace_file: Path, tmp_path: Path) -> None:
+    """The file that it leads to is written anew."""
+    link = tmp_path / "link.trace"
+    link.symlink_to(trace_file)
+    save(make_chain(5), link)
+
+    assert link.is_symlink()
+    assert make_chain(5) == load(Trace, trace_file)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 200])
