@@ -306,3 +306,15 @@ def test_compiled_kernels_are_for_gpus(tmp_path: Path, capsys: pytest.CaptureFix
 
     assert 2 == code
     assert "Use --device fake or cuda:N" in " ".join(err.split())
+
+
+def test_output_on_a_full_disk_is_an_error_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to do."""
+    with open("/dev/full", "w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        code = _main(["gpus", "--json"])
+
+    assert 2 == code
+    assert "error: cannot write: No space left on device. Make room" in capsys.readouterr().err

@@ -4,6 +4,8 @@ Only this package puts stages together. A user's mistake ends in one line on sta
 an interrupt in exit code 130. Anything else keeps its traceback, because it is a bug.
 """
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -126,6 +128,12 @@ def _main(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `tessera gpus | head`
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else its rest fails again at the end
+        place = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{place}cannot write: {error.strerror}. Make room, or write to another place.")
     if code == INTERRUPTED:
         _complain("interrupted; no process was left behind")
     return code if isinstance(code, int) else 0
