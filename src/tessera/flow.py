@@ -241,9 +241,9 @@ def plan_for(
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
 
-    def rates() -> tuple[Simulate, Simulate]:
+    def rates() -> tuple[Simulate, Simulate, Simulate]:
         made = SteadyRates()
-        return made, made.quick
+        return made, made.quick, made.settled
 
     return plan_load_on_many(variant_at, cluster, target, rates, config, in_parts)
 

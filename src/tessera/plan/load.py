@@ -49,6 +49,8 @@ CURVE_STEP = 0.05
 # What a plan in full may add to the quick figure of a point, and take from its time per token.
 PLANNING_GAIN = 1.08
 
+# A simulation of a plan, a quicker one, and what it gives in the long run.
+Simulations = tuple[Simulate, Simulate, Simulate]
 # Rows of a microbatch, and of one of its prefills.
 Shape = tuple[int, int]
 Point = tuple[Shape, int]
@@ -72,7 +74,7 @@ def plan_load(
     variant_at: Callable[[int], ir.Variant],
     cluster: ir.Cluster,
     target: Target,
-    make_simulate: Callable[[], tuple[Simulate, Simulate]],
+    make_simulate: Callable[[], Simulations],
     config: LoadConfig,
     in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:
@@ -136,13 +138,15 @@ class _Point:
     variant: ir.Variant
     task: Task
     judge: Judge
+    # What a plan gives in the long run.
+    settled: Simulate
 
 
 @dataclass(eq=False)
 class _Search:
     cluster: ir.Cluster
     target: Target
-    make_simulate: Callable[[], tuple[Simulate, Simulate]]
+    make_simulate: Callable[[], Simulations]
     max_microbatches: int
     points: dict[Point, _Point] = field(default_factory=dict)
     options: list[Option] = field(default_factory=list)
@@ -152,7 +156,7 @@ class _Search:
     def look(self, variant: ir.Variant) -> bool:
         """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
         problem = build(variant.unit, variant.costs, self.cluster)
-        simulate, quick = self.make_simulate()
+        simulate, quick, settled = self.make_simulate()
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
@@ -174,7 +178,7 @@ class _Search:
                 return False
             known = list(task.pool.columns)
             judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, quick)
-            self.points[shape, slots] = _Point(variant, task, judge)
+            self.points[shape, slots] = _Point(variant, task, judge, settled)
         return True
 
     @property
@@ -242,10 +246,12 @@ class _Search:
     def found(self, advance: Callable[[str], None]) -> LoadPlan:
         """Baselines first: the plan must beat them."""
         advance("coarser policies")
-        single = self._replicas()
-        coarse = {name: self._coarse(name) for name in COARSE if name not in ("single", "data-parallel")}
+        replicas = self._replicas()
         best: dict[str, tuple[Option, Callable[[], ir.Plan]]] = {}
-        for name, listed in {**single, **coarse}.items():
+        for name in COARSE:
+            floor = max((o.tokens_per_s for o, _ in best.values()), default=0.0)
+            is_replicated = name in ("single", "data-parallel")
+            listed = replicas.get(name, []) if is_replicated else self._coarse(name, floor)
             keeping = [(o, make) for o, make in listed if o.keeps(self.target)]
             if keeping:
                 best[name] = max(keeping, key=lambda x: x[0].tokens_per_s)
@@ -302,8 +308,11 @@ class _Search:
             "data-parallel": [(joined, all_of_them)],
         }
 
-    def _coarse(self, name: str) -> list[tuple[Option, Callable[[], ir.Plan]]]:
-        """A coarse policy by a quick simulation where it could show, and by a full one where that is best."""
+    def _coarse(self, name: str, floor: float) -> list[tuple[Option, Callable[[], ir.Plan]]]:
+        """A coarse policy by a quick simulation where it could show, and by a full one where that is best.
+
+        Where it would be above the best policy so far, `floor`, it is followed for long.
+        """
         upper_bounds = [
             (self._upper_bound(point, mix), point, mix)
             for point in self.points.values()
@@ -332,6 +341,8 @@ class _Search:
             if upper_bound <= best or batch >= slow.get(slots, batch + 1):
                 continue
             option = self._simulated(name, point, mix)
+            if option.keeps(self.target) and option.tokens_per_s > max(best, floor):
+                option = self._followed(name, point, mix)
             if not option.keeps(self.target):
                 slow[slots] = batch
                 continue
@@ -362,7 +373,9 @@ class _Search:
             config = PlanConfig(ir.Objective.THROUGHPUT, point.task.slots, shown_slots=())
             made = decide(point.task, point.judge, config)
             option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
-            found.append((option, _constant(made.plan)))
+            if option.keeps(self.target) and option.tokens_per_s > best:
+                option = self._followed("plan", point, made.chosen)
+            found.append((option, _planner(self._plan, point, made.chosen, made.plan.policy)))
             if option.keeps(self.target):
                 best = max(best, option.tokens_per_s)
         return [x for x in found if x[0].keeps(self.target)]
@@ -427,6 +440,13 @@ class _Search:
     def _simulated(self, policy: str, point: _Point, mix: Mix) -> Option:
         return self._option(policy, point, mix, point.judge.rate_per_s(mix))
 
+    def _followed(self, policy: str, point: _Point, mix: Mix) -> Option:
+        """As simulated for so long that microbatches have fallen into step, if they do."""
+        plan = point.judge.plan(mix)
+        rate_per_s = min(point.judge.upper_bound_per_s(mix), point.settled(plan))
+        point.judge.know(mix, rate_per_s)
+        return self._option(policy, point, mix, rate_per_s)
+
     def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
         num = sum(slot_counts(mix, point.task.slots))
         taken_ms = 1e3 * num / rate_per_s
@@ -485,7 +505,7 @@ class _Search:
         columns = [task.scaled(batches.index(point), column) for point, column in listed]
         speeds = [1.0 / float(c.busy_us.max()) for c in columns]
         mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), (1,) * len(columns))
-        simulate, quick = self.make_simulate()
+        simulate, quick, _ = self.make_simulate()
         judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate, quick)
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)
@@ -512,10 +532,6 @@ def _point_of(option: Option) -> Point:
 def _even(batch: float) -> int:
     """A whole number of eights, where there are that many."""
     return max(1, round(batch / 8) * 8 if batch >= 16 else round(batch))
-
-
-def _constant(plan: ir.Plan) -> Callable[[], ir.Plan]:
-    return lambda: plan
 
 
 def _planner(

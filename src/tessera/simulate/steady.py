@@ -16,7 +16,7 @@ differs along a program beyond the samples, which fall on other launches every t
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -319,6 +319,8 @@ class Fluid(Window):
 # Requests' worth of work before the clock counts, and while it does: microbatches that start spread over
 # their requests fall in and out of step over several of them.
 FULL, SHORT = WindowExtent(4.0, 10.0), WindowExtent(2.0, 4.0)
+# Where each goes through a long prefill and many decodes, some tens of requests pass until they are in step.
+LONG = WindowExtent(96.0, 48.0)
 # Items of all runs of a request: with more than this fewer requests are simulated, and then samples.
 LONG_REQUESTS, VERY_LONG_REQUESTS = 3000, 10_000
 # In a quick look, lanes with more items than this are sampled.
@@ -335,24 +337,28 @@ class SteadyRates:
         self._known: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
-        return 1e6 * self._rate(plan, is_quick=False)
+        return 1e6 * self._rate(plan, _effort)
 
     def quick(self, plan: Plan) -> float:
         """A quick look at it: rougher, for ordering plans that are not near one another."""
-        return 1e6 * self._rate(plan, is_quick=True)
+        return 1e6 * self._rate(plan, _quick_effort)
 
-    def _rate(self, plan: Plan, is_quick: bool) -> float:
+    def settled(self, plan: Plan) -> float:
+        """In the long run, when microbatches that started spread have fallen into step, if they do."""
+        return 1e6 * self._rate(plan, _long_effort)
+
+    def _rate(self, plan: Plan, effort: "Effort") -> float:
         if not self._shares(plan):
             self._scripts = tuple(Scripts(v.unit, v.costs, plan.cluster) for v in plan.every_variant)
             self._known.clear()
         # Rates of lanes matter only where no table says which lane comes next.
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
         followed = tuple((lane.variant, lane.placement) for lane in plan.lanes)
-        key = (followed, shares, plan.slots, is_quick)
+        key = (followed, shares, plan.slots, effort)
         rate = self._known.get(key)
         if rate is None:
             lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]
-            kind, wanted = _effort(lanes, is_quick)
+            kind, wanted = effort(lanes)
             extent = extent_of(plan, wanted)
             rate = self._known[key] = kind(plan, self._scripts[0], lanes, extent).rate_per_us()
         return rate
@@ -366,12 +372,21 @@ class SteadyRates:
         )
 
 
-def _effort(lanes: list[tuple[Script, ...]], is_quick: bool) -> tuple[type[Window], WindowExtent]:
-    """Are samples enough, and how much is looked at?"""
-    if is_quick:
-        longest = max(sum(script.num_items for script in lane) for lane in lanes)
-        return Fluid if longest > QUICK_LISTS else Window, SHORT
+# Are samples enough, and how much is looked at?
+Effort = Callable[[list[tuple[Script, ...]]], tuple[type[Window], WindowExtent]]
+
+
+def _quick_effort(lanes: list[tuple[Script, ...]]) -> tuple[type[Window], WindowExtent]:
+    longest = max(sum(script.num_items for script in lane) for lane in lanes)
+    return Fluid if longest > QUICK_LISTS else Window, SHORT
+
+
+def _effort(lanes: list[tuple[Script, ...]]) -> tuple[type[Window], WindowExtent]:
     each = max(sum(script.count * script.num_items for script in lane) for lane in lanes)
     if each > VERY_LONG_REQUESTS:
         return Fluid, FULL
     return Window, SHORT if each > LONG_REQUESTS else FULL
+
+
+def _long_effort(lanes: list[tuple[Script, ...]]) -> tuple[type[Window], WindowExtent]:
+    return _effort(lanes)[0], LONG

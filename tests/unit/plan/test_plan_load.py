@@ -51,10 +51,10 @@ def request_at(batch: int, prefill: int, cluster: ir.Cluster) -> ir.Variant:
     return ir.Variant(unit, make_costs(unit, cluster, us))
 
 
-def rates() -> tuple[Simulate, Simulate]:
-    """A simulation, and a quicker one."""
+def rates() -> tuple[Simulate, Simulate, Simulate]:
+    """A simulation, a quicker one, and a long one."""
     made = SteadyRates()
-    return made, made.quick
+    return made, made.quick, made.settled
 
 
 def planned(
@@ -141,7 +141,7 @@ def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
         lambda b: request_at(b, b, cluster),
         cluster,
         Target(8),
-        lambda: (simulate, simulate),
+        lambda: (simulate, simulate, simulate),
         LoadConfig((4, 16, 32), (), 2),
     )
 
@@ -266,3 +266,19 @@ def test_a_card_more_than_there_are_pairs_works_by_itself() -> None:
     alone, pair, five = (planned_on(num).chosen.tokens_per_s for num in (1, 2, 5))
 
     assert five == pytest.approx(2 * pair + alone)
+
+
+def test_no_policy_and_no_plan_is_rated_by_what_it_gives_only_at_first() -> None:
+    """Here they give less in the long run than a verdict sees; replicas, which nobody waits for, do not."""
+    made, cluster = SteadyRates(), make_cluster(2, gbps=25.0, latency_us=5.0, memory=[1200 * MB, 500 * MB])
+    later = plan_load(
+        lambda b: variant_at(b, cluster),
+        cluster,
+        Target(1),
+        lambda: (made, made.quick, lambda plan: 0.1 * made(plan)),
+        LoadConfig(BATCHES, max_microbatches=MOST),
+    )
+
+    assert planned().chosen.policy != "data-parallel"
+    assert later.chosen.policy == later.plan.policy == "data-parallel"
+    assert later.chosen.tokens_per_s < planned().chosen.tokens_per_s
