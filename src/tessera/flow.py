@@ -37,7 +37,7 @@ from tessera.plan import (
     Simulate,
     Target,
     Wish,
-    plan_load_on_many,
+    plan_load_on_sets,
     solve,
     solve_batches,
 )
@@ -245,7 +245,7 @@ def plan_for(
         made = SteadyRates()
         return made, made.quick, made.settled
 
-    return plan_load_on_many(variant_at, cluster, target, rates, config, in_parts)
+    return plan_load_on_sets(variant_at, cluster, target, rates, config, in_parts)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:

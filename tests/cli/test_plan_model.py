@@ -28,7 +28,7 @@ def test_a_model_by_name_is_planned_with_what_it_is_compared_with(
     assert (8, 8) == (found["batch"], load(Plan, path).batch)
     assert 0 < found["microbatches"] <= 2
     assert {"weights", "state", "temporaries", "capacity"} == set(found["memory"]["emu:h20"])
-    assert {"tokens_per_s", "batch", "prefill_batch", "tpot_ms", "microbatches"} == set(
+    assert {"tokens_per_s", "batch", "prefill_batch", "tpot_ms", "microbatches"} < set(
         found["baselines"]["data-parallel"]
     )
     best = max(x["tokens_per_s"] for x in found["baselines"].values())
@@ -38,9 +38,24 @@ def test_a_model_by_name_is_planned_with_what_it_is_compared_with(
     assert found["frontier"]
 
 
+def test_a_model_is_planned_by_the_dollar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ratio is one of prices, and no policy is cheaper."""
+    devices = ("--devices", "emu:a100,emu:l40s", *LOAD[2:])
+    words = ("--batch", "8", "--microbatches", "2", "--objective", "cost", "-o", tmp_path / "x.plan")
+    code, out, err = call("plan", "tiny-llama", *devices, *words, "--json", capsys=capsys)
+
+    assert 0 == code, err
+    found = json.loads(out)
+    least = min(x["usd_per_million_tokens"] for x in found["baselines"].values())
+    assert "cost" == found["objective"]
+    assert found["ratio_to_best_baseline"] == pytest.approx(least / found["usd_per_million_tokens"])
+    assert found["ratio_to_best_baseline"] >= 1.0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("tiny-llama", *LOAD, "--objective", "latency"), "--objective latency needs traces"),
         (("tiny-llama", "--tpot-ms", "50"), "no devices were named"),
         (("tiny-llama", *LOAD, "--counts", "1,2"), "--counts needs traces, not a model's name"),
         (("tiny-llama", *LOAD, "--tpot-ms", "nan"), "--tpot-ms: nan ms is no limit"),

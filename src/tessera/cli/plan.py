@@ -100,8 +100,9 @@ def plan(
 ) -> None:
     """Decide which device runs which launch, and what that gives.
 
-    Of a model, batch and microbatches are chosen too: what gives most tokens per second on these devices
-    within their memory and the limits. No weights are needed, and none of the devices.
+    Of a model, batch and microbatches are chosen too: what gives most tokens per second (or per dollar, or
+    per joule) on these devices within their memory and the limits. No weights are needed, and none of the
+    devices.
 
     Or give the traces of one request in order. A decode belongs to a prefill when both have the same batch
     and the decode's context is the prefill's context plus its reserve.
@@ -113,11 +114,11 @@ def plan(
 
         _refuse(
             {"--costs": costs, "--counts": counts, "--policy": policy, "--pin": pin, "--forbid": forbid,
-             "--batch-choices": batch_choices, "--explain": explain, "--objective": goal != "throughput"}
+             "--batch-choices": batch_choices, "--explain": explain, "--objective latency": goal == "latency"}
         )  # fmt: skip
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
-            random_weights, checked_launches(launches),
+            random_weights, checked_launches(launches), goal,
         )  # fmt: skip
         plan_for_load(wanted, _cluster(devices, links, buses), output, as_json)
         return

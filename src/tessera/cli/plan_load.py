@@ -12,11 +12,13 @@ from rich.table import Table
 from tessera.cli.output import console, print_json, progress
 from tessera.cli.plan_text import sure
 from tessera.errors import TesseraError
-from tessera.ir import Cluster, Step, save
+from tessera.ir import Cluster, Objective, Step, save
 from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Room, Target, explain
 
 # Columns of the curve in the terminal.
 WIDTH = 40
+# A column of the table, by the objective.
+WORTH = {Objective.COST: ("$ a million tokens",), Objective.ENERGY: ("J a token",)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class PlannedLoad:
     random_weights: bool = False
     # compiled, eager, or empty for what is known.
     launches: str = ""
+    objective: Objective = Objective.THROUGHPUT
 
 
 def plan_for_load(load: PlannedLoad, cluster: Cluster, output: Path | None, as_json: bool) -> None:
@@ -69,7 +72,7 @@ def planned(
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
     is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
-    config = LoadConfig(batches, max_microbatches=load.slots, advance=advance)
+    config = LoadConfig(batches, max_microbatches=load.slots, objective=load.objective, advance=advance)
     found = make_load_plan(steps, cluster, target, config, is_compiled, load.prefill_batch)
     return found, is_compiled, note
 
@@ -106,16 +109,18 @@ def _steps(load: PlannedLoad) -> list[Step]:
 
 def document(found: LoadPlan) -> dict[str, Any]:
     """For machines."""
-    chosen, best = found.chosen, _best(found)
+    chosen, best = found.chosen, found.best_baseline
     parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
     return {
         "source": "simulated on modelled costs",
+        "objective": found.objective,
         "policy": found.plan.policy,
         "throughput": found.plan.simulated_per_s,
         "bound": found.plan.bound_per_s,
         "tokens_per_s": chosen.tokens_per_s,
         "tpot_ms": chosen.tpot_ms,
         "ttft_ms": chosen.ttft_ms,
+        **_worth(chosen),
         "batch": found.plan.batch,
         "batches": chosen.batch,
         "prefill_batch": found.plan.unit.prefill_batch,
@@ -123,15 +128,23 @@ def document(found: LoadPlan) -> dict[str, Any]:
         "microbatches": chosen.microbatches,
         "baselines": {
             o.policy: {"tokens_per_s": o.tokens_per_s, "batch": o.batch, "tpot_ms": o.tpot_ms}
-            | {"microbatches": o.microbatches, "prefill_batch": o.prefill_batch}
+            | {"microbatches": o.microbatches, "prefill_batch": o.prefill_batch, **_worth(o)}
             for o in found.baselines
         },
         "best_baseline": best.policy if best else None,
-        "ratio_to_best_baseline": chosen.tokens_per_s / best.tokens_per_s if best else None,
-        "ratio_to_data_parallel": chosen.tokens_per_s / parallel.tokens_per_s if parallel else None,
+        "ratio_to_best_baseline": found.ratio_to(best) if best else None,
+        "ratio_to_data_parallel": found.ratio_to(parallel) if parallel else None,
         "frontier": [asdict(option) for option in found.frontier],
         "costs": sure(found.plan),
         "memory": {room.device: _room(room) for room in explain(found.plan, is_brief=True).memory},
+    }
+
+
+def _worth(option: Option) -> dict[str, float | None]:
+    """By the dollar and by the joule."""
+    return {
+        "usd_per_million_tokens": option.usd_per_million_tokens,
+        "joules_per_token": option.joules_per_token,
     }
 
 
@@ -142,10 +155,6 @@ def _room(room: Room) -> dict[str, int]:
         "temporaries": room.temporary_bytes,
         "capacity": room.capacity_bytes,
     }
-
-
-def _best(found: LoadPlan) -> Option | None:
-    return max(found.baselines, key=lambda o: o.tokens_per_s, default=None)
 
 
 def show(found: LoadPlan) -> None:
@@ -169,11 +178,16 @@ def policies_table(found: LoadPlan) -> Table:
     """The plan and every coarser policy, rising."""
     others = [o for o in found.baselines if o is not found.chosen]
     prefill = ("prefill",) if any(o.prefill_batch for o in (*others, found.chosen)) else ()
-    head = ("policy", "tokens/s", "ms a token", "batch", *prefill, "in flight")
+    worth = {Objective.COST: ("$ a million tokens",), Objective.ENERGY: ("J a token",)}.get(
+        found.objective, ()
+    )
+    head = ("policy", "tokens/s", *worth, "ms a token", "batch", *prefill, "in flight")
     table = Table(*head, title="Each policy at its own best (simulated)")
-    for option in sorted((*others, found.chosen), key=lambda o: o.tokens_per_s):
+    for option in sorted((*others, found.chosen), key=lambda o: o.figure(found.objective)):
         rows = (_rows(option.batch), *(_rows(option.prefill_batch) for _ in prefill))
-        cells = (f"{option.tokens_per_s:,.0f}", f"{option.tpot_ms:.3g}", *rows, str(option.microbatches))
+        price = tuple(f"{1.0 / option.figure(found.objective):.3g}" for _ in worth)
+        rate = (f"{option.tokens_per_s:,.0f}", *price, f"{option.tpot_ms:.3g}")
+        cells = (*rate, *rows, str(option.microbatches))
         if option is not found.chosen:
             table.add_row(option.policy, *cells)
         else:
@@ -200,7 +214,8 @@ def verdict(found: LoadPlan) -> str:
     text = f"No gain: {best} is best here" if found.plan.policy == best else f"{ratio:.3f}x {best}"
     if parallel is not None and best not in ("single", "data-parallel"):
         text += f", {parallel:.3f}x data-parallel"
-    return f"{text}, each at its own best batch (simulated on modelled costs)."
+    what = {Objective.COST: "by the dollar, ", Objective.ENERGY: "by the joule, "}.get(found.objective, "")
+    return f"{text}, {what}each at its own best batch (simulated on modelled costs)."
 
 
 def how_sure(found: LoadPlan) -> str:

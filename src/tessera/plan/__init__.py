@@ -10,6 +10,7 @@ from tessera.plan.explain import Explanation, Room, explain, latency_bound_us
 from tessera.plan.load import BATCHES, NEAR, LoadConfig, plan_load
 from tessera.plan.load_cells import plan_load_on_many
 from tessera.plan.load_figures import LoadPlan, Option, Target
+from tessera.plan.load_sets import plan_load_on_sets
 from tessera.plan.problem import Wish, parse_wish, wishes_of
 from tessera.plan.search.planners import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
@@ -17,5 +18,5 @@ from tessera.plan.solve import PlanConfig, Simulate, solve
 __all__ = [
     "BATCHES", "NEAR", "PLANNERS", "Batched", "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig",
     "Room", "Simulate", "Target", "Tried", "Wish", "explain", "latency_bound_us", "parse_wish", "plan_load",
-    "plan_load_on_many", "solve", "solve_batches", "wishes_of",
+    "plan_load_on_many", "plan_load_on_sets", "solve", "solve_batches", "wishes_of",
 ]  # fmt: skip

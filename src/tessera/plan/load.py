@@ -29,6 +29,7 @@ from tessera.plan.load_figures import LoadPlan, Option, Target, against, replica
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Limits
 from tessera.plan.problem import Column, Mix, Problem, build, slot_counts, spread_us
+from tessera.plan.search import objectives
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.task import Task
@@ -66,6 +67,8 @@ class LoadConfig:
     near: Sequence[Sequence[float]] = NEAR
     # In flight, at most; twice as many as devices where it is None.
     max_microbatches: int | None = None
+    # Throughput, cost or energy.
+    objective: ir.Objective = ir.Objective.THROUGHPUT
     # Told what is done.
     advance: Callable[[str], None] = lambda text: None
 
@@ -83,7 +86,8 @@ def plan_load(
     `in_parts` gives a batch with prefills of so many of its rows at a time; without it, prefills are whole.
     """
     batches, advance = config.batches, config.advance
-    search = _Search(cluster, target, make_simulate, config.max_microbatches or 2 * len(cluster.devices))
+    most = config.max_microbatches or 2 * len(cluster.devices)
+    search = _Search(cluster, target, make_simulate, most, config.objective)
     rows = None if in_parts is None else _prefill_rows(in_parts, batches[-1])
 
     def look(batch: int, prefill: int | None = None) -> bool:
@@ -148,6 +152,7 @@ class _Search:
     target: Target
     make_simulate: Callable[[], Simulations]
     max_microbatches: int
+    objective: ir.Objective = ir.Objective.THROUGHPUT
     points: dict[Point, _Point] = field(default_factory=dict)
     options: list[Option] = field(default_factory=list)
     _refused: PlanInfeasible | None = None
@@ -254,21 +259,22 @@ class _Search:
             listed = replicas.get(name, []) if is_replicated else self._coarse(name, floor)
             keeping = [(o, make) for o, make in listed if o.keeps(self.target)]
             if keeping:
-                best[name] = max(keeping, key=lambda x: x[0].tokens_per_s)
+                best[name] = max(keeping, key=lambda x: x[0].figure(self.objective))
         planned = self._planned(
             max((o for o, _ in best.values()), key=lambda o: o.tokens_per_s, default=None), advance
         )
         everything = [*best.values(), *planned]  # of equals, the coarser
         if not everything:
             raise self._too_slow()
-        chosen, make = max(everything, key=lambda x: x[0].tokens_per_s)
+        chosen, make = max(everything, key=lambda x: x[0].figure(self.objective))
         baselines = tuple(o for o, _ in best.values())
         rates = {o.policy: o.tokens_per_s for o in baselines} | {"plan": chosen.tokens_per_s}
         # A quick look may promise more than what was simulated in full: that is not shown.
         options = tuple(
             o for o in self.options if o.tokens_per_s <= rates.get(o.policy, 0) or not o.keeps(self.target)
         )
-        return LoadPlan(against(make(), baselines, self.target), chosen, baselines, options)
+        plan = against(make(), baselines, self.target)
+        return LoadPlan(plan, chosen, baselines, options, self.objective)
 
     def _too_slow(self) -> PlanInfeasible:
         fastest = min(self.options, key=lambda o: o.tpot_ms)
@@ -451,7 +457,11 @@ class _Search:
         num = sum(slot_counts(mix, point.task.slots))
         taken_ms = 1e3 * num / rate_per_s
         names, unit = self.cluster.names, point.variant.unit
-        used = np.unique(np.concatenate([c.labels for c in mix.columns])).tolist()
+        used = objectives.used(mix)
+        devices = [self.cluster.devices[d] for d in used]
+        rents = [d.usd_per_hour for d in devices if d.usd_per_hour is not None]
+        is_known = all(d.tdp_w is not None for d in devices)
+        joules = objectives.joules(point.task.problem, mix, rate_per_s) if is_known else None
         option = Option(
             policy,
             self._tokens(point) * rate_per_s,
@@ -460,6 +470,8 @@ class _Search:
             {names[d]: unit.batch for d in used},
             num,
             {names[d]: unit.prefill_batch for d in used} if unit.prefill_batch else {},
+            sum(rents) if len(rents) == len(devices) else None,
+            None if joules is None else joules / self._tokens(point),
         )
         self.options.append(option)
         return option

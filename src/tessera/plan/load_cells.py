@@ -14,7 +14,7 @@ from itertools import islice
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.load import LoadConfig, Simulations, plan_load
-from tessera.plan.load_figures import LoadPlan, Option, Target, against
+from tessera.plan.load_figures import LoadPlan, Option, Target, against, together
 from tessera.plan.problem import build, kinds_of, spread_us
 from tessera.plan.search.cells import Cells, partitions
 
@@ -58,10 +58,10 @@ def plan_load_on_many(
         config.advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
         most = config.max_microbatches
         share = most and max(1, most * len(devices) // len(cluster.devices))
-        smaller, own = _cluster_of(cluster, devices), replace(config, max_microbatches=share)
-        parted = None if in_parts is None else lambda batch, rows: _of(known_at(batch, rows), devices)
+        smaller, own = cluster_of(cluster, devices), replace(config, max_microbatches=share)
+        parted = None if in_parts is None else lambda batch, rows: variant_of(known_at(batch, rows), devices)
         whole = (smaller, target, make_simulate, own, parted)
-        return plan_load_on_many(lambda batch: _of(known_at(batch), devices), *whole)
+        return plan_load_on_many(lambda batch: variant_of(known_at(batch), devices), *whole)
 
     found = []
     for parts in partitions(kinds.members):
@@ -69,14 +69,14 @@ def plan_load_on_many(
             planned = list(_planned(parts, plan_part))
         except PlanInfeasible:  # a cell that is too small for the model
             continue
-        found.append(_side_by_side(cluster, planned, {id(v.unit): v for v in known.values()}))
+        found.append(side_by_side(cluster, planned, {id(v.unit): v for v in known.values()}))
     if not found:
         return at_once(config)
     if len(cluster.devices) <= MAX_AT_ONCE:
         tried = {max(o.batch.values()) for one in found for o in (one.chosen, *one.baselines)}
         with suppress(PlanInfeasible):  # none of them may keep to the limits on all devices together
             found.append(at_once(replace(config, batches=sorted(tried), near=())))
-    return _best(found, target)
+    return best_of(found, target)
 
 
 def _planned(
@@ -91,20 +91,21 @@ def _planned(
                 raise
 
 
-def _best(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
+def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
     """The best plan, with each policy at its best in any of them."""
-    best = max(found, key=lambda one: one.chosen.tokens_per_s)
+    goal = found[0].objective
+    best = max(found, key=lambda one: one.chosen.figure(goal))
     policies: dict[str, Option] = {}
     for option in (o for one in found for o in one.baselines):
         known = policies.get(option.policy)
-        if known is None or option.tokens_per_s > known.tokens_per_s:
+        if known is None or option.figure(goal) > known.figure(goal):
             policies[option.policy] = option
     options = tuple(o for one in found for o in one.options)
     baselines = tuple(policies.values())
-    return LoadPlan(against(best.plan, baselines, target), best.chosen, baselines, options)
+    return LoadPlan(against(best.plan, baselines, target), best.chosen, baselines, options, goal)
 
 
-def _side_by_side(
+def side_by_side(
     cluster: ir.Cluster,
     parts: Sequence[tuple[LoadPlan, Cells]],
     whole: Mapping[int, ir.Variant],
@@ -113,16 +114,16 @@ def _side_by_side(
 
     `whole` are the variants that the parts were cut from, by the identity of their unit.
     """
-    plan = _copied(cluster, parts, whole)
+    plan, goal = _copied(cluster, parts, whole), parts[0][0].objective
     name = "plan" if plan.policy == ir.Objective.THROUGHPUT.value else plan.policy
     chosen = _together(cluster, name, [(part.chosen, cells) for part, cells in parts])
     baselines = [
-        max((_of_policy(part, policy) for part, _ in parts), key=lambda o: o.tokens_per_s)
+        max((_of_policy(part, policy) for part, _ in parts), key=lambda o: o.figure(goal))
         if policy == "single"
         else _together(cluster, policy, [(_of_policy(part, policy), cells) for part, cells in parts])
         for policy in dict.fromkeys(o.policy for o in parts[0][0].baselines)
     ]
-    return LoadPlan(plan, chosen, tuple(baselines), (*baselines, chosen))
+    return LoadPlan(plan, chosen, tuple(baselines), (*baselines, chosen), goal)
 
 
 def _of_policy(part: LoadPlan, policy: str) -> Option:
@@ -133,25 +134,20 @@ def _of_policy(part: LoadPlan, policy: str) -> Option:
 def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cells]]) -> Option:
     """The option of every part on all of its copies."""
     names = cluster.names
-    return Option(
-        policy,
-        sum(o.tokens_per_s * len(cells) for o, cells in rows),
-        max(o.tpot_ms for o, _ in rows),
-        max(o.ttft_ms for o, _ in rows),
-        {
-            names[devices[cells[0].index(names.index(name))]]: batch
-            for o, cells in rows
-            for devices in cells
-            for name, batch in o.batch.items()
-        },
-        sum(o.microbatches * len(cells) for o, cells in rows),
-        {
-            names[devices[cells[0].index(names.index(name))]]: batch
-            for o, cells in rows
-            for devices in cells
-            for name, batch in o.prefill_batch.items()
-        },
-    )
+
+    def copied(by_device: dict[str, int], devices: Sequence[int], first: Sequence[int]) -> dict[str, int]:
+        return {names[devices[first.index(names.index(name))]]: batch for name, batch in by_device.items()}
+
+    copies = [
+        replace(
+            o,
+            batch=copied(o.batch, devices, cells[0]),
+            prefill_batch=copied(o.prefill_batch, devices, cells[0]),
+        )
+        for o, cells in rows
+        for devices in cells
+    ]
+    return together(copies, policy)
 
 
 def _copied(
@@ -206,7 +202,7 @@ def _copied(
 def _policy(plans: Sequence[ir.Plan]) -> str:
     """That of all parts; where every lane stays on one device, data-parallel."""
     used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
-    if all(len(devices) == 1 for devices in used):
+    if len(used) > 1 and all(len(devices) == 1 for devices in used):
         return "data-parallel"
     names = {plan.policy for plan in plans}
     return names.pop() if len(names) == 1 else ir.Objective.THROUGHPUT.value
@@ -221,13 +217,14 @@ def _moved(placement: ir.Placement, devices: Sequence[int]) -> ir.Placement:
     return ir.Placement(tuple(tuple(devices[d] for d in step) for step in placement.devices))
 
 
-def _cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
+def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
+    """Some of its devices and the links between them."""
     kept = tuple(cluster.devices[d] for d in devices)
     names = {d.name for d in kept}
     return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
 
 
-def _of(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
+def variant_of(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
     """The variant priced on some of the devices."""
     costs = []
     for priced in variant.costs:

@@ -34,6 +34,21 @@ class Option:
     microbatches: int
     # Of one of its prefills; empty where there are none.
     prefill_batch: dict[str, int] = field(default_factory=dict)
+    # Rent of the devices in use, and energy, modelled; None where a price or a power is not known.
+    usd_per_hour: float | None = None
+    joules_per_token: float | None = None
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        return None if self.usd_per_hour is None else self.usd_per_hour * 1e6 / 3600 / self.tokens_per_s
+
+    def figure(self, objective: ir.Objective) -> float:
+        """What the objective makes of it: more is better."""
+        if objective is ir.Objective.COST:
+            return 1.0 / self.usd_per_million_tokens if self.usd_per_million_tokens else 0.0
+        if objective is ir.Objective.ENERGY:
+            return 1.0 / self.joules_per_token if self.joules_per_token else 0.0
+        return self.tokens_per_s
 
     def keeps(self, target: Target) -> bool:
         """Is it within the limits?"""
@@ -50,6 +65,15 @@ class LoadPlan:
     baselines: tuple[Option, ...]
     # Everything that was simulated.
     options: tuple[Option, ...]
+    objective: ir.Objective = ir.Objective.THROUGHPUT
+
+    def ratio_to(self, other: Option) -> float:
+        """Of the plan's figure to another one's."""
+        return self.chosen.figure(self.objective) / other.figure(self.objective)
+
+    @property
+    def best_baseline(self) -> Option | None:
+        return max(self.baselines, key=lambda o: o.figure(self.objective), default=None)
 
     @property
     def frontier(self) -> tuple[Option, ...]:
@@ -73,16 +97,21 @@ def against(plan: ir.Plan, options: Sequence[Option], target: Target) -> ir.Plan
     return replace(plan, baselines=rates)
 
 
-def together(listed: Sequence[Option]) -> Option:
-    """Replicas side by side, each as it is alone."""
+def together(listed: Sequence[Option], policy: str = "data-parallel") -> Option:
+    """Side by side, each as it is alone."""
+    rents = [o.usd_per_hour for o in listed if o.usd_per_hour is not None]
+    watts = [o.joules_per_token * o.tokens_per_s for o in listed if o.joules_per_token is not None]
+    tokens_per_s = sum(o.tokens_per_s for o in listed)
     return Option(
-        "data-parallel",
-        sum(o.tokens_per_s for o in listed),
+        policy,
+        tokens_per_s,
         max(o.tpot_ms for o in listed),
         max(o.ttft_ms for o in listed),
         {name: b for o in listed for name, b in o.batch.items()},
-        len(listed),
+        sum(o.microbatches for o in listed),
         {name: b for o in listed for name, b in o.prefill_batch.items()},
+        sum(rents) if len(rents) == len(listed) else None,
+        sum(watts) / tokens_per_s if len(watts) == len(listed) else None,
     )
 
 

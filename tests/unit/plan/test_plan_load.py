@@ -11,7 +11,16 @@ from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.execute.lower import lower
-from tessera.plan import LoadConfig, LoadPlan, Simulate, Target, explain, plan_load, plan_load_on_many
+from tessera.plan import (
+    LoadConfig,
+    LoadPlan,
+    Simulate,
+    Target,
+    explain,
+    plan_load,
+    plan_load_on_many,
+    plan_load_on_sets,
+)
 from tessera.simulate import SteadyRates
 
 BATCHES = (4, 16, 64)
@@ -282,3 +291,39 @@ def test_no_policy_and_no_plan_is_rated_by_what_it_gives_only_at_first() -> None
     assert planned().chosen.policy != "data-parallel"
     assert later.chosen.policy == later.plan.policy == "data-parallel"
     assert later.chosen.tokens_per_s < planned().chosen.tokens_per_s
+
+
+def by(objective: ir.Objective, usd_per_hour: tuple[float | None, float | None]) -> LoadPlan:
+    """For two devices of such rents, which draw 100 and 400 W."""
+    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[1200 * MB, 500 * MB])
+    rows = zip(cluster.devices, usd_per_hour, (100.0, 400.0), strict=True)
+    devices = tuple(replace(d, usd_per_hour=usd, tdp_w=watts) for d, usd, watts in rows)
+    cluster = replace(cluster, devices=devices)
+    config = LoadConfig(BATCHES, (), MOST, objective)
+    return plan_load_on_sets(lambda b: variant_at(b, cluster), cluster, Target(1), rates, config)
+
+
+def test_by_the_dollar_a_device_that_is_too_dear_is_not_used() -> None:
+    """One that costs as much as the other is; in either case the plan is below no policy by the dollar."""
+    dear, alike = by(ir.Objective.COST, (1.0, 50.0)), by(ir.Objective.COST, (1.0, 1.0))
+
+    assert set(dear.chosen.batch) == {"d0"}
+    assert set(alike.chosen.batch) == {"d0", "d1"}
+    assert alike.plan.objective is ir.Objective.COST
+    for found in (dear, alike):
+        least = min(o.usd_per_million_tokens or 0.0 for o in found.baselines)
+        assert 0.0 < (found.chosen.usd_per_million_tokens or 0.0) <= least
+
+
+def test_by_the_joule_the_plan_is_below_no_policy() -> None:
+    """Every policy on the devices that are best for it."""
+    found = by(ir.Objective.ENERGY, (None, None))
+
+    assert 0.0 < (found.chosen.joules_per_token or 0.0)
+    assert all(found.ratio_to(o) >= 1.0 for o in found.baselines)
+
+
+def test_a_device_without_a_price_cannot_be_planned_by_the_dollar() -> None:
+    """It is named."""
+    with pytest.raises(PlanInfeasible, match="d1 has no price"):
+        by(ir.Objective.COST, (1.0, None))

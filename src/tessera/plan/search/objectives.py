@@ -102,12 +102,11 @@ def _quick(task: Task, devices: Devices) -> Callable[[Mix], float] | None:
 def _worthwhile(task: Task, objective: ir.Objective) -> Iterator[tuple[Devices, Task]]:
     """Subsets by the optimum of busy time, best first, with their tasks."""
     prob = task.problem
-    subsets = list(islice(_subsets(prob), MAX_BOUNDED))
-    order = sorted(subsets, key=lambda d: -_bound(prob, objective, d))
+    order = sorted(islice(subsets(prob), MAX_BOUNDED), key=lambda d: -bound(prob, objective, d))
     solved: list[tuple[float, Devices, Task]] = []
     best = 0.0
     for devices in order:
-        if len(solved) >= MAX_SOLVED or _bound(prob, objective, devices) < WORTH * best:
+        if len(solved) >= MAX_SOLVED or bound(prob, objective, devices) < WORTH * best:
             break
         part = restricted(prob, devices)
         if part is None:
@@ -123,7 +122,7 @@ def _worthwhile(task: Task, objective: ir.Objective) -> Iterator[tuple[Devices, 
     yield from ((d, part) for value, d, part in solved[:MAX_KEPT] if value >= WORTH * best)
 
 
-def _subsets(problem: Problem) -> Iterator[Devices]:
+def subsets(problem: Problem) -> Iterator[Devices]:
     """Every choice of how many of each kind of equal devices."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(problem.cluster.devices):
@@ -142,7 +141,7 @@ def _subsets(problem: Problem) -> Iterator[Devices]:
             yield tuple(sorted(x for g, n in zip(groups, counts, strict=True) for x in g[:n]))
 
 
-def _bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float:
+def bound(problem: Problem, objective: ir.Objective, devices: Devices) -> float:
     """No mix on these devices has a better figure."""
     load = problem.load_us[:, list(devices)]
     period_us = spread_us(load)
