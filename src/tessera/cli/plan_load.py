@@ -81,7 +81,7 @@ def _check(load: PlannedLoad) -> None:
     """Refuses what makes no load, before anything takes long."""
     if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
         raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
-    for name, number in (("--batch", load.batch), ("--slots", load.slots)):
+    for name, number in (("--batch", load.batch), ("--microbatches", load.slots)):
         if number is not None and number < 1:
             raise TesseraError(f"{number} is too few", "Give one or more, or leave it out.", name)
     for name, limit in (("--tpot-ms", load.tpot_ms), ("--ttft-ms", load.ttft_ms)):

@@ -1,9 +1,10 @@
 """Load by the dollar or by the joule: which of the devices are worth having on.
 
-Rent is paid for every device in use, and one that is on draws power while it waits. So every set of the
-devices is planned for the load by itself (of equal devices, how many of them), and the best by the objective
-is taken; so it is for every coarser policy. On one set, most tokens per second are most tokens per dollar. By
-the joule they need not be: of each set its coarser policies and its plans for throughput are compared.
+Rent is paid for every device in use, and one that is on draws power while it waits. So sets of the devices
+are planned for the load by themselves (of equal devices, how many of them; the eight most promising by busy
+time), and the best by the objective is taken; so it is for every coarser policy. On one set, most tokens per
+second are most tokens per dollar. By the joule they need not be: of each set its coarser policies and its
+plans for throughput are compared.
 """
 
 from collections.abc import Callable

@@ -86,7 +86,9 @@ def work_out(
     Where memory is short, fewer requests in flight may leave room for a better placement: those are tried.
     """
     if config.slots < 1:
-        raise PlanInfeasible(f"{config.slots} requests in flight do no work", "Give at least one (--slots).")
+        raise PlanInfeasible(
+            f"{config.slots} requests in flight do no work", "Give at least one (--microbatches)."
+        )
     most = work_out_at(unit, costs, cluster, config, simulate, quick)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most

@@ -81,7 +81,7 @@ def planner(objective: ir.Objective) -> Callable[[Task], tuple[Mix, ...]]:
             found += [_widened(task, devices, mix) for mix in throughput_mixes(part)]
         if not found:
             raise PlanInfeasible(
-                "no subset of the devices fits", "Add a device, or lower --batch or --slots."
+                "no subset of the devices fits", "Add a device, or lower --batch or --microbatches."
             )
         return tuple(found)
 
