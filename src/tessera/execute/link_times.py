@@ -1,7 +1,8 @@
 """What a transfer takes between two devices over a transport, found by running plans on their workers.
 
-A chain of small launches runs once whole on one device and once in turns on the two: what the second takes
-longer, divided by its crossings, is one transfer with everything that belongs to it, as a plan would pay it.
+A chain of launches runs once whole on one device and once in turns on the two: what the second takes longer,
+divided by its crossings, is one transfer with everything that belongs to it, as a plan would pay it. The chain
+grows from one number, so that what enters a step costs nothing beside its crossings.
 With two such chains at once the directions meet, and each crossing takes what it does beside the other.
 There and back are not told apart.
 """
@@ -37,11 +38,11 @@ from tessera.ir import (
     WorkUnit,
 )
 
-LAUNCHES = 8
+LAUNCHES = 16
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
 # Bytes moved for each size, within these numbers of repeats.
-BYTES_PER_SIZE, MIN_REPEATS, MAX_REPEATS = 256 << 20, 3, 25
+BYTES_PER_SIZE, MIN_REPEATS, MAX_REPEATS = 512 << 20, 5, 25
 TIMEOUT_S = 60.0
 LEAST_US = 0.1
 
@@ -69,9 +70,9 @@ def time_transfers(
     made = WorkerStepper([plan], {}, microbatches=2, transport=transport, timeout_s=TIMEOUT_S)
     with hidden_main(), made as stepper:
         for step, size in enumerate(sizes):
-            x = torch.ones(size // 4)
-            one = [_median_s(stepper, [lane], step, x) for lane in (0, 1)]
-            two = [_median_s(stepper, [lane, lane], step, x) for lane in (0, 1)]
+            repeats = min(MAX_REPEATS, max(MIN_REPEATS, BYTES_PER_SIZE // size // CROSSINGS))
+            one = [_median_s(stepper, [lane], step, repeats) for lane in (0, 1)]
+            two = [_median_s(stepper, [lane, lane], step, repeats) for lane in (0, 1)]
             alone.append((size, _each_us(*one)))
             both.append((size, max(_each_us(*two), alone[-1][1])))
     return TransferTimes(tuple(alone), tuple(both))
@@ -81,16 +82,15 @@ def _each_us(whole_s: float, divided_s: float) -> float:
     return max(LEAST_US, (divided_s - whole_s) * 1e6 / CROSSINGS)
 
 
-def _median_s(stepper: WorkerStepper, lanes: Sequence[int], step: int, x: torch.Tensor) -> float:
+def _median_s(stepper: WorkerStepper, lanes: Sequence[int], step: int, repeats: int) -> float:
     """One step on each of these lanes at once, from the first start to the last end."""
-    repeats = min(MAX_REPEATS, max(MIN_REPEATS, BYTES_PER_SIZE // x.nbytes // CROSSINGS))
     for microbatch, lane in enumerate(lanes):
         stepper.open(microbatch, lane)
     times = []
     for _ in range(WARMUPS + repeats):
         began_s = stepper.now_s()
         for microbatch in range(len(lanes)):
-            stepper.start(StepCall(microbatch, step, {"x": x}, skips=("y",)))
+            stepper.start(StepCall(microbatch, step, {"x": torch.ones(1)}, skips=("y",)))
         for _ in lanes:
             event = stepper.take(2 * TIMEOUT_S)
             if not isinstance(event, StepDone):
@@ -102,13 +102,16 @@ def _median_s(stepper: WorkerStepper, lanes: Sequence[int], step: int, x: torch.
 
 
 def chain(num_bytes: int) -> Trace:
-    """x -> -x -> x ..., each from the one before."""
+    """x -> -x -> x ..., each from the one before; the first repeats one number."""
     kinds = [BufferKind.INPUT, *[BufferKind.TEMPORARY] * (LAUNCHES - 1), BufferKind.OUTPUT]
     names = ["x", *(f"t{n}" for n in range(1, LAUNCHES)), "y"]
-    buffers = tuple(Buffer(n, kind, num_bytes) for n, kind in zip(names, kinds, strict=True))
-    views = [View(n, "float32", (num_bytes // 4,), (1,)) for n in range(LAUNCHES + 1)]
-    region = Region(0, num_bytes)
-    touched = [(Access(n, region, read=True), Access(n + 1, region, write=True)) for n in range(LAUNCHES)]
+    sizes = [4, *[num_bytes] * LAUNCHES]
+    buffers = tuple(Buffer(*each) for each in zip(names, kinds, sizes, strict=True))
+    views = [View(n, "float32", (num_bytes // 4,), (min(n, 1),)) for n in range(LAUNCHES + 1)]
+    regions = [Region(0, size) for size in sizes]
+    touched = [
+        (Access(n, regions[n], read=True), Access(n + 1, regions[n + 1], write=True)) for n in range(LAUNCHES)
+    ]
     launches = tuple(Launch(0, (views[n],), (), (views[n + 1],), touched[n]) for n in range(LAUNCHES))
     kernel = Kernel("aten.neg.default", Origin.ATEN, "aten::neg(Tensor self) -> Tensor")
     return Trace(Step("chain", f"{num_bytes} bytes", 1, 1), (kernel,), buffers, launches, (("y", views[-1]),))
