@@ -44,7 +44,7 @@ BURSTS = (0.4, 0.7)
 WRONG = (("emu:l40s", 1.1), ("emu:l40s", 1.3), ("emu:a100", 1.3))
 
 
-def make_plans(slots: int = 4) -> list[tuple[str, Plan]]:
+def make_plans(microbatches: int = 4) -> list[tuple[str, Plan]]:
     """A latency and a throughput plan of one decode."""
     from tessera.capture.record import record_step
     from tessera.flow import make_plan as plan_for
@@ -56,7 +56,7 @@ def make_plans(slots: int = 4) -> list[tuple[str, Plan]]:
     unit = make_unit([trace])
     costs = price(unit, cluster)
     goals = (Objective.LATENCY, Objective.THROUGHPUT)
-    return [(goal.value, plan_for(unit, costs, cluster, goal, slots)) for goal in goals]
+    return [(goal.value, plan_for(unit, costs, cluster, goal, microbatches)) for goal in goals]
 
 
 def growth(plans: list[tuple[str, Plan]], most: int) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def queues() -> list[dict[str, Any]]:
             {"queue": "M/D/1", "load": rho, "simulated_us": wait, "theory_us": RUN_US * rho / 2 / (1 - rho)}
         )
     num, mean, load = 2, 20, 0.5
-    plan = make_plan([make_chain(1)], [[[0]], [[1]]], us=1.0, slots=num)
+    plan = make_plan([make_chain(1)], [[[0]], [[1]]], us=1.0, microbatches=num)
     served = serve(
         plan, make_arrivals(f"poisson:{load * num / mean * 1e6}", 20_000, 1, f"geometric:1,{mean}")
     )
@@ -159,7 +159,7 @@ def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, A
         return 1.0 / factor if (name, where) == (kernel, device) else 1.0
 
     costs = scaled_costs(true.unit, true.costs, wrong_by)
-    made = plan_for(true.unit, costs, true.cluster, true.objective, true.slots)
+    made = plan_for(true.unit, costs, true.cluster, true.objective, true.microbatches)
 
     rates = {
         "uncorrected": _rate(made, true, num),

@@ -4,18 +4,18 @@
 
 growth    planning time over launches, two devices: the linear program alone, and with simulation
 devices   the same over devices, with the gap to the bound
-quality   simulated throughput with four slots, as a share of the bound, beside the coarse policies
+quality   simulated throughput with four microbatches, as a share of the bound, beside the coarse policies
 milp      against one placement by HiGHS (60 s), under the same costs: rate and time
 latency   one request alone: distance to a proved lower bound
 captured  quality, for the built-in models recorded at full size without a GPU and priced by `tessera.profile`
 
 Every figure but the seconds is modelled or simulated. `cpu s` is this process's time, which other work on the
-machine hardly changes; `wall s` is the clock's. A bound is that of busy time: it holds for any slots. Shares
-of the bound are those of requests that start spread over time, seen for ten requests' worth of work behind
-four to settle, six behind three of very long programs. `of_bound_depth` is the share of the bound with one
-row more: all launches and transfers of a request in series, at most as many periods as there are slots. A
-request that overlaps with itself may beat that bound; it only says how little of the distance Little's law
-explains.
+machine hardly changes; `wall s` is the clock's. A bound is that of busy time: it holds for any microbatches.
+Shares of the bound are those of requests that start spread over time, seen for ten requests' worth of work
+behind four to settle, six behind three of very long programs. `of_bound_depth` is the share of the bound with
+one row more: all launches and transfers of a request in series, at most as many periods as there are
+microbatches. A request that overlaps with itself may beat that bound; it only says how little of the distance
+Little's law explains.
 """
 
 import argparse
@@ -70,17 +70,17 @@ def by_busy_time(case: Case, objective: ir.Objective = ir.Objective.THROUGHPUT) 
     return timed(lambda: solve(*case, PlanConfig(objective)))
 
 
-def simulated(case: Case, slots: int) -> tuple[ir.Plan, Figures]:
+def simulated(case: Case, microbatches: int) -> tuple[ir.Plan, Figures]:
     """With it, and what it says."""
     rates = SteadyRates()
-    config = PlanConfig(ir.Objective.THROUGHPUT, slots)
+    config = PlanConfig(ir.Objective.THROUGHPUT, microbatches)
     plan, row = timed(lambda: solve(*case, config, rates, rates.quick))
     reached = {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s}
-    task = Task(build(*case), slots)
+    task = Task(build(*case), microbatches)
     assert task.free.mix.columns
-    deep = throughput.generate(task.pool, throughput.Limits(depth=float(slots))).bound_per_s
+    deep = throughput.generate(task.pool, throughput.Limits(depth=float(microbatches))).bound_per_s
     row |= {
-        "slots": slots,
+        "slots": microbatches,
         "of_bound": plan.simulated_per_s / plan.bound_per_s,
         "of_bound_depth": plan.simulated_per_s / min(deep, plan.bound_per_s),
         "data_parallel": reached.get("data-parallel", 0.0) / plan.bound_per_s,
@@ -209,7 +209,7 @@ def verdicts(rows: list[Figures]) -> Iterator[str]:
 
     found = summary(rows)
     if "median_of_bound" in found:
-        yield said("median share of the bound, 4 slots", found["median_of_bound"], 0.95, True)
+        yield said("median share of the bound, 4 microbatches", found["median_of_bound"], 0.95, True)
         yield said("instances below data-parallel", found["below_data_parallel"], 0)
     for size, limit in ((4980, 1.0), (19980, 5.0)):
         for row in (r for r in rows if r["part"] == "growth" and r["launches"] == size):

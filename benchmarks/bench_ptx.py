@@ -4,8 +4,8 @@
 
 Every file is analyzed from its text (parse, control flow, values, extents), without the cache. Growth is
 measured on generated kernels of 1,000 and 50,000 lines: straight unrolled code, code with many branches,
-code with many loops, and code that swaps pointers in stack slots; the figure is time per line of the long
-one over the short one.
+code with many loops, and code that swaps pointers in stack microbatches; the figure is time per line of the
+long one over the short one.
 """
 
 import argparse
@@ -90,16 +90,20 @@ def loopy(num_lines: int) -> str:
 
 
 def spilled(num_lines: int) -> str:
-    """Two pointers that change places in stack slots every six lines."""
-    lines = [".local .align 8 .b8 slots[16];", "st.local.u64 [slots], %rd1;", "st.local.u64 [slots+8], %rd2;"]
+    """Two pointers that change places in stack microbatches every six lines."""
+    lines = [
+        ".local .align 8 .b8 microbatches[16];",
+        "st.local.u64 [microbatches], %rd1;",
+        "st.local.u64 [microbatches+8], %rd2;",
+    ]
     for k in range(10, 10 + num_lines // 6):
         lines += [
-            f"ld.local.u64 %rd{k}, [slots];",
-            f"ld.local.u64 %rd{k + num_lines}, [slots+8];",
+            f"ld.local.u64 %rd{k}, [microbatches];",
+            f"ld.local.u64 %rd{k + num_lines}, [microbatches+8];",
             f"ld.f32 %f{k}, [%rd{k}];",
             f"st.f32 [%rd{k}+4], %f{k};",
-            f"st.local.u64 [slots], %rd{k + num_lines};",
-            f"st.local.u64 [slots+8], %rd{k};",
+            f"st.local.u64 [microbatches], %rd{k + num_lines};",
+            f"st.local.u64 [microbatches+8], %rd{k};",
         ]
     return _kernel(lines, num_lines)
 
@@ -132,7 +136,12 @@ def corpus_rows(paths: list[Path]) -> list[dict[str, float | str]]:
 def growth_rows() -> list[dict[str, float | str]]:
     """Time per line at 1,000 and 50,000 lines."""
     rows: list[dict[str, float | str]] = []
-    shapes = (("straight", straight), ("branches", branchy), ("loops", loopy), ("stack slots", spilled))
+    shapes = (
+        ("straight", straight),
+        ("branches", branchy),
+        ("loops", loopy),
+        ("stack microbatches", spilled),
+    )
     for name, make in shapes:
         per_line = []
         for size in (1_000, 50_000):

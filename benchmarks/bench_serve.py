@@ -192,7 +192,7 @@ def document(found: dict[str, Any]) -> str:
         ]
         parts += ["Against the plain server, above 1 is ahead:", table(found["ahead"])]
         parts += [
-            "Resident MB over the run, in twelfths; a slot takes its memory when it is first opened:",
+            "Resident MB over the run, in twelfths; a microbatch takes its memory when it is first opened:",
             "\n".join(f"- {x['server']}: {x['memory']['every_twelfth_mb']}" for x in found["load"]),
         ]
     if "faults" in found:

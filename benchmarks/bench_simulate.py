@@ -26,7 +26,7 @@ REQUESTS = (100, 1_000, 10_000)
 def make_instance() -> Plan:
     """Every request crosses between the devices CUTS times."""
     placement = [(i * (CUTS + 1) // LAUNCHES) % 2 for i in range(LAUNCHES)]
-    return make_plan([make_chain(LAUNCHES)], [[placement]], slots=4)
+    return make_plan([make_chain(LAUNCHES)], [[placement]], microbatches=4)
 
 
 def measure(plan: Plan, num_requests: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"launches": LAUNCHES, "cuts": CUTS, "rows": rows}, indent=2))
         return
-    print(f"{LAUNCHES} launches a request, {CUTS} crossings, {plan.slots} in flight")
+    print(f"{LAUNCHES} launches a request, {CUTS} crossings, {plan.microbatches} in flight")
     for row in rows:
         print(f"{row['requests']:>8} requests  {row['seconds']:8.3f} s  {row['us_per_request']:8.1f} us each")
 

@@ -43,7 +43,7 @@ PAIRS = (
     ("cuda:0/as=h20,cuda:0/as=a100", "pcie4"),
 )
 POLICIES = ("throughput", "data-parallel", "prefill-decode", "attention-ffn", "layer-pipeline")
-SLOTS = 6
+MICROBATCHES = 6
 # Of gpu_execute_loads.
 LOADS = ("llama-decode", "sd3.5", "qwen-prefill", "mamba-decode", "qwen-decode")
 
@@ -238,7 +238,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     def in_worker() -> dict[str, Any]:
         # A request is a row of steps, for its state is cleared when it begins.
         row = make_unit([recording.trace], (steps,))
-        plan = replace(whole_plan(row, whole_card(), 0), slots=2)
+        plan = replace(whole_plan(row, whole_card(), 0), microbatches=2)
         cpu = Same({n: t.cpu() for n, t in inputs.items()})
         with (
             hidden_main(),
@@ -290,7 +290,7 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
         if args.pair and args.pair not in text:
             continue
         cluster, costs, scale = priced(built, text, link, own["launches"])
-        plans = make_plans(built, costs, cluster, POLICIES, SLOTS)
+        plans = make_plans(built, costs, cluster, POLICIES, MICROBATCHES)
         factor, best = scale.factor, best_coarse(plans)
         chosen = {name: plans[name] for name in dict.fromkeys(("throughput", "data-parallel", best))}
         keep_plans(args.plans, f"{args.family}.{_short(text)}", chosen, scale)
@@ -305,13 +305,13 @@ def pairs(log: Log, args: argparse.Namespace) -> None:
             with alone(args):
                 log.attempt(f"{text} slower", slower_rates, built, chosen, factors, args.seconds)
         if args.halves:
-            single = make_plans(built, costs, cluster, ("single",), SLOTS)["single"]
+            single = make_plans(built, costs, cluster, ("single",), MICROBATCHES)["single"]
             plan = plans["throughput"]
             log.attempt(f"{text} halves", half_rates, built, plan, single, factor, args.seconds)
         if args.hidden:
             log.attempt(f"{text} hidden", hidden, built, plans["throughput"], factor)
         if args.host:
-            options = (built, costs, cluster, factor, SLOTS, args.seconds, expected)
+            options = (built, costs, cluster, factor, MICROBATCHES, args.seconds, expected)
             log.attempt(f"{text} host", host_rates, *options)
 
 
@@ -343,7 +343,7 @@ def soak(log: Log, args: argparse.Namespace) -> None:
     small = Family("llama-3-8b", 2, (("prefill", 2, 64, 4), ("decode", 2, 68, 0)))
     built = build(small)
     text, link = PAIRS[0]
-    log.attempt("soak", run_soak, built, text, link, SLOTS, args.soak, args.kills, log.put)
+    log.attempt("soak", run_soak, built, text, link, MICROBATCHES, args.soak, args.kills, log.put)
 
 
 # All --------------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=0.8,
-        help="of a round of one policy, if longer than five requests a slot",
+        help="of a round of one policy, if longer than five requests a microbatch",
     )
     parser.add_argument("--soak", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20)

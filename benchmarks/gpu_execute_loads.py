@@ -188,7 +188,7 @@ def _measure(row: Row, option: Option) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict[str, Any]:
+def _run(row: Row, batch: int, microbatches: int, policy: str, device: int = 0) -> dict[str, Any]:
     """One plan on worker processes: its bits, and rows a second in the time of the devices that it is for."""
     built = _built(row, batch)
     own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
@@ -196,16 +196,16 @@ def _run(row: Row, batch: int, slots: int, policy: str, device: int = 0) -> dict
     cluster, costs, scale = priced(built, text, row.link, own)
     factor = SLOWER * scale.factor
     if policy == "single":  # at a batch that fits; a second microbatch has room on this card
-        plan = replace(whole_plan(built.unit, cluster, device), costs=costs, slots=slots)
+        plan = replace(whole_plan(built.unit, cluster, device), costs=costs, microbatches=microbatches)
         simulated = 1e6 / _alone_us(plan, device)
     else:
         cluster = _with_memory(cluster, _emulated(row))
         costs = tuple(replace(c, devices=cluster.devices) for c in costs)
-        plan = make_plans(built, costs, cluster, (policy,), slots)[policy]
+        plan = make_plans(built, costs, cluster, (policy,), microbatches)[policy]
         simulated = plan.simulated_per_s
     with hidden_main(), opened(built, {policy: plan}, factor, "ipc") as stepper:
-        first = timed(stepper, built, 0, 2 * slots)
-        per_s = timed(stepper, built, 0, max(6 * slots, min(240, round(first * SECONDS))))
+        first = timed(stepper, built, 0, 2 * microbatches)
+        per_s = timed(stepper, built, 0, max(6 * microbatches, min(240, round(first * SECONDS))))
     del built
     gc.collect()
     torch.cuda.empty_cache()

@@ -88,13 +88,13 @@ def priced(
 
 
 def make_plans(
-    built: Any, costs: tuple[Costs, ...], cluster: Cluster, policies: Sequence[str], slots: int
+    built: Any, costs: tuple[Costs, ...], cluster: Cluster, policies: Sequence[str], microbatches: int
 ) -> dict[str, Plan]:
     """The plans of the policies that apply."""
     plans = {}
     for policy in policies:
         try:
-            plans[policy] = make_plan(built.unit, costs, cluster, Objective.THROUGHPUT, slots, policy)
+            plans[policy] = make_plan(built.unit, costs, cluster, Objective.THROUGHPUT, microbatches, policy)
         except PlanInfeasible:
             continue
     return plans
@@ -172,9 +172,9 @@ def rates(
             wrong = [differing(expected[i % COMPARED], r)[:2] for i, r in enumerate(results)]
             found[name] = {"equal": not any(wrong), "differing": [w for w in wrong if w][:2]}
         for number, name in enumerate(names):
-            slots = plans[name].slots
-            first = timed(stepper, built, number, 2 * slots)
-            per_s = timed(stepper, built, number, max(8 * slots, min(240, round(first * seconds))))
+            microbatches = plans[name].microbatches
+            first = timed(stepper, built, number, 2 * microbatches)
+            per_s = timed(stepper, built, number, max(8 * microbatches, min(240, round(first * seconds))))
             found[name] |= figures(plans[name], per_s * scale)
     return found
 
@@ -187,8 +187,8 @@ def slower_rates(
     for scale in scales:
         with hidden_main(), opened(built, plans, scale, "ipc") as stepper:
             for number, (name, plan) in enumerate(plans.items()):
-                first = timed(stepper, built, number, 2 * plan.slots)
-                num = max(5 * plan.slots, min(240, round(first * seconds)))
+                first = timed(stepper, built, number, 2 * plan.microbatches)
+                num = max(5 * plan.microbatches, min(240, round(first * seconds)))
                 per_s = timed(stepper, built, number, num) * scale
                 found.setdefault(f"{scale:.2f}", {})[name] = round(per_s / plan.simulated_per_s, 4)
     return found
@@ -223,7 +223,7 @@ def host_rates(
     costs: tuple[Costs, ...],
     cluster: Cluster,
     scale: float,
-    slots: int,
+    microbatches: int,
     seconds: float,
     expected: list[RunResult],
 ) -> dict[str, Any]:
@@ -238,7 +238,9 @@ def host_rates(
         replace(x, name="host", latency_us=fit.latency_us / scale, gbps=fit.gbps * scale)
         for x in cluster.links
     )
-    plans = make_plans(built, costs, Cluster(cluster.devices, links), ("throughput", "data-parallel"), slots)
+    plans = make_plans(
+        built, costs, Cluster(cluster.devices, links), ("throughput", "data-parallel"), microbatches
+    )
     found = rates(built, plans, scale, "host", seconds, expected)
     return found | {"link": [round(fit.latency_us, 1), round(fit.gbps, 3)]}
 
@@ -276,7 +278,7 @@ def hidden(built: Any, plan: Plan, scale: float) -> dict[str, Any]:
     """How much of the time in which bytes moved, the device that waited for them had other work."""
     with hidden_main(), opened(built, {"p": plan}, scale, "ipc", is_profiled=True) as stepper:
         stepper.spans = SpanLog(plan)
-        requests = [built.request(0) for _ in range(2 * plan.slots)]
+        requests = [built.request(0) for _ in range(2 * plan.microbatches)]
         ran = run_offline(stepper, requests, is_timed=True, skips=SKIPPED, spans=stepper.spans)
         timeline = timeline_of(stepper.spans, [plan], ran.results)
     total, covered = timeline.transfer_us()
@@ -293,15 +295,21 @@ def gaps_us(timeline: Timeline, scale: float) -> list[float]:
     """From the last span of a request to the first of the next in its microbatch: median and longest."""
     ends: dict[tuple[int, int], tuple[float, float]] = {}
     for s in timeline.spans:
-        start, stop = ends.get((s.slot, s.request), (s.start_us, s.stop_us))
-        ends[s.slot, s.request] = (min(start, s.start_us), max(stop, s.stop_us))
-    rows = sorted((slot, *times) for (slot, _), times in ends.items())
+        start, stop = ends.get((s.microbatch, s.request), (s.start_us, s.stop_us))
+        ends[s.microbatch, s.request] = (min(start, s.start_us), max(stop, s.stop_us))
+    rows = sorted((microbatch, *times) for (microbatch, _), times in ends.items())
     gaps = [b[1] - a[2] for a, b in itertools.pairwise(rows) if a[0] == b[0]]
     return [round(statistics.median(gaps) / scale, 1), round(max(gaps) / scale, 1)] if gaps else []
 
 
 def run_soak(
-    built: Any, text: str, link: str, slots: int, num: int, kills: int, tell: Callable[[str, Any], None]
+    built: Any,
+    text: str,
+    link: str,
+    microbatches: int,
+    num: int,
+    kills: int,
+    tell: Callable[[str, Any], None],
 ) -> dict[str, Any]:
     """Requests in a row, each by a policy drawn at random, while workers are killed at random.
 
@@ -311,7 +319,7 @@ def run_soak(
     """
     own = own_times(built, Cluster(parse_devices("cuda:0"), ()))["launches"]
     cluster, costs, scale = priced(built, text, link, own)
-    plans = make_plans(built, costs, cluster, ("throughput", "data-parallel", "layer-pipeline"), slots)
+    plans = make_plans(built, costs, cluster, ("throughput", "data-parallel", "layer-pipeline"), microbatches)
     rng, seeds = random.Random(0), 4
     expected = wanted(built, seeds)
     found: dict[str, Any] = {"policies": list(plans), "scale": round(scale.factor, 3)}

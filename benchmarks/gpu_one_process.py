@@ -59,8 +59,8 @@ def rates(folder: Path, name: str) -> dict[str, Any]:
     requests = [Kept(workloads, seed) for seed in range(2)]
     found: dict[str, Any] = {}
     with captured_in.Captured(list(plans.values()), workloads[0].weights(), scale=scale) as captured:
-        row = [requests[i % 2] for i in range(EACH * captured.num_slots)]
-        try_plans(captured, row[: 2 * captured.num_slots], 1)
+        row = [requests[i % 2] for i in range(EACH * captured.num_microbatches)]
+        try_plans(captured, row[: 2 * captured.num_microbatches], 1)
         for trial, policy in zip(try_plans(captured, row, 2), plans, strict=True):
             rate = trial.per_s * scale
             found[policy] = {

@@ -86,7 +86,7 @@ def pair(log: Log, args: argparse.Namespace) -> None:
 
             def loaded(policy: str = plan.policy, plan: Any = plan) -> dict[str, Any]:
                 with Service(stepper, shape, ByteText(), policy=policy) as service:
-                    clients = shape.slots * shape.rows
+                    clients = shape.microbatches * shape.rows
                     found = run_load(service, clients, args.prompt, args.output, args.seconds)
                 rates[policy] = found["tokens per s"] * prepared.scale
                 predicted = plan.throughput_per_s * shape.rows * args.output
@@ -150,7 +150,7 @@ def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coar
         model,
         cluster,
         ServeSpec(
-            args.slots,
+            args.microbatches,
             args.batch,
             args.capacity,
             args.max_batch_tokens,
@@ -232,7 +232,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--tag", default="", help="told apart from other runs of the same part")
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=32, help="rows of a slot")
+    parser.add_argument("--batch", type=int, default=32, help="rows of a microbatch")
     parser.add_argument("--slots", type=int, default=1)
     parser.add_argument("--capacity", type=int, default=1088, help="positions of a row")
     parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens of a step")

@@ -59,7 +59,7 @@ def _pair(parts: dict[str, Any]) -> list[str]:
         model, gains = part.get("model", {}), part.get("gain of the plan over", {})
         lines += [
             "",
-            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows a slot, steps' us by device "
+            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows each, steps' us by device "
             f"{model.get('steps us')}, runs of each {model.get('counts')}, scale {part.get('scale')}. Rates "
             f"are modelled: measured x scale. `{part['command']}`",
             "",
@@ -90,7 +90,7 @@ def _arrivals(parts: dict[str, Any]) -> list[str]:
         model = part.get("model", {})
         lines += [
             "",
-            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows a slot, scale "
+            f"{name}: {model.get('layers')} layers, {model.get('batch')} rows a microbatch, scale "
             f"{part.get('scale')}. `{part['command']}`",
             "",
             "| policy | requests | requests/s | "

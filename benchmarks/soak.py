@@ -30,7 +30,7 @@ POLICIES = ("data-parallel", "attention-ffn", "layer-pipeline")
 CONTEXT, TOKENS = 8, 2
 
 
-def plans(slots: int) -> list[Plan]:
+def plans(microbatches: int) -> list[Plan]:
     """One for each policy, over the same steps and devices."""
     steps = (
         Step("tiny-llama", "prefill", 1, CONTEXT, reserve=TOKENS),
@@ -39,7 +39,9 @@ def plans(slots: int) -> list[Plan]:
     unit = make_unit([record(build(step)) for step in steps])
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
     costs = price(unit, cluster)
-    return [make_plan(unit, costs, cluster, Objective.THROUGHPUT, slots, policy) for policy in POLICIES]
+    return [
+        make_plan(unit, costs, cluster, Objective.THROUGHPUT, microbatches, policy) for policy in POLICIES
+    ]
 
 
 def resident_bytes() -> dict[str, int]:
@@ -105,7 +107,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    policies = plans(asked.slots)
+    policies = plans(asked.microbatches)
     weights = workloads_of(policies[0].unit)[0].weights()
     with WorkerStepper(policies, weights, transport=asked.transport) as stepper:
         soak = Soak(stepper, policies, asked.distinct, asked.switch_every, asked.plain)
@@ -122,7 +124,7 @@ def main() -> None:
         "by_policy": dict(zip(POLICIES, soak.by_policy, strict=True)),
         "transport": asked.transport,
         "plain": asked.plain,
-        "slots": asked.slots,
+        "slots": asked.microbatches,
         "faults": len(soak.faults),
         "requests_per_s_on_this_cpu": round((soak.done - max(1, asked.requests // 10)) / seconds, 2),
         "overlap": round(sum(overlaps) / max(1, len(overlaps)), 3),

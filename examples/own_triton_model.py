@@ -73,7 +73,7 @@ def main() -> None:
 
     cluster = make_cluster(parse_devices("emu:h20,emu:l40s"), "pcie4")
     costs = price(unit, cluster)
-    print(explain(make_plan(unit, costs, cluster, Objective.THROUGHPUT, slots=4)).verdict)
+    print(explain(make_plan(unit, costs, cluster, Objective.THROUGHPUT, microbatches=4)).verdict)
 
     divided = make_plan(unit, costs, cluster, Objective.THROUGHPUT, 1, policy="layer-pipeline")
     request = UnitRequest([step], step.make_inputs(0), seed=0)

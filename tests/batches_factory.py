@@ -39,13 +39,13 @@ def random_variants(
 
 
 def unlike_memory(
-    batches: Sequence[int] = (2, 8), slots: int = 4, large: int = 4096, rel_error: float = 0.0
+    batches: Sequence[int] = (2, 8), microbatches: int = 4, large: int = 4096, rel_error: float = 0.0
 ) -> tuple[list[ir.Variant], ir.Cluster]:
     """Two devices far apart; a row's state is 16 MB, and the second device holds six rows of it at most.
 
     A launch takes 100 us and 5 us a row on either, so that large batches pay.
     """
-    memory = (large * MB, (64 + 16 * 2 * min(slots, 3) + 8) * MB)
+    memory = (large * MB, (64 + 16 * 2 * min(microbatches, 3) + 8) * MB)
     cluster = make_cluster(2, gbps=0.1, latency_us=20_000.0, memory=memory)
     found = []
     for batch in batches:
@@ -57,9 +57,9 @@ def unlike_memory(
     return found, cluster
 
 
-def mixed_plan(slots: int = 4) -> ir.Plan:
+def mixed_plan(microbatches: int = 4) -> ir.Plan:
     """Each device by itself, the first at batch 8 and the second at batch 2; rates count batch 8."""
-    (small, big), cluster = unlike_memory(slots=slots)
+    (small, big), cluster = unlike_memory(microbatches=microbatches)
     lanes = (
         ir.Lane(ir.Placement(((0,) * 4,)), 1e6 / 560, 0),
         ir.Lane(ir.Placement(((1,) * 4,)), 1e6 / 440, 1),
@@ -73,7 +73,7 @@ def mixed_plan(slots: int = 4) -> ir.Plan:
         ir.Objective.THROUGHPUT,
         "made",
         lanes,
-        slots,
+        microbatches,
         *figures,
         variants=(small,),
     )

@@ -23,13 +23,13 @@ from tessera.ir import Plan
 SHORT, LONG = 0, 1
 
 
-def plan_of(*lanes: Sequence[int], slots: int = 4, num_devices: int = 2, us: float = 1e6) -> Plan:
+def plan_of(*lanes: Sequence[int], microbatches: int = 4, num_devices: int = 2, us: float = 1e6) -> Plan:
     """A lane a list of devices; of two steps the first has a launch on each of them, the second ten."""
     width = len(lanes[0])
     short = make_trace([[(i, 0, 64, "w")] for i in range(width)], kind="decode")
     long = make_trace([[(i, 0, 64, "w")] for _ in range(10) for i in range(width)], kind="prefill")
     placed = [[tuple(lane), tuple(lane) * 10] for lane in lanes]
-    return make_plan([short, long], placed, (1, 1), make_cluster(num_devices), us, slots)
+    return make_plan([short, long], placed, (1, 1), make_cluster(num_devices), us, microbatches)
 
 
 class ClockedStepper:

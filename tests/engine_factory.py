@@ -79,10 +79,10 @@ def scattered(rng: random.Random, devices: Sequence[int]) -> list[list[int]]:
     return [[devices[d] for d in placement] for placement in placements]
 
 
-def plan_of(placements: Sequence[Sequence[Sequence[int]]], num_devices: int, slots: int = 3) -> Plan:
+def plan_of(placements: Sequence[Sequence[Sequence[int]]], num_devices: int, microbatches: int = 3) -> Plan:
     """A plan with one lane a placement."""
     traces = [g.trace for g in unit().graphs]
-    return make_plan(traces, placements, COUNTS, make_cluster(num_devices), slots=slots)
+    return make_plan(traces, placements, COUNTS, make_cluster(num_devices), microbatches=microbatches)
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def make_plan(
     counts: Sequence[int] | None = None,
     cluster: Cluster | None = None,
     us: float = 10.0,
-    slots: int = 2,
+    microbatches: int = 2,
 ) -> Plan:
     """A plan with one lane per placement, all at the same rate, every launch at the same cost."""
     cluster = cluster or make_cluster()
@@ -88,6 +88,6 @@ def make_plan(
         for t in traces
     )
     lanes = tuple(Lane(Placement(tuple(tuple(s) for s in p)), 1.0) for p in placements)
-    plan = Plan(unit, cluster, costs, Objective.THROUGHPUT, "made", lanes, slots, 1.0, 1.0, 1.0, 1.0)
+    plan = Plan(unit, cluster, costs, Objective.THROUGHPUT, "made", lanes, microbatches, 1.0, 1.0, 1.0, 1.0)
     verify(plan)
     return plan

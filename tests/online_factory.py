@@ -14,21 +14,23 @@ LAUNCHES, LAUNCH_US = 4, 10.0
 RUN_US = LAUNCHES * LAUNCH_US
 
 
-def alone_plan(slots: int = 4) -> Plan:
+def alone_plan(microbatches: int = 4) -> Plan:
     """Everything on d0: 40 us a run, whatever else runs."""
-    plan = make_plan([make_chain(LAUNCHES)], [[[0] * LAUNCHES]], cluster=_cluster(), slots=slots)
+    plan = make_plan(
+        [make_chain(LAUNCHES)], [[[0] * LAUNCHES]], cluster=_cluster(), microbatches=microbatches
+    )
     return replace(plan, objective=Objective.LATENCY, policy="latency")
 
 
-def split_plan(slots: int = 4) -> Plan:
+def split_plan(microbatches: int = 4) -> Plan:
     """Half on each device: 50 us alone, 20 us a run when full."""
-    plan = make_plan([make_chain(LAUNCHES)], [[[0, 0, 1, 1]]], cluster=_cluster(), slots=slots)
+    plan = make_plan([make_chain(LAUNCHES)], [[[0, 0, 1, 1]]], cluster=_cluster(), microbatches=microbatches)
     return replace(plan, policy="throughput")
 
 
-def both_plans(slots: int = 4) -> list[tuple[str, Plan]]:
+def both_plans(microbatches: int = 4) -> list[tuple[str, Plan]]:
     """The two to choose among."""
-    return [("latency", alone_plan(slots)), ("throughput", split_plan(slots))]
+    return [("latency", alone_plan(microbatches)), ("throughput", split_plan(microbatches))]
 
 
 def _cluster() -> Cluster:

@@ -51,5 +51,5 @@ def _plan(model: ServedModel) -> Plan:
     costs = tuple(Costs(graph.trace.digest, (card,), ()) for graph in graphs)
     lane = Lane(Placement(((),) * len(graphs)), 1.0)
     unit, cluster = WorkUnit(graphs, (1,) * len(graphs)), Cluster((card,), ())
-    goal, slots = Objective.THROUGHPUT, model.shape.slots
-    return Plan(unit, cluster, costs, goal, "single-device", (lane,), slots, 1.0, 1.0, 1.0, 0.0)
+    goal, microbatches = Objective.THROUGHPUT, model.shape.microbatches
+    return Plan(unit, cluster, costs, goal, "single-device", (lane,), microbatches, 1.0, 1.0, 1.0, 0.0)

@@ -138,7 +138,7 @@ def make_plan(
         objective=objective,
         policy=str(objective),
         lanes=(Lane(Placement((whole, split)), 39.825), Lane(Placement((whole, whole)), 13.275)),
-        slots=6,
+        microbatches=6,
         throughput_per_s=throughput_per_s,
         simulated_per_s=0.97 * throughput_per_s,
         bound_per_s=54.0,

@@ -40,7 +40,7 @@ from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
 
 VOCAB = 258
-SHAPE = Shape(slots=2, rows=3, capacity=48, sizes=(3, 8), pool_tokens=16 * 11, vocab_size=VOCAB)
+SHAPE = Shape(microbatches=2, rows=3, capacity=48, sizes=(3, 8), pool_tokens=16 * 11, vocab_size=VOCAB)
 GREEDY = Sampling(temperature=0.0)
 T = TypeVar("T")
 
@@ -70,7 +70,9 @@ def toy_plans(
     cluster = Cluster(tuple(Device(name, kind, gpu, 1 << 30) for name in TOYS), links)
     num = len(shape.sizes)
     traces = [toy_trace(size) for size in shape.sizes]
-    plan = make_plan(traces, [[(0,)] * num, [(1,)] * num], (4,) * num, cluster, slots=shape.slots)
+    plan = make_plan(
+        traces, [[(0,)] * num, [(1,)] * num], (4,) * num, cluster, microbatches=shape.microbatches
+    )
     return tuple(replace(plan, policy=name) for name in policies)
 
 
@@ -156,7 +158,7 @@ class ToyStepper:
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         """A microbatch is opened once, and with empty state, on a lane that can be followed."""
         assert microbatch not in self._spaces
-        assert 0 <= microbatch < self.shape.slots
+        assert 0 <= microbatch < self.shape.microbatches
         assert not self.lanes.all[lane].devices & self.lanes.lost
         self._spaces[microbatch] = Space(lane)
         self.opened.append((microbatch, self.lanes.all[lane].policy))

@@ -49,6 +49,6 @@ def test_the_program_moves_one_value() -> None:
 
 def test_the_simulation_reaches_the_pipelines_rate() -> None:
     """Two stages of 30 us with two requests in flight: a little under one request per 30 us."""
-    timeline = simulate(make_plan([TRACE], [[[0, 0, 0, 1, 1, 1]]], slots=3), 40)
+    timeline = simulate(make_plan([TRACE], [[[0, 0, 0, 1, 1, 1]]], microbatches=3), 40)
 
     assert 0.95 * 1e6 / 30 < throughput_per_s(timeline) <= 1e6 / 30 * 1.001

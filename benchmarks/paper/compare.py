@@ -96,18 +96,18 @@ class _Others:
     def best(self, propose: Callable[[Task], Sequence[Mix] | None]) -> tuple[Reached, float] | None:
         """The best that keeps to the limit, with its rate by busy time."""
         load, reached = self.case.load, []
-        for batch, prefill, slots in self.points:
+        for batch, prefill, microbatches in self.points:
             unit = self.steps.at(batch, prefill)
-            task = Task(build(unit, price(unit, self.cluster), self.cluster), slots, True)
+            task = Task(build(unit, price(unit, self.cluster), self.cluster), microbatches, True)
             mixes = propose(task)
             if not mixes:
                 continue
             mix = mixes[0]
             per_s = Judge(task, Objective.THROUGHPUT, "", SteadyRates()).rate_per_s(mix)
             results = batch * max(1, load.target.output_tokens) / load.per_result
-            ms = 1e3 * slots / per_s / max(1, load.target.output_tokens)
+            ms = 1e3 * microbatches / per_s / max(1, load.target.output_tokens)
             if load.limit_ms is None or ms <= load.limit_ms:
-                row = Reached(results * per_s, ms, dict.fromkeys(self.cluster.names, batch), slots)
+                row = Reached(results * per_s, ms, dict.fromkeys(self.cluster.names, batch), microbatches)
                 reached.append((row, results * mix.rate_per_s))
         return max(reached, key=lambda x: x[0].per_s, default=None)
 

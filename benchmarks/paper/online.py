@@ -31,7 +31,7 @@ class Rates:
 
     shape: Shape
     gpus: tuple[str, ...]
-    slots: int
+    microbatches: int
     loads: tuple[float, ...]
     bursts: tuple[float, ...]
     seeds: int
@@ -42,12 +42,12 @@ class Rates:
 def tasks(scale: Scale) -> list[Rates]:
     """One: its loads share two plans, which take longer to make than a load to simulate."""
     how = (scale.loads, scale.bursts, scale.seeds, scale.logs, scale.num_requests)
-    return [Rates(scale.served, scale.first_pair, scale.slots, *how)]
+    return [Rates(scale.served, scale.first_pair, scale.microbatches, *how)]
 
 
 def work(library: Library, task: Rates) -> dict[str, Any]:
     """Every load through both policies and with a monitor, seed by seed; then the logs."""
-    made = served(library, task.shape, task.gpus, task.slots)
+    made = served(library, task.shape, task.gpus, task.microbatches)
     streams = [(x, f"poisson:{x * made.best_per_s:.5g}") for x in task.loads]
     streams += [(x, f"bursty:{x * made.best_per_s:.5g}") for x in task.bursts]
     rows = [
@@ -128,7 +128,7 @@ def document(scale: Scale, done: Mapping[Any, Any]) -> dict[str, Any]:
         "workload": task.shape.title,
         "pair": "+".join(task.gpus),
         "link": "pcie4",
-        "slots": task.slots,
+        "slots": task.microbatches,
         "requests": task.num_requests,
         "seeds": task.seeds,
     }

@@ -50,7 +50,7 @@ class Scale:
     # Serving: the shape, loads as shares of the best capacity, requests a load, seeds, logs of arrivals,
     # windows as multiples of the monitor's own, thresholds in standard errors.
     served: Shape
-    slots: int
+    microbatches: int
     loads: tuple[float, ...]
     bursts: tuple[float, ...]
     seeds: int
@@ -125,7 +125,7 @@ QUICK = Scale(
     first_load=replace(LLAMA, phase="decode"),
     effort=COARSELY,
     served=Shape(LLAMA, 48),
-    slots=4,
+    microbatches=4,
     loads=(0.2, 0.5, 0.65, 0.8, 0.95),
     bursts=(0.45,),
     seeds=1,

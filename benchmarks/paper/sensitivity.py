@@ -26,7 +26,7 @@ class Watching:
 
     shape: Shape
     gpus: tuple[str, ...]
-    slots: int
+    microbatches: int
     burst: float
     num_requests: int
     windows: tuple[float, ...]
@@ -36,12 +36,12 @@ class Watching:
 def tasks(scale: Scale) -> list[Watching]:
     """One, for the same reason as the figure about rates."""
     how = (scale.bursts[0], scale.num_requests, scale.windows, scale.thresholds)
-    return [Watching(scale.served, scale.first_pair, scale.slots, *how)]
+    return [Watching(scale.served, scale.first_pair, scale.microbatches, *how)]
 
 
 def work(library: Library, task: Watching) -> dict[str, Any]:
     """Every setting of the monitor on the same arrivals."""
-    made = served(library, task.shape, task.gpus, task.slots)
+    made = served(library, task.shape, task.gpus, task.microbatches)
     text = made.phases(task.burst)
     setting = made.setting(text, task.num_requests)
     fixed = compare(made.plans, setting)

@@ -54,14 +54,14 @@ class Served:
 
 
 @lru_cache(maxsize=1)
-def served(library: Library, shape: Shape, gpus: tuple[str, ...], slots: int) -> Served:
+def served(library: Library, shape: Shape, gpus: tuple[str, ...], microbatches: int) -> Served:
     """Plans for both objectives; prompts and answers have the load's lengths on average."""
     unit, cluster = library.unit(shape), wired(gpus, Wire.preset("pcie4"))
     costs = price(unit, cluster)
     plans = []
     for goal in GOALS:
         rates = SteadyRates()
-        config = PlanConfig(goal, slots, is_served=True, shown_slots=())
+        config = PlanConfig(goal, microbatches, is_served=True, shown_microbatches=())
         plans.append((goal.value, solve(unit, costs, cluster, config, rates, rates.quick)))
     lengths = f"geometric:{shape.load.prompt},{shape.load.output}"
     known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))

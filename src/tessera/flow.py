@@ -31,12 +31,12 @@ from tessera.ir.graph import check_counts, check_steps
 from tessera.ir.rebatch import Rebatched
 from tessera.plan import (
     Batched,
+    Constraint,
     LoadConfig,
     LoadPlan,
     PlanConfig,
     Simulate,
     Target,
-    Wish,
     plan_load_on_sets,
     solve,
     solve_batches,
@@ -104,13 +104,13 @@ def make_plan(
     costs: Sequence[Costs],
     cluster: Cluster,
     objective: Objective,
-    slots: int,
+    microbatches: int,
     policy: str | None = None,
-    constraints: tuple[Wish, ...] = (),
+    constraints: tuple[Constraint, ...] = (),
     is_served: bool = False,
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective, slots, policy, constraints, is_served)
+    config = PlanConfig(objective, microbatches, policy, constraints, is_served)
     rates = SteadyRates()
     return solve(unit, tuple(costs), cluster, config, rates, rates.quick)
 

@@ -18,7 +18,7 @@ from tessera.cli.plan_load import curve, document
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run of the demo, which looks at one batch of the large model."""
     folder = tmp_path_factory.mktemp("demo")
-    few = replace(FULL, batch=48, slots=2)
+    few = replace(FULL, batch=48, microbatches=2)
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.chdir(folder),

@@ -20,7 +20,7 @@ from tessera.plan.problem import build
 from tessera.profile import parse_devices, wire
 
 # One request of the large batch takes more than two of the small one.
-SLOTS, BATCHES = 3, (2, 8)
+MICROBATCHES, BATCHES = 3, (2, 8)
 SMALL, LARGE = BATCHES
 
 
@@ -39,18 +39,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _needed(trace: Trace, cluster: Cluster) -> int:
-    """Bytes that the whole model and two slots of a batch take, and a few more."""
+    """Bytes that the whole model and two microbatches of a batch take, and a few more."""
     unit = make_unit([trace])
     problem = build(unit, price(unit, cluster), cluster)
-    weights, slot = problem.footprint([problem.column(np.zeros(problem.num_nodes, dtype=np.int64))])
-    return int(weights[0] + 2.2 * slot[0])
+    weights, microbatch = problem.footprint([problem.column(np.zeros(problem.num_nodes, dtype=np.int64))])
+    return int(weights[0] + 2.2 * microbatch[0])
 
 
 def planned(folder: Path, word: str) -> str:
     """What `tessera plan` prints about data-parallel with batches to choose from."""
     files = [folder / f"{batch}.trace" for batch in BATCHES]
     costs = [word for batch in BATCHES for word in ("--costs", folder / f"{batch}.costs")]
-    options = ("--batch-choices", "--policy", "data-parallel", "--microbatches", SLOTS)
+    options = ("--batch-choices", "--policy", "data-parallel", "--microbatches", MICROBATCHES)
     words = ("plan", *files, *costs, *options, "-o", folder / "x.plan", word)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert 0 == _main([str(x) for x in words])

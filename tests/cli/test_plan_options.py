@@ -60,7 +60,7 @@ def test_contract_of_the_document(folder: Path, link: str, capsys: pytest.Captur
 
 
 def test_document_says_what_else_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Slots, lane table, range, rent and energy."""
+    """Microbatches, lane table, range, rent and energy."""
     found = planned(folder, capsys=capsys)
 
     assert {"1", "2", "4", "8", "16"} == set(found["by_slots"])

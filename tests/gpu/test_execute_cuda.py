@@ -119,7 +119,7 @@ def scattered(devices: str, seed: int = 0, lanes: int = 2) -> Plan:
         objective=Objective.THROUGHPUT,
         policy=f"scattered-{seed}",
         lanes=made,
-        slots=MICROBATCHES,
+        microbatches=MICROBATCHES,
     )
 
 
@@ -127,7 +127,7 @@ def apart(devices: Sequence[int]) -> Plan:
     """A lane for each of these dilated devices, wholly on it."""
     cluster = make_cluster(parse_devices(DILATED), "pcie4")
     lanes = tuple(whole_plan(unit(), cluster, d).lanes[0] for d in devices)
-    return replace(whole_plan(unit(), cluster, 0), costs=flat_costs(cluster), lanes=lanes, slots=2)
+    return replace(whole_plan(unit(), cluster, 0), costs=flat_costs(cluster), lanes=lanes, microbatches=2)
 
 
 def opened(plans: Sequence[Plan], transport: str = "auto", **more: Any) -> WorkerStepper:

@@ -70,7 +70,7 @@ class Market:
     provider: str = ""
     link: str = "pcie4"
     # Microbatches in flight, at most; None: as many as help.
-    slots: int | None = None
+    microbatches: int | None = None
     # Batches to choose among; empty: powers of two, as far as memory goes.
     batches: tuple[int, ...] = ()
     # Share of a GPU's memory that the model may fill; the rest is the driver's and the allocator's.
@@ -140,8 +140,10 @@ def check(load: Load, market: Market) -> None:
         raise TesseraError("an image has no tokens to wait for", "Leave the objectives of latency out.")
     if market.max_devices < 1:
         raise TesseraError(f"{market.max_devices} devices carry nothing", "Allow one.", "--max-devices")
-    if market.slots is not None and market.slots < 1:
-        raise TesseraError(f"{market.slots} batches in flight carry nothing", "Allow one.", "--microbatches")
+    if market.microbatches is not None and market.microbatches < 1:
+        raise TesseraError(
+            f"{market.microbatches} batches in flight carry nothing", "Allow one.", "--microbatches"
+        )
     if market.batches and min(market.batches) < 1:
         raise TesseraError("a batch has at least one request", "Write them as 1,4,16.", "--batches")
     if not 0 < market.memory_share <= 1:

@@ -326,7 +326,7 @@ class _BasketSearch:
         sizes = {size.batch: size for size in self.sizes}
         variants = [Variant(sizes[b].unit, sizes[b].on(cluster)) for b in sorted({*chosen})]
         policy = "data-parallel" if len(chosen) > 1 else None
-        config = PlanConfig(Objective.THROUGHPUT, len(chosen), policy=policy, shown_slots=())
+        config = PlanConfig(Objective.THROUGHPUT, len(chosen), policy=policy, shown_microbatches=())
         made = make_batched_plan(variants, cluster, config).plan
         times = [sizes[b].times_ms(name) for b, name in zip(chosen, basket.gpus, strict=True)]
         first, each = (
@@ -347,7 +347,7 @@ class _BasketSearch:
         found: LoadPlan | None = None
         for batch in batches:  # each by itself: what lies between was not priced
             made = plan_for(
-                variant_at, cluster, target, LoadConfig((batch,), max_microbatches=self.market.slots)
+                variant_at, cluster, target, LoadConfig((batch,), max_microbatches=self.market.microbatches)
             )
             if found is None or made.chosen.tokens_per_s > found.chosen.tokens_per_s:
                 found = made

@@ -132,7 +132,7 @@ def _cluster(devices: str, link: str) -> Cluster:
 
 
 def _run(
-    cluster: Cluster, tokens: int, slots: int, output: Path, advance: Callable[[str], None]
+    cluster: Cluster, tokens: int, microbatches: int, output: Path, advance: Callable[[str], None]
 ) -> list[Policy]:
     from tessera.capture import build, record
     from tessera.execute.spans import SpanLog
@@ -155,7 +155,7 @@ def _run(
     plans = []
     for objective, policy in POLICIES:
         advance(f"planning for {policy or objective.value}")
-        plans.append(make_plan(unit, costs, cluster, objective, slots, policy))
+        plans.append(make_plan(unit, costs, cluster, objective, microbatches, policy))
         save(plans[-1], output / f"{plans[-1].policy}.plan")
     requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
     reference = []

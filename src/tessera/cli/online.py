@@ -137,12 +137,14 @@ def with_other(plans: Sequence[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
     if len(plans) > 1:
         return list(plans)
     from tessera.flow import make_plan
-    from tessera.plan import wishes_of
+    from tessera.plan import constraints_of
 
     name, plan = plans[0]
     is_latency = plan.objective is Objective.LATENCY
     other = Objective.THROUGHPUT if is_latency else Objective.LATENCY
-    made = make_plan(plan.unit, plan.costs, plan.cluster, other, plan.slots, None, wishes_of(plan), True)
+    made = make_plan(
+        plan.unit, plan.costs, plan.cluster, other, plan.microbatches, None, constraints_of(plan), True
+    )
     return [(name, plan), (other.value, made)]
 
 
@@ -161,7 +163,7 @@ def replanner(plans: Sequence[Plan]) -> Replan:
         for plan in plans:
             costs = total[0].apply(plan.unit, plan.costs)
             cluster, left = without_devices(plan.cluster, costs, without)
-            new = make_plan(plan.unit, left, cluster, plan.objective, plan.slots, is_served=True)
+            new = make_plan(plan.unit, left, cluster, plan.objective, plan.microbatches, is_served=True)
             made.append((plan.policy, widened(new, plan.cluster, costs)))
         return made
 

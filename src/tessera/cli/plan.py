@@ -22,7 +22,7 @@ from tessera.errors import MismatchError, TesseraError, UnknownName
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, Variant, WorkUnit, load, save
 
 if TYPE_CHECKING:
-    from tessera.plan import PlanConfig, Tried, Wish
+    from tessera.plan import Constraint, PlanConfig, Tried
 
 __all__ = ["document", "plan", "show", "show_reasons"]
 
@@ -126,8 +126,8 @@ def plan(
     _refuse({**given, "--launches": launches}, "a model's name, not traces")
     from tessera.plan import PlanConfig
 
-    slots = 4 if microbatches is None else microbatches
-    config = PlanConfig(objective=goal, slots=slots, policy=policy, wishes=_constraints(pin, forbid))
+    many = 4 if microbatches is None else microbatches
+    config = PlanConfig(goal, many, policy, _constraints(pin, forbid))
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
@@ -222,10 +222,13 @@ def _words(traces: Sequence[Trace], others: Sequence[Trace]) -> str:
     )
 
 
-def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> "tuple[Wish, ...]":
-    from tessera.plan import parse_wish
+def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> "tuple[Constraint, ...]":
+    from tessera.plan import parse_constraint
 
-    return (*(parse_wish(x, True) for x in pins or ()), *(parse_wish(x, False) for x in forbidden or ()))
+    return (
+        *(parse_constraint(x, True) for x in pins or ()),
+        *(parse_constraint(x, False) for x in forbidden or ()),
+    )
 
 
 def _objective(name: str) -> Objective:

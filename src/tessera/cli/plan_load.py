@@ -34,7 +34,7 @@ class PlannedLoad:
     # None: the best.
     batch: int | None = None
     prefill_batch: int | None = None
-    slots: int | None = None
+    microbatches: int | None = None
     random_weights: bool = False
     # compiled, eager, or empty for what is known.
     launches: str = ""
@@ -72,7 +72,9 @@ def planned(
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
     is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
-    config = LoadConfig(batches, max_microbatches=load.slots, objective=load.objective, advance=advance)
+    config = LoadConfig(
+        batches, max_microbatches=load.microbatches, objective=load.objective, advance=advance
+    )
     found = make_load_plan(steps, cluster, target, config, is_compiled, load.prefill_batch)
     return found, is_compiled, note
 
@@ -81,7 +83,7 @@ def _check(load: PlannedLoad) -> None:
     """Refuses what makes no load, before anything takes long."""
     if min(load.prompt_tokens, 1 if load.output_tokens == 0 else load.output_tokens) < 1:
         raise TesseraError("a request has at least one token", place="--prompt-tokens, --output-tokens")
-    for name, number in (("--batch", load.batch), ("--microbatches", load.slots)):
+    for name, number in (("--batch", load.batch), ("--microbatches", load.microbatches)):
         if number is not None and number < 1:
             raise TesseraError(f"{number} is too few", "Give one or more, or leave it out.", name)
     for name, limit in (("--tpot-ms", load.tpot_ms), ("--ttft-ms", load.ttft_ms)):

@@ -28,10 +28,10 @@ def document(made: Plan) -> dict[str, Any]:
         "bound": made.bound_per_s,
         "gap": made.gap,
         "latency_us": made.latency_us,
-        "microbatches": made.slots,
-        "slots": made.slots,
-        "max_slots": made.max_slots,
-        "by_slots": {str(slots): rate for slots, rate in made.by_slots},
+        "microbatches": made.microbatches,
+        "slots": made.microbatches,
+        "max_slots": made.max_microbatches,
+        "by_slots": {str(microbatches): rate for microbatches, rate in made.by_microbatches},
         "batch": made.batch,
         "rows_per_s": made.rows_per_s,
         "lanes": [
@@ -156,7 +156,9 @@ def show_reasons(made: Plan) -> None:
         mark = " (bottleneck)" if use.name == found.bottleneck else ""
         busy.add_row(use.name + mark, duration(use.busy_us), f"{use.utilisation:.0%}")
     out.print(busy)
-    memory = Table("device", "memory", "weights", "state", "temporaries", f"all, {made.slots} microbatches")
+    memory = Table(
+        "device", "memory", "weights", "state", "temporaries", f"all, {made.microbatches} microbatches"
+    )
     memory.title = "Memory (modelled, at most)"
     for room in found.memory:
         held = (room.weight_bytes, room.state_bytes, room.temporary_bytes)

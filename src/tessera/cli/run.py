@@ -247,7 +247,7 @@ def _try_out(
     advance("trying the plans out")
 
     def run_under(number: int) -> "list[RunResult]":
-        again = [work[i % len(work)] for i in range(EACH * plans[number].slots)]
+        again = [work[i % len(work)] for i in range(EACH * plans[number].microbatches)]
         run = run_offline(stepper, again, policy=number)
         run.raise_failures()
         return run.results

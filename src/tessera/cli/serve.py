@@ -145,7 +145,7 @@ class _Sizes:
         from tessera.serve.records import sizes_for
 
         usual = sizes_for(cluster)
-        spec = replace(options.spec, slots=self.microbatches or usual[0], rows=self.seqs or usual[1])
+        spec = replace(options.spec, microbatches=self.microbatches or usual[0], rows=self.seqs or usual[1])
         return replace(options, spec=spec)
 
 
@@ -262,11 +262,11 @@ def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: 
         "model": ready.name,
         "devices": list(names),
         "policies": list(ready.service.snapshot().policies),
-        "microbatches": shape.slots,
+        "microbatches": shape.microbatches,
         "seqs": shape.rows,
         "max_model_len": shape.capacity,
         # Their names of before, for one release.
-        "slots": shape.slots,
+        "slots": shape.microbatches,
         "rows": shape.rows,
         "max_len": shape.capacity,
         "step_tokens": list(shape.sizes),

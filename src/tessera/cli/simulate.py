@@ -139,8 +139,8 @@ def figures(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     return {
         "clock": timeline.clock.value,
         "requests": len(timeline.requests),
-        "microbatches": plan.slots,
-        "slots": plan.slots,
+        "microbatches": plan.microbatches,
+        "slots": plan.microbatches,
         "throughput": reached,
         "rows_per_s": plan.batch * reached,
         "makespan_us": timeline.makespan_us,
@@ -168,7 +168,7 @@ def _show(plan: Plan, timeline: Timeline, found: dict[str, Any]) -> None:
     counted = f" (requests of batch {plan.batch})" if plan.variants else ""
     out.print(
         f"simulated: {found['requests']} requests in {duration(found['makespan_us'])}, "
-        f"{rate(found['throughput'])}{counted} with {plan.slots} in flight; one request "
+        f"{rate(found['throughput'])}{counted} with {plan.microbatches} in flight; one request "
         f"p50 {duration(found['latency_us']['p50'])}, p99 {duration(found['latency_us']['p99'])}"
     )
     for key in ("trace", "page"):

@@ -71,14 +71,14 @@ P = TypeVar("P", bound=OpenPlace)
 
 def width_of(plan: Plan) -> int:
     """The fewest microbatches with which a plan reaches nearly its best simulated rate."""
-    there = [(num, rate) for num, rate in plan.by_slots if num <= plan.slots]
+    there = [(num, rate) for num, rate in plan.by_microbatches if num <= plan.microbatches]
     best = max((rate for _, rate in there), default=0.0)
     return min((num for num, rate in there if rate >= ENOUGH * best), default=1)
 
 
 def slowdown_of(plan: Plan) -> Callable[[int], float]:
     """By the number of microbatches: how much longer steps take with one more; 0 if a plan does not say."""
-    points = sorted(plan.by_slots)
+    points = sorted(plan.by_microbatches)
 
     def rate(num: int) -> float:
         if num <= points[0][0]:

@@ -1,6 +1,6 @@
 """Footprint: what a device must hold for some plans, known before anything is allocated.
 
-    peak = weights that some lane reads there + slots x what one microbatch needs at most
+    peak = weights that some lane reads there + microbatches x what one microbatch needs at most
     one microbatch = its lane's state there + the most bytes of inputs, received values, temporaries and
                      outputs that a program has there at one time, each counted until its `Free`
 
@@ -32,14 +32,14 @@ ALIGN = 64
 class Footprint:
     device: str
     weight_bytes: int
-    # Of the hungriest lane, and of all slots together, each on its lane.
-    slot_bytes: int
-    slots: int
+    # Of the hungriest lane, and of all microbatches together, each on its lane.
+    microbatch_bytes: int
+    microbatches: int
     held_bytes: int
 
     @property
     def peak_bytes(self) -> int:
-        """All of it, with every slot in use."""
+        """All of it, with every microbatch in use."""
         return self.weight_bytes + self.held_bytes
 
 
@@ -53,7 +53,7 @@ def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 
 def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Footprint, ...]:
     """One a device, for plans that are loaded together."""
-    slots = max(plan.slots for plan in plans)
+    microbatches = max(plan.microbatches for plan in plans)
     found = []
     for index, device in enumerate(plans[0].cluster.devices):
         weights = {
@@ -65,10 +65,10 @@ def footprints(plans: Sequence[Plan], programs: Sequence[Programs]) -> tuple[Foo
         ]
         most = max(max(lanes) for lanes in each)
         table = plans[0].lane_table
-        held = slots * most
-        if len(plans) == 1 and table:  # else any slot may come to follow the hungriest lane of all
-            held = sum(each[0][table[slot % len(table)]] for slot in range(slots))
-        found.append(Footprint(device.name, sum(weights.values()), most, slots, held))
+        held = microbatches * most
+        if len(plans) == 1 and table:  # else any microbatch may come to follow the hungriest lane of all
+            held = sum(each[0][table[microbatch % len(table)]] for microbatch in range(microbatches))
+        found.append(Footprint(device.name, sum(weights.values()), most, microbatches, held))
     return tuple(found)
 
 
@@ -137,19 +137,19 @@ def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
             continue
         message = (
             f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights and "
-            f"{footprint.slots} microbatches of {_gb(footprint.slot_bytes)}), {_gb(over)} more than its "
-            f"{_gb(device.memory_bytes)}"
+            f"{footprint.microbatches} microbatches of {_gb(footprint.microbatch_bytes)}), "
+            f"{_gb(over)} more than its {_gb(device.memory_bytes)}"
         )
         raise DeviceMemoryError(message, _remedy(footprint, device.memory_bytes), f"device {device.name}")
 
 
 def landing_bytes(programs: Programs, src: int, dst: int) -> int:
-    """Bytes in which one slot hands over all transfers of a program from one worker process to another."""
+    """Bytes in which a microbatch hands all transfers of a program from one worker process to another."""
     return max((landing(p, src, dst)[1] for lane in programs for p in lane), default=0)
 
 
 def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
-    """Transfer -> offset in what one slot hands over from src to dst, and the bytes used."""
+    """Transfer -> offset in what one microbatch hands over from src to dst, and the bytes used."""
     places: dict[int, int] = {}
     used = 0
     for number, transfer in enumerate(program.transfers):
@@ -173,12 +173,12 @@ def _weights(plan: Plan, programs: Programs, device: int) -> list[tuple[str, int
 
 def _remedy(footprint: Footprint, memory_bytes: int) -> str:
     room = memory_bytes - footprint.weight_bytes
-    fitting = room // footprint.slot_bytes if footprint.slot_bytes else 0
+    fitting = room // footprint.microbatch_bytes if footprint.microbatch_bytes else 0
     if fitting >= 1:
         return f"Lower --microbatches to {fitting}, or capture with a smaller batch or context."
     if room <= 0:
         return f"Put {_gb(-room)} of its weights on another device: plan again with more devices."
-    share = 1 - room / footprint.slot_bytes
+    share = 1 - room / footprint.microbatch_bytes
     return f"Use one microbatch, and capture with a batch or context at least {share:.0%} smaller."
 
 

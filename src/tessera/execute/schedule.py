@@ -5,8 +5,8 @@ by the modelled times, with what it can do before it must wait for a transfer or
 oldest. So a short segment whose result another device waits for is not held up behind a long one: with few
 requests in flight, a decode that crosses between devices would otherwise wait for a whole segment of a
 prefill at every crossing. A job never waits for a younger one for longer than the younger ones' shorter
-segments last; where requests in flight are few and each ends, none waits for ever. A service's slots do not
-end: there a long job may wait as long as shorter ones keep its device busy. Jobs without modelled
+segments last; where requests in flight are few and each ends, none waits for ever. A service's microbatches
+do not end: there a long job may wait as long as shorter ones keep its device busy. Jobs without modelled
 times go by age.
 """
 
@@ -21,7 +21,7 @@ from tessera.ir import Recv, Run
 class Job:
     """One device's share of one run of a program."""
 
-    slot: int
+    microbatch: int
     # Identifies the run; the same on every device.
     ticket: int
     # Instructions, or whatever a simulator puts in their place; only receives and launches are looked at.

@@ -439,7 +439,7 @@ class Scheduler(Generic[R]):
         """What the plan in force says of microbatches."""
         self.plan = self.stepper.plans[self.policy]
         depth = self._config.depth
-        self._depth = self.plan.slots if depth is None else depth
+        self._depth = self.plan.microbatches if depth is None else depth
         self._width, self._slowdown = width_of(self.plan), slowdown_of(self.plan)
 
     def _renew(self) -> None:

@@ -61,7 +61,7 @@ class _Inquiry:
 class WorkerStepper:
     """A stepper over worker processes; in a `with` statement, which returns when all are ready.
 
-    microbatches  how many can be open at once; by default as many as the plans have slots
+    microbatches  how many can be open at once; by default as many as the plans have microbatches
     transport     how bytes travel between workers; see `transport`
     timeout_s     a step that takes longer counts the device that holds it up as lost; None: never
     hub           makes the way to the workers; by default processes of this machine
@@ -89,7 +89,7 @@ class WorkerStepper:
         self.footprints = footprints(plans, programs)
         check_fits(plans, self.footprints)
         lanes = [lane for found in programs for lane in found]
-        self.microbatches = microbatches or max(plan.slots for plan in plans)
+        self.microbatches = microbatches or max(plan.microbatches for plan in plans)
         self._plan = self.plans[0]  # all have the same steps
         self._names = self._plan.cluster.names
         self._timeout_s = timeout_s
@@ -122,7 +122,7 @@ class WorkerStepper:
 
     def load(self, plans: Sequence[Plan]) -> None:
         """Sends the programs of other plans to the workers; what is open goes on."""
-        if max(plan.slots for plan in plans) > self.microbatches:
+        if max(plan.microbatches for plan in plans) > self.microbatches:
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
             )

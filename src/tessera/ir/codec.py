@@ -21,7 +21,14 @@ Convert = Callable[[Any], Any]
 
 NONE_TYPE = type(None)
 # Fields by their names in files of before, and what they are called now.
-RENAMED = {"is_stretched": "is_dilated", "wishes": "constraints"}
+RENAMED = {
+    "is_stretched": "is_dilated",
+    "wishes": "constraints",
+    "slot": "microbatch",
+    "slots": "microbatches",
+    "by_slots": "by_microbatches",
+    "max_slots": "max_microbatches",
+}
 
 
 class Undecodable(ValueError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tessera.errors import ArtifactError, RuleBroken
-from tessera.ir.cluster import Costs, Device
+from tessera.ir.cluster import Costs
 from tessera.ir.codec import body_of, decode
 from tessera.ir.graph import Graph
 from tessera.ir.plan import Plan, Program
@@ -22,15 +22,17 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Raised whenever a field is added, removed or changes its meaning.
-FORMAT_VERSION = 7
-# Format 3 added lanes of unlike batches; records without such are written as before, and read as before.
-BATCHES, BEFORE_BATCHES = 3, 2
+FORMAT_VERSION = 8
+# Records that hold nothing newer are written as they always were.
+FIRST = 2
 # Format 5: steps may ask for random weights.
 RANDOM_WEIGHTS = 5
 # Format 6: steps of tokens, and joined products.
 TOKENS = 6
-# Format 7: `is_dilated` of a device and `constraints` of a plan have these names.
-NAMES = 7
+# Format 7: `is_dilated` of a device has this name.
+DILATED = 7
+# Format 8: so have the microbatches of a plan and of a timeline.
+MICROBATCHES = 8
 # Format 4: programs carry no memory any more.
 OLDEST = {"program": 4}
 # Of what is said about a broken file.
@@ -116,30 +118,14 @@ def _version(record: Any) -> int:
     """The oldest format that has all that the record holds."""
     if isinstance(record, Program):
         return OLDEST["program"]
-    is_constrained = isinstance(record, Plan) and bool(record.constraints)
-    if is_constrained or any(device.is_dilated for device in _devices(record)):
-        return NAMES
-    steps = [trace.step for trace in _traces(record)]
+    if isinstance(record, Plan | Timeline):
+        return MICROBATCHES
+    if isinstance(record, Costs) and any(device.is_dilated for device in record.devices):
+        return DILATED
+    steps = [trace.step for trace in (record, getattr(record, "trace", None)) if isinstance(trace, Trace)]
     if any(step.kind == "tokens" or step.joined_products for step in steps):
         return TOKENS
-    if any(step.random_weights for step in steps):
-        return RANDOM_WEIGHTS
-    is_new = (isinstance(record, Plan) and record.variants) or (
-        isinstance(record, Timeline) and record.weights
-    )
-    return BATCHES if is_new else BEFORE_BATCHES
-
-
-def _traces(record: Any) -> list[Trace]:
-    if isinstance(record, Plan):
-        return [graph.trace for graph in record.graphs]
-    return [x for x in (record, getattr(record, "trace", None)) if isinstance(x, Trace)]
-
-
-def _devices(record: Any) -> tuple[Device, ...]:
-    if isinstance(record, Plan):
-        return record.cluster.devices
-    return record.devices if isinstance(record, Costs) else ()
+    return RANDOM_WEIGHTS if any(step.random_weights for step in steps) else FIRST
 
 
 def _expected(kind: str) -> str:
@@ -172,7 +158,7 @@ def _check_header(head: dict[str, Any], body: bytes, wanted: str, place: str) ->
     if not isinstance(version, int) or version > FORMAT_VERSION:
         message = f"written in format {version}; this Tessera reads up to {FORMAT_VERSION}"
         raise ArtifactError(message, "Upgrade Tessera, or make the file again with this one.", place)
-    if version < OLDEST.get(wanted, BEFORE_BATCHES):
+    if version < OLDEST.get(wanted, FIRST):
         raise ArtifactError(f"written in the old format {version}", _again(wanted), place)
     if head.get("bytes") != len(body):
         raise ArtifactError(f"truncated: {len(body)} of {head.get('bytes')} bytes", _again(wanted), place)

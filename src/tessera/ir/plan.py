@@ -122,8 +122,8 @@ class Plan:
     policy: str
     lanes: tuple[Lane, ...]
     # Requests in flight that the figures below assume.
-    slots: int
-    # Work units per second by busy time, and as simulated with `slots` in flight.
+    microbatches: int
+    # Work units per second by busy time, and as simulated with `microbatches` in flight.
     throughput_per_s: float
     simulated_per_s: float
     # No mix of placements can exceed this under the same costs.
@@ -131,14 +131,16 @@ class Plan:
     # One request alone, start to end.
     latency_us: float
     baselines: tuple[Baseline, ...] = ()
-    # The lane that each slot follows; with more slots it begins again. Empty: by the lanes' rates.
+    # The lane that each microbatch follows; with more microbatches it begins again. Empty: by the lanes'
+    # rates.
     lane_table: tuple[int, ...] = ()
-    # Share of the simulated rate that whole slots cost, against requests that keep to the lanes' rates.
+    # Share of the simulated rate that whole microbatches cost, against requests that keep to the lanes'
+    # rates.
     rounding_loss: float = 0.0
     # (requests in flight, work units per second as simulated) of these same lanes.
-    by_slots: tuple[tuple[int, float], ...] = ()
+    by_microbatches: tuple[tuple[int, float], ...] = ()
     # The most requests in flight that memory allows; None: any number.
-    max_slots: int | None = None
+    max_microbatches: int | None = None
     robust: Robust | None = None
     # Energy of one work unit at the simulated rate, devices without a lane switched off; None: not known.
     joules_per_unit: float | None = None

@@ -30,7 +30,7 @@ class Span:
     track: str
     label: str
     request: int
-    slot: int
+    microbatch: int
     start_us: float
     stop_us: float
     is_transfer: bool = False

@@ -87,7 +87,7 @@ PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
     ),
     ("every lane has a rate above zero", lambda p: all(0 < lane.rate_per_s < math.inf for lane in p.lanes)),
     ("the plan does not exceed its bound", lambda p: p.throughput_per_s <= p.bound_per_s * (1 + 1e-6)),
-    ("at least one request is in flight, and not too many", lambda p: 1 <= p.slots <= 2**20),
+    ("at least one request is in flight, and not too many", lambda p: 1 <= p.microbatches <= 2**20),
     (
         "the lane table names lanes of the plan, and every lane, or is empty",
         lambda p: not p.lane_table or set(p.lane_table) == set(range(len(p.lanes))),

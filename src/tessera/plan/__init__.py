@@ -11,12 +11,32 @@ from tessera.plan.load import BATCHES, NEAR, LoadConfig, plan_load
 from tessera.plan.load_cells import plan_load_on_many
 from tessera.plan.load_figures import LoadPlan, Option, Target
 from tessera.plan.load_sets import plan_load_on_sets
-from tessera.plan.problem import Wish, parse_wish, wishes_of
+from tessera.plan.problem import Constraint, constraints_of, parse_constraint
 from tessera.plan.search.planners import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulate, solve
 
 __all__ = [
-    "BATCHES", "NEAR", "PLANNERS", "Batched", "Explanation", "LoadConfig", "LoadPlan", "Option", "PlanConfig",
-    "Room", "Simulate", "Target", "Tried", "Wish", "explain", "latency_bound_us", "parse_wish", "plan_load",
-    "plan_load_on_many", "plan_load_on_sets", "solve", "solve_batches", "wishes_of",
+    "BATCHES",
+    "NEAR",
+    "PLANNERS",
+    "Batched",
+    "Constraint",
+    "Explanation",
+    "LoadConfig",
+    "LoadPlan",
+    "Option",
+    "PlanConfig",
+    "Room",
+    "Simulate",
+    "Target",
+    "Tried",
+    "constraints_of",
+    "explain",
+    "latency_bound_us",
+    "parse_constraint",
+    "plan_load",
+    "plan_load_on_many",
+    "plan_load_on_sets",
+    "solve",
+    "solve_batches",
 ]  # fmt: skip

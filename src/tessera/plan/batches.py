@@ -18,7 +18,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan.pricing.throughput import Limits
-from tessera.plan.problem import Column, Mix, slot_counts
+from tessera.plan.problem import Column, Mix, microbatch_counts
 from tessera.plan.search.joint import JointTask, optimum
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import DEPTHS, Search, without_rare_lanes
@@ -105,7 +105,7 @@ class _Joining:
         self._solved, self._config = solved, config
         first = solved[0].task
         parts = tuple(s.task for s in solved)
-        self._task = JointTask(first.problem, config.slots, simulate is not None, parts=parts)
+        self._task = JointTask(first.problem, config.microbatches, simulate is not None, parts=parts)
         name = config.policy or config.objective.value
         self._judge = Judge(self._task, config.objective, name, simulate, quick)
         # The batches' own plans as mixes of all, with the rates they were judged at.
@@ -128,7 +128,7 @@ class _Joining:
                 found = replace(own, baselines=tuple(_scaled(b, 1 / weight) for b in baselines))
                 return replace(found, bound_per_s=max(bound / weight, own.throughput_per_s))
         others = [*self._own, apart, *mixes]
-        made = _rebased(self._judge.finished(chosen, baselines, others, self._config.shown_slots))
+        made = _rebased(self._judge.finished(chosen, baselines, others, self._config.shown_microbatches))
         ir.verify(made)
         return made
 
@@ -138,19 +138,21 @@ class _Joining:
         Where memory is short, more devices or larger batches take part if fewer requests are in flight.
         """
         found: list[Mix] = []
-        for slots in range(self._config.slots, 0, -1):
-            best = self._alone(slots)
+        for microbatches in range(self._config.microbatches, 0, -1):
+            best = self._alone(microbatches)
             speeds = [1.0 / float(c.busy_us.max()) for c in best]
-            if not best or (slots < self._config.slots and len(best) > slots):
+            if not best or (microbatches < self._config.microbatches and len(best) > microbatches):
                 continue
             mix = Mix(tuple(best), tuple(s / sum(speeds) for s in speeds))
             if not found or mix.rate_per_s > found[-1].rate_per_s * (1 + 1e-9):
-                is_full = slots == self._config.slots
-                found.append(mix if is_full else replace(mix, slots=slot_counts(mix, slots)))
+                is_full = microbatches == self._config.microbatches
+                found.append(
+                    mix if is_full else replace(mix, microbatches=microbatch_counts(mix, microbatches))
+                )
         known = {_key(m): m for m in self._own}
         return [known.get(_key(m), m) for m in found] or [self._own[0]]
 
-    def _alone(self, slots: int) -> list[Column]:
+    def _alone(self, microbatches: int) -> list[Column]:
         """One placement a device that can serve alone with so many requests in flight, at its best batch."""
         best: list[Column] = []
         for device in range(self._task.problem.num_devices):
@@ -158,7 +160,7 @@ class _Joining:
                 self._task.scaled(v, p.column(np.full(p.num_nodes, device, dtype=np.int64)))
                 for v, p in enumerate(self._task.problems)
             ]
-            fitting = [c for c in columns if self._task.fits_with((c,), slots)]
+            fitting = [c for c in columns if self._task.fits_with((c,), microbatches)]
             best += sorted(fitting, key=lambda c: float(c.busy_us.max()))[:1]
         return best
 
@@ -191,8 +193,10 @@ class _Joining:
 
 
 def _key(mix: Mix) -> frozenset[tuple[bytes, int, float]]:
-    slots = mix.slots or (0,) * len(mix.columns)
-    return frozenset((c.key, n, round(s, 6)) for c, n, s in zip(mix.columns, slots, mix.shares, strict=True))
+    microbatches = mix.microbatches or (0,) * len(mix.columns)
+    return frozenset(
+        (c.key, n, round(s, 6)) for c, n, s in zip(mix.columns, microbatches, mix.shares, strict=True)
+    )
 
 
 def _scaled(baseline: ir.Baseline, weight: float) -> ir.Baseline:
@@ -228,7 +232,7 @@ def _rebased(plan: ir.Plan) -> ir.Plan:
         simulated_per_s=plan.simulated_per_s * factor,
         bound_per_s=plan.bound_per_s * factor,
         baselines=tuple(_scaled(b, factor) for b in plan.baselines),
-        by_slots=tuple((slots, rate * factor) for slots, rate in plan.by_slots),
+        by_microbatches=tuple((microbatches, rate * factor) for microbatches, rate in plan.by_microbatches),
         joules_per_unit=_times(plan.joules_per_unit, 1 / factor),
         robust=robust,
     )

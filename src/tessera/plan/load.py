@@ -28,7 +28,7 @@ from tessera.plan.baselines import COARSE
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, replicas_within, together
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Limits
-from tessera.plan.problem import Column, Mix, Problem, build, slot_counts, spread_us
+from tessera.plan.problem import Column, Mix, Problem, build, microbatch_counts, spread_us
 from tessera.plan.search import objectives
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.judge import Judge
@@ -166,33 +166,33 @@ class _Search:
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
         last = 0
-        for slots in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
-            least, last = last + 1, slots
-            if slots > self.max_microbatches or (
-                slots > 1 and self._least_ms(problem, least) > self._limit_ms
+        for microbatches in sorted({1, *(max(1, round(depth * num)) for depth in DEPTHS)}):  # one: replicas
+            least, last = last + 1, microbatches
+            if microbatches > self.max_microbatches or (
+                microbatches > 1 and self._least_ms(problem, least) > self._limit_ms
             ):
                 continue
-            task = Task(problem, slots, is_judged=True)
+            task = Task(problem, microbatches, is_judged=True)
             coarse = [m for mixes in task.coarse.values() for m in mixes or ()]
             for column in known:
                 task.pool.add(column)
             try:
-                throughput.seed(task.pool, coarse, not self.points, slots)
+                throughput.seed(task.pool, coarse, not self.points, microbatches)
             except PlanInfeasible as error:
                 self._refused = self._refused or error
                 return False
             known = list(task.pool.columns)
             judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, quick)
-            self.points[shape, slots] = _Point(variant, task, judge, settled)
+            self.points[shape, microbatches] = _Point(variant, task, judge, settled)
         return True
 
     @property
     def _limit_ms(self) -> float:
         return float("inf") if self.target.tpot_ms is None else self.target.tpot_ms
 
-    def _least_ms(self, problem: Problem, slots: int) -> float:
+    def _least_ms(self, problem: Problem, microbatches: int) -> float:
         """What a token takes at least with so many microbatches in flight, transfers for nothing."""
-        taken_ms = 1e-3 * slots * spread_us(problem.load_us)
+        taken_ms = 1e-3 * microbatches * spread_us(problem.load_us)
         if _has_prefill(problem.unit):
             # The decodes' share of it, at the least.
             rows = zip(problem.unit.graphs, problem.cost_us, problem.unit.counts, strict=True)
@@ -227,14 +227,14 @@ class _Search:
     def _promising(self) -> set[Shape]:
         """The shapes where each policy may reach most."""
         upper_bounds: dict[str, tuple[float, Shape]] = {}
-        for (shape, slots), point in self.points.items():
+        for (shape, microbatches), point in self.points.items():
             listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
-            for device in range(len(self.cluster.devices)) if slots == 1 else ():
+            for device in range(len(self.cluster.devices)) if microbatches == 1 else ():
                 listed.append((f"{device}", Mix((_alone(point, device),), (1.0,))))
             found = [
                 (name, self._upper_bound(point, mix))
                 for name, mix in listed
-                if point.task.problem.fits(mix.columns, slot_counts(mix, slots))
+                if point.task.problem.fits(mix.columns, microbatch_counts(mix, microbatches))
                 and self._may_keep(point, mix)
             ]
             draft = self._draft(point)[0]
@@ -289,8 +289,8 @@ class _Search:
     def _replicas(self) -> dict[str, list[tuple[Option, Callable[[], ir.Plan]]]]:
         """A model on every device, each at its own best batch; and on the best one alone."""
         best: dict[int, tuple[Option, Point, Column]] = {}
-        for (shape, slots), point in self.points.items():
-            for device in range(len(self.cluster.devices)) if slots == 1 else ():
+        for (shape, microbatches), point in self.points.items():
+            for device in range(len(self.cluster.devices)) if microbatches == 1 else ():
                 column = _alone(point, device)
                 if not point.task.problem.fits((column,), 1):
                     continue
@@ -298,7 +298,7 @@ class _Search:
                 if option.keeps(self.target) and (
                     device not in best or option.tokens_per_s > best[device][0].tokens_per_s
                 ):
-                    best[device] = (option, (shape, slots), column)
+                    best[device] = (option, (shape, microbatches), column)
         if not best:
             return {}
         alone = max(best.values(), key=lambda x: x[0].tokens_per_s)
@@ -343,14 +343,14 @@ class _Search:
         for _, upper_bound, point, mix in sorted(looks, key=lambda x: -x[0]):
             if len(found) == MAX_SIMULATED:
                 break
-            batch, slots = point.variant.batch, point.task.slots
-            if upper_bound <= best or batch >= slow.get(slots, batch + 1):
+            batch, microbatches = point.variant.batch, point.task.microbatches
+            if upper_bound <= best or batch >= slow.get(microbatches, batch + 1):
                 continue
             option = self._simulated(name, point, mix)
             if option.keeps(self.target) and option.tokens_per_s > max(best, floor):
                 option = self._followed(name, point, mix)
             if not option.keeps(self.target):
-                slow[slots] = batch
+                slow[microbatches] = batch
                 continue
             best = max(best, option.tokens_per_s)
             found.append((option, _planner(self._plan, point, mix, name)))
@@ -375,8 +375,8 @@ class _Search:
                 break
             if max(self._draft(point)[1], near[point] * PLANNING_GAIN) <= best:
                 continue
-            advance(f"planning batch {point.variant.batch}, {point.task.slots} microbatches")
-            config = PlanConfig(ir.Objective.THROUGHPUT, point.task.slots, shown_slots=())
+            advance(f"planning batch {point.variant.batch}, {point.task.microbatches} microbatches")
+            config = PlanConfig(ir.Objective.THROUGHPUT, point.task.microbatches, shown_microbatches=())
             made = decide(point.task, point.judge, config)
             option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
             if option.keeps(self.target) and option.tokens_per_s > best:
@@ -395,7 +395,9 @@ class _Search:
     def _is_beaten(self, policy: str, point: _Point, mix: Mix, by: float = 0.0) -> bool:
         """Whether the policy has more tokens in less time elsewhere than this may reach, but for `by`."""
         upper_bound = self._upper_bound(point, mix)
-        taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) * self._tokens(point) / upper_bound
+        taken_ms = (
+            1e3 * sum(microbatch_counts(mix, point.task.microbatches)) * self._tokens(point) / upper_bound
+        )
         least_ms = self._per_token_ms(point, mix, taken_ms)
         shown = (o for o in self.options if o.policy == policy)
         more = 1.0 + by
@@ -407,13 +409,13 @@ class _Search:
         None where nothing of it ends within what is looked at, or where even its upper bound is beaten.
         """
         unit = point.variant.unit
-        key = ((unit.batch, unit.prefill_batch or unit.batch), point.task.slots)
+        key = ((unit.batch, unit.prefill_batch or unit.batch), point.task.microbatches)
         if key not in self._drafts:
-            slots, quick = point.task.slots, point.judge.quick_rate
+            microbatches, quick = point.task.microbatches, point.judge.quick_rate
             assert quick is not None, "a load is judged by simulation"
             num = len(self.cluster.devices)
             found: list[tuple[float, Mix]] = []
-            depths = {1.05 * min(slots, 2 * num), *([1.1 * num] if slots > num else [])}
+            depths = {1.05 * min(microbatches, 2 * num), *([1.1 * num] if microbatches > num else [])}
             for depth in sorted(depths):
                 mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, Limits(depth)).mix)
                 if mix is not None and not self._is_beaten("plan", point, mix):
@@ -435,7 +437,7 @@ class _Search:
         """False where even at its rate by busy time a token, or the first one, takes too long."""
         if self.target.tpot_ms is None and self.target.ttft_ms is None:
             return True
-        taken_ms = 1e3 * sum(slot_counts(mix, point.task.slots)) / mix.rate_per_s
+        taken_ms = 1e3 * sum(microbatch_counts(mix, point.task.microbatches)) / mix.rate_per_s
         first_ms = self._first_ms(point, mix, taken_ms)
         return self.target.allows(self._per_token_ms(point, mix, taken_ms), first_ms)
 
@@ -454,7 +456,7 @@ class _Search:
         return self._option(policy, point, mix, rate_per_s)
 
     def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
-        num = sum(slot_counts(mix, point.task.slots))
+        num = sum(microbatch_counts(mix, point.task.microbatches))
         taken_ms = 1e3 * num / rate_per_s
         names, unit = self.cluster.names, point.variant.unit
         used = objectives.used(mix)

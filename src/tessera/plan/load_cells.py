@@ -155,7 +155,7 @@ def _copied(
     parts: Sequence[tuple[LoadPlan, Cells]],
     whole: Mapping[int, ir.Variant],
 ) -> ir.Plan:
-    """The lanes of every part on the devices of every copy, each with the slots it had."""
+    """The lanes of every part on the devices of every copy, each with the microbatches it had."""
     units = list(dict.fromkeys(id(v.unit) for part, _ in parts for v in part.plan.every_variant))
     variants = [whole[key] for key in units]
     numbers = {key: number for number, key in enumerate(units)}
@@ -165,11 +165,11 @@ def _copied(
     for part, cells in parts:
         plan = part.plan
         own = plan.lane_table or tuple(
-            islice(ir.lane_sequence([x.rate_per_s for x in plan.lanes]), plan.slots)
+            islice(ir.lane_sequence([x.rate_per_s for x in plan.lanes]), plan.microbatches)
         )
-        slots = [own[n % len(own)] for n in range(plan.slots)]
+        microbatches = [own[n % len(own)] for n in range(plan.microbatches)]
         for devices in cells:
-            table += [len(lanes) + lane for lane in slots]
+            table += [len(lanes) + lane for lane in microbatches]
             lanes += [
                 ir.Lane(_moved(x.placement, devices), x.rate_per_s, numbers[id(plan.unit_of(x))])
                 for x in plan.lanes
@@ -185,13 +185,13 @@ def _copied(
         objective=ir.Objective.THROUGHPUT,
         policy=_policy([part.plan for part, _ in parts]),
         lanes=tuple(lanes),
-        slots=len(table),
+        microbatches=len(table),
         throughput_per_s=sum(plan.throughput_per_s * num * weight for plan, num, weight in rows),
         simulated_per_s=simulated,
         bound_per_s=max(_bound_rows_per_s(v, cluster) for v in variants) / first.batch,
         latency_us=max(plan.latency_us for plan, _, _ in rows),
         lane_table=tuple(table),
-        max_slots=len(table),
+        max_microbatches=len(table),
         joules_per_unit=sum(e * r for e, r in known) / simulated if len(known) == len(rows) else None,
         variants=tuple(variants[1:]),
     )

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
-from tessera.plan.problem import Mix, Wish, build, check_wishes, restricted
+from tessera.plan.problem import Constraint, Mix, build, check_constraints, restricted
 from tessera.plan.search.cells import cell_mixes
-from tessera.plan.search.judge import SLOTS_SHOWN, Judge, Simulate
+from tessera.plan.search.judge import MICROBATCHES_SHOWN, Judge, Simulate
 from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Task
 
@@ -36,15 +36,16 @@ class PlanConfig:
 
     objective: ir.Objective
     # Requests in flight, at most.
-    slots: int = 4
+    microbatches: int = 4
     # Name of a policy in PLANNERS; None: the objective's own.
     policy: str | None = None
     # What the user wants where.
-    wishes: tuple[Wish, ...] = ()
-    # Requests come over time and a slot decodes for ever: then none may live on what other slots leave free.
+    constraints: tuple[Constraint, ...] = ()
+    # Requests come over time and a microbatch decodes for ever: then none may live on what other microbatches
+    # leave free.
     is_served: bool = False
     # Requests in flight that the chosen plan is simulated with besides.
-    shown_slots: tuple[int, ...] = SLOTS_SHOWN
+    shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +86,17 @@ def work_out(
 
     Where memory is short, fewer requests in flight may leave room for a better placement: those are tried.
     """
-    if config.slots < 1:
+    if config.microbatches < 1:
         raise PlanInfeasible(
-            f"{config.slots} requests in flight do no work", "Give at least one (--microbatches)."
+            f"{config.microbatches} requests in flight do no work", "Give at least one (--microbatches)."
         )
     most = work_out_at(unit, costs, cluster, config, simulate, quick)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
     fewer = [
-        work_out_at(unit, costs, cluster, replace(config, slots=slots), simulate, quick)
-        for slots in FEWER_SLOTS
-        if slots < config.slots
+        work_out_at(unit, costs, cluster, replace(config, microbatches=microbatches), simulate, quick)
+        for microbatches in FEWER_SLOTS
+        if microbatches < config.microbatches
     ]
     return max([most, *fewer], key=lambda s: objective_figure(s.plan, config.objective))
 
@@ -122,9 +123,11 @@ def work_out_at(
     """With as many requests in flight as are asked for, where memory holds them."""
     name = config.policy or config.objective.value
     planner_named(name)
-    check_wishes(unit, config.wishes)
+    check_constraints(unit, config.constraints)
     is_served = config.is_served or unit.is_served
-    task = Task(build(unit, costs, cluster, config.wishes), config.slots, simulate is not None, is_served)
+    task = Task(
+        build(unit, costs, cluster, config.constraints), config.microbatches, simulate is not None, is_served
+    )
     return decide(task, Judge(task, config.objective, name, simulate, quick), config)
 
 
@@ -136,8 +139,8 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     task.quick = judge.quick_rate
     mixes = planner(task)
     if not mixes:
-        wishes = " with these placement constraints" if config.wishes else ""
-        raise PlanInfeasible(f"the policy '{name}' does not apply to this work{wishes}", _remedy(name))
+        constraints = " with these placement constraints" if config.constraints else ""
+        raise PlanInfeasible(f"the policy '{name}' does not apply to this work{constraints}", _remedy(name))
     others = [m for m in coarse.values() if m is not None]
     others += _cells(task, judge, config)
     if name == config.objective.value and config.objective is not ir.Objective.LATENCY:
@@ -145,7 +148,7 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     else:
         chosen = judge.best(mixes)
     baselines = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
-    plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_slots)
+    plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_microbatches)
     ir.verify(plan)
     return Solution(plan, task, chosen, (*others, *mixes))
 
@@ -157,18 +160,18 @@ def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
         return []
     problem = task.problem
 
-    def solve_part(devices: Sequence[int], slots: int) -> tuple[Mix, float]:
+    def solve_part(devices: Sequence[int], microbatches: int) -> tuple[Mix, float]:
         part = restricted(problem, devices)
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
-        inner = Task(part, slots, task.is_judged, task.is_served)
+        inner = Task(part, microbatches, task.is_judged, task.is_served)
         judged = Judge(inner, goal, name, judge.simulate, judge.quick)
-        found = decide(inner, judged, replace(config, slots=slots, shown_slots=()))
+        found = decide(inner, judged, replace(config, microbatches=microbatches, shown_microbatches=()))
         return found.chosen, found.plan.simulated_per_s
 
     found = []
-    for mix, rate_per_s in cell_mixes(problem, kinds.members, task.slots, solve_part):
-        if task.fits_with(mix.columns, mix.slots):
+    for mix, rate_per_s in cell_mixes(problem, kinds.members, task.microbatches, solve_part):
+        if task.fits_with(mix.columns, mix.microbatches):
             judge.know(mix, min(rate_per_s, mix.rate_per_s))
             found.append(mix)
     return found

@@ -88,7 +88,7 @@ def plan_part(shown: Shown, level: str) -> str:
         subtitle=escape(_subtitle(plan)),
         verdict=escape(shown.verdict),
         headline=escape(headline_text(plan)),
-        source=f"simulated with {plan.slots} in flight, on modelled costs",
+        source=f"simulated with {plan.microbatches} in flight, on modelled costs",
         tiles=_tiles(plan, timeline),
         comparison=comparison(plan),
         devices=devices(plan, timeline, found),
@@ -137,7 +137,7 @@ def _tiles(plan: Plan, timeline: Timeline) -> str:
     against = "lower latency" if plan.objective is Objective.LATENCY else "throughput"
     values = [
         ("throughput", rate(plan.throughput_per_s), "requests by busy time, modelled"),
-        (f"with {plan.slots} in flight", rate(plan.simulated_per_s), "requests, simulated"),
+        (f"with {plan.microbatches} in flight", rate(plan.simulated_per_s), "requests, simulated"),
         ("against best baseline", "" if factor is None else ratio(factor), f"{against}, modelled"),
         ("below the bound", percent(plan.gap), f"bound {rate(plan.bound_per_s)}, modelled"),
         ("latency, one alone", duration(plan.latency_us), "modelled"),
@@ -191,7 +191,7 @@ def comparison(plan: Plan) -> str:
 
 
 def _bars(plan: Plan) -> Iterator[Bar]:
-    how = f"simulated, {plan.slots} in flight"
+    how = f"simulated, {plan.microbatches} in flight"
     own = plan.simulated_per_s
     factor = gain(plan, plan)
     yield Bar(f"{plan.policy} (this plan)", how, own, plan.latency_us, "own", factor)
@@ -452,7 +452,7 @@ def _spans(spans: Sequence[Span], start_us: float, stop_us: float) -> Iterator[s
             place += f";top:{100 * min(row, num - 1) / num:.0f}%;height:{100 / num:.0f}%"
         name = short_name(span.label)
         took = duration(span.stop_us - span.start_us)
-        about = f"{span.label}, request {span.request}, microbatch {span.slot}, {took}"
+        about = f"{span.label}, request {span.request}, microbatch {span.microbatch}, {took}"
         text = cut(name, 24) if width >= NAMED_WIDTH and not span.is_transfer else ""
         style = f"r{span.request % NUM_COLOURS}" + (" t" if span.is_transfer else "")
         yield f'<i class="{style}" style="{place}" title="{cut(about, 140)}">{text}</i>'

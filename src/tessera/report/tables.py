@@ -71,7 +71,7 @@ def _utilisation(plan: Plan, timeline: Timeline | None) -> tuple[float, ...]:
 
 def comparison_table(plan: Plan) -> Table:
     """The plan against every baseline under the same costs, both simulated alike."""
-    title = f"Against coarser policies (modelled costs, simulated with {plan.slots} in flight)"
+    title = f"Against coarser policies (modelled costs, simulated with {plan.microbatches} in flight)"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
     table.add_column("requests/s", justify="right")

@@ -66,7 +66,7 @@ class Engine(Watcher[ActiveRequest]):
             settle, counts = self._out.settle, self.meters.pages
             return SequenceBatch(number, shape, steps, settle, counts, sight, prefix_caching)
 
-        config = SchedulerConfig(max_waiting, shape.slots, shape.rows, MAX_RETRIES)
+        config = SchedulerConfig(max_waiting, shape.microbatches, shape.rows, MAX_RETRIES)
         self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, config, self)
         self.keeper = Keeper(stepper.plans, planner, self._load, stepper.wake)
         # The monitor, if one decides.

@@ -96,7 +96,7 @@ def prepare_on_gpus(
     if again is not None and again.model is not None:
         return prepared_from(again.model, cluster, again)
     advance(f"building {model}")
-    slots = spec.slots
+    microbatches = spec.microbatches
     made = _built(model, spec, card, room_bytes)
     if again is not None:
         return prepared_from(made, cluster, again)
@@ -110,14 +110,14 @@ def prepare_on_gpus(
     costs = _prices(unit, cluster, made.weights(), still, kernels)
     advance("planning")
     policies = spec.policies if len(cluster.devices) > 1 else spec.policies[:1]
-    plans = tuple(flow.make_plan(unit, costs, cluster, x, slots) for x in policies)
+    plans = tuple(flow.make_plan(unit, costs, cluster, x, microbatches) for x in policies)
     rehearsed: dict[str, float] = {}
     if len(cluster.devices) > 1 and plans[0].objective is Objective.THROUGHPUT:
         advance("rehearsing")
-        rivals = (plans[0], *_others(unit, costs, cluster, slots, RIVALS))
+        rivals = (plans[0], *_others(unit, costs, cluster, microbatches, RIVALS))
         best, rehearsed = best_served(rivals, made.shape, spec.average)
         plans = (best, *plans[1:])
-    plans += _others(unit, costs, cluster, slots, [name for name in coarse if name != plans[0].policy])
+    plans += _others(unit, costs, cluster, microbatches, [name for name in coarse if name != plans[0].policy])
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
     torch.cuda.empty_cache()  # what was needed for capture and measurement is the workers'
     prepared = Prepared(made, cluster, unit, costs, plans, scale, rehearsed, capture_s)
@@ -153,13 +153,13 @@ def _room_bytes(cluster: Cluster) -> list[float]:
 
 
 def _others(
-    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, slots: int, names: Sequence[str]
+    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, microbatches: int, names: Sequence[str]
 ) -> tuple[Plan, ...]:
     """Plans by name, of those that there are for this work."""
     found = []
     for name in names:
         with suppress(PlanInfeasible):
-            found.append(flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, slots, name))
+            found.append(flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, microbatches, name))
     return tuple(found)
 
 

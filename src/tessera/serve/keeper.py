@@ -6,10 +6,10 @@ go on, or requests wait. When it is back, the plans for all devices are taken up
 the service's whole cluster, so that plans can follow one another without a worker being started.
 
 What plans can do is read off them, for the monitor, with no simulation when a service starts. A plan says how
-fast it is with some numbers of slots in flight, and a slot is a unit of work for `rows` requests. By Little's
-law, s slots at a rate of r units a second hold each request for s / r seconds; with hardly any load it is the
-latency of one unit. Between these the monitor interpolates. All figures are modelled: they decide between
-policies, and promise nothing.
+fast it is with some numbers of microbatches in flight, and a microbatch is a unit of work for `rows`
+requests. By Little's law, s microbatches at a rate of r units a second hold each request for s / r seconds;
+with hardly any load it is the latency of one unit. Between these the monitor interpolates. All figures are
+modelled: they decide between policies, and promise nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +113,10 @@ class Keeper:
 
 def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
     """One a plan, in requests per second; empty if a plan was never simulated in flight."""
-    if not all(any(slots <= plan.slots and rate for slots, rate in plan.by_slots) for plan in plans):
+    if not all(
+        any(microbatches <= plan.microbatches and rate for microbatches, rate in plan.by_microbatches)
+        for plan in plans
+    ):
         return ()
     return tuple(_capability(plan, rows) for plan in plans)
 
@@ -121,13 +124,17 @@ def capabilities_of(plans: Sequence[Plan], rows: int) -> tuple[Capability, ...]:
 def _capability(plan: Plan, rows: int) -> Capability:
     tokens = plan.unit.counts[-1] + 1
     least_s = plan.latency_us * 1e-6
-    there = sorted((slots, rate) for slots, rate in plan.by_slots if slots <= plan.slots)
+    there = sorted(
+        (microbatches, rate)
+        for microbatches, rate in plan.by_microbatches
+        if microbatches <= plan.microbatches
+    )
     capacity = rows * max(rate for _, rate in there)
     first = ALONE * capacity
     points = [Point(first, least_s / tokens, first * least_s)]
-    for slots, rate in there:
+    for microbatches, rate in there:
         load = rows * rate
-        # The curve ends below the capacity: more slots than bring a gain only bring waiting.
+        # The curve ends below the capacity: more microbatches than bring a gain only bring waiting.
         if points[-1].rate_per_s < load < ENOUGH * capacity:
-            points.append(Point(load, max(slots / rate, least_s) / tokens, float(slots * rows)))
+            points.append(Point(load, max(microbatches / rate, least_s) / tokens, float(microbatches * rows)))
     return Capability(plan.policy, capacity, tuple(points))

@@ -33,10 +33,10 @@ def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE)
 
 
-def modest_bytes(slots: int) -> int:
+def modest_bytes(microbatches: int) -> int:
     """Of each microbatch's pages, on devices that compute on this machine's CPU."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return min(POOL_BYTES, steady(free / 4 / slots))
+    return min(POOL_BYTES, steady(free / 4 / microbatches))
 
 
 def steady(num_bytes: float) -> int:

@@ -34,7 +34,7 @@ from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
 from tessera.serve.kept_plans import KeptModel, KeptPlans, ServableModel, find, keep, key_of
 from tessera.serve.pages import modest_bytes
-from tessera.serve.records import ROWS, SLOTS, Shape, step_name
+from tessera.serve.records import MICROBATCHES, ROWS, Shape, step_name
 
 if TYPE_CHECKING:
     from tessera.serve.steps import ServedModel
@@ -62,7 +62,7 @@ class Average:
 class ServeSpec:
     """What a service is planned for; None: a size that suits the model."""
 
-    slots: int = SLOTS
+    microbatches: int = MICROBATCHES
     rows: int = ROWS
     capacity: int | None = None
     max_batch_tokens: int | None = None
@@ -85,7 +85,7 @@ class ServeSpec:
 
         return served(
             model,
-            slots=self.slots,
+            microbatches=self.microbatches,
             rows=self.rows,
             capacity=self.capacity,
             max_batch_tokens=self.max_batch_tokens,
@@ -131,7 +131,7 @@ class Prepared:
         return WorkerStepper(
             self.plans,
             self.model.weights(),
-            microbatches=self.model.shape.slots,
+            microbatches=self.model.shape.microbatches,
             transport=transport,
             timeout_s=STEP_TIMEOUT_S,
             method=FORKSERVER,
@@ -165,7 +165,7 @@ def prepare(
 ) -> Prepared:
     """Plans a service; `advance` hears what is done next, `store` keeps measurements, `kept` plans."""
     warm_up()  # beside the capture and the planning
-    pool_bytes = modest_bytes(spec.slots)
+    pool_bytes = modest_bytes(spec.microbatches)
     key = key_of(place_of(model), spec, cluster, pool_bytes)
     found = find(key, kept) if kept is not None else None
     if found is not None and found.model is not None:
@@ -256,11 +256,11 @@ def _planned(
 
     policies = policies if len(cluster.devices) > 1 else policies[:1]
     try:
-        plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.slots) for x in policies)
+        plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.microbatches) for x in policies)
         check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
     except (PlanInfeasible, DeviceMemoryError) as error:
         shape = model.shape
-        now = f"now {shape.slots}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
+        now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
         remedy = (
             f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or add a device."
         )

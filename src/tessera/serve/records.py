@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tessera.serve.grammar import Grammar
 
 # Microbatches, and rows of each, where nobody says otherwise.
-SLOTS, ROWS, GPU_ROWS = 2, 8, 64
+MICROBATCHES, ROWS, GPU_ROWS = 2, 8, 64
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -33,7 +33,7 @@ def step_name(step: Step) -> str:
 @dataclass(frozen=True, slots=True)
 class Shape:
     # Microbatches, and sequences of one of them at most.
-    slots: int
+    microbatches: int
     rows: int
     # Tokens of a prompt and its answer, at most.
     capacity: int
@@ -72,8 +72,8 @@ class Shape:
 def sizes_for(cluster: Cluster) -> tuple[int, int]:
     """Microbatches, and rows of each, where nobody says: on one GPU there is nothing to overlap."""
     if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
-        return SLOTS, ROWS
-    return min(SLOTS, len(cluster.devices)), GPU_ROWS
+        return MICROBATCHES, ROWS
+    return min(MICROBATCHES, len(cluster.devices)), GPU_ROWS
 
 
 @dataclass(frozen=True, slots=True)

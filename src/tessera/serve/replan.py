@@ -77,7 +77,7 @@ def rehearse(
     plans: Sequence[Plan], shape: Shape, average: Average, clients: int | None = None
 ) -> list[float]:
     """Tokens a second of each plan with so many average requests at once, by default as many as fit."""
-    clients = clients or shape.slots * shape.rows
+    clients = clients or shape.microbatches * shape.rows
     return [_rate_per_s(plans, number, shape, average, clients) for number in range(len(plans))]
 
 

@@ -223,7 +223,7 @@ class Service:
             running=sum(content.num_used for content in contents),
             waiting=len(scheduler.queue),
             pages_used=sum(pool.num_used for pool in pools),
-            pages=shape.slots * (shape.pool_tokens // PAGE - 1),
+            pages=shape.microbatches * (shape.pool_tokens // PAGE - 1),
             prefix_queries=meters.pages.queries,
             prefix_hits=meters.pages.hits,
             preemptions=meters.pages.preemptions,

@@ -203,13 +203,13 @@ def _chosen(prepared: Prepared) -> str:
     shape, plan = prepared.model.shape, prepared.plans[0]
     sizes = ", ".join(f"{size:,}" for size in shape.sizes)
     when = f"captured in {prepared.capture_s:.1f} s" if prepared.capture_s else "as planned before"
-    held = shape.slots * prepared.model.state_bytes
+    held = shape.microbatches * prepared.model.state_bytes
     parts = [f"{name} {100 * share:.0f} %" for name, share in _shares(plan).items()]
     where = f"work on {', '.join(parts)}" if len(parts) > 1 else f"all work on {plan.cluster.names[0]}"
     return (
-        f"chosen: {shape.slots} x {shape.rows} requests at once, steps of {sizes} tokens ({when}), "
-        f"{shape.slots} x {shape.pool_tokens - PAGE:,} tokens in pages ({held / 1e9:.2f} GB), a request "
-        f"up to {shape.max_tokens:,}; {where}"
+        f"chosen: {shape.microbatches} x {shape.rows} requests at once, steps of {sizes} tokens ({when}), "
+        f"{shape.microbatches} x {shape.pool_tokens - PAGE:,} tokens in pages ({held / 1e9:.2f} GB), "
+        f"a request up to {shape.max_tokens:,}; {where}"
     )
 
 
@@ -218,7 +218,7 @@ def _expected(prepared: Prepared, average: Average) -> str:
     per_s = prepared.rehearsed.get(plan.policy) or _tokens_per_s(prepared, average, plan.simulated_per_s)
     if not per_s:
         return "expected: not modelled"
-    held = prepared.model.shape.slots * prepared.model.shape.rows
+    held = prepared.model.shape.microbatches * prepared.model.shape.rows
     return (
         f"expected (modelled, full load, {average.prompt} tokens in and {average.output} out): "
         f"{per_s:,.0f} tokens/s, {1e3 * held / per_s:,.1f} ms a token"

@@ -27,7 +27,7 @@ from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Step
 from tessera.kernels import PAGE
 from tessera.serve.pages import modest_bytes, pages_for
-from tessera.serve.records import ROWS, SLOTS, Shape
+from tessera.serve.records import MICROBATCHES, ROWS, Shape
 from tessera.serve.sight import Eyes, Sight, sight_of
 
 # Tokens of the largest step, of a model that computes on a CPU.
@@ -73,7 +73,7 @@ class ServedModel:
 def served(
     model: str,
     *,
-    slots: int = SLOTS,
+    microbatches: int = MICROBATCHES,
     rows: int = ROWS,
     capacity: int | None = None,
     max_batch_tokens: int | None = None,
@@ -94,7 +94,7 @@ def served(
     weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory. Steps are
     priced for sequences of `expected_length`. `joined`: products of the same input are one.
     """
-    _check_counts(slots, rows, capacity, max_batch_tokens, pool_tokens)
+    _check_counts(microbatches, rows, capacity, max_batch_tokens, pool_tokens)
     if model in known_models() and model not in servable_models():
         raise UnknownName("model to serve", model, servable_models())
     place = place_of(model)
@@ -112,9 +112,9 @@ def served(
     most_tokens = max_batch_tokens or MAX_BATCH_TOKENS
     sizes = sizes_of(rows, most_tokens if is_flat else min(most_tokens, parts.most), is_flat, min_size)
     if pool_tokens is None:
-        pool_bytes = modest_bytes(slots) if pool_bytes is None else pool_bytes
+        pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
-        room = min(pool_bytes, _room(first, room_bytes) / slots - fixed)
+        room = min(pool_bytes, _room(first, room_bytes) / microbatches - fixed)
         pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
     steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
     pool_tokens = PAGE * pages_for(pool_tokens)
@@ -125,7 +125,7 @@ def served(
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
-        slots, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
+        microbatches, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
         is_first_only=parts.is_first_only, window=found.window,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
@@ -133,10 +133,12 @@ def served(
 
 
 def _check_counts(
-    slots: int, rows: int, capacity: int | None, max_batch_tokens: int | None, pool_tokens: int | None
+    microbatches: int, rows: int, capacity: int | None, max_batch_tokens: int | None, pool_tokens: int | None
 ) -> None:
-    if min(slots, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
-        sizes = f"{slots} microbatches of {rows} sequences, length {capacity}, steps of {max_batch_tokens}"
+    if min(microbatches, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
+        sizes = (
+            f"{microbatches} microbatches of {rows} sequences, length {capacity}, steps of {max_batch_tokens}"
+        )
         raise CaptureError(f"{sizes} make no service", "Use at least 1 of each.")
 
 

@@ -37,7 +37,7 @@ def like(demand: Demand, num: int, times_us: Sequence[float]) -> Demand:
 
 def house(plan: Plan, demand: Demand) -> int:
     """Requests that a plan has places for."""
-    return plan.slots * demand.rows
+    return plan.microbatches * demand.rows
 
 
 def capacity_per_s(plan: Plan, demand: Demand, truth: Truth | None = None) -> float:

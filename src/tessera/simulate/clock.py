@@ -24,8 +24,8 @@ class _Simulation(Core):
         self._weights: dict[int, float] = {}
 
     def run(self) -> Timeline:
-        for slot in range(min(self._plan.slots, len(self._pending))):
-            self._admit(slot, 0.0)
+        for microbatch in range(min(self._plan.microbatches, len(self._pending))):
+            self._admit(microbatch, 0.0)
         while self.advance() is not None:
             pass
         spans = tuple(sorted(self._spans, key=lambda s: (s.start_us, s.stop_us, s.track)))
@@ -35,14 +35,14 @@ class _Simulation(Core):
         verify(timeline)
         return timeline
 
-    def _admit(self, slot: int, now: float) -> None:
+    def _admit(self, microbatch: int, now: float) -> None:
         if self._pending:
             lane = self._table.take()
             runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
             number = self._pending.pop()
             if self._plan.variants:
                 self._weights[number] = self._plan.weight_of(self._plan.lanes[lane])
-            self.begin(Flight(number, slot, lane, runs[::-1]), now)
+            self.begin(Flight(number, microbatch, lane, runs[::-1]), now)
 
     def on_end(self, flight: Flight, now: float) -> None:
         """Writes the request down; its place takes the next."""

@@ -1,17 +1,17 @@
 """SteadyRates: the rate of a plan with all microbatches full, from a short span of simulated time.
 
 The same loop as `simulate`, without a timeline, watched for a while instead of to an end
-(`Window`). Slots start spread over their requests, so the system is full at once and a quarter of a request's
-time with four slots sees every phase of a request once. Work is counted as fractions of a request: a
-segment's share of its request's busy time, times the work units in the request.
+(`Window`). Microbatches start spread over their requests, so the system is full at once and a quarter of a
+request's time with four microbatches sees every phase of a request once. Work is counted as fractions of a
+request: a segment's share of its request's busy time, times the work units in the request.
 
 A verdict simulates every launch, of fewer requests where programs are long. A quick look at long programs,
-and a verdict on very long ones that would take a second, simulates samples (`Fluid`): while every slot stays
-in its step, each goes on at a steady pace, and what a few hundred segments show holds for the thousands that
-follow. Some segments are simulated to settle, then some to measure each slot's pace; then all slots are
-moved ahead at their paces, until just before the first of them comes to the end of its step, which is always
-simulated. Work and time of what is skipped are those of the sample, times how often it fits. Not seen: what
-differs along a program beyond the samples, which fall on other launches every time.
+and a verdict on very long ones that would take a second, simulates samples (`Fluid`): while every microbatch
+stays in its step, each goes on at a steady pace, and what a few hundred segments show holds for the thousands
+that follow. Some segments are simulated to settle, then some to measure each microbatch's pace; then all
+microbatches are moved ahead at their paces, until just before the first of them comes to the end of its step,
+which is always simulated. Work and time of what is skipped are those of the sample, times how often it fits.
+Not seen: what differs along a program beyond the samples, which fall on other launches every time.
 """
 
 import math
@@ -28,9 +28,9 @@ from tessera.ir import Plan, Recv
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
 from tessera.simulate.core import Core, Flight, Work
 
-# Runs of each slot, at least: before the clock counts, and while it does.
+# Runs of each microbatch, at least: before the clock counts, and while it does.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
-# With fewer slots than this, less work is looked at.
+# With fewer microbatches than this, less work is looked at.
 MANY_SLOTS = 4
 
 
@@ -43,12 +43,12 @@ class WindowExtent:
 
 
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
-    """How much of a plan is looked at: less with few slots, but some runs of each."""
-    few, num_runs = min(1.0, plan.slots / MANY_SLOTS), sum(plan.unit.counts)
+    """How much of a plan is looked at: less with few microbatches, but some runs of each."""
+    few, num_runs = min(1.0, plan.microbatches / MANY_SLOTS), sum(plan.unit.counts)
     each = mean_weight(plan)
     return WindowExtent(
-        each * max(few * wanted.warm_up, plan.slots * MIN_WARM_UP_RUNS / num_runs),
-        each * max(few * wanted.window, plan.slots * MIN_WINDOW_RUNS / num_runs),
+        each * max(few * wanted.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
+        each * max(few * wanted.window, plan.microbatches * MIN_WINDOW_RUNS / num_runs),
     )
 
 
@@ -76,27 +76,27 @@ def runs_of(scripts: Sequence[Script], weight: float, skipped: float = 0.0) -> t
 
 
 class Window(Core):
-    """All slots full; `rate_per_us` says how fast work is done."""
+    """All microbatches full; `rate_per_us` says how fast work is done."""
 
     def __init__(
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
     ) -> None:
         super().__init__(len(plan.cluster.devices), len(scripts.wires.buses))
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
-        self._lanes, self._slots, self._extent = lanes, plan.slots, extent
+        self._lanes, self._microbatches, self._extent = lanes, plan.microbatches, extent
         self._weights = weights_of(plan)
         self._done = self._target = self._skipped_us = 0.0
         self._count = 0  # segments so far; a subclass may start again
         self._due = math.inf  # segments until something is to be done about them
         self._flights: dict[int, Flight] = {}
-        # Slot -> the run that it is in: its script, its ticket and its busy time so far.
+        # Microbatch -> the run that it is in: its script, its ticket and its busy time so far.
         self._script: dict[int, Script] = {}
         self._ticket: dict[int, int] = {}
         self._run_us: dict[int, float] = {}
 
     def rate_per_us(self) -> float:
-        for slot in range(self._slots):
-            self._admit(slot, 0.0, slot / self._slots)
+        for microbatch in range(self._microbatches):
+            self._admit(microbatch, 0.0, microbatch / self._microbatches)
         since_us, since = self._until(self._extent.warm_up)
         until_us, until = self._until(since + self._extent.window)
         return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
@@ -119,22 +119,22 @@ class Window(Core):
         at = now or 0.0
         return at + self._skipped_us, self._so_far(at)[0]
 
-    def _admit(self, slot: int, now: float, skipped: float = 0.0) -> None:
+    def _admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
         """A request begins; of the first ones, the runs that make up the skipped share are left out."""
         lane = self._table.take()
         runs, per_us = runs_of(self._lanes[lane], self._weights[lane], skipped)
-        flight = Flight(0, slot, lane, runs, per_us=per_us)
-        self._flights[slot] = flight
+        flight = Flight(0, microbatch, lane, runs, per_us=per_us)
+        self._flights[microbatch] = flight
         self.begin(flight, now)
 
     def begin(self, flight: Flight, now: float) -> None:
-        slot = flight.microbatch
-        self._script[slot], self._ticket[slot] = flight.left[-1][0], self._order + 1
-        self._run_us[slot] = 0.0
+        microbatch = flight.microbatch
+        self._script[microbatch], self._ticket[microbatch] = flight.left[-1][0], self._order + 1
+        self._run_us[microbatch] = 0.0
         super().begin(flight, now)
 
     def _so_far(self, now: float) -> tuple[float, dict[int, float]]:
-        """(work done, slot -> busy time of its run), with what the devices are at."""
+        """(work done, microbatch -> busy time of its run), with what the devices are at."""
         done, run_us = self._done, dict(self._run_us)
         for device in self.devices:
             if device.job is not None:
@@ -156,7 +156,8 @@ class Window(Core):
         self._admit(flight.microbatch, now)
 
 
-# Segments that settle and that are measured: of each slot on average, where there are no more than these.
+# Segments that settle and that are measured: of each microbatch on average, where there are no more than
+# these.
 SETTLE, SAMPLE = 10, 30
 # A skip shorter than this many samples is not worth the settling behind it.
 MIN_SKIP = 1.0
@@ -201,7 +202,7 @@ class Cuts:
         """The last cut with no more busy time behind it."""
         return max(0, bisect_right(self.done_us, busy_us) - 1)
 
-    def job(self, device: int, cut: int, slot: int, ticket: int) -> Job | None:
+    def job(self, device: int, cut: int, microbatch: int, ticket: int) -> Job | None:
         """What a device still has to do behind the cut; None if nothing."""
         column = self.script.columns[device]
         stops, places = self._segments[device]
@@ -216,7 +217,7 @@ class Cuts:
             at -= 1  # it may have to wait for what is read next
         left_at, numbers = self._sent
         arrived = set(numbers[: bisect_right(left_at, cut)])
-        return Job(slot, ticket, column.items, at, arrived, column.until_wait_us, spent)
+        return Job(microbatch, ticket, column.items, at, arrived, column.until_wait_us, spent)
 
 
 class Fluid(Window):
@@ -226,19 +227,19 @@ class Fluid(Window):
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
     ) -> None:
         super().__init__(plan, scripts, lanes, extent)
-        few = min(plan.slots, MANY_SLOTS)
+        few = min(plan.microbatches, MANY_SLOTS)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
         self._due = self._settled
-        # Slot -> runs begun since the sample began; time, work and busy times of runs when it did.
-        self._begun: dict[int, int] = dict.fromkeys(range(self._slots), 0)
+        # Microbatch -> runs begun since the sample began; time, work and busy times of runs when it did.
+        self._begun: dict[int, int] = dict.fromkeys(range(self._microbatches), 0)
         self._mark: tuple[float, float, dict[int, float]] | None = None
         self._cuts: dict[Script, Cuts] = {}
 
     def begin(self, flight: Flight, now: float) -> None:
-        """Starts a run; a slot that comes to another step ends the sample."""
-        slot = flight.microbatch
-        if self._script.get(slot) is flight.left[-1][0]:
-            self._begun[slot] += 1
+        """Starts a run; a microbatch that comes to another step ends the sample."""
+        microbatch = flight.microbatch
+        if self._script.get(microbatch) is flight.left[-1][0]:
+            self._begun[microbatch] += 1
         else:
             self._start_again()
         super().begin(flight, now)
@@ -258,13 +259,15 @@ class Fluid(Window):
             self._start_again()
 
     def _skip(self, mark: tuple[float, float, dict[int, float]], now: float) -> None:
-        """Moves every slot ahead by as many samples as fit before a step ends or the work is done."""
+        """Moves every microbatch ahead by as many samples as fit before a step ends or the work is done."""
         if not all(script.busy_us for script in self._script.values()):
             return  # state is under way: nothing to measure its pace by
         done, run_us = self._so_far(now)
         moved = {
-            slot: run_us[slot] - mark[2][slot] + self._begun[slot] * self._script[slot].busy_us
-            for slot in self._flights
+            microbatch: run_us[microbatch]
+            - mark[2][microbatch]
+            + self._begun[microbatch] * self._script[microbatch].busy_us
+            for microbatch in self._flights
         }
         if done <= mark[1]:
             return
@@ -276,16 +279,16 @@ class Fluid(Window):
         self._skipped_us += times * (now - mark[0])
         self._done = done + times * (done - mark[1])
         self._clear(now)
-        for slot, us in moved.items():
-            self._take_up(slot, run_us[slot] + times * us)
+        for microbatch, us in moved.items():
+            self._take_up(microbatch, run_us[microbatch] + times * us)
         for device in range(len(self.devices)):
             self._look(device, now)
 
-    def _left_us(self, slot: int) -> float:
+    def _left_us(self, microbatch: int) -> float:
         """Busy time from the beginning of the run to the end of its step."""
-        script = self._script[slot]
+        script = self._script[microbatch]
         same = 0
-        for other, _ in reversed(self._flights[slot].left):
+        for other, _ in reversed(self._flights[microbatch].left):
             if other is not script:
                 break
             same += 1
@@ -299,9 +302,9 @@ class Fluid(Window):
             for job in list(device.queue):
                 device.queue.drop(job.ticket)
 
-    def _take_up(self, slot: int, busy_us: float) -> None:
-        """A slot's run, or the later one of its step, where so much is done since its beginning."""
-        flight, ticket, script = self._flights[slot], self._ticket[slot], self._script[slot]
+    def _take_up(self, microbatch: int, busy_us: float) -> None:
+        """A microbatch's run, or the later one of its step, where so much is done since its beginning."""
+        flight, ticket, script = self._flights[microbatch], self._ticket[microbatch], self._script[microbatch]
         cuts = self._cuts.setdefault(script, Cuts(script))
         runs, rest = divmod(busy_us, script.busy_us)
         if runs:
@@ -309,11 +312,11 @@ class Fluid(Window):
         cut = cuts.at(rest)
         flight.waiting = 0
         for index, device in enumerate(self.devices):
-            job = cuts.job(index, cut, slot, ticket)
+            job = cuts.job(index, cut, microbatch, ticket)
             if job is not None:
                 device.queue.add(job)
                 flight.waiting += 1
-        self._run_us[slot] = cuts.done_us[cut]
+        self._run_us[microbatch] = cuts.done_us[cut]
 
 
 # Requests' worth of work before the clock counts, and while it does: microbatches that start spread over
@@ -328,7 +331,7 @@ QUICK_LISTS = 60
 
 
 class SteadyRates:
-    """Work units per second of plans with their slots full; plans of one unit share what they can."""
+    """Work units per second of plans with their microbatches full; plans of one unit share what they can."""
 
     def __init__(self) -> None:
         # One a variant.
@@ -354,7 +357,7 @@ class SteadyRates:
         # Rates of lanes matter only where no table says which lane comes next.
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
         followed = tuple((lane.variant, lane.placement) for lane in plan.lanes)
-        key = (followed, shares, plan.slots, effort)
+        key = (followed, shares, plan.microbatches, effort)
         rate = self._known.get(key)
         if rate is None:
             lanes = [self._scripts[lane.variant].of(lane.placement) for lane in plan.lanes]

@@ -25,7 +25,9 @@ def scattered(seed: int) -> Plan:
     rng = random.Random(seed)
     graphs = models.unit().graphs
     placement = [models.random_placement(g, rng, 2) for g in graphs]
-    plan = make_plan([g.trace for g in graphs], [placement], models.unit().counts, make_cluster(2), slots=2)
+    plan = make_plan(
+        [g.trace for g in graphs], [placement], models.unit().counts, make_cluster(2), microbatches=2
+    )
     return replace(plan, policy=("quick", "wide")[seed])
 
 

@@ -99,7 +99,7 @@ def test_another_order_of_draws_gives_other_numbers() -> None:
 
 
 def test_scattered_draws_give_the_reference_bits() -> None:
-    """On two workers, two lanes, two slots: tokens, counts and generator are those of one process."""
+    """On two workers, two lanes, two microbatches: tokens, counts and generator are those of one process."""
     graph = build_graph(trace())
     placements = [random_placement(graph, random.Random(seed), 2) for seed in range(2)]
     for home, placement in enumerate(placements):

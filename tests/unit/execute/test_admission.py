@@ -186,8 +186,8 @@ def test_old_ones_are_renewed_together_where_others_have_room() -> None:
 
 def test_a_slowdown_is_what_a_plan_says_of_microbatches_in_flight() -> None:
     """Twice as many at the same rate take twice as long each; between the points, in proportion."""
-    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
-    slowdown = slowdown_of(replace(plan, by_slots=((1, 10.0), (2, 20.0), (4, 30.0))))
+    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), microbatches=4)
+    slowdown = slowdown_of(replace(plan, by_microbatches=((1, 10.0), (2, 20.0), (4, 30.0))))
 
     assert [0.0, pytest.approx(0.2), pytest.approx(1 / 9)] == [slowdown(num) for num in (1, 2, 3)]
     assert pytest.approx(1 / 4) == slowdown(4)
@@ -196,9 +196,9 @@ def test_a_slowdown_is_what_a_plan_says_of_microbatches_in_flight() -> None:
 
 def test_a_width_is_what_keeps_the_devices_busy() -> None:
     """More microbatches than nearly reach the best rate of those there are bring nothing."""
-    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
-    wide = replace(plan, by_slots=((1, 23.0), (2, 44.0), (4, 52.0), (8, 60.0)))
-    quick = replace(plan, by_slots=((1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5)))
+    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), microbatches=4)
+    wide = replace(plan, by_microbatches=((1, 23.0), (2, 44.0), (4, 52.0), (8, 60.0)))
+    quick = replace(plan, by_microbatches=((1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5)))
 
     assert (4, 1, 1) == (width_of(wide), width_of(quick), width_of(plan))
 

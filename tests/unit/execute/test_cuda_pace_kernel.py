@@ -129,7 +129,7 @@ class Calls:
 
 
 class Places:
-    """A device's queue with places for three slots."""
+    """A device's queue with places for three microbatches."""
 
     def numel(self) -> int:
         """Its words."""

@@ -42,10 +42,10 @@ def place_of(stand: Stand, buffer: int) -> Storage:
 
 def test_a_chain_needs_two_buffers_at_a_time() -> None:
     """However long a chain is, only a launch's input and output are alive together, and the step's input."""
-    plan = make_plan([make_chain(20, 256)], [[[0] * 20]], slots=1)
+    plan = make_plan([make_chain(20, 256)], [[[0] * 20]], microbatches=1)
     found = footprints([plan], [ready_programs(plan)])
 
-    assert [3 * 256, 0] == [f.slot_bytes for f in found]
+    assert [3 * 256, 0] == [f.microbatch_bytes for f in found]
 
 
 def test_what_is_freed_serves_the_buffers_behind_it() -> None:
@@ -113,9 +113,9 @@ def test_state_stays_where_it_is_through_a_lane_and_in_others() -> None:
         assert not others & set(seen.values())
 
 
-def test_peak_bytes_are_weights_and_slots() -> None:
-    """Known from the plan alone: weights once, and for each slot its state and what is alive at once."""
-    plan = made.plan_of([made.scattered(random.Random(0), [0])], 1, slots=5)
+def test_peak_bytes_are_weights_and_microbatches() -> None:
+    """Known from the plan alone: weights once, for each microbatch its state and what is alive at once."""
+    plan = made.plan_of([made.scattered(random.Random(0), [0])], 1, microbatches=5)
     programs = ready_programs(plan)
     found = footprints([plan], [programs])[0]
     weights = sum(t.numel() * 4 for t in made.workloads()[0].weights().values())
@@ -146,7 +146,7 @@ def most_alive(plan: Plan, program: Program) -> int:
 )
 def test_too_little_memory_says_what_to_lower_and_by_how_much(memory_bytes: int, remedy: str) -> None:
     """The message names device, need and excess, and the first thing that would help."""
-    plan = made.plan_of([made.scattered(random.Random(0), [0])], 1, slots=40)
+    plan = made.plan_of([made.scattered(random.Random(0), [0])], 1, microbatches=40)
     found = footprints([plan], [ready_programs(plan)])
     small = made.with_memory_of(plan, memory_bytes)
 

@@ -33,14 +33,14 @@ def make_requests(num: int) -> list[UnitRequest]:
     return [UnitRequest(workloads, workloads[0].make_inputs(i), i) for i in range(num)]
 
 
-def make_random_plan(seed: int, num_devices: int, lanes: int = 2, slots: int = 3) -> Plan:
+def make_random_plan(seed: int, num_devices: int, lanes: int = 2, microbatches: int = 3) -> Plan:
     """Launches scattered at random: the worst case for transfers."""
     rng = random.Random(seed)
     graphs = models.unit().graphs
     placements = [[models.random_placement(g, rng, num_devices) for g in graphs] for _ in range(lanes)]
     traces = [g.trace for g in graphs]
     cluster = make_cluster(num_devices)
-    return make_plan(traces, placements, models.unit().counts, cluster, slots=slots)
+    return make_plan(traces, placements, models.unit().counts, cluster, microbatches=microbatches)
 
 
 def make_sliced() -> tuple[Plan, UnitRequest]:

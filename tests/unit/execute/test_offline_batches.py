@@ -75,7 +75,7 @@ def variants() -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def make_mixed(seed: int = 0, slots: int = 3, is_apart: bool = False) -> Plan:
+def make_mixed(seed: int = 0, microbatches: int = 3, is_apart: bool = False) -> Plan:
     """A lane a batch: launches scattered at random over two devices, or all on a device of its own."""
     rng = random.Random(seed)
     lanes = []
@@ -88,7 +88,12 @@ def make_mixed(seed: int = 0, slots: int = 3, is_apart: bool = False) -> Plan:
     first = variants()[0]
     base = make_plan([g.trace for g in first.unit.graphs], [lanes[0].placement.devices], first.unit.counts)
     plan = replace(
-        base, unit=first.unit, lanes=tuple(lanes), slots=slots, variants=variants()[1:], bound_per_s=2.0
+        base,
+        unit=first.unit,
+        lanes=tuple(lanes),
+        microbatches=microbatches,
+        variants=variants()[1:],
+        bound_per_s=2.0,
     )
     verify(plan)
     return plan
@@ -155,13 +160,13 @@ def test_programs_name_their_steps_among_all_variants() -> None:
 
 
 def test_footprint_is_that_of_the_hungriest_lane_of_each_device() -> None:
-    """Weights once, and for every slot the arena of the larger batch where that runs."""
+    """Weights once, and for every microbatch the arena of the larger batch where that runs."""
     plan = make_mixed(is_apart=True)
     found = footprints([plan], [ready_programs(plan)])
     large, small = found
 
     assert large.weight_bytes == small.weight_bytes
-    assert large.slot_bytes > 1.5 * small.slot_bytes
+    assert large.microbatch_bytes > 1.5 * small.microbatch_bytes
 
 
 def test_memory_that_holds_the_small_batch_only() -> None:

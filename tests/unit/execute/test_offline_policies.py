@@ -21,8 +21,8 @@ def policies() -> list[Plan]:
     """All on one device, all on the other, and scattered over both; different numbers in flight."""
     rng = random.Random(0)
     return [
-        made.plan_of([made.scattered(rng, devices)], 2, slots)
-        for devices, slots in (([0], 2), ([1], 3), ([0, 1], 4))
+        made.plan_of([made.scattered(rng, devices)], 2, microbatches)
+        for devices, microbatches in (([0], 2), ([1], 3), ([0, 1], 4))
     ]
 
 

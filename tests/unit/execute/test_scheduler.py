@@ -108,7 +108,7 @@ def test_a_full_queue_refuses() -> None:
 
 def test_a_switch_renews_microbatches_one_after_another() -> None:
     """The old policy's go on while one at a time is opened anew; nothing is drained."""
-    plans = [plan_of([0], slots=2), replace(plan_of([1], slots=2), policy="other")]
+    plans = [plan_of([0], microbatches=2), replace(plan_of([1], microbatches=2), policy="other")]
     stepper = ClockedStepper(plans)
     scheduler, diary = made(stepper, SchedulerConfig(rows=2, patience=math.inf), rows=2)
     for job in jobs_of(12, SHORT, SHORT):
@@ -124,7 +124,7 @@ def test_a_switch_renews_microbatches_one_after_another() -> None:
 
 def test_requests_that_can_read_again_go_to_new_microbatches() -> None:
     """After a switch they begin there at once, ahead of who waits; the old microbatch is closed."""
-    plans = [plan_of([0], slots=2), replace(plan_of([1], slots=2), policy="other")]
+    plans = [plan_of([0], microbatches=2), replace(plan_of([1], microbatches=2), policy="other")]
     stepper, diary = ClockedStepper(plans), Diary()
     config = SchedulerConfig(rows=2, patience=math.inf)
     scheduler = Scheduler(stepper, lambda n, lane: Jobs(n, lane, 2, can_move=True), config, diary)
@@ -258,7 +258,7 @@ def test_nothing_to_wait_for_is_told_once_and_clearly() -> None:
 
 def test_a_device_that_is_back_is_used_again_under_full_load() -> None:
     """Microbatches that were opened without it are renewed one after another."""
-    stepper = ClockedStepper([plan_of([0], [1], slots=2)])
+    stepper = ClockedStepper([plan_of([0], [1], microbatches=2)])
     stepper.lose(0.5, "d0", 3.0)
     scheduler, _ = made(stepper, SchedulerConfig(rows=2, patience=math.inf), rows=2)
     run(scheduler, *jobs_of(40, SHORT, SHORT))
@@ -270,14 +270,14 @@ def test_a_device_that_is_back_is_used_again_under_full_load() -> None:
 
 def test_other_plans_are_taken_up_by_and_by() -> None:
     """What is open goes on along its lane; what is opened next follows the new plan of the same name."""
-    plans = [plan_of([0], slots=2), replace(plan_of([0], slots=2), policy="other")]
+    plans = [plan_of([0], microbatches=2), replace(plan_of([0], microbatches=2), policy="other")]
     stepper = ClockedStepper(plans)
     scheduler, diary = made(stepper)
     scheduler.switch(1)
     for job in jobs_of(4, SHORT, SHORT):
         scheduler.push(job)
     scheduler.round(None)
-    scheduler.load([replace(plan_of([1], slots=2), policy=plan.policy) for plan in plans])
+    scheduler.load([replace(plan_of([1], microbatches=2), policy=plan.policy) for plan in plans])
     while not scheduler.is_idle:
         scheduler.round(None)
 
@@ -315,7 +315,7 @@ def around() -> Plan:
 @given(st.data())
 def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
     """Random jobs, losses, returns and switches: each request is finished once, and no lane is kept."""
-    plans = [plan_of([0], [1], slots=3), replace(plan_of([1], [0], slots=2), policy="other")]
+    plans = [plan_of([0], [1], microbatches=3), replace(plan_of([1], [0], microbatches=2), policy="other")]
     stepper = ClockedStepper(plans)
     for _ in range(data.draw(st.integers(0, 4))):
         at_s = data.draw(st.floats(0.1, 20.0))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,14 @@ def test_files_keep_the_variants(tmp_path: Path) -> None:
 
     assert plan == load(Plan, tmp_path / "x.plan")
     assert len(load(Timeline, tmp_path / "x.timeline").weights) == 6
-    assert header(tmp_path / "x.plan") == header(tmp_path / "x.timeline") == 3
+    assert header(tmp_path / "x.plan") == header(tmp_path / "x.timeline") == 8
 
 
-def test_files_without_variants_are_as_before(tmp_path: Path) -> None:
-    """One batch: the old format, and nothing in the body that it did not have."""
+def test_files_without_variants_say_nothing_of_them(tmp_path: Path) -> None:
+    """One batch: nothing in the body of others."""
     plan = make_plan([make_chain(3)], [[[0, 1, 0]]])
     save(plan, tmp_path / "x.plan")
 
-    assert 2 == header(tmp_path / "x.plan")
     assert b"variant" not in (tmp_path / "x.plan").read_bytes()
     assert digest(plan) == digest(load(Plan, tmp_path / "x.plan"))
 
@@ -54,8 +54,8 @@ def test_files_of_formats_unknown_are_refused(tmp_path: Path) -> None:
     """The first format is too old, the next one too new."""
     save(mixed_plan(), tmp_path / "x.plan")
     raw = (tmp_path / "x.plan").read_bytes()
-    for version, word in ((1, "old format 1"), (8, "reads up to 7")):
-        (tmp_path / "y.plan").write_bytes(raw.replace(b'"version": 3', b'"version": %d' % version, 1))
+    for version, word in ((1, "old format 1"), (9, "reads up to 8")):
+        (tmp_path / "y.plan").write_bytes(raw.replace(b'"version": 8', b'"version": %d' % version, 1))
         with pytest.raises(ArtifactError, match=word):
             load(Plan, tmp_path / "y.plan")
 
@@ -94,3 +94,15 @@ def test_what_takes_one_batch_says_so() -> None:
         MismatchError, match=r"lanes of batch 8, 2; a service takes one batch.*--batch-choices"
     ):
         need_one_batch(mixed_plan(), "a service")
+
+
+def test_files_of_older_words_are_read(tmp_path: Path) -> None:
+    """Before format 8 a plan had slots."""
+    plan = mixed_plan()
+    save(plan, tmp_path / "x.plan")
+    head, _, body = (tmp_path / "x.plan").read_bytes().partition(b"\n")
+    body = body.replace(b"microbatches", b"slots")
+    facts = json.loads(head) | {"version": 7, "bytes": len(body), "sha256": sha256(body).hexdigest()}
+    (tmp_path / "x.plan").write_bytes(json.dumps(facts).encode() + b"\n" + body)
+
+    assert plan == load(Plan, tmp_path / "x.plan")

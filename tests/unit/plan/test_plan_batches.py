@@ -14,12 +14,12 @@ from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan import Batched, PlanConfig, Simulate, explain, solve, solve_batches
-from tessera.plan.problem import Mix, build, slot_counts
+from tessera.plan.problem import Mix, build, microbatch_counts
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
-CONFIG = PlanConfig(ir.Objective.THROUGHPUT, slots=examples(4, 2), shown_slots=())
+CONFIG = PlanConfig(ir.Objective.THROUGHPUT, microbatches=examples(4, 2), shown_microbatches=())
 
 
 def rates() -> tuple[Simulate, Simulate]:
@@ -39,12 +39,12 @@ def unlike() -> Batched:
     return batched(*unlike_memory())
 
 
-def joint(variants: list[ir.Variant], cluster: ir.Cluster, slots: int = 4) -> JointTask:
+def joint(variants: list[ir.Variant], cluster: ir.Cluster, microbatches: int = 4) -> JointTask:
     """The batches as one task, with their columns."""
-    parts = tuple(Task(build(v.unit, v.costs, cluster), slots) for v in variants)
+    parts = tuple(Task(build(v.unit, v.costs, cluster), microbatches) for v in variants)
     for part in parts:
         assert part.free.mix.columns
-    return JointTask(parts[0].problem, slots, parts=parts)
+    return JointTask(parts[0].problem, microbatches, parts=parts)
 
 
 def listed_per_s(task: JointTask) -> float:
@@ -161,24 +161,24 @@ def test_data_parallel_has_a_batch_a_device() -> None:
 
 
 def test_weights_are_held_once_for_all_batches() -> None:
-    """Two lanes on one device: one set of weights, and slots of the hungrier lane."""
+    """Two lanes on one device: one set of weights, and microbatches of the hungrier lane."""
     variants, cluster = unlike_memory()
     task = joint(variants, cluster)
     whole = [part.problem.column(np.zeros(part.problem.num_nodes, dtype=np.int64)) for part in task.parts]
 
-    weights, per_slot = task.footprint(task.scaled(v, c) for v, c in enumerate(whole))
+    weights, per_microbatch = task.footprint(task.scaled(v, c) for v, c in enumerate(whole))
     each = [part.problem.footprint((c,)) for part, c in zip(task.parts, whole, strict=True)]
 
     assert weights.tolist() == each[0][0].tolist() == each[1][0].tolist()
-    assert per_slot.tolist() == np.maximum(each[0][1], each[1][1]).tolist()
+    assert per_microbatch.tolist() == np.maximum(each[0][1], each[1][1]).tolist()
 
 
 def test_plan_fits_the_memory_of_every_device() -> None:
-    """With every slot on its lane; the plan says how many would fit."""
+    """With every microbatch on its lane; the plan says how many would fit."""
     plan = unlike().plan
 
-    assert plan.max_slots is not None
-    assert plan.slots <= plan.max_slots
+    assert plan.max_microbatches is not None
+    assert plan.microbatches <= plan.max_microbatches
     for room in explain(plan).memory:
         assert room.weight_bytes < room.used_bytes <= room.capacity_bytes
 
@@ -210,7 +210,7 @@ def test_a_batch_given_twice_is_refused() -> None:
         batched([*variants, variants[0]], cluster)
 
 
-def test_slots_are_held_by_requests_of_either_batch() -> None:
+def test_microbatches_are_held_by_requests_of_either_batch() -> None:
     """By Little's law: half of the requests' number at twice the batch, each as long as its whole path."""
     variants, cluster = random_variants(0, batches=(1, 2))
     task = joint(variants, cluster)
@@ -218,7 +218,7 @@ def test_slots_are_held_by_requests_of_either_batch() -> None:
         task.scaled(v, p.problem.column(np.full(p.problem.num_nodes, v))) for v, p in enumerate(task.parts)
     )
 
-    counts = slot_counts(Mix(columns, (0.5, 0.5)), 40)
+    counts = microbatch_counts(Mix(columns, (0.5, 0.5)), 40)
     paths = [p.problem.column(c.labels).path_us for p, c in zip(task.parts, columns, strict=True)]
 
     assert 2 * counts[0] / counts[1] == pytest.approx(2 * paths[0] / (paths[1] / 2), rel=0.1)

@@ -23,10 +23,10 @@ def many(first: int, second: int) -> Case:
     return unit, tuple(prices), cluster
 
 
-def rate(case: Case, slots: int) -> float:
+def rate(case: Case, microbatches: int) -> float:
     """Requests per second of the throughput plan, simulated."""
     rates = SteadyRates()
-    config = PlanConfig(ir.Objective.THROUGHPUT, slots=slots, shown_slots=())
+    config = PlanConfig(ir.Objective.THROUGHPUT, microbatches=microbatches, shown_microbatches=())
     return solve(*case, config, rates, rates.quick).simulated_per_s
 
 
@@ -37,7 +37,7 @@ SLOW = pytest.mark.slow
     ("first", "second"), [(2, 2), pytest.param(4, 4, marks=SLOW), pytest.param(8, 8, marks=SLOW)]
 )
 def test_copies_of_a_pair_are_a_floor(first: int, second: int) -> None:
-    """As many pairs as there are, each with its share of the slots."""
+    """As many pairs as there are, each with its share of the microbatches."""
     each = 3
 
     assert rate(many(first, second), each * first) >= 0.9999 * first * rate(many(1, 1), each)

@@ -11,7 +11,7 @@ from plan_factories import chain, layered_case, make_cluster, make_costs, make_u
 from tessera import ir
 from tessera.execute.lanes import LaneShares, shares_of
 from tessera.plan import PlanConfig, solve
-from tessera.plan.problem import Mix, build, rounded, slot_counts, slot_table
+from tessera.plan.problem import Mix, build, microbatch_counts, microbatch_table, rounded
 
 
 def mix_of(*shares: float) -> Mix:
@@ -22,10 +22,10 @@ def mix_of(*shares: float) -> Mix:
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.75, 0.25), (0.9, 0.08, 0.02), (1 / 3, 2 / 3)])
-def test_slots_are_held_by_share_and_path(shares: tuple[float, ...]) -> None:
+def test_microbatches_are_held_by_share_and_path(shares: tuple[float, ...]) -> None:
     """By Little's law, every lane at least one, none off by more than the lanes that were raised to one."""
     mix = mix_of(*shares)
-    counts = slot_counts(mix, 8)
+    counts = microbatch_counts(mix, 8)
     held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
 
     assert 8 == sum(counts)
@@ -33,21 +33,21 @@ def test_slots_are_held_by_share_and_path(shares: tuple[float, ...]) -> None:
     assert np.abs(np.array(counts) - 8 * held / held.sum()).max() <= len(shares)
 
 
-def test_a_mix_may_say_how_many_slots_follow_each() -> None:
+def test_a_mix_may_say_how_many_microbatches_follow_each() -> None:
     """Then the shares are not asked."""
-    mix = replace(mix_of(0.9, 0.1), slots=(1, 3))
+    mix = replace(mix_of(0.9, 0.1), microbatches=(1, 3))
 
-    assert Counter({0: 1, 1: 3}) == Counter(slot_table(mix, 4))
+    assert Counter({0: 1, 1: 3}) == Counter(microbatch_table(mix, 4))
 
 
-def test_of_more_lanes_than_slots_the_busiest_come_first() -> None:
+def test_of_more_lanes_than_microbatches_the_busiest_come_first() -> None:
     """Every lane is in the table once."""
-    assert (2, 0, 1) == slot_table(mix_of(0.3, 0.2, 0.5), 2)
+    assert (2, 0, 1) == microbatch_table(mix_of(0.3, 0.2, 0.5), 2)
 
 
 def test_table_is_smooth() -> None:
     """After any number of entries no lane is more than one ahead of its share."""
-    table = slot_table(mix_of(0.6, 0.3, 0.1), 10)
+    table = microbatch_table(mix_of(0.6, 0.3, 0.1), 10)
     for stop in range(1, len(table) + 1):
         counted = Counter(table[:stop])
         for lane, share in Counter(table).items():
@@ -61,8 +61,8 @@ def test_rounding_keeps_the_sum() -> None:
     assert [5, 1, 1] == counts.tolist()
 
 
-def test_a_slot_keeps_its_lane() -> None:
-    """However often one lane's requests end, the slots stay divided as the table has them."""
+def test_a_microbatch_keeps_its_lane() -> None:
+    """However often one lane's requests end, the microbatches stay divided as the table has them."""
     lanes = [ir.Lane(ir.Placement(((0,),)), rate) for rate in (1.0, 1.0)]
     table = LaneShares(shares_of(lanes, (0, 0, 0, 1)))
     running = [table.take() for _ in range(4)]
@@ -75,8 +75,8 @@ def test_a_slot_keeps_its_lane() -> None:
         assert Counter({0: 3, 1: 1}) == Counter(running)
 
 
-def test_more_slots_begin_the_table_again() -> None:
-    """Twice as many slots hold every lane twice as often."""
+def test_more_microbatches_begin_the_table_again() -> None:
+    """Twice as many microbatches hold every lane twice as often."""
     lanes = [ir.Lane(ir.Placement(((0,),)), 1.0) for _ in range(2)]
     table = LaneShares(shares_of(lanes, (1, 0, 0)))
 

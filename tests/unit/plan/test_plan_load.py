@@ -208,7 +208,7 @@ def test_microbatches_are_at_most_what_was_asked_for() -> None:
     """One at a time leaves a device waiting, and gives less."""
     one, more = planned(most=1), planned()
 
-    assert 1 == one.plan.slots or "data-parallel" == one.plan.policy
+    assert 1 == one.plan.microbatches or "data-parallel" == one.plan.policy
     assert one.chosen.tokens_per_s <= more.chosen.tokens_per_s
 
 

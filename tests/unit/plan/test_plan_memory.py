@@ -89,28 +89,28 @@ def test_no_placement_needs_more_than_everything_on_one_device(seed: int) -> Non
     rng = np.random.default_rng(seed)
     for _ in range(20):
         column = problem.column(rng.integers(0, 2, problem.num_nodes))
-        _, per_slot = problem.footprint((column,))
+        _, per_microbatch = problem.footprint((column,))
         states = problem.states.bytes_on(column.labels, 2)
 
-        assert (per_slot - states <= problem.most_temporary_bytes).all()
+        assert (per_microbatch - states <= problem.most_temporary_bytes).all()
 
 
-def test_temporaries_count_once_per_slot() -> None:
+def test_temporaries_count_once_per_microbatch() -> None:
     """What fits with one request in flight may not fit with three."""
     problem = problem_of(make_unit(chain(2, [100])), make_cluster(memory=[250, 250]))
     column = problem.column(np.array([0, 0]))
 
     assert problem.fits((column,), 2)
     assert not problem.fits((column,), 3)
-    assert 2 == problem.slots_that_fit(column)
+    assert 2 == problem.microbatches_that_fit(column)
 
 
-def test_plan_says_how_many_slots_fit() -> None:
+def test_plan_says_how_many_microbatches_fit() -> None:
     """The count is the most that memory allows on the plan's lanes: ten on either device."""
     unit, cluster = make_unit(chain(3, [MiB, MiB])), make_cluster(memory=20 * MiB)
     costs = make_costs(unit, cluster, [[[10.0, 10.0]] * 3])
 
-    assert 20 == solve(unit, costs, cluster, THROUGHPUT).max_slots
+    assert 20 == solve(unit, costs, cluster, THROUGHPUT).max_microbatches
 
 
 def test_model_too_large_for_all_devices_says_how_much_is_missing() -> None:
@@ -127,17 +127,17 @@ def test_fewer_requests_are_in_flight_where_memory_has_no_room_for_more() -> Non
     cluster = make_cluster(memory=10**9)
     plan = solve(unit, make_costs(unit, cluster, [[[1.0, 1.0]] * 2]), cluster, THROUGHPUT)
 
-    assert plan.slots == plan.max_slots == 2
+    assert plan.microbatches == plan.max_microbatches == 2
     assert (0, 1) == plan.used
 
 
-def test_more_slots_never_give_less() -> None:
+def test_more_microbatches_never_give_less() -> None:
     """A larger number asked for is met as far as memory goes, by the same plan or a better one."""
     case = layered_case(4, memory=[400 * MiB, 300 * MiB])
     rates = SteadyRates()
     given = [
-        solve(*case, PlanConfig(ir.Objective.THROUGHPUT, slots), rates, rates.quick).simulated_per_s
-        for slots in (2, examples(4, 3))
+        solve(*case, PlanConfig(ir.Objective.THROUGHPUT, microbatches), rates, rates.quick).simulated_per_s
+        for microbatches in (2, examples(4, 3))
     ]
 
     assert given == pytest.approx(sorted(given), rel=5e-3)
@@ -176,7 +176,7 @@ def test_temporaries_alone_can_refuse_a_plan() -> None:
 
 
 def test_tight_memory_keeps_every_policy_within_it() -> None:
-    """Whatever is planned, each device holds its weights and all slots at their peak."""
+    """Whatever is planned, each device holds its weights and all microbatches at their peak."""
     temporary = 4 * 24 * MiB
     per_layer = 4 * 16 * MiB + 4 * 8 * MiB
     case = layered_case(4, memory=[3 * per_layer + temporary, 2 * per_layer + temporary])
@@ -184,7 +184,7 @@ def test_tight_memory_keeps_every_policy_within_it() -> None:
     problem = build(*case)
     columns = [problem.column(problem.labels(lane.placement)) for lane in plan.lanes]
 
-    counts = [plan.lane_table[: plan.slots].count(lane) for lane in range(len(columns))]
+    counts = [plan.lane_table[: plan.microbatches].count(lane) for lane in range(len(columns))]
     assert (problem.excess_bytes(columns, counts) <= 0).all()
 
 
@@ -206,7 +206,7 @@ def test_alike_layers_are_divided_where_memory_has_no_room_for_all_on_either_dev
 def test_a_model_that_needs_both_of_two_alike_devices_is_planned() -> None:
     """Though no placement on one device of each kind fits."""
     problem = alike_layers([55, 45, 45], [10.0, 20.0, 20.0])
-    config = PlanConfig(ir.Objective.THROUGHPUT, slots=examples(4, 2))
+    config = PlanConfig(ir.Objective.THROUGHPUT, microbatches=examples(4, 2))
     plan = solve(problem.unit, problem.costs, problem.cluster, config, SteadyRates())
 
     assert (0, 1, 2) == plan.used

@@ -114,14 +114,18 @@ def test_without_prices_nothing_is_claimed() -> None:
     assert plan.joules_per_unit is None
 
 
-def test_more_slots_are_simulated_as_far_as_memory_goes() -> None:
-    """What each number of slots gives, none beyond what fits."""
+def test_more_microbatches_are_simulated_as_far_as_memory_goes() -> None:
+    """What each number of microbatches gives, none beyond what fits."""
     unit, cluster = make_unit(chain(3, 1000)), make_cluster(memory=12_000)
     costs = make_costs(unit, cluster, [[[10.0, 10.0]] * 3])
     plan = solve(
-        unit, costs, cluster, PlanConfig(ir.Objective.THROUGHPUT), lambda p: p.throughput_per_s * p.slots / 99
+        unit,
+        costs,
+        cluster,
+        PlanConfig(ir.Objective.THROUGHPUT),
+        lambda p: p.throughput_per_s * p.microbatches / 99,
     )
 
-    assert [1, 2, 4, 8] == [slots for slots, _ in plan.by_slots]
-    assert [rate for _, rate in plan.by_slots] == sorted(rate for _, rate in plan.by_slots)
-    assert plan.simulated_per_s == dict(plan.by_slots)[4]
+    assert [1, 2, 4, 8] == [microbatches for microbatches, _ in plan.by_microbatches]
+    assert [rate for _, rate in plan.by_microbatches] == sorted(rate for _, rate in plan.by_microbatches)
+    assert plan.simulated_per_s == dict(plan.by_microbatches)[4]

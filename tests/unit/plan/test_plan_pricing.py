@@ -22,7 +22,7 @@ def bill_of(problem: Problem, prices: Prices) -> Bill:
     """The same prices, multiplied out."""
     own = (prices.device + prices.path) * problem.load_us
     move = prices.link * problem.wire_us + prices.path * problem.transfer_us
-    return Bill(own, move, prices.memory, problem.resident(prices.slots))
+    return Bill(own, move, prices.memory, problem.resident(prices.microbatches))
 
 
 def brute(problem: Problem, bill: Bill) -> float:

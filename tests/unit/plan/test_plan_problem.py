@@ -90,14 +90,14 @@ def _given_input() -> ir.Graph:
     return ir.Graph(trace, (), (ir.Value(0, None, (0, 1), 0, 64),), ())
 
 
-def test_memory_counts_weights_once_and_state_per_slot() -> None:
+def test_memory_counts_weights_once_and_state_per_microbatch() -> None:
     """Weights are resident once per device that reads them, state once per request in flight."""
     draft = Draft(2, states={"kv": ((0,), 100)}, weights={"w": ((0, 1), 1000)})
     problem = problem_of(make_unit(draft, draft), make_cluster(memory=[1400, 1000]))
     column = problem.column(problem.labels(ir.Placement(((0, 1), (0, 1)))))
 
-    assert [0.0, 0.0] == problem.excess_bytes((column,), slots=4).tolist()
-    assert [100.0, 0.0] == problem.excess_bytes((column,), slots=5).tolist()
+    assert [0.0, 0.0] == problem.excess_bytes((column,), microbatches=4).tolist()
+    assert [100.0, 0.0] == problem.excess_bytes((column,), microbatches=5).tolist()
 
 
 def test_placement_and_labels_are_inverse() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 
 from plan_factories import MiB, layered_case
 from tessera import ir
-from tessera.plan.problem import Mix, build, slot_counts
+from tessera.plan.problem import Mix, build, microbatch_counts
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import (
     MAX_SEGMENTS,
@@ -67,7 +67,7 @@ def test_every_candidate_fits() -> None:
 
     assert task.pool.is_tight
     for mix in throughput_mixes(task):
-        assert task.problem.fits(mix.columns, slot_counts(mix, 4))
+        assert task.problem.fits(mix.columns, microbatch_counts(mix, 4))
 
 
 def climbed() -> tuple[Task, list[Mix]]:
@@ -85,7 +85,10 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     """The same mix is never looked at twice."""
     _, seen = climbed()
     keys = [
-        (frozenset(zip((c.key for c in m.columns), slot_counts(m, 4), strict=True)), not m.slots and m.shares)
+        (
+            frozenset(zip((c.key for c in m.columns), microbatch_counts(m, 4), strict=True)),
+            not m.microbatches and m.shares,
+        )
         for m in seen
     ]
 
@@ -93,12 +96,12 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     assert len(seen) <= MOST + NUM_SINGLE + MAX_SEGMENTS
 
 
-def test_teams_have_no_more_microbatches_than_slots() -> None:
-    """Slots are at most."""
+def test_teams_have_no_more_microbatches_than_microbatches() -> None:
+    """Microbatches are at most."""
     _, seen = climbed()
 
-    assert any(m.slots for m in seen)
-    assert all(sum(m.slots) <= 4 for m in seen)
+    assert any(m.microbatches for m in seen)
+    assert all(sum(m.microbatches) <= 4 for m in seen)
 
 
 def test_a_microbatch_that_stays_on_a_device_is_tried_beside_divided_ones() -> None:
@@ -108,7 +111,7 @@ def test_a_microbatch_that_stays_on_a_device_is_tried_beside_divided_ones() -> N
     assert any(is_filled(task, mix.columns) for mix in seen)
 
 
-def test_where_slots_decode_for_ever_none_lives_on_what_others_leave() -> None:
+def test_where_microbatches_decode_for_ever_none_lives_on_what_others_leave() -> None:
     """Candidates of a service mix no placement that stays on a device with divided ones."""
     task = judged_task()
     task.is_served = True

@@ -36,7 +36,7 @@ def little(plan: ir.Plan) -> float:
     alone = [RequestTimer(problem).makespan_us(problem.labels(lane.placement)) for lane in plan.lanes]
     shares = [lane.rate_per_s / plan.throughput_per_s for lane in plan.lanes]
     waits_us = sum(share * us for share, us in zip(shares, alone, strict=True))
-    return min(plan.throughput_per_s, plan.slots * 1e6 / waits_us)
+    return min(plan.throughput_per_s, plan.microbatches * 1e6 / waits_us)
 
 
 def rates(plan: ir.Plan) -> dict[str, float]:
@@ -48,7 +48,9 @@ def rates(plan: ir.Plan) -> dict[str, float]:
 @pytest.mark.parametrize("judged", [False, True])
 def test_throughput_plan_is_never_below_a_baseline(seed: int, judged: bool) -> None:
     """Bound >= throughput >= simulated >= every coarse policy under the same costs and the same judge."""
-    plan = solve(*random_case(seed), PlanConfig(ir.Objective.THROUGHPUT, slots=2), little if judged else None)
+    plan = solve(
+        *random_case(seed), PlanConfig(ir.Objective.THROUGHPUT, microbatches=2), little if judged else None
+    )
 
     assert plan.bound_per_s >= plan.throughput_per_s >= plan.simulated_per_s
     assert plan.simulated_per_s >= max(rates(plan).values())
@@ -148,10 +150,10 @@ def test_unknown_policy_is_refused_before_any_work() -> None:
         solve(*layered_case(), PlanConfig(ir.Objective.THROUGHPUT, policy="fast"))
 
 
-def test_no_slots_is_refused() -> None:
+def test_no_microbatches_is_refused() -> None:
     """At least one request is in flight."""
     with pytest.raises(PlanInfeasible, match="0 requests in flight"):
-        solve(*layered_case(), PlanConfig(ir.Objective.THROUGHPUT, slots=0))
+        solve(*layered_case(), PlanConfig(ir.Objective.THROUGHPUT, microbatches=0))
 
 
 def test_equal_inputs_give_equal_plans() -> None:
@@ -202,7 +204,7 @@ def _resident(plan: ir.Plan) -> list[int]:
                     if buffer.kind is ir.BufferKind.STATE:
                         mine[device][buffer.name] = buffer.size_bytes
         state = [max(s, sum(m.values())) for s, m in zip(state, mine, strict=True)]
-    return [sum(w.values()) + plan.slots * s for w, s in zip(weights, state, strict=True)]
+    return [sum(w.values()) + plan.microbatches * s for w, s in zip(weights, state, strict=True)]
 
 
 def test_model_too_large_for_all_devices_together_is_refused() -> None:
@@ -234,16 +236,16 @@ def test_planning_imports_no_torch() -> None:
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
 
 
-def test_data_parallel_uses_fewer_slots_where_memory_is_short() -> None:
+def test_data_parallel_uses_fewer_microbatches_where_memory_is_short() -> None:
     """A card with room for two requests takes part with two in flight, and its rate counts in full."""
     problem = build(*layered_case(4))
-    weights, slot = problem.footprint([problem.column(np.ones(problem.num_nodes, dtype=np.int64))])
-    case = layered_case(4, memory=[64 * 2**30, int(weights[1] + 2.5 * slot[1])])
+    weights, microbatch = problem.footprint([problem.column(np.ones(problem.num_nodes, dtype=np.int64))])
+    case = layered_case(4, memory=[64 * 2**30, int(weights[1] + 2.5 * microbatch[1])])
     rates = SteadyRates()
     config = replace(THROUGHPUT, policy="data-parallel")
     plan = solve(*case, config, rates, rates.quick)
 
-    assert 1 <= plan.lane_table[: plan.slots].count(1) <= 2
+    assert 1 <= plan.lane_table[: plan.microbatches].count(1) <= 2
     assert (0, 1) == plan.used
     assert plan.simulated_per_s == pytest.approx(plan.throughput_per_s)
 

@@ -32,13 +32,15 @@ def of(events: Events, phase: str) -> Events:
 
 
 def test_every_span_is_one_event(tmp_path: Path) -> None:
-    """Each span appears once, with its times, request and slot."""
+    """Each span appears once, with its times, request and microbatch."""
     timeline = make_timeline(make_plan())
     slices = of(events_of(timeline, tmp_path), "X")
 
     shown = sorted((e["name"], e["args"]["request"], e["args"]["slot"], e["ts"], e["dur"]) for e in slices)
     spans = timeline.spans
-    meant = sorted((s.label, s.request, s.slot, s.start_us, round(s.stop_us - s.start_us, 3)) for s in spans)
+    meant = sorted(
+        (s.label, s.request, s.microbatch, s.start_us, round(s.stop_us - s.start_us, 3)) for s in spans
+    )
     assert meant == shown
 
 

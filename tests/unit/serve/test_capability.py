@@ -13,18 +13,18 @@ from tessera.serve.keeper import capabilities_of
 ROWS = 8
 
 
-def plan_with(policy: str, latency_us: float, *by_slots: tuple[int, float]) -> Plan:
+def plan_with(policy: str, latency_us: float, *by_microbatches: tuple[int, float]) -> Plan:
     """A plan with the figures given."""
-    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), slots=4)
-    return replace(plan, policy=policy, latency_us=latency_us, by_slots=by_slots)
+    plan = make_plan([make_chain(2)], [[(0, 1)]], (63,), make_cluster(2), microbatches=4)
+    return replace(plan, policy=policy, latency_us=latency_us, by_microbatches=by_microbatches)
 
 
 WIDE = plan_with("throughput", 40_000.0, (1, 23.0), (2, 44.0), (4, 52.0), (8, 60.0))
 QUICK = plan_with("latency", 33_000.0, (1, 30.0), (2, 30.5), (4, 30.5), (8, 30.5))
 
 
-def test_capacities_are_in_requests_and_of_the_slots_there_are() -> None:
-    """A unit is a batch of rows; the rate with eight slots is not that of four."""
+def test_capacities_are_in_requests_and_of_the_microbatches_there_are() -> None:
+    """A unit is a batch of rows; the rate with eight microbatches is not that of four."""
     assert [ROWS * 52.0, ROWS * 30.5] == [c.capacity_per_s for c in capabilities_of([WIDE, QUICK], ROWS)]
 
 
@@ -48,4 +48,4 @@ def test_latency_follows_from_requests_in_the_system() -> None:
 
 def test_plans_without_figures_decide_nothing() -> None:
     """A plan that was never simulated in flight has no capability."""
-    assert () == capabilities_of([WIDE, replace(QUICK, by_slots=())], ROWS)
+    assert () == capabilities_of([WIDE, replace(QUICK, by_microbatches=())], ROWS)

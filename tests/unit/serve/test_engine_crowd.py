@@ -9,7 +9,7 @@ from tessera.execute.stepper import Tensors
 from tessera.serve.records import Ask, Shape
 from tessera.serve.service import Service
 
-SHAPE = Shape(slots=3, rows=4, capacity=48, sizes=(4, 16), pool_tokens=16 * 13, vocab_size=258)
+SHAPE = Shape(microbatches=3, rows=4, capacity=48, sizes=(4, 16), pool_tokens=16 * 13, vocab_size=258)
 
 
 async def _ask_all(service: Service, num: int) -> None:

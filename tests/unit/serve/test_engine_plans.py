@@ -63,11 +63,11 @@ class ToyPlanner:
         return tuple(replace(only_on(plan, quicker), costs=costs) for plan in plans)
 
 
-def both(slots: int = 2) -> list[Plan]:
+def both(microbatches: int = 2) -> list[Plan]:
     """A lane that needs both devices, so that no loss can be avoided."""
     return [
         replace(plan, lanes=(Lane(Placement(((0,), (1,))), 1.0),))
-        for plan in toy_plans(["quick"], replace(SHAPE, slots=slots))
+        for plan in toy_plans(["quick"], replace(SHAPE, microbatches=microbatches))
     ]
 
 

@@ -40,7 +40,7 @@ LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """On two slots of three rows."""
+    """On two microbatches of three rows."""
     with service_of(ToyStepper()) as made:
         yield made
 
@@ -127,7 +127,7 @@ def test_a_beginning_that_was_read_is_not_read_again(is_caching: bool) -> None:
     """The second ask reads what it has of its own; switched off, all of it. The answers are the same."""
     prompt = tuple(range(40))
     asks = [Ask((*prompt, number), 2, GREEDY, ignores_end=True) for number in (1, 2)]
-    stepper = ToyStepper(replace(SHAPE, slots=1))
+    stepper = ToyStepper(replace(SHAPE, microbatches=1))
     with service_of(stepper, prefix_caching=is_caching) as service:
         found = [wait_for(read(service, ask)) for ask in asks]
         snapshot = service.snapshot()
@@ -231,7 +231,7 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPat
 def test_answers_go_on_beside_long_prompts() -> None:
     """In a microbatch with an answer in progress, every step of a prompt has a token of it too."""
     # Slow steps: the second prompt comes long before the first answer ends.
-    stepper = ToyStepper(replace(SHAPE, slots=1), step_s=0.02)
+    stepper = ToyStepper(replace(SHAPE, microbatches=1), step_s=0.02)
     with service_of(stepper) as service:
         wait_for(read_all(service, [LONG, Ask((7,) * 30, 2, GREEDY)]))
     begun = stepper.log.index((0, 2))
@@ -240,18 +240,18 @@ def test_answers_go_on_beside_long_prompts() -> None:
     assert 45 + 1 >= len(stepper.log)
 
 
-def test_few_requests_are_packed_into_one_slot(service: Service) -> None:
-    """Three requests, a row each: the second slot stays closed."""
+def test_few_requests_are_packed_into_one_microbatch(service: Service) -> None:
+    """Three requests, a row each: the second microbatch stays closed."""
     wait_for(read_all(service, [Ask((n,), 9, GREEDY, ignores_end=True) for n in range(3)]))
 
     stepper = service._engine.stepper
     assert isinstance(stepper, ToyStepper)
-    assert {0} == {slot for slot, _ in stepper.opened}
+    assert {0} == {microbatch for microbatch, _ in stepper.opened}
 
 
 def test_too_many_are_refused() -> None:
     """What comes while too many wait is refused at once, and those that wait are served."""
-    shape = replace(SHAPE, slots=1, rows=1)
+    shape = replace(SHAPE, microbatches=1, rows=1)
     with service_of(ToyStepper(shape, step_s=0.02), max_waiting=2) as service:
 
         async def crowd() -> tuple[int, list[str]]:
@@ -375,7 +375,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_a_policy_by_name_is_kept() -> None:
-    """All slots are opened under it."""
+    """All microbatches are opened under it."""
     stepper = ToyStepper()
     with service_of(stepper, policy="wide") as service:
         wait_for(read_all(service, [LONG] * 5))
@@ -386,7 +386,7 @@ def test_a_policy_by_name_is_kept() -> None:
 
 def test_the_next_step_is_started_while_one_runs() -> None:
     """One request alone: every step but its first was queued behind another, and one ran in vain at most."""
-    stepper = ToyStepper(replace(SHAPE, slots=1))
+    stepper = ToyStepper(replace(SHAPE, microbatches=1))
     with service_of(stepper) as service:
         told = wait_for(read(service, LONG))
 
@@ -397,7 +397,7 @@ def test_the_next_step_is_started_while_one_runs() -> None:
 
 def test_who_chooses_otherwise_than_the_model_is_waited_for() -> None:
     """A token that is drawn is known to nobody before its step has ended."""
-    stepper, drawn = ToyStepper(replace(SHAPE, slots=1)), replace(LONG, sampling=Sampling(1.0, seed=3))
+    stepper, drawn = ToyStepper(replace(SHAPE, microbatches=1)), replace(LONG, sampling=Sampling(1.0, seed=3))
     with service_of(stepper) as service:
         told = wait_for(read(service, drawn))
 
@@ -408,7 +408,7 @@ def test_who_chooses_otherwise_than_the_model_is_waited_for() -> None:
 def test_an_answer_that_is_over_has_read_one_token_too_many() -> None:
     """The end was not foreseen; what the queued step gave is nobody's, and the next request is answered."""
     ends = next(a for n in range(1, 9) if len(expected(a := Ask((n,), 45, GREEDY))[0]) < 45)
-    stepper = ToyStepper(replace(SHAPE, slots=1))
+    stepper = ToyStepper(replace(SHAPE, microbatches=1))
     with service_of(stepper) as service:
         told = [wait_for(read(service, ask)) for ask in (ends, LONG)]
 

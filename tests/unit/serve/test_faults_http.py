@@ -25,7 +25,7 @@ from tessera.serve.records import Shape
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
-SHAPE = Shape(slots=2, rows=8, capacity=256, sizes=(8, 32), pool_tokens=16 * 129, vocab_size=258)
+SHAPE = Shape(microbatches=2, rows=8, capacity=256, sizes=(8, 32), pool_tokens=16 * 129, vocab_size=258)
 # A slow reader is let go after a second, so that the test need not wait for a minute.
 LIMITS = HttpLimits(connections=600, stall_s=1.0, drain_s=2.0)
 GOOD = LoadOptions(

@@ -23,7 +23,7 @@ from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL = "toy"
-SHAPE = Shape(slots=2, rows=4, capacity=2048, sizes=(4, 64), pool_tokens=16 * 257, vocab_size=258)
+SHAPE = Shape(microbatches=2, rows=4, capacity=2048, sizes=(4, 64), pool_tokens=16 * 257, vocab_size=258)
 SCHEMA = {
     "$defs": {"day": {"enum": ["Monday", "Friday"]}},
     "type": "object",

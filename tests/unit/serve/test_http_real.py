@@ -31,7 +31,7 @@ ROWS, CAPACITY = 8, 128
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    model = served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32)
+    model = served(MODEL, microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32)
     with (
         reference(model, num_threads=1) as stepper,
         Service(stepper, model.shape, ByteText(), model=MODEL) as found,
@@ -119,7 +119,9 @@ def test_logprobs_are_those_of_the_likeliest(client: Any) -> None:
 @pytest.fixture(scope="module")
 def model() -> Any:
     """The very model that is served, as transformers has it."""
-    return served(MODEL, slots=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32).workloads[-1].module
+    return (
+        served(MODEL, microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32).workloads[-1].module
+    )
 
 
 def expected_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:

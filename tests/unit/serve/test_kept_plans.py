@@ -82,7 +82,7 @@ def test_a_second_start_plans_nothing(
 
 
 def test_a_model_that_sees_is_built_at_every_start() -> None:
-    assert KeptModel.of(served("tiny-qwen2.5-vl", slots=1, rows=1, capacity=64)) is None
+    assert KeptModel.of(served("tiny-qwen2.5-vl", microbatches=1, rows=1, capacity=64)) is None
 
 
 def test_weights_that_were_cut_short_are_not_found(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_start_by_kept_plans_imports_no_model_code() -> None:
 def test_what_was_chosen_is_said_in_three_lines(tmp_path: Path) -> None:
     cluster = make_cluster(parse_devices("emu:a100"), "pcie4")
     average = Average(8, 4)
-    spec = ServeSpec(slots=1, rows=2, capacity=32, max_batch_tokens=8, average=average)
+    spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, average=average)
     prepared = prepare("tiny-llama", cluster, spec)
     chosen, expected, more = lines_of(prepared, average)
     per_s = prepared.plans[0].simulated_per_s * 2 * 4

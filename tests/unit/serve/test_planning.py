@@ -127,7 +127,7 @@ def test_too_little_memory_says_what_to_lower() -> None:
     with pytest.raises(
         (PlanInfeasible, DeviceMemoryError), match=r"--microbatches, --seqs, --max-model-len or"
     ):
-        prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4, capacity=4096))
+        prepare("tiny-llama", Cluster((small,), ()), ServeSpec(microbatches=2, rows=4, capacity=4096))
 
 
 def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path) -> None:
@@ -142,17 +142,17 @@ def test_pages_take_the_memory_that_is_left() -> None:
     """Those of all microbatches with the weights, but no more than all sequences can fill."""
     weights = sum(tensor.nbytes for tensor in served("tiny-llama").weights().values())
     room = weights + 2 * 1024 * 4096 + 100
-    made = served("tiny-llama", slots=2, rows=4, room_bytes=[room], pool_bytes=1e12)
+    made = served("tiny-llama", microbatches=2, rows=4, room_bytes=[room], pool_bytes=1e12)
     assert made.shape.pool_tokens == 1024
     assert state_bytes(made.workloads[-1]) == 1024 * 4096 + 4 * 8  # and the newest token of each row
-    made = served("tiny-llama", slots=2, rows=4, room_bytes=[1e12], pool_bytes=1e12)
+    made = served("tiny-llama", microbatches=2, rows=4, room_bytes=[1e12], pool_bytes=1e12)
     assert made.shape.pool_tokens == 4 * 4096 + 16
 
 
 def test_pages_on_a_small_device_are_fewer() -> None:
     """Where nobody says how long requests are, there are fewer pages in place of a refusal."""
     small = Device("emu:a100", DeviceKind.EMU, "a100", 40_000_000)
-    made = prepare("tiny-llama", Cluster((small,), ()), ServeSpec(slots=2, rows=4))
+    made = prepare("tiny-llama", Cluster((small,), ()), ServeSpec(microbatches=2, rows=4))
     assert 1024 < made.model.shape.max_tokens <= 4096
     (needed,) = footprints(made.plans, [ready_programs(plan) for plan in made.plans])
     assert needed.peak_bytes <= small.memory_bytes
@@ -233,7 +233,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     made = prepare(
         "tiny-llama",
         emulated("cpu"),
-        ServeSpec(slots=1, rows=1, capacity=8, max_batch_tokens=8),
+        ServeSpec(microbatches=1, rows=1, capacity=8, max_batch_tokens=8),
         store=tmp_path / "file" / "measured.jsonl",
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

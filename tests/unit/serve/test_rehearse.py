@@ -15,9 +15,9 @@ ROWS = 4
 
 
 @functools.cache
-def model(slots: int) -> ServedModel:
+def model(microbatches: int) -> ServedModel:
     """The tiny Llama."""
-    return served("tiny-llama", slots=slots, rows=ROWS, capacity=32, max_batch_tokens=8)
+    return served("tiny-llama", microbatches=microbatches, rows=ROWS, capacity=32, max_batch_tokens=8)
 
 
 @functools.cache
@@ -27,15 +27,15 @@ def unit() -> WorkUnit:
 
 
 @functools.cache
-def plan(policy: str, slots: int, devices: str = "emu:a100,emu:l40s") -> Plan:
+def plan(policy: str, microbatches: int, devices: str = "emu:a100,emu:l40s") -> Plan:
     """One policy for so many microbatches."""
     cluster = make_cluster(parse_devices(devices), "pcie4")
-    return make_plan(unit(), price(unit(), cluster), cluster, Objective.THROUGHPUT, slots, policy)
+    return make_plan(unit(), price(unit(), cluster), cluster, Objective.THROUGHPUT, microbatches, policy)
 
 
-def tokens_per_s(policy: str, slots: int, devices: str = "emu:a100,emu:l40s") -> float:
+def tokens_per_s(policy: str, microbatches: int, devices: str = "emu:a100,emu:l40s") -> float:
     """Of a service."""
-    (rate,) = rehearse([plan(policy, slots, devices)], model(slots).shape, AVERAGE)
+    (rate,) = rehearse([plan(policy, microbatches, devices)], model(microbatches).shape, AVERAGE)
     return rate
 
 
@@ -58,7 +58,7 @@ def test_two_devices_side_by_side_serve_more_than_one() -> None:
 
 def test_a_divided_plan_needs_microbatches() -> None:
     """With one the devices wait for one another, which the plan's own figure does not know."""
-    one, many = (tokens_per_s("layer-pipeline", slots) for slots in (1, 6))
+    one, many = (tokens_per_s("layer-pipeline", microbatches) for microbatches in (1, 6))
 
     assert many > 1.2 * one
     assert one < 0.9 * predicted(plan("layer-pipeline", 6))

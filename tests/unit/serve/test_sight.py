@@ -29,7 +29,7 @@ NUM = 6
 @cache
 def model() -> ServedModel:
     """Steps shorter than a picture, so that one spans several."""
-    return served("tiny-qwen2.5-vl", slots=2, rows=2, capacity=240, max_batch_tokens=24)
+    return served("tiny-qwen2.5-vl", microbatches=2, rows=2, capacity=240, max_batch_tokens=24)
 
 
 def make_ask(seed: int, *places: int) -> Ask:

@@ -71,7 +71,7 @@ def test_what_is_dropped_leaves_its_device_to_others() -> None:
 @pytest.mark.parametrize("remembers", [True, False])
 def test_what_was_done_once_is_not_worked_out_again(remembers: bool) -> None:
     """Three microbatches that cross between devices repeat themselves, at the same times either way."""
-    plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]]], slots=3)
+    plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]]], microbatches=3)
     work = (Scripts(plan.unit, plan.costs, plan.cluster).of(plan.lanes[0].placement)[0], 1.0)
     machine = VirtualMachine(2, 2, remembers)
     for number in range(3):

@@ -18,20 +18,20 @@ from tessera.simulate.stepper import Weather
 
 
 def mixed_plan() -> Plan:
-    """Two lanes, one of which crosses three times, and three slots."""
-    return make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]], [[1] * 6]], slots=3)
+    """Two lanes, one of which crosses three times, and three microbatches."""
+    return make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]], [[1] * 6]], microbatches=3)
 
 
 def stateful_plan() -> Plan:
     """Prefill and decode on different devices."""
     first = make_trace([[(0, 0, 64, "rw")], [(1, 0, 64, "w")]], {0: BufferKind.STATE}, kind="prefill")
     second = make_trace([[(0, 0, 64, "rw")], [(1, 0, 64, "w")]], {0: BufferKind.STATE})
-    return make_plan([first, second], [[[0, 0], [1, 0]]], counts=[1, 3], slots=3)
+    return make_plan([first, second], [[[0, 0], [1, 0]]], counts=[1, 3], microbatches=3)
 
 
 @pytest.mark.parametrize("plan", [mixed_plan(), alone_plan(), split_plan(3), stateful_plan()])
 def test_a_batch_ends_when_the_offline_simulation_says(plan: Plan) -> None:
-    """With one request a slot, all waiting at the start, serving is `simulate`: no second scheduler."""
+    """With one request a microbatch, all waiting at the start, serving is `simulate`: no second scheduler."""
     served = serve(plan, at_us(*[0.0] * 40))
 
     assert served.ledger.done_us == pytest.approx([stop for _, _, stop in simulate(plan, 40).requests])
@@ -60,7 +60,7 @@ def test_remembering_changes_no_time(plan: Plan, rows: int) -> None:
 def test_fixed_service_on_one_device_is_an_md1_queue() -> None:
     """Poisson arrivals, one server, constant service D: the mean wait is D rho / (2 (1 - rho))."""
     rho = 0.6
-    served = serve(alone_plan(slots=1), poisson(rho / RUN_US * 1e6, 20_000, seed=5))
+    served = serve(alone_plan(microbatches=1), poisson(rho / RUN_US * 1e6, 20_000, seed=5))
     waits = measured(served)["latency"] * 1e6 - RUN_US
 
     assert waits.mean() == pytest.approx(RUN_US * rho / (2 * (1 - rho)), rel=0.05)
@@ -69,7 +69,7 @@ def test_fixed_service_on_one_device_is_an_md1_queue() -> None:
 def test_geometric_answers_on_two_devices_are_an_mm2_queue() -> None:
     """Two lanes of one device each, answers of about exponential length: the mean wait is Erlang's."""
     num, mean, load = 2, 20, 0.5
-    plan = make_plan([make_chain(1)], [[[0]], [[1]]], us=1.0, slots=num)
+    plan = make_plan([make_chain(1)], [[[0]], [[1]]], us=1.0, microbatches=num)
     rate = load * num / mean * 1e6
     served = serve(plan, make_arrivals(f"poisson:{rate}", 10_000, 1, f"geometric:1,{mean}"))
     offered = load * num
@@ -81,7 +81,7 @@ def test_geometric_answers_on_two_devices_are_an_mm2_queue() -> None:
 
 
 def test_requests_that_share_a_microbatch_share_its_steps() -> None:
-    """Two requests of three tokens in one slot take three runs, not six."""
+    """Two requests of three tokens in one microbatch take three runs, not six."""
     served = serve(alone_plan(), at_us(0.0, 0.0, outputs=[3, 3]), rows=2)
 
     assert [3 * RUN_US] * 2 == served.ledger.done_us
@@ -102,9 +102,9 @@ def test_a_second_microbatch_opens_when_the_first_is_full() -> None:
 
 
 def test_microbatches_close_when_the_load_falls() -> None:
-    """Late requests take seats of the older slot, so the younger one empties and its runs end."""
+    """Late requests take seats of the older microbatch, so the younger one empties and its runs end."""
     arrivals = at_us(*[0.0] * 4, *(RUN_US * 2.5 * n for n in range(1, 20)), outputs=[40, 1, 1, 4] + [1] * 19)
-    served = serve(alone_plan(slots=2), arrivals, rows=2)
+    served = serve(alone_plan(microbatches=2), arrivals, rows=2)
 
     assert served.busy_us[0] < RUN_US * (40 + 12)
 
@@ -165,7 +165,7 @@ def test_jitter_varies_runs_about_the_model() -> None:
 
 def test_links_of_one_group_are_shared_while_serving() -> None:
     """Wire time on a slow link bounds the rate: requests queue on the bus, first come first served."""
-    plan = make_plan([make_chain(2, 100_000)], [[[0, 1]]], cluster=make_cluster(gbps=1.0), slots=4)
+    plan = make_plan([make_chain(2, 100_000)], [[[0, 1]]], cluster=make_cluster(gbps=1.0), microbatches=4)
     served = serve(plan, at_us(*[0.0] * 50))
 
     assert served.duration_us == pytest.approx(50 * 100.0, rel=0.02)

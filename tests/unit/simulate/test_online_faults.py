@@ -137,7 +137,7 @@ def test_an_impossible_limit_is_refused() -> None:
 
 
 def test_attainment_counts_requests_within_all_limits() -> None:
-    """Of two at once on one slot, the second has waited a run too long."""
+    """Of two at once on one microbatch, the second has waited a run too long."""
     setting = Setting(at_us(0.0, 0.0), limits=(LatencyLimit("latency", 1.5 * RUN_US * 1e-6),), rows=1)
     (report,) = compare([("latency", alone_plan(1))], setting)
 

@@ -32,15 +32,15 @@ def test_two_lanes_on_two_devices_run_side_by_side() -> None:
 def test_a_pipeline_hides_transfers_behind_other_requests() -> None:
     """With enough requests in flight a two-stage pipeline is as fast as its slower stage."""
     cluster = make_cluster(latency_us=5.0)
-    plan = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=cluster, slots=4)
+    plan = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=cluster, microbatches=4)
 
     assert throughput_per_s(simulate(plan, 60)) == pytest.approx(1e6 / 20, rel=0.02)
 
 
-def test_one_slot_leaves_transfers_in_the_open() -> None:
+def test_one_microbatch_leaves_transfers_in_the_open() -> None:
     """With one request in flight, the pipeline takes the sum of both stages and the wire."""
     cluster = make_cluster(latency_us=5.0)
-    plan = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=cluster, slots=1)
+    plan = make_plan([make_chain(4)], [[[0, 0, 1, 1]]], cluster=cluster, microbatches=1)
 
     assert throughput_per_s(simulate(plan, 20)) == pytest.approx(1e6 / (40 + 5.064), rel=0.01)
 
@@ -56,14 +56,14 @@ def test_a_busy_link_is_shared_in_order() -> None:
 
 def test_detail_changes_no_time() -> None:
     """Merging launches into segments gives the same completions."""
-    plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]], [[1] * 6]], slots=3)
+    plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]], [[1] * 6]], microbatches=3)
 
     assert simulate(plan, 30, True).requests == simulate(plan, 30, False).requests
 
 
 def test_simulation_is_deterministic() -> None:
     """The same plan gives the same timeline."""
-    plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]]], slots=3)
+    plan = make_plan([make_chain(6)], [[[0, 1, 0, 0, 1, 1]]], microbatches=3)
 
     assert simulate(plan, 10) == simulate(plan, 10)
 

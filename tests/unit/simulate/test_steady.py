@@ -24,14 +24,14 @@ def fan_plan() -> Plan:
             [(2, 0, 64, "r"), (3, 0, 64, "r")],
         ]
     )
-    return make_plan([trace], [[[0, 1, 1, 0]], [[1, 0, 1, 0]]], slots=3)
+    return make_plan([trace], [[[0, 1, 1, 0]], [[1, 0, 1, 0]]], microbatches=3)
 
 
 def two_step_plan(count: int = 40) -> Plan:
     """A step that moves its state to another device, then one that repeats."""
     first = make_trace([[(0, 0, 64, "rw")]] * 4, {0: BufferKind.STATE}, kind="prefill")
     second = make_trace([[(0, 0, 64, "rw"), (1, 0, 64, "w")], [(1, 0, 64, "r")]], {0: BufferKind.STATE})
-    return make_plan([first, second], [[[0] * 4, [1, 0]]], counts=[1, count], slots=4)
+    return make_plan([first, second], [[[0] * 4, [1, 0]]], counts=[1, count], microbatches=4)
 
 
 def script_of(program: Program, us: Sequence[Sequence[float]], wires: Wires) -> Script:
@@ -77,7 +77,7 @@ def test_scripts_of_placements_are_those_of_lowered_programs(plan: Plan) -> None
 
 def test_steady_rate_is_that_of_a_long_simulation() -> None:
     """Short window and long run agree on a pipeline that crosses four times a request."""
-    plan = make_plan([make_chain(6)], [[CROSSING]], cluster=make_cluster(latency_us=5.0), slots=4)
+    plan = make_plan([make_chain(6)], [[CROSSING]], cluster=make_cluster(latency_us=5.0), microbatches=4)
 
     assert SteadyRates()(plan) == pytest.approx(throughput_per_s(simulate(plan, 200)), rel=0.03)
 
@@ -93,7 +93,7 @@ def test_a_short_segment_interrupts_a_long_one_between_launches() -> None:
     """While one request does many launches in a row, another's single launch need not wait for them."""
     long = [0] * 40
     short = [1, 0, 1]
-    plan = make_plan([make_chain(40)], [[long], [short + [1] * 37]], slots=2)
+    plan = make_plan([make_chain(40)], [[long], [short + [1] * 37]], microbatches=2)
     timeline = simulate(plan, 2)
     first = {s.request: s for s in reversed(timeline.spans) if s.track == plan.cluster.names[0]}
     ends = {request: stop for request, _, stop in timeline.requests}
@@ -104,7 +104,7 @@ def test_a_short_segment_interrupts_a_long_one_between_launches() -> None:
 
 def test_a_quick_look_is_near_the_full_rate_on_one_lane() -> None:
     """Quick looks order single lanes as full ones do."""
-    plan = make_plan([make_chain(6)], [[CROSSING]], slots=4)
+    plan = make_plan([make_chain(6)], [[CROSSING]], microbatches=4)
     rates = SteadyRates()
 
     assert rates.quick(plan) == pytest.approx(rates(plan), rel=0.05)
@@ -115,11 +115,11 @@ def long_run_plan() -> Plan:
     first = make_chain(600)
     second = make_trace([[(7, 0, 64, "w")], [(7, 0, 64, "r"), (8, 0, 64, "w")], [(8, 0, 64, "r")]])
     place = [(n // 5) % 2 for n in range(600)]
-    return make_plan([first, second], [[place, [0, 1, 0]]], counts=[1, 400], slots=4)
+    return make_plan([first, second], [[place, [0, 1, 0]]], counts=[1, 400], microbatches=4)
 
 
 def test_samples_of_a_long_program_give_the_rate_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that are moved ahead at their paces finish as many requests as slots that do every launch."""
+    """Microbatches moved ahead at their paces finish as many requests as those that do every launch."""
     skips: list[float] = []
     clear = Fluid._clear
 
@@ -144,7 +144,7 @@ def test_nothing_is_skipped_while_state_is_under_way() -> None:
     second = make_trace([[(0, 0, 64, "rw"), (1, 0, 64, "w")], *chain], {0: BufferKind.STATE})
     place = [1, *((n // 3) % 2 for n in range(1, 400))]
     cluster = make_cluster(latency_us=400.0)
-    plan = make_plan([first, second], [[[0] * 3, place]], counts=[1, 4], slots=2, cluster=cluster)
+    plan = make_plan([first, second], [[[0] * 3, place]], counts=[1, 4], microbatches=2, cluster=cluster)
     scripts = Scripts(plan.unit, plan.costs, plan.cluster)
     lanes = [scripts.of(lane.placement) for lane in plan.lanes]
     whole = Window(plan, scripts, lanes, WindowExtent(1.0, 4.0)).rate_per_us()
@@ -168,7 +168,7 @@ def test_a_cut_leaves_what_is_not_done() -> None:
 
 def test_a_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second question about the same lanes is answered from memory."""
-    rates, plan = SteadyRates(), make_plan([make_chain(6)], [[CROSSING]], slots=4)
+    rates, plan = SteadyRates(), make_plan([make_chain(6)], [[CROSSING]], microbatches=4)
     first = rates(plan)
     monkeypatch.setattr(Window, "advance", lambda self: pytest.fail("simulated again"))
 

@@ -25,7 +25,7 @@ import numpy as np
 from tessera.plan.baselines.pipeline import orders, pipeline, two_stages
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Pool
-from tessera.plan.problem import Column, Labels, Mix, Problem, scopes, slot_counts
+from tessera.plan.problem import Column, Labels, Mix, Problem, microbatch_counts, scopes
 
 # Candidates of one kind that are worth judging.
 KEEP = 2
@@ -43,12 +43,12 @@ def data_parallel(pool: Pool) -> tuple[Mix, ...] | None:
         return None
     speeds = [1.0 / float(c.busy_us.max()) for c in columns]
     mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
-    if pool.fits(columns, slot_counts(mix, pool.slots)):
+    if pool.fits(columns, microbatch_counts(mix, pool.microbatches)):
         return (mix,)
     # Where memory is short, a device has as many requests in flight as it can hold; one keeps it busy.
-    rooms = [pool.problem.slots_that_fit(c) or 0 for c in columns]
-    counts = [min(n, room) for n, room in zip(slot_counts(mix, pool.slots), rooms, strict=True)]
-    return (replace(mix, slots=tuple(counts)),)
+    rooms = [pool.problem.microbatches_that_fit(c) or 0 for c in columns]
+    counts = [min(n, room) for n, room in zip(microbatch_counts(mix, pool.microbatches), rooms, strict=True)]
+    return (replace(mix, microbatches=tuple(counts)),)
 
 
 def prefill_decode(pool: Pool) -> tuple[Mix, ...] | None:
@@ -66,7 +66,8 @@ def prefill_decode_fractional(pool: Pool) -> tuple[Mix, ...] | None:
     if columns is None:
         return None
     mix = throughput.balanced(pool, columns.values())
-    # By busy time it is the best; with few slots, which are whole numbers, simpler mixes of its kind may be.
+    # By busy time it is the best; with few microbatches, which are whole numbers, simpler mixes of its kind
+    # may be.
     simpler = (*(data_parallel(pool) or ()), *(prefill_decode(pool) or ()))
     return None if mix is None else (mix, *simpler)
 
@@ -96,7 +97,7 @@ def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
         ranges = two_stages(pool, layer, num_layers)
     else:
         # With room for temporaries at their most, which a range of layers may not reach; else without.
-        most = pool.slots * prob.most_temporary_bytes
+        most = pool.microbatches * prob.most_temporary_bytes
         spares = dict.fromkeys((most, 0.0) if pool.is_tight else (0.0,))
         ranges = (
             pipeline(pool, layer, num_layers, order, spare) for order in orders(prob) for spare in spares
@@ -112,7 +113,7 @@ def _alone(problem: Problem) -> list[Column]:
 def _best(pool: Pool, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
     """The columns of the shortest period that fit, each alone."""
     fitting = [mix for c in columns if (mix := pool.held_by((c,))) is not None]
-    fitting.sort(key=lambda m: -throughput.upper_bound_per_s(m, pool.slots))
+    fitting.sort(key=lambda m: -throughput.upper_bound_per_s(m, pool.microbatches))
     return tuple(fitting[:keep]) or None
 
 

@@ -99,7 +99,7 @@ def _ranges(per_layer: Floats) -> Floats:
 def _layer_bytes(pool: Pool, layer: Ints, num_layers: int) -> Floats:
     """Bytes that each layer needs resident; what two layers share is counted in both."""
     total = np.zeros(num_layers)
-    for held, copies in ((pool.problem.weights, 1), (pool.problem.states, pool.slots)):
+    for held, copies in ((pool.problem.weights, 1), (pool.problem.states, pool.microbatches)):
         pairs = np.unique(np.stack([held.pin_item, layer[held.pin_node]], axis=1), axis=0)
         np.add.at(total, pairs[:, 1], copies * held.num_bytes[pairs[:, 0]])
     return total

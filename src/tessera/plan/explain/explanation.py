@@ -18,7 +18,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan.explain.reasons import Reason, reasons
 from tessera.plan.latency import RequestTimer, bound_us
-from tessera.plan.problem import Column, Labels, Mix, Problem, build, slot_counts
+from tessera.plan.problem import Column, Labels, Mix, Problem, build, microbatch_counts
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.task import Task
 
@@ -69,7 +69,7 @@ class Room:
     capacity_bytes: int
     # Weights of all lanes; state and temporaries of one request in flight, at most.
     weight_bytes: int
-    slot_bytes: int
+    microbatch_bytes: int
     # Of all requests in flight, each on its lane.
     state_bytes: int
     temporary_bytes: int
@@ -143,8 +143,8 @@ def _latency_bound_us(task: JointTask) -> float:
 
 def _task(plan: ir.Plan) -> JointTask:
     """The plan's batches, most often one."""
-    parts = [Task(build(v.unit, v.costs, plan.cluster), plan.slots) for v in plan.every_variant]
-    return JointTask(parts[0].problem, plan.slots, parts=tuple(parts))
+    parts = [Task(build(v.unit, v.costs, plan.cluster), plan.microbatches) for v in plan.every_variant]
+    return JointTask(parts[0].problem, plan.microbatches, parts=tuple(parts))
 
 
 def _mix(task: JointTask, plan: ir.Plan) -> Mix:
@@ -155,10 +155,10 @@ def _mix(task: JointTask, plan: ir.Plan) -> Mix:
     )
     rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
     table = plan.lane_table
-    followed = [table[slot % len(table)] for slot in range(plan.slots)] if table else []
-    slots = tuple(followed.count(lane) for lane in range(len(columns))) if table else ()
-    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), slots)
-    return mix if slots else replace(mix, slots=slot_counts(mix, plan.slots))
+    followed = [table[microbatch % len(table)] for microbatch in range(plan.microbatches)] if table else []
+    microbatches = tuple(followed.count(lane) for lane in range(len(columns))) if table else ()
+    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), microbatches)
+    return mix if microbatches else replace(mix, microbatches=microbatch_counts(mix, plan.microbatches))
 
 
 def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
@@ -180,7 +180,7 @@ def _memory(task: JointTask, mix: Mix) -> tuple[Room, ...]:
     weights, each = task.footprints(mix.columns)
     num = task.problem.num_devices
     states = np.array([task.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
-    counts = np.array(mix.slots)
+    counts = np.array(mix.microbatches)
     columns = (weights, each.max(axis=0), counts @ states, counts @ (each - states))
     return tuple(
         Room(device.name, device.memory_bytes, *(int(x) for x in row))
@@ -302,15 +302,15 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
         batches = ", ".join(str(variant.batch) for variant in plan.every_variant)
         yield f"Lanes are of batch {batches}; rates count requests of batch {plan.batch}."
     if plan.lane_table and len(plan.lanes) > 1:
-        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.slots)]
+        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
         held = ", ".join(f"{order.count(n)}" for n in range(len(plan.lanes)))
         loss = f"{plan.rounding_loss:.2%} of the rate (simulated)"
         yield f"Microbatches that follow each lane: {held}; rounding to whole ones costs {loss}."
-    if plan.by_slots:
-        listed = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_slots)
+    if plan.by_microbatches:
+        listed = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_microbatches)
         yield f"With other numbers of requests in flight (simulated): {listed}."
-    if plan.max_slots is not None:
-        yield f"Memory holds up to {_count(plan.max_slots, 'request')} in flight."
+    if plan.max_microbatches is not None:
+        yield f"Memory holds up to {_count(plan.max_microbatches, 'request')} in flight."
     if plan.robust is not None:
         low, high = (x / plan.simulated_per_s for x in (plan.robust.p10_per_s, plan.robust.p90_per_s))
         yield (
@@ -321,7 +321,7 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
     idle = [x for n, x in enumerate(plan.cluster.names) if n not in plan.used]
     if idle:
         yield f"Not used: {', '.join(idle)}."
-    yield from (f"As asked: {wish}." for wish in plan.constraints)
+    yield from (f"As asked: {constraint}." for constraint in plan.constraints)
 
 
 def _count(number: int, noun: str) -> str:

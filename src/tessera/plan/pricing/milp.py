@@ -23,7 +23,7 @@ ROOM_LIMIT_S = 20.0
 
 
 def best_placement(
-    problem: Problem, time_limit_s: float = TIME_LIMIT_S, slots: int = 1
+    problem: Problem, time_limit_s: float = TIME_LIMIT_S, microbatches: int = 1
 ) -> tuple[Column, float] | None:
     """(placement, proved lower bound of the period in microseconds); None if there was no time for one.
 
@@ -34,7 +34,7 @@ def best_placement(
         only = problem.column(np.zeros(nodes, dtype=np.int64))
         return only, float(only.busy_us.max())
     pairs = [(s, d) for s in range(num) for d in range(num) if s != d]
-    vals, held = problem.values, problem.resident(slots)
+    vals, held = problem.values, problem.resident(microbatches)
     num_x, num_w, num_h = nodes * num, len(vals) * len(pairs), len(held.num_bytes) * num
     size = num_x + num_w + num_h + 1
     scale = float(problem.load_us.sum(axis=0).min())

@@ -37,7 +37,7 @@ class Prices:
     path: float = 0.0
     # Per byte resident on each device, with state of so many requests.
     memory: Floats | None = None
-    slots: float = 1.0
+    microbatches: float = 1.0
     # See `Problem.resident`: layers that are alike would all move at one price of bytes.
     tilt: float = 0.0
 
@@ -84,7 +84,7 @@ class Pricer:
         if prob.num_devices == 1:
             return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
-        resident = None if prices.memory is None else prob.resident(prices.slots, prices.tilt)
+        resident = None if prices.memory is None else prob.resident(prices.microbatches, prices.tilt)
         bill = Bill(own, move, prices.memory, resident)
         if prob.allowed is not None:
             bill = replace(bill, own=own + _refusals(prob, bill))
@@ -141,10 +141,10 @@ class Pricer:
 
 
 def _refusals(problem: Problem, bill: Bill) -> Floats:
-    """[node, device]: what makes a device that the wishes refuse dearer than any other for the node.
+    """[node, device]: what makes a device that the constraints refuse dearer than any other for the node.
 
     More than the node's own costs differ, and than all that its values and weights could cost; so a
-    cheapest placement keeps the wishes, and the bound holds for those that do. No larger than needed,
+    cheapest placement keeps the constraints, and the bound holds for those that do. No larger than needed,
     because cuts compute with integers.
     """
     assert problem.allowed is not None

@@ -57,14 +57,14 @@ def _node(problem: Problem) -> PlanInfeasible | None:
 
 
 def _at_best(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
-    weights, per_slot = problem.footprint((found,))
+    weights, per_microbatch = problem.footprint((found,))
     excess = problem.excess_bytes((found,), 1)
     worst = int(excess.argmax())
     lacking = max(float(excess[worst]), least_bytes)
     how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"
     message = (
         f"{how}: at best {problem.cluster.names[worst]} needs weights {weights[worst] / GB:.3g} GB, "
-        f"state and temporaries of 1 request {per_slot[worst] / GB:.3g} GB; it has "
+        f"state and temporaries of 1 request {per_microbatch[worst] / GB:.3g} GB; it has "
         f"{problem.memory_bytes[worst] / GB:.3g}, {_lacks(lacking)}"
     )
     return PlanInfeasible(message, _remedy(lacking))

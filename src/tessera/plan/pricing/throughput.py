@@ -19,9 +19,9 @@ kinds of device, and its requests are then spread over the cards of each kind.
 Memory is a row for every device: what a placement holds there, its weights and the state and temporaries of
 all requests in flight, counts by the share of the requests that follow it. So bytes have a price as time has,
 and placements are found that give up a little time for them. The row averages weights, which lanes share, and
-takes slots to follow shares; so a mix is checked once more as it would run, weights of all lanes once and
-every lane's own slots (`slot_counts`), and lanes are dropped, or fewer requests are in flight, until it fits.
-The bound ignores memory and stays valid.
+takes microbatches to follow shares; so a mix is checked once more as it would run, weights of all lanes once
+and every lane's own microbatches (`microbatch_counts`), and lanes are dropped, or fewer requests are in
+flight, until it fits. The bound ignores memory and stays valid.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.pricing.milp import best_placement, roomiest
 from tessera.plan.pricing.shortage import check_total, shortage
 from tessera.plan.pricing.simplex import maximised
-from tessera.plan.problem import Column, Floats, Kinds, Mix, Problem, kinds_of, slot_counts, spread_us
+from tessera.plan.problem import Column, Floats, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
 
 # Stop when the bound is this close.
 GAP = 1e-4
@@ -92,15 +92,15 @@ class Rates:
 class Pool:
     """Placements known so far, each once; all of them fit the devices' memory with one request in flight."""
 
-    def __init__(self, problem: Problem, slots: int) -> None:
-        self.problem, self.slots = problem, slots
+    def __init__(self, problem: Problem, microbatches: int) -> None:
+        self.problem, self.microbatches = problem, microbatches
         self.columns: list[Column] = []
         self.pricer = Pricer(problem)
         self._keys: set[bytes] = set()
         self._held: dict[bytes, Floats] = {}
         whole = np.zeros(problem.num_nodes, dtype=np.int64)
         everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
-        self.is_tight = not problem.fits(everywhere, slots)
+        self.is_tight = not problem.fits(everywhere, microbatches)
 
     @cached_property
     def kinds(self) -> Kinds | None:
@@ -111,7 +111,7 @@ class Pool:
     def part(self) -> "Pool":
         """Placements on one device of each kind."""
         assert self.kinds is not None, "only where devices are alike"
-        return Pool(self.kinds.part, self.slots)
+        return Pool(self.kinds.part, self.microbatches)
 
     def over_kinds(self) -> "Pool | None":
         """All that is known here as placements on kinds of device; None where there are none, or no room.
@@ -135,22 +135,24 @@ class Pool:
         self.columns.append(column)
         return True
 
-    def held(self, columns: Iterable[Column], slots: Floats) -> Floats:
+    def held(self, columns: Iterable[Column], microbatches: Floats) -> Floats:
         """[column, device]: weights, and state and temporaries of so many requests on each device."""
         found: list[Floats] = []
         for column in columns:
             known = self._held.get(column.key)
             if known is None:
                 known = self._held[column.key] = np.array(self.problem.footprint((column,)))
-            found.append(known[0] + slots * known[1])
+            found.append(known[0] + microbatches * known[1])
         return np.array(found)
 
-    def fits(self, columns: Iterable[Column], slots: Sequence[int] | None = None) -> bool:
-        """Do these placements fit together, with so many slots on each (else all on any)?
+    def fits(self, columns: Iterable[Column], microbatches: Sequence[int] | None = None) -> bool:
+        """Do these placements fit together, with so many microbatches on each (else all on any)?
 
         Checked only where a whole replica does not fit everywhere.
         """
-        return not self.is_tight or self.problem.fits(columns, self.slots if slots is None else slots)
+        return not self.is_tight or self.problem.fits(
+            columns, self.microbatches if microbatches is None else microbatches
+        )
 
     def able(self, column: Column) -> bool:
         """Does a placement fit with one request in flight?"""
@@ -159,19 +161,19 @@ class Pool:
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
         """A mix with as many requests in flight as memory holds; None if that is less than one a column."""
         mix = Mix(tuple(columns), tuple(shares))
-        if not self.is_tight or self.problem.fits(mix.columns, slot_counts(mix, self.slots)):
+        if not self.is_tight or self.problem.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
-        for slots in range(self.slots - 1, len(mix.columns) - 1, -1):
-            counts = slot_counts(mix, slots)
+        for microbatches in range(self.microbatches - 1, len(mix.columns) - 1, -1):
+            counts = microbatch_counts(mix, microbatches)
             if self.problem.fits(mix.columns, counts):
-                return replace(mix, slots=counts)
+                return replace(mix, microbatches=counts)
         return None
 
     def main_lanes(self, mix: Mix) -> Mix | None:
-        """A mix of no more lanes than slots, those that most requests follow; None if memory has no room."""
-        if len(mix.columns) <= self.slots:
+        """A mix of no more lanes than microbatches, those with most requests; None if memory has no room."""
+        if len(mix.columns) <= self.microbatches:
             return mix
-        kept = sorted(range(len(mix.shares)), key=lambda i: -mix.shares[i])[: self.slots]
+        kept = sorted(range(len(mix.shares)), key=lambda i: -mix.shares[i])[: self.microbatches]
         total = sum(mix.shares[i] for i in kept)
         return self.held_by([mix.columns[i] for i in kept], [mix.shares[i] / total for i in kept])
 
@@ -182,7 +184,7 @@ class Pool:
         priced = self.pricer.cheapest(prices, starts)
         return self.problem.column(priced.labels), priced.bound
 
-    def fitting(self, slots: int, prices: Prices | None = None) -> Column:
+    def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
         """A cheap placement that fits with so many requests, if bytes can be priced so that there is one.
 
         Bytes become dearer on overfull devices and cheaper on the others, by steps that grow while a device
@@ -190,14 +192,16 @@ class Pool:
         """
         prob = self.problem
         num = prob.num_devices
-        free = replace(prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3), slots=slots, tilt=TILT)
+        free = replace(
+            prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3), microbatches=microbatches, tilt=TILT
+        )
         # A price of nothing: no bound is asked for, which takes long with more than two devices.
         column, _ = self.price(replace(free, memory=np.zeros(num)))
-        total_bytes = max(1.0, float(prob.resident(slots).num_bytes.sum()))
+        total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
         for _ in range(MAX_MEMORY_TRIES if num == 2 or not self.columns else FEW_MEMORY_TRIES):
-            excess = prob.excess_bytes((column,), slots)
+            excess = prob.excess_bytes((column,), microbatches)
             if (excess <= 0).all():
                 break
             side = np.sign(excess)
@@ -207,11 +211,11 @@ class Pool:
         return column
 
 
-def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_slots: int = 1) -> None:
+def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microbatches: int = 1) -> None:
     """Gives the pool its first columns; PlanInfeasible if nothing is found that fits.
 
     A proof that nothing fits may take its time: who tries other batches too does without. Who has seeded a
-    pool with fewer slots gives its columns, and needs none for as many.
+    pool with fewer microbatches gives its columns, and needs none for as many.
     """
     for mix in mixes:
         for column in mix.columns:
@@ -219,10 +223,10 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_slots: 
     if pool.columns and not pool.is_tight:
         return
     prob = pool.problem
-    for slots in range(pool.slots, min(least_slots, pool.slots) - 1, -1):
-        pool.add(pool.fitting(slots))
-        if slots in (1, pool.slots) and prob.num_nodes * prob.num_devices <= FEW_CHOICES:
-            best = best_placement(prob, FEW_LIMIT_S, slots)
+    for microbatches in range(pool.microbatches, min(least_microbatches, pool.microbatches) - 1, -1):
+        pool.add(pool.fitting(microbatches))
+        if microbatches in (1, pool.microbatches) and prob.num_nodes * prob.num_devices <= FEW_CHOICES:
+            best = best_placement(prob, FEW_LIMIT_S, microbatches)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
         check_total(prob)
@@ -312,22 +316,22 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
 
 def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
     """The rate of every column, with a price on the bytes of every device."""
-    slots = pool.slots / capacity[: pool.problem.num_devices]  # those of a kind share them
+    microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # those of a kind share them
     is_fitted = False
     for _ in range(MAX_MEMORY_ROUNDS):
-        found = master(pool, pool.columns, limits, capacity, slots)
+        found = master(pool, pool.columns, limits, capacity, microbatches)
         time = np.append(found.duals, found.path)
-        prices = replace(_prices(pool, time), memory=found.memory, slots=float(slots.mean()))
+        prices = replace(_prices(pool, time), memory=found.memory, microbatches=float(microbatches.mean()))
         dearer = (replace(prices, memory=found.memory * factor) for factor in MEMORY_FACTORS)
         if any(pool.add(pool.price(tried)[0]) for tried in dearer):
             continue
         # What fits as it would run, once: both with all requests in flight and with one.
-        wanted = () if is_fitted else dict.fromkeys((pool.slots, 1))
+        wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
         added = [pool.add(pool.fitting(num, prices)) for num in wanted]
         if not any(added):
             break
         is_fitted = True
-    return master(pool, pool.columns, limits, capacity, slots).rates
+    return master(pool, pool.columns, limits, capacity, microbatches).rates
 
 
 def _prices(pool: Pool, duals: Floats) -> Prices:
@@ -342,9 +346,9 @@ def master(
     columns: list[Column],
     limits: Limits = FREE,
     capacity: Floats | None = None,
-    slots: Floats | None = None,
+    microbatches: Floats | None = None,
 ) -> Rates:
-    """The linear program over known columns; with `slots` in flight on each device it has rows of memory."""
+    """The linear program over known columns; with `microbatches` on each device it has rows of memory."""
     num = pool.problem.num_devices
     busy = np.array([c.busy_us for c in columns]).T
     # Rates in units of the fastest column, so that the solver sees numbers near one.
@@ -354,9 +358,9 @@ def master(
     rows = np.vstack([busy, path]) / unit
     right = np.append(most, limits.depth or 0.0)
     memory, goal = pool.problem.memory_bytes, np.ones(len(columns))
-    if slots is not None:
+    if microbatches is not None:
         # One more variable: the share of its memory by which a device is overfull, which nothing is worth.
-        over = pool.held(columns, slots).T / memory[:, None] - 1.0
+        over = pool.held(columns, microbatches).T / memory[:, None] - 1.0
         rows = np.block([[rows, np.zeros((len(rows), 1))], [over, -np.ones((num, 1))]])
         right, goal = np.append(right, np.zeros(num)), np.append(goal, -MEMORY_PENALTY)
     used = rows.any(axis=1)
@@ -365,7 +369,7 @@ def master(
     # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
     duals[used] = found.duals / unit
     at = len(busy)
-    bytes_ = duals[at + 1 :] * unit / memory if slots is not None else np.zeros(num)
+    bytes_ = duals[at + 1 :] * unit / memory if microbatches is not None else np.zeros(num)
     rates = found.x[: len(columns)] / unit
     return Rates(rates, duals[:at], float(duals[at]), bytes_)
 
@@ -381,20 +385,20 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) ->
         total = sum(x for _, x in live)
         mix = pool.held_by([c for c, _ in live], [x / total for _, x in live])
         found += [mix] if mix is not None else []
-        if mix is not None and not mix.slots:
+        if mix is not None and not mix.microbatches:
             break
         least = min(live, key=lambda x: x[1])[0]
         kept = [c for c, _ in live if c is not least]
     if pool.is_tight:
         found += [mix for c in columns if (mix := pool.held_by((c,))) is not None]
-    return max(found, key=lambda m: upper_bound_per_s(m, pool.slots), default=None)
+    return max(found, key=lambda m: upper_bound_per_s(m, pool.microbatches), default=None)
 
 
-def upper_bound_per_s(mix: Mix, slots: int) -> float:
+def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
     """What a mix gives by busy time; with fewer requests in flight than asked for, if those keep it up."""
-    if not mix.slots:
+    if not mix.microbatches:
         return mix.rate_per_s
-    paths = [n / c.path_us for n, c in zip(slot_counts(mix, slots), mix.columns, strict=True)]
+    paths = [n / c.path_us for n, c in zip(microbatch_counts(mix, microbatches), mix.columns, strict=True)]
     return min(mix.rate_per_s, 1e6 * sum(paths))
 
 
@@ -403,5 +407,5 @@ def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
     able = [c for c in columns if pool.able(c)]
     if not able:
         return None
-    slots = np.full(pool.problem.num_devices, float(pool.slots)) if pool.is_tight else None
-    return trimmed(pool, able, master(pool, able, slots=slots).rates, FREE)
+    microbatches = np.full(pool.problem.num_devices, float(pool.microbatches)) if pool.is_tight else None
+    return trimmed(pool, able, master(pool, able, microbatches=microbatches).rates, FREE)

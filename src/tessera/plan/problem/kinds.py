@@ -1,8 +1,8 @@
 """Kinds of device: devices that are alike share prices, so that pricing needs one label for each kind.
 
-Devices are alike iff every launch costs the same on them, they hold as much, the wishes treat them alike and
-their links to everything else are the same. Swapping two of them maps plans to plans of the same rate; so the
-mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally. Splitting a
+Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them alike
+and their links to everything else are the same. Swapping two of them maps plans to plans of the same rate; so
+the mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally. Splitting a
 request between two devices of a kind only adds transfers. Hence the linear program over placements on one
 device a kind, with as many devices as the kind has, has the same optimum. Not handled: links that share a
 bus; with those every device is its own kind.

@@ -3,8 +3,8 @@
 Every device runs its launches in trace order, so what it holds is a function of how far it has come.
 A temporary is there from the first launch of that device that touches it to the last; an input from the
 start of the step; an output to its end. A buffer that two devices touch is whole on both. The peak of a
-request is that of its hungriest step, and every slot may stand at its peak at once, since a request that
-waits for a transfer keeps what it holds while another runs.
+request is that of its hungriest step, and every microbatch may stand at its peak at once, since a request
+that waits for a transfer keeps what it holds while another runs.
 
 Not counted: workspace inside kernels, what an allocator loses to fragments, copies on their way through
 a link, and what a driver keeps for itself.

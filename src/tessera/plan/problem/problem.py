@@ -7,7 +7,7 @@ that read it; it is paid once per (value, destination device), in every run of i
 consecutive steps share is one more value, paid once per request, from its home in the first step to its
 home in the next. Links on one bus share one row of busy time.
 
-A device holds the weights that its nodes read, once; per slot, the state that lives there and the
+A device holds the weights that its nodes read, once; per microbatch, the state that lives there and the
 temporaries of the request's hungriest step.
 
 Free of charge: what a step starts with (weights are resident where read, inputs are broadcast, state
@@ -37,8 +37,8 @@ from tessera.plan.problem.arrays import (
     wires,
 )
 from tessera.plan.problem.check import check, check_load
+from tessera.plan.problem.constraints import Constraint, allowed, restricted_constraints
 from tessera.plan.problem.memory import Temporaries, temporaries_of
-from tessera.plan.problem.wishes import Wish, allowed, restricted_wishes
 
 # What one message costs its link beyond the bytes: setting up a copy engine or a send.
 MESSAGE_US = 1.0
@@ -71,8 +71,8 @@ class Mix:
 
     columns: tuple[Column, ...]
     shares: tuple[float, ...]
-    # Slots that follow each; empty: by the shares, see `slot_counts`.
-    slots: tuple[int, ...] = ()
+    # Microbatches that follow each; empty: by the shares, see `microbatch_counts`.
+    microbatches: tuple[int, ...] = ()
 
     @cached_property
     def busy_us(self) -> Floats:
@@ -113,8 +113,8 @@ class Problem:
     memory_bytes: Floats
     # One per step.
     temporaries: tuple[Temporaries, ...] = ()
-    wishes: tuple[Wish, ...] = ()
-    # [node, device]: where the wishes let a node run; None: anywhere.
+    constraints: tuple[Constraint, ...] = ()
+    # [node, device]: where the constraints let a node run; None: anywhere.
     allowed: Bools | None = None
 
     @property
@@ -203,14 +203,18 @@ class Problem:
             found[nodes] = devices
         return found
 
-    def excess_bytes(self, columns: Iterable[Column], slots: int | Sequence[int]) -> Floats:
+    def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
         """Bytes by which each device would overflow if it served all these columns (<= 0: it fits).
 
         Weights are those of any of the columns, once. State and temporaries are those of the requests in
         flight: so many on each column, or, of a single number, all on the column that needs most.
         """
         fixed, each = self.footprints(columns)
-        held = slots * each.max(axis=0) if isinstance(slots, int) else np.asarray(slots) @ each
+        held = (
+            microbatches * each.max(axis=0)
+            if isinstance(microbatches, int)
+            else np.asarray(microbatches) @ each
+        )
         return np.asarray(fixed + held - self.memory_bytes)
 
     def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
@@ -227,7 +231,10 @@ class Problem:
             known = self._held.get(column.key)
             if known is None:
                 labels = column.labels
-                known = self._held[column.key] = (self.weights.present(labels, num), self.slot_bytes(labels))
+                known = self._held[column.key] = (
+                    self.weights.present(labels, num),
+                    self.microbatch_bytes(labels),
+                )
             held |= known[0]
             each.append(known[1])
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
@@ -237,13 +244,13 @@ class Problem:
         """Of placements so far: [weight, device] whether it is held there, and bytes of a request."""
         return {}
 
-    def resident(self, slots: float, tilt: float = 0.0) -> Holdings:
+    def resident(self, microbatches: float, tilt: float = 0.0) -> Holdings:
         """Weights once and the state of so many requests in flight: what pricing charges for by the byte.
 
         With a tilt, bytes that the last launches read count for more by this share, the first ones' for less.
         """
         weights, states = self.weights, self.states
-        num_bytes = np.concatenate([weights.num_bytes, slots * states.num_bytes])
+        num_bytes = np.concatenate([weights.num_bytes, microbatches * states.num_bytes])
         item = np.concatenate([weights.pin_item, states.pin_item + len(weights.num_bytes)])
         node = np.concatenate([weights.pin_node, states.pin_node])
         if tilt:
@@ -252,7 +259,7 @@ class Problem:
             num_bytes = num_bytes * (1 + tilt * (2 * first / self.num_nodes - 1))
         return Holdings(num_bytes, item, node)
 
-    def slot_bytes(self, labels: Labels) -> Floats:
+    def microbatch_bytes(self, labels: Labels) -> Floats:
         """State and temporaries of one request on each device, at most."""
         num = self.num_devices
         peaks = [step.peak_bytes(labels, num) for step in self.temporaries]
@@ -265,28 +272,31 @@ class Problem:
         whole = np.zeros(self.num_nodes, dtype=np.int64)
         return max((float(step.peak_bytes(whole, 1)[0]) for step in self.temporaries), default=0.0)
 
-    def slots_that_fit(self, column: Column) -> int | None:
+    def microbatches_that_fit(self, column: Column) -> int | None:
         """The most requests in flight that memory allows on one column; None: any number."""
-        fixed, per_slot = self.footprint((column,))
-        counts = (self.memory_bytes - fixed)[per_slot > 0] // per_slot[per_slot > 0]
+        fixed, per_microbatch = self.footprint((column,))
+        counts = (self.memory_bytes - fixed)[per_microbatch > 0] // per_microbatch[per_microbatch > 0]
         return max(0, int(counts.min())) if len(counts) else None
 
     def is_allowed(self, labels: Labels) -> bool:
-        """Does the placement keep the wishes?"""
+        """Does the placement keep the constraints?"""
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
-    def fits(self, columns: Iterable[Column], slots: int | Sequence[int]) -> bool:
-        """Are the wishes kept, and do weights, state and temporaries fit everywhere?"""
+    def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
+        """Are the constraints kept, and do weights, state and temporaries fit everywhere?"""
         listed = list(columns)
         return all(self.is_allowed(c.labels) for c in listed) and bool(
-            (self.excess_bytes(listed, slots) <= 0).all()
+            (self.excess_bytes(listed, microbatches) <= 0).all()
         )
 
 
 def build(
-    unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster, wishes: tuple[Wish, ...] = ()
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    constraints: tuple[Constraint, ...] = (),
 ) -> Problem:
-    """Checks the inputs and turns them into arrays; a wish that matches nothing here is no mistake here."""
+    """Checks the inputs and turns them into arrays; a constraint that matches nothing is no mistake here."""
     check(unit, costs, cluster)
     node_of, num_nodes = contract(unit)
     cost_us = tuple(np.array([[c.us for c in row] for row in x.costs], dtype=np.float64) for x in costs)
@@ -309,8 +319,8 @@ def build(
         latency_us=latency,
         memory_bytes=np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
         temporaries=tuple(temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
-        wishes=wishes,
-        allowed=allowed(unit, node_of, num_nodes, wishes, cluster.names),
+        constraints=constraints,
+        allowed=allowed(unit, node_of, num_nodes, constraints, cluster.names),
     )
 
 
@@ -333,7 +343,7 @@ def spread_us(cost_us: Floats) -> float:
 
 
 def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
-    """The problem on some of its devices; None if the wishes leave a node nowhere to run."""
+    """The problem on some of its devices; None if the constraints leave a node nowhere to run."""
     at = list(devices)
     places = None if problem.allowed is None else problem.allowed[:, at]
     if places is not None and not places.any(axis=1).all():
@@ -354,32 +364,32 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
         us_per_byte=problem.us_per_byte[np.ix_(at, at)],
         latency_us=problem.latency_us[np.ix_(at, at)],
         memory_bytes=problem.memory_bytes[at],
-        wishes=restricted_wishes(problem.wishes, problem.cluster.names, names),
+        constraints=restricted_constraints(problem.constraints, problem.cluster.names, names),
         allowed=places,
     )
 
 
-def slot_table(mix: Mix, slots: int) -> tuple[int, ...]:
-    """The lane of every slot; of more lanes than slots, each once, those with most requests first.
+def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
+    """The lane of every microbatch; of more lanes than microbatches, each once, the busiest first.
 
     Spread evenly, so that any first part of it is a fair choice where fewer requests are in flight.
     """
-    counts = slot_counts(mix, slots)
-    if len(counts) > slots:
+    counts = microbatch_counts(mix, microbatches)
+    if len(counts) > microbatches:
         return tuple(np.argsort(-np.array(mix.shares), kind="stable").tolist())
     return tuple(islice(ir.lane_sequence(counts), sum(counts)))
 
 
-def slot_counts(mix: Mix, slots: int) -> tuple[int, ...]:
-    """Slots that follow each column of a mix, at least one each.
+def microbatch_counts(mix: Mix, microbatches: int) -> tuple[int, ...]:
+    """Microbatches that follow each column of a mix, at least one each.
 
-    By Little's law a lane holds slots in proportion to its share of the requests times how long one of them
-    takes, its path; in whole numbers, by largest remainder.
+    By Little's law a lane holds microbatches in proportion to its share of the requests times how long one of
+    them takes, its path; in whole numbers, by largest remainder.
     """
-    if mix.slots:
-        return mix.slots
+    if mix.microbatches:
+        return mix.microbatches
     held = np.array([s * c.path_us for s, c in zip(mix.shares, mix.columns, strict=True)])
-    return tuple(rounded(held / held.sum(), max(slots, len(held))).tolist())
+    return tuple(rounded(held / held.sum(), max(microbatches, len(held))).tolist())
 
 
 def rounded(shares: Floats, length: int) -> Ints:

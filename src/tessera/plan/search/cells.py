@@ -2,9 +2,9 @@
 
 Devices that are alike come in numbers: four H20 and four L40S are four times one of each, three and five are
 three pairs and two cards more. Each part is planned by itself, and its lanes are copied to the devices of
-every copy, with slots of their own; so parts share nothing, and the whole is worth what they are together. A
-search over all devices at once looks at more, and at each of it less closely: it may be better, and with
-these among its candidates it is never worse.
+every copy, with microbatches of their own; so parts share nothing, and the whole is worth what they are
+together. A search over all devices at once looks at more, and at each of it less closely: it may be better,
+and with these among its candidates it is never worse.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,16 @@ from math import gcd
 import numpy as np
 
 from tessera.errors import PlanInfeasible
-from tessera.plan.problem import Column, Mix, Problem, slot_counts
+from tessera.plan.problem import Column, Mix, Problem, microbatch_counts
 
-# Devices of the problem, and slots -> the best mix on these alone, and its rate.
+# Devices of the problem, and microbatches -> the best mix on these alone, and its rate.
 SolvePart = Callable[[Sequence[int], int], tuple[Mix, float]]
 # Copies of one part: the devices of each.
 Cells = tuple[tuple[int, ...], ...]
 
 
 def cell_mixes(
-    problem: Problem, members: Sequence[Sequence[int]], slots: int, solve: SolvePart
+    problem: Problem, members: Sequence[Sequence[int]], microbatches: int, solve: SolvePart
 ) -> list[tuple[Mix, float]]:
     """A mix for every way to make cells of devices that are alike, and its rate: that of all cells together.
 
@@ -31,7 +31,7 @@ def cell_mixes(
     found = []
     for parts in partitions(members):
         try:
-            mix = _side_by_side(problem, parts, slots, solve)
+            mix = _side_by_side(problem, parts, microbatches, solve)
         except PlanInfeasible:  # a part that is too small for the model
             continue
         if mix is not None:
@@ -58,19 +58,19 @@ def partitions(members: Sequence[Sequence[int]]) -> Iterator[tuple[Cells, ...]]:
 
 
 def _side_by_side(
-    problem: Problem, parts: Sequence[Cells], slots: int, solve: SolvePart
+    problem: Problem, parts: Sequence[Cells], microbatches: int, solve: SolvePart
 ) -> tuple[Mix, float] | None:
-    """Every part solved once and copied; None if there are fewer slots than cells."""
+    """Every part solved once and copied; None if there are fewer microbatches than cells."""
     num_devices = problem.num_devices
     columns: list[Column] = []
     shares: list[float] = []
     held: list[int] = []
     for copies in parts:
-        each = slots * len(copies[0]) // num_devices
+        each = microbatches * len(copies[0]) // num_devices
         if each < 1:
             return None
         mix, rate = solve(copies[0], each)
-        counts = slot_counts(mix, each)
+        counts = microbatch_counts(mix, each)
         for devices in copies:
             place = np.array(devices, dtype=np.int64)
             columns += [problem.column(place[column.labels]) for column in mix.columns]

@@ -10,8 +10,8 @@ is the same linear program as for one batch. For any prices y >= 0 of the rows, 
 (the least price of a work unit), where the least is over all placements of all batches: each batch is priced
 by itself, divided by its weight, and the least of them counts. That is the bound; it leaves out memory.
 
-A device holds the weights that any lane reads there once, whatever the batches, and for every slot the state
-and temporaries of its lane. A batch of which nothing fits takes no part, in the bound either.
+A device holds the weights that any lane reads there once, whatever the batches, and for every microbatch the
+state and temporaries of its lane. A batch of which nothing fits takes no part, in the bound either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan.pricing import Prices, throughput
 from tessera.plan.pricing.throughput import FREE, Limits, Pool, Solved
-from tessera.plan.problem import Bools, Column, Floats, Ints, Kinds, Labels, Mix, Problem, slot_counts
+from tessera.plan.problem import Bools, Column, Floats, Ints, Kinds, Labels, Mix, Problem, microbatch_counts
 from tessera.plan.search.robust import Sampler
 from tessera.plan.search.task import Task
 
@@ -75,7 +75,7 @@ class JointTask(Task):
 
     def scaled_mix(self, variant: int, mix: Mix) -> Mix:
         """A mix of one batch's own task as one of all of them."""
-        return Mix(tuple(self.scaled(variant, c) for c in mix.columns), mix.shares, mix.slots)
+        return Mix(tuple(self.scaled(variant, c) for c in mix.columns), mix.shares, mix.microbatches)
 
     @property
     def columns(self) -> list[Column]:
@@ -92,21 +92,25 @@ class JointTask(Task):
 
     def held_by(self, column: Column) -> Mix | None:
         """One placement with as many requests in flight as memory holds."""
-        for slots in range(self.slots, 0, -1):
-            if self.fits_with((column,), (slots,)):
-                return Mix((column,), (1.0,), (slots,))
+        for microbatches in range(self.microbatches, 0, -1):
+            if self.fits_with((column,), (microbatches,)):
+                return Mix((column,), (1.0,), (microbatches,))
         return None
 
     def holds(self, mix: Mix) -> bool:
-        """Are the wishes kept, and does memory hold a mix as it would run?"""
-        return self.fits_with(mix.columns, slot_counts(mix, self.slots))
+        """Are the constraints kept, and does memory hold a mix as it would run?"""
+        return self.fits_with(mix.columns, microbatch_counts(mix, self.microbatches))
 
-    def fits_with(self, columns: Sequence[Column], slots: int | Sequence[int]) -> bool:
+    def fits_with(self, columns: Sequence[Column], microbatches: int | Sequence[int]) -> bool:
         """With so many requests in flight on each column; of one number, all on the one that needs most."""
         if not all(self.problems[c.variant].is_allowed(c.labels) for c in columns):
             return False
         fixed, each = self.footprints(columns)
-        held = slots * each.max(axis=0) if isinstance(slots, int) else np.asarray(slots) @ each
+        held = (
+            microbatches * each.max(axis=0)
+            if isinstance(microbatches, int)
+            else np.asarray(microbatches) @ each
+        )
         return bool((fixed + held <= self.problem.memory_bytes).all())
 
     def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
@@ -123,7 +127,7 @@ class JointTask(Task):
         for column in columns:
             problem = self.problems[column.variant]
             held[items[column.variant]] |= problem.weights.present(column.labels, num)
-            each.append(problem.slot_bytes(column.labels))
+            each.append(problem.microbatch_bytes(column.labels))
         return np.asarray(sizes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
 
     @cached_property

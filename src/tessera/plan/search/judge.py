@@ -15,12 +15,12 @@ from functools import cached_property
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.latency import RequestTimer
-from tessera.plan.problem import Column, Mix, restricted, slot_table
+from tessera.plan.problem import Column, Mix, microbatch_table, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.robust import Sampler, robust_of
 from tessera.plan.search.task import Task
 
-# Requests per second of a plan with plan.slots in flight.
+# Requests per second of a plan with plan.microbatches in flight.
 Simulate = Callable[[ir.Plan], float]
 
 # Candidates this close to the best are as good, and the simplest of them is taken.
@@ -32,7 +32,7 @@ RIVAL, MAX_RIVALS = 0.05, 16
 # Regrets are told apart in steps of this.
 REGRET_STEP = 2e-3
 # Requests in flight that a plan is simulated with, to show what more of them would give.
-SLOTS_SHOWN = (1, 2, 4, 8, 16)
+MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,18 +80,18 @@ class Judge:
 
     def upper_bound_per_s(self, mix: Mix) -> float:
         """What no run exceeds: by busy time, and by Little's law, as no request is faster than one alone."""
-        held = self._slots(mix)
+        held = self._microbatches(mix)
         spans = [self.task.weight_of(c) / self._span_us(c) for c in mix.columns]
         return min(mix.rate_per_s, 1e6 * sum(n * x for n, x in zip(held, spans, strict=True)))
 
-    def _slots(self, mix: Mix) -> list[int]:
-        """Slots that follow each column; of more columns than slots, some have none."""
-        table = slot_table(mix, self.task.slots)[: self._num_slots(mix)]
+    def _microbatches(self, mix: Mix) -> list[int]:
+        """Microbatches that follow each column; of more columns than microbatches, some have none."""
+        table = microbatch_table(mix, self.task.microbatches)[: self._num_microbatches(mix)]
         return [table.count(n) for n in range(len(mix.columns))]
 
-    def _num_slots(self, mix: Mix) -> int:
+    def _num_microbatches(self, mix: Mix) -> int:
         """Requests in flight; fewer than were asked for where memory has no room for more."""
-        return sum(mix.slots) or self.task.slots
+        return sum(mix.microbatches) or self.task.microbatches
 
     def _units(self, mix: Mix) -> float:
         """Work units in an average request."""
@@ -192,18 +192,20 @@ class Judge:
         mix: Mix,
         baselines: tuple[ir.Baseline, ...],
         others: Sequence[Mix],
-        shown_slots: Sequence[int] = SLOTS_SHOWN,
+        shown_microbatches: Sequence[int] = MICROBATCHES_SHOWN,
     ) -> ir.Plan:
         """The whole record of the chosen mix."""
         plan = replace(
             self.plan(mix, baselines), robust=self.robust(mix, others), joules_per_unit=self._joules(mix)
         )
         return replace(
-            plan, by_slots=self._by_slots(plan, shown_slots), rounding_loss=self._rounding_loss(plan)
+            plan,
+            by_microbatches=self._by_microbatches(plan, shown_microbatches),
+            rounding_loss=self._rounding_loss(plan),
         )
 
     def _rounding_loss(self, plan: ir.Plan) -> float:
-        """What slots that follow lanes do less than requests that keep to the lanes' rates."""
+        """What microbatches that follow lanes do less than requests that keep to the lanes' rates."""
         simulate = self.quick or self.simulate
         if simulate is None or len(plan.lanes) < 2:
             return 0.0
@@ -221,22 +223,22 @@ class Judge:
             return None
         return objectives.joules(self.task.problem, mix, self.rate_per_s(mix))
 
-    def _by_slots(self, plan: ir.Plan, slots: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    def _by_microbatches(self, plan: ir.Plan, microbatches: Sequence[int]) -> tuple[tuple[int, float], ...]:
         """The same lanes with more or fewer requests in flight, as far as memory goes."""
-        if self.simulate is None or not slots:
+        if self.simulate is None or not microbatches:
             return ()
-        # The more slots, the longer it takes; of large units no more than twice the plan's are shown.
-        most = 2 * plan.slots if self.task.is_large else max(slots)
-        shown = sorted({*(n for n in slots if n <= most), plan.slots})
-        fitting = [n for n in shown if plan.max_slots is None or n <= plan.max_slots]
+        # The more microbatches, the longer it takes; of large units no more than twice the plan's are shown.
+        most = 2 * plan.microbatches if self.task.is_large else max(microbatches)
+        shown = sorted({*(n for n in microbatches if n <= most), plan.microbatches})
+        fitting = [n for n in shown if plan.max_microbatches is None or n <= plan.max_microbatches]
         return tuple((n, self._at(plan, n)) for n in fitting)
 
-    def _at(self, plan: ir.Plan, slots: int) -> float:
-        if slots == plan.slots or self.simulate is None:
+    def _at(self, plan: ir.Plan, microbatches: int) -> float:
+        if microbatches == plan.microbatches or self.simulate is None:
             return plan.simulated_per_s
         # Shown only, so of large units a rougher figure will do.
         simulate = self.quick if self.quick is not None and self.task.is_large else self.simulate
-        return min(plan.throughput_per_s, simulate(replace(plan, slots=slots)))
+        return min(plan.throughput_per_s, simulate(replace(plan, microbatches=microbatches)))
 
     def plan(self, mix: Mix, baselines: tuple[ir.Baseline, ...] = ()) -> ir.Plan:
         """The record of a mix."""
@@ -247,7 +249,7 @@ class Judge:
             bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
             latency_us=self.latency_us(mix),
             baselines=baselines,
-            max_slots=self.task.slots_that_fit(mix),
+            max_microbatches=self.task.microbatches_that_fit(mix),
         )
 
     def _draft(self, mix: Mix) -> ir.Plan:
@@ -264,13 +266,13 @@ class Judge:
             objective=self.objective,
             policy=self.policy,
             lanes=lanes,
-            slots=self._num_slots(mix),
+            microbatches=self._num_microbatches(mix),
             throughput_per_s=rate,
             simulated_per_s=rate,
             bound_per_s=rate,
             latency_us=0.0,
-            lane_table=slot_table(mix, task.slots),
-            constraints=tuple(str(wish) for wish in prob.wishes),
+            lane_table=microbatch_table(mix, task.microbatches),
+            constraints=tuple(str(constraint) for constraint in prob.constraints),
             variants=task.variants,
         )
 
@@ -285,5 +287,5 @@ class Judge:
             part = restricted(prob, devices)
             if part is None:
                 raise PlanInfeasible("the placement constraints leave a launch nowhere to run")
-            self._bounds[devices] = Task(part, self.task.slots).free.bound_per_s
+            self._bounds[devices] = Task(part, self.task.microbatches).free.bound_per_s
         return self._bounds[devices]

@@ -28,7 +28,7 @@ import numpy as np
 
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Limits
-from tessera.plan.problem import Column, Floats, Ints, Mix, Problem, slot_counts
+from tessera.plan.problem import Column, Floats, Ints, Mix, Problem, microbatch_counts
 from tessera.plan.search.task import Task
 
 # Depths of the linear program, as multiples of the number of devices (below one they could not all be busy);
@@ -75,8 +75,8 @@ def without_rare_lanes(mix: Mix) -> Mix:
     if not kept or len(kept) == len(mix.columns):
         return mix
     total = sum(mix.shares[i] for i in kept)
-    slots = tuple(mix.slots[i] for i in kept) if mix.slots else ()
-    return Mix(tuple(mix.columns[i] for i in kept), tuple(mix.shares[i] / total for i in kept), slots)
+    microbatches = tuple(mix.microbatches[i] for i in kept) if mix.microbatches else ()
+    return Mix(tuple(mix.columns[i] for i in kept), tuple(mix.shares[i] / total for i in kept), microbatches)
 
 
 def is_filled(task: Task, columns: Sequence[Column]) -> bool:
@@ -108,12 +108,12 @@ class Search:
 
     def look(self, mix: Mix) -> float:
         """The quick figure of a mix; 0 where it could not win, is known or does not fit."""
-        counts = slot_counts(mix, self.task.slots)
+        counts = microbatch_counts(mix, self.task.microbatches)
         key = (
             frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
-            not mix.slots and mix.shares,
+            not mix.microbatches and mix.shares,
         )
-        if key in self._seen or mix.rate_per_s < self.best or sum(mix.slots) > self.task.slots:
+        if key in self._seen or mix.rate_per_s < self.best or sum(mix.microbatches) > self.task.microbatches:
             return 0.0
         self._seen.add(key)
         if self.task.is_served and is_filled(self.task, mix.columns):
@@ -197,10 +197,12 @@ class Search:
         columns = [self._canonical(c) for c in mix.columns]
         counts: Counter[Column] = Counter()
         share: Counter[Column] = Counter()
-        for column, num, part in zip(columns, slot_counts(mix, self.task.slots), mix.shares, strict=True):
+        for column, num, part in zip(
+            columns, microbatch_counts(mix, self.task.microbatches), mix.shares, strict=True
+        ):
             counts[column] += num
             share[column] += part  # type: ignore[assignment]
-        while sum(counts.values()) > self.task.slots:
+        while sum(counts.values()) > self.task.microbatches:
             counts -= Counter([min(counts, key=lambda c: share[c])])
         return counts
 
@@ -223,7 +225,7 @@ class Search:
         alike: list[tuple[float, Counter[Column]]] = []
         balanced: list[tuple[float, Counter[Column]]] = []
         filled: list[tuple[float, Counter[Column]]] = []
-        is_full = sum(team.values()) >= self.task.slots
+        is_full = sum(team.values()) >= self.task.microbatches
         for given_up in (*team, *(() if is_full else (None,))):
             kept = team if given_up is None else team - Counter([given_up])
             own = sum(n / c.path_us for c, n in kept.items())
@@ -246,12 +248,12 @@ class Search:
     ) -> Floats:
         """Requests per microsecond at the shares that keep the busiest device or link least busy."""
         if not kept:
-            return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.slots / path))
+            return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.microbatches / path))
         best = np.zeros(len(path))
         for share in SHARES:
             period = ((1 - share) * base / own + share * busy).max(axis=1)
             taken = (1 - share) * sum(kept.values()) / own + share * path
-            best = np.maximum(best, np.minimum(1.0 / period, self.task.slots / taken))
+            best = np.maximum(best, np.minimum(1.0 / period, self.task.microbatches / taken))
         return best
 
     def _splice(self, team: Counter[Column]) -> None:

@@ -91,7 +91,7 @@ def planner(objective: ir.Objective) -> Callable[[Task], tuple[Mix, ...]]:
 def _widened(task: Task, devices: Devices, mix: Mix) -> Mix:
     """A mix of some devices as one of all."""
     at = np.array(devices)
-    return Mix(tuple(task.problem.column(at[c.labels]) for c in mix.columns), mix.shares, mix.slots)
+    return Mix(tuple(task.problem.column(at[c.labels]) for c in mix.columns), mix.shares, mix.microbatches)
 
 
 def _quick(task: Task, devices: Devices) -> Callable[[Mix], float] | None:
@@ -111,7 +111,7 @@ def _worthwhile(task: Task, objective: ir.Objective) -> Iterator[tuple[Devices, 
         part = restricted(prob, devices)
         if part is None:
             continue
-        alone = Task(part, task.slots, task.is_judged, task.is_served, _quick(task, devices))
+        alone = Task(part, task.microbatches, task.is_judged, task.is_served, _quick(task, devices))
         try:
             mix = alone.free.mix
         except PlanInfeasible:  # does not fit: no candidate
@@ -126,13 +126,13 @@ def subsets(problem: Problem) -> Iterator[Devices]:
     """Every choice of how many of each kind of equal devices."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(problem.cluster.devices):
-        wish = b"" if problem.allowed is None else problem.allowed[:, index].tobytes()
+        constraint = b"" if problem.allowed is None else problem.allowed[:, index].tobytes()
         key = (
             device.gpu,
             device.memory_bytes,
             device.usd_per_hour,
             problem.load_us[:, index].tobytes(),
-            wish,
+            constraint,
         )
         kinds.setdefault(key, []).append(index)
     groups = list(kinds.values())

@@ -15,7 +15,7 @@ from tessera.errors import UnknownName
 from tessera.plan import latency
 from tessera.plan.baselines import COARSE
 from tessera.plan.pricing import milp, throughput
-from tessera.plan.problem import Mix, slot_counts
+from tessera.plan.problem import Mix, microbatch_counts
 from tessera.plan.search import objectives
 from tessera.plan.search.local import throughput_mixes, without_rare_lanes
 from tessera.plan.search.task import Task
@@ -26,7 +26,7 @@ Planner = Callable[[Task], tuple[Mix, ...] | None]
 def single_placement(task: Task, time_limit_s: float = milp.TIME_LIMIT_S) -> tuple[Mix, ...] | None:
     """One placement for all requests: the best by the mixed-integer program or among those known."""
     known = [m.columns[0] for mixes in task.coarse.values() for m in mixes or () if len(m.columns) == 1]
-    found = milp.best_placement(task.problem, time_limit_s, task.slots)
+    found = milp.best_placement(task.problem, time_limit_s, task.microbatches)
     columns = (*known, *(() if found is None else (found[0],)))
     mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
     return (max(mixes, key=lambda m: m.rate_per_s),) if mixes else None
@@ -44,7 +44,7 @@ def quick_mixes(task: Task) -> tuple[Mix, ...]:
     limits = throughput.Limits(1.1 * task.problem.num_devices)
     mix = throughput.generate(task.pool, limits).mix
     few = without_rare_lanes(mix)
-    return (*coarse, few if task.pool.fits(few.columns, slot_counts(few, task.slots)) else mix)
+    return (*coarse, few if task.pool.fits(few.columns, microbatch_counts(few, task.microbatches)) else mix)
 
 
 def latency_mixes(task: Task) -> tuple[Mix, ...]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from tessera import ir
 from tessera.plan.baselines import coarse_mixes
 from tessera.plan.pricing import throughput
-from tessera.plan.problem import Column, Floats, Labels, Mix, Problem, slot_table
+from tessera.plan.problem import Column, Floats, Labels, Mix, Problem, microbatch_table
 from tessera.plan.search.robust import Sampler
 
 # Units of more launches than this are large: few candidates are looked at, those in full.
@@ -19,10 +19,10 @@ class Task:
     """One planning run: the problem, and what is found once and used by many."""
 
     problem: Problem
-    slots: int
+    microbatches: int
     # Whether a simulation will judge; if not, busy time does, and no other candidate can win.
     is_judged: bool = False
-    # Whether slots decode for ever; see `PlanConfig`.
+    # Whether microbatches decode for ever; see `PlanConfig`.
     is_served: bool = False
     # A quick figure of a mix, in requests per second, to search by; set once the judge is there.
     quick: Callable[[Mix], float] | None = None
@@ -35,7 +35,7 @@ class Task:
     @cached_property
     def pool(self) -> throughput.Pool:
         """Columns known so far."""
-        return throughput.Pool(self.problem, self.slots)
+        return throughput.Pool(self.problem, self.microbatches)
 
     @cached_property
     def coarse(self) -> dict[str, tuple[Mix, ...] | None]:
@@ -71,9 +71,9 @@ class Task:
         """A placement of one batch that may be of use."""
         self.pool.add(self.problem.column(labels))
 
-    def fits_with(self, columns: Sequence[Column], slots: Sequence[int]) -> bool:
-        """Are the wishes kept, and does memory hold so many requests in flight on each column?"""
-        return self.pool.fits(columns, slots)
+    def fits_with(self, columns: Sequence[Column], microbatches: Sequence[int]) -> bool:
+        """Are the constraints kept, and does memory hold so many requests in flight on each column?"""
+        return self.pool.fits(columns, microbatches)
 
     def held_by(self, column: Column) -> Mix | None:
         """One placement with as many requests in flight as memory holds."""
@@ -92,10 +92,10 @@ class Task:
         """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
         return self.problem.footprints(columns)
 
-    def slots_that_fit(self, mix: Mix) -> int | None:
+    def microbatches_that_fit(self, mix: Mix) -> int | None:
         """The most requests in flight that memory allows on a mix's lanes in turn; None: any number."""
         fixed, each = self.footprints(mix.columns)
-        table = slot_table(mix, self.slots)
+        table = microbatch_table(mix, self.microbatches)
         left = self.problem.memory_bytes - fixed
         turn = each[list(table)].sum(axis=0)
         if not turn.any():

@@ -18,14 +18,16 @@ from plan_factories import (
 )
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
-from tessera.plan import PlanConfig, Wish, parse_wish, solve, wishes_of
+from tessera.plan import Constraint, PlanConfig, constraints_of, parse_constraint, solve
 from tessera.plan.pricing import Pricer, Prices
 from tessera.plan.problem import Problem, build
 
 
-def config(*wishes: Wish, objective: ir.Objective = ir.Objective.THROUGHPUT, policy: str = "") -> PlanConfig:
-    """With wishes."""
-    return PlanConfig(objective, policy=policy or None, wishes=wishes)
+def config(
+    *constraints: Constraint, objective: ir.Objective = ir.Objective.THROUGHPUT, policy: str = ""
+) -> PlanConfig:
+    """With constraints."""
+    return PlanConfig(objective, policy=policy or None, constraints=constraints)
 
 
 def placed(plan: ir.Plan, name: str) -> set[int]:
@@ -40,21 +42,21 @@ def placed(plan: ir.Plan, name: str) -> set[int]:
 
 
 @pytest.mark.parametrize("text", ["attention", "=d0", "mm=", "mm=d0,,d1"])
-def test_text_that_is_no_wish_is_refused(text: str) -> None:
+def test_text_that_is_no_constraint_is_refused(text: str) -> None:
     """A pattern, an equals sign, devices."""
     with pytest.raises(TesseraError, match=r"--pin: .* is not PATTERN=DEVICE"):
-        parse_wish(text, True)
+        parse_constraint(text, True)
 
 
 def test_part_of_a_card_can_be_named() -> None:
     """Its name has an equals sign of its own."""
-    assert Wish("mm", ("cuda:0/sm=32",), True) == parse_wish("mm=cuda:0/sm=32", True)
+    assert Constraint("mm", ("cuda:0/sm=32",), True) == parse_constraint("mm=cuda:0/sm=32", True)
 
 
 @pytest.mark.parametrize("objective", list(ir.Objective)[:2])
 def test_pinned_kernel_runs_nowhere_else(objective: ir.Objective) -> None:
     """Attention on the device that is bad at it, because the user says so."""
-    plan = solve(*layered_case(), config(parse_wish("attention=d1", True), objective=objective))
+    plan = solve(*layered_case(), config(parse_constraint("attention=d1", True), objective=objective))
 
     assert {1} == placed(plan, "attention")
     assert ("--pin attention=d1",) == plan.constraints
@@ -62,7 +64,7 @@ def test_pinned_kernel_runs_nowhere_else(objective: ir.Objective) -> None:
 
 def test_forbidden_kernel_runs_elsewhere() -> None:
     """Of two devices the other one is left."""
-    assert {0} == placed(solve(*layered_case(), config(parse_wish("up=d1", False))), "up")
+    assert {0} == placed(solve(*layered_case(), config(parse_constraint("up=d1", False))), "up")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_forbidden_kernel_runs_elsewhere() -> None:
 def test_pattern_means_scopes_kernels_and_words(pattern: str, kernels: set[str]) -> None:
     """A module with all inside it, a part of a path, a kernel, or a word for many."""
     case = layered_case(1)
-    problem = build(*case, (parse_wish(f"{pattern}=d0", True),))
+    problem = build(*case, (parse_constraint(f"{pattern}=d0", True),))
     assert problem.allowed is not None
     names = [case[0].graphs[0].trace.kernel_of(i).name for i in range(6)]
     bound = {n for n, ok in zip(names, problem.allowed[problem.node_of[0]], strict=True) if not ok.all()}
@@ -88,7 +90,7 @@ def test_pattern_means_scopes_kernels_and_words(pattern: str, kernels: set[str])
 
 def test_step_can_be_pinned() -> None:
     """All of the decode on one device, the prefill anywhere."""
-    plan = solve(*layered_case(), config(parse_wish("decode=d0", True)))
+    plan = solve(*layered_case(), config(parse_constraint("decode=d0", True)))
 
     assert all({0} == set(lane.placement.devices[1]) for lane in plan.lanes)
 
@@ -99,7 +101,7 @@ def test_gemm_is_a_word() -> None:
     draft.names = ["aten.mm.default", "aten.silu.default", "triton_gemm_2"]
     unit, cluster = make_unit(draft), make_cluster()
     costs = make_costs(unit, cluster, [[[5.0, 1.0]] * 3])
-    problem = build(unit, costs, cluster, (parse_wish("gemm=d0", True),))
+    problem = build(unit, costs, cluster, (parse_constraint("gemm=d0", True),))
 
     assert problem.allowed is not None
     assert [False, True, False] == problem.allowed.all(axis=1).tolist()
@@ -107,46 +109,46 @@ def test_gemm_is_a_word() -> None:
 
 def test_coarse_policy_that_contradicts_has_no_figures() -> None:
     """With attention pinned away, no device can do everything alone."""
-    wishes = parse_wish("attention=d1", True), parse_wish("up=d0", True)
-    found = {b.name: b.throughput_per_s for b in solve(*layered_case(), config(*wishes)).baselines}
+    constraints = parse_constraint("attention=d1", True), parse_constraint("up=d0", True)
+    found = {b.name: b.throughput_per_s for b in solve(*layered_case(), config(*constraints)).baselines}
 
     assert found["single"] is None
     assert found["data-parallel"] is None
     assert found["attention-ffn"] is not None
 
 
-def test_policy_asked_for_against_the_wishes_is_refused() -> None:
+def test_policy_asked_for_against_the_constraints_is_refused() -> None:
     """It does not apply, because of them."""
-    wishes = parse_wish("attention=d1", True), parse_wish("up=d0", True)
+    constraints = parse_constraint("attention=d1", True), parse_constraint("up=d0", True)
     with pytest.raises(
         PlanInfeasible, match="'single' does not apply to this work with these placement constraints"
     ):
-        solve(*layered_case(), config(*wishes, policy="single"))
+        solve(*layered_case(), config(*constraints, policy="single"))
 
 
 def test_contradiction_names_both_wishes_and_a_launch() -> None:
     """Two pins of one kernel to two devices cannot both hold."""
-    wishes = parse_wish("up=d1", True), parse_wish("mlp=d0", True)
+    constraints = parse_constraint("up=d1", True), parse_constraint("mlp=d0", True)
     with pytest.raises(PlanInfeasible, match=r"'--pin mlp=d0' contradicts --pin up=d1: launch 4 of prefill"):
-        solve(*layered_case(), config(*wishes))
+        solve(*layered_case(), config(*constraints))
 
 
 def test_forbidding_every_device_is_a_contradiction() -> None:
-    """One wish alone may leave no device."""
+    """One constraint alone may leave no device."""
     with pytest.raises(PlanInfeasible, match="leaves no device"):
-        solve(*layered_case(), config(parse_wish("up=d*", False)))
+        solve(*layered_case(), config(parse_constraint("up=d*", False)))
 
 
 def test_wish_that_matches_nothing_is_refused() -> None:
     """It is a typing error; kernels of the model are named."""
     with pytest.raises(TesseraError, match=r"no launch matches 'atention'.*prefill, decode.*attention"):
-        solve(*layered_case(), config(parse_wish("atention=d0", True)))
+        solve(*layered_case(), config(parse_constraint("atention=d0", True)))
 
 
 def test_wish_for_an_unknown_device_lists_the_known_ones() -> None:
     """The cluster's names."""
     with pytest.raises(UnknownName, match="unknown device 'd7'; known: d0, d1"):
-        solve(*layered_case(), config(parse_wish("up=d7", True)))
+        solve(*layered_case(), config(parse_constraint("up=d7", True)))
 
 
 def test_launches_that_share_state_follow_the_one_that_is_pinned() -> None:
@@ -154,14 +156,14 @@ def test_launches_that_share_state_follow_the_one_that_is_pinned() -> None:
     draft = Draft(2, states={"kv": ((0, 1), 8)}, names=["a", "b"])
     unit, cluster = make_unit(draft), make_cluster()
     plan = solve(
-        unit, make_costs(unit, cluster, [[[1.0, 9.0]] * 2]), cluster, config(parse_wish("a=d1", True))
+        unit, make_costs(unit, cluster, [[[1.0, 9.0]] * 2]), cluster, config(parse_constraint("a=d1", True))
     )
 
     assert all((1, 1) == lane.placement.devices[0] for lane in plan.lanes)
 
 
 def brute(problem: Problem, prices: Prices) -> float:
-    """The cheapest placement that keeps the wishes, by trying all."""
+    """The cheapest placement that keeps the constraints, by trying all."""
     best = np.inf
     for choice in product(range(problem.num_devices), repeat=problem.num_nodes):
         labels = np.array(choice)
@@ -178,7 +180,7 @@ def test_pricing_keeps_wishes_and_its_bound_holds(seed: int, devices: int) -> No
     """The cheapest allowed placement: found exactly for two devices, never above its bound for more."""
     case = random_case(seed, num=4, devices=devices)
     unit, costs, cluster = case
-    problem = build(unit, costs, cluster, (parse_wish("prefill=d1", True),))
+    problem = build(unit, costs, cluster, (parse_constraint("prefill=d1", True),))
     rng = np.random.default_rng(seed)
     prices = Prices(rng.uniform(0.1, 1, devices), rng.uniform(0.1, 1, (devices, devices)), 0.3)
     found = Pricer(problem).cheapest(prices)
@@ -195,7 +197,7 @@ def test_pricing_keeps_wishes_and_its_bound_holds(seed: int, devices: int) -> No
 def test_wishes_cannot_make_a_plan_better() -> None:
     """A constraint costs or is free."""
     free = solve(*layered_case(), config())
-    bound = solve(*layered_case(), config(parse_wish("attention=d1", True)))
+    bound = solve(*layered_case(), config(parse_constraint("attention=d1", True)))
 
     assert bound.throughput_per_s < free.throughput_per_s
     assert bound.bound_per_s < free.bound_per_s
@@ -208,7 +210,9 @@ def test_layered_factory_has_what_the_patterns_name() -> None:
 
 def test_wishes_are_read_back_from_a_plan() -> None:
     """So that a second plan for the same system is bound by them too."""
-    wishes = (parse_wish("attention=d1", True), parse_wish("mm=d0,d1", False))
-    plan = replace(solve(*layered_case(), config(wishes[0])), constraints=tuple(str(w) for w in wishes))
+    constraints = (parse_constraint("attention=d1", True), parse_constraint("mm=d0,d1", False))
+    plan = replace(
+        solve(*layered_case(), config(constraints[0])), constraints=tuple(str(w) for w in constraints)
+    )
 
-    assert wishes == wishes_of(plan)
+    assert constraints == constraints_of(plan)

@@ -1,4 +1,4 @@
-"""Wishes: what the user wants where. They bind every planner and every coarse policy.
+"""Constraints: what the user wants where. They bind every planner and every coarse policy.
 
 `PATTERN=DEVICES` pins launches to devices, or forbids them there. A pattern (shell wildcards) is held
 against a launch's step kind ("prefill"), its kernel's name ("aten.mm.default", "mm"), its module path,
@@ -24,7 +24,7 @@ GEMM = re.compile(r"(^|[._])(mm|addmm|bmm|baddbmm|matmul|linear|gemm|gemv)([._]|
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Constraint:
     """Launches that match `pattern` run on one of `devices` (a pin), or on none of them."""
 
     pattern: str
@@ -35,74 +35,74 @@ class Wish:
         return f"{'--pin' if self.is_pin else '--forbid'} {self.pattern}={','.join(self.devices)}"
 
 
-def parse_wish(text: str, is_pin: bool) -> Wish:
+def parse_constraint(text: str, is_pin: bool) -> Constraint:
     """From `PATTERN=DEVICES`."""
     pattern, equals, devices = (part.strip() for part in text.partition("="))
     names = tuple(name.strip() for name in devices.split(","))
     if not (pattern and equals and all(names)):
         option = "--pin" if is_pin else "--forbid"
         raise TesseraError(f"'{text}' is not PATTERN=DEVICE", "Write it as attention=emu:a100.", option)
-    return Wish(pattern, names, is_pin)
+    return Constraint(pattern, names, is_pin)
 
 
-def wishes_of(plan: ir.Plan) -> tuple[Wish, ...]:
+def constraints_of(plan: ir.Plan) -> tuple[Constraint, ...]:
     """What a plan was asked for, read back from its own words."""
     words = [text.partition(" ") for text in plan.constraints]
-    return tuple(parse_wish(wish, option == "--pin") for option, _, wish in words)
+    return tuple(parse_constraint(constraint, option == "--pin") for option, _, constraint in words)
 
 
 def allowed(
     unit: ir.WorkUnit,
     node_of: tuple[Ints, ...],
     num_nodes: int,
-    wishes: tuple[Wish, ...],
+    constraints: tuple[Constraint, ...],
     names: tuple[str, ...],
 ) -> Bools | None:
-    """[node, device]: may the node run there? None without wishes; PlanInfeasible if they contradict."""
-    if not wishes:
+    """[node, device]: may the node run there? None without constraints; PlanInfeasible if they contradict."""
+    if not constraints:
         return None
     free = np.ones((num_nodes, len(names)), dtype=np.bool_)
-    last: dict[int, Wish] = {}
-    for wish in wishes:
-        chosen = _devices(wish, names)
-        for step, marks in enumerate(_matches(unit, wish.pattern)):
+    last: dict[int, Constraint] = {}
+    for constraint in constraints:
+        chosen = _devices(constraint, names)
+        for step, marks in enumerate(_matches(unit, constraint.pattern)):
             nodes = np.unique(node_of[step][marks])
             before = free[nodes].copy()
-            free[nodes] &= chosen if wish.is_pin else ~chosen
-            _check(unit, node_of, free, nodes, wish, last)
+            free[nodes] &= chosen if constraint.is_pin else ~chosen
+            _check(unit, node_of, free, nodes, constraint, last)
             for node in nodes[(before != free[nodes]).any(axis=1)].tolist():
-                last[node] = wish
+                last[node] = constraint
     return free
 
 
-def check_wishes(unit: ir.WorkUnit, wishes: tuple[Wish, ...]) -> None:
-    """Refuses a wish that no launch matches: it is a typing error, or belongs to another model."""
-    for wish in wishes:
-        if not any(marks.any() for marks in _matches(unit, wish.pattern)):
+def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) -> None:
+    """Refuses a constraint that no launch matches: it is a typing error, or belongs to another model."""
+    for constraint in constraints:
+        if not any(marks.any() for marks in _matches(unit, constraint.pattern)):
             kinds = ", ".join(dict.fromkeys(g.trace.step.kind for g in unit.graphs))
             examples = dict.fromkeys(_short(k.name) for g in unit.graphs for k in g.trace.kernels)
-            message = f"no launch matches '{wish.pattern}'"
+            message = f"no launch matches '{constraint.pattern}'"
             some = ", ".join(list(examples)[:6])
             remedy = f"Name a step ({kinds}), a kernel ({some}, ...), a module, attention or gemm."
-            raise TesseraError(message, remedy, str(wish))
+            raise TesseraError(message, remedy, str(constraint))
 
 
-def restricted_wishes(
-    wishes: tuple[Wish, ...], names: tuple[str, ...], kept: tuple[str, ...]
-) -> tuple[Wish, ...]:
-    """The wishes as they read when only some devices are kept; what concerns none of these is dropped."""
+def restricted_constraints(
+    constraints: tuple[Constraint, ...], names: tuple[str, ...], kept: tuple[str, ...]
+) -> tuple[Constraint, ...]:
+    """The constraints as they read when some devices are kept; what concerns none of these is dropped."""
     found = []
-    for wish in wishes:
-        chosen = _devices(wish, names)
+    for constraint in constraints:
+        chosen = _devices(constraint, names)
         left = tuple(n for n, is_chosen in zip(names, chosen, strict=True) if is_chosen and n in kept)
         if left:
-            found.append(Wish(wish.pattern, left, wish.is_pin))
+            found.append(Constraint(constraint.pattern, left, constraint.is_pin))
     return tuple(found)
 
 
-def _devices(wish: Wish, names: tuple[str, ...]) -> Bools:
+def _devices(constraint: Constraint, names: tuple[str, ...]) -> Bools:
     chosen = np.zeros(len(names), dtype=np.bool_)
-    for word in wish.devices:
+    for word in constraint.devices:
         hits = [name == word or fnmatchcase(name, word) for name in names]
         if not any(hits):
             raise UnknownName("device", word, names)
@@ -115,8 +115,8 @@ def _check(
     node_of: tuple[Ints, ...],
     free: Bools,
     nodes: Ints,
-    wish: Wish,
-    last: dict[int, Wish],
+    constraint: Constraint,
+    last: dict[int, Constraint],
 ) -> None:
     """PlanInfeasible if some node may run nowhere any more."""
     stuck = nodes[~free[nodes].any(axis=1)]
@@ -127,10 +127,10 @@ def _check(
     launch = int(np.flatnonzero(node_of[step] == node)[0])
     trace = unit.graphs[step].trace
     where = trace.launches[launch].scope or trace.step.kind
-    # Every device may be forbidden by one wish alone.
+    # Every device may be forbidden by one constraint alone.
     against = f"contradicts {last[node]}" if node in last else "leaves no device"
     raise PlanInfeasible(
-        f"'{wish}' {against}: launch {launch} of {trace.step.kind} "
+        f"'{constraint}' {against}: launch {launch} of {trace.step.kind} "
         f"({_short(trace.kernel_of(launch).name)} in {where}) could run nowhere",
         "Drop one of them, or name other devices.",
     )
