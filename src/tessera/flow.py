@@ -27,8 +27,7 @@ from tessera.ir import (
     WorkUnit,
     verify,
 )
-from tessera.ir.graph import check_counts, check_steps
-from tessera.ir.rebatch import Rebatched
+from tessera.ir.graph import Rebatched, check_counts, check_steps
 from tessera.plan import (
     Batched,
     Constraint,

@@ -19,7 +19,7 @@ newer GPUs prefer, is taken for a few queries under a mask alone, which is what 
 memory-efficient kernel leaves most of the memory's bandwidth unused (two thirds of an H200's at batch 8). A
 capture on a real GPU leaves it out.
 
-Not handled: a program that looks at values. Such reads are refused with their line (see `refuse`).
+Not handled: a program that looks at values. Such reads are refused with their line (see `operators`).
 
 `ShapeCache`: what an operator returned before for tensors of the same shapes, without asking torch again.
 

@@ -59,9 +59,8 @@ from tessera.capture.blocks import (
     view_of,
 )
 from tessera.capture.fxgraph import GraphStep
-from tessera.capture.holders import Finder, Held, find, root
+from tessera.capture.holders import Before, Finder, Held, PyValue, find, line_that_changes, python_state, root
 from tessera.capture.own import own_launches, standing_for
-from tessera.capture.pystate import Before, PyValue, line_that_changes, python_state
 from tessera.capture.reads import traced
 from tessera.capture.record import record
 from tessera.capture.recorder import Watch

@@ -9,18 +9,42 @@ last, so that parameters are named after their modules.
 
 Not looked through: objects nested deeper than `MAX_DEPTH`, objects with __slots__, and global variables of
 other files.
+
+pystate: what a program keeps in Python between its calls.
+
+A counter, a list that grows, an attribute that is replaced, a generator of random numbers: a recording sees
+none of them, and a run by workers would go on with the values of the recorded call. So a step is called until
+it leaves everything in Python as it found it; what a first call sets up once (a cache, a flag) may change
+then. What goes on changing is refused, with the line that changes it.
+
+Looked at: attributes of the modules, of their classes and of the objects that these hold; what the callable
+and the modules' methods close over or name as globals of their own file; the generators of `random` and
+NumPy. Values that are no plain data, arrays or generators are compared by identity.
+
+Not looked at: memory of extensions, files, other processes. `record` compares what two calls launch.
 """
 
+import dataclasses
 import dis
 import functools
+import itertools
+import os
+import random
+import sys
+import threading
 import types
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from tessera.capture.schema import is_wrapper, parts
+from tessera.capture.operators import fail, is_program, is_users, is_wrapper, parts
 
 MAX_DEPTH = 6
 
@@ -214,3 +238,316 @@ def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
             finder.look(name, leaf)
     finder.look_at_optimizers()
     return finder
+
+
+# Values looked at in one program; there is no end to what an object may hold.
+MAX_VALUES = 200_000
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+# Objects of these packages are looked at from outside only.
+_CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
+_MISSING = object()
+# What torch itself keeps on every module.
+_TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PyValue:
+    """One named value that a program can change, and how to look at it."""
+
+    name: str
+    read: Callable[[], Any]
+    # The process has it, not the program.
+    is_global: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PyState:
+    """What a program holds in Python: values that it can change, and arrays over memory, all by name."""
+
+    values: list[PyValue]
+    arrays: list[tuple[str, np.ndarray[Any, Any]]]
+
+    @property
+    def without_tensors(self) -> list[PyValue]:
+        """Values that are no tensors: those are the step's own."""
+        own = [value for value in self.values if not value.is_global]
+        return [value for value in own if not isinstance(value.read(), torch.Tensor)]
+
+    def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuses an array over the memory of a tensor that varies: reading it is not seen."""
+        bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
+        for name, array in self.arrays:
+            start, stop = np.lib.array_utils.byte_bounds(array)
+            shared = next((n for n, (low, high) in bounds.items() if start < high and low < stop), None)
+            if shared is not None:
+                fail(
+                    f"'{name}' is a NumPy array over the memory of '{shared}', and reading it is not seen",
+                    "Compute with the tensor, or make the array of a copy.",
+                    "",
+                )
+
+
+def python_state(*roots: Any) -> PyState:
+    """Everything that the roots (modules, callables) hold in Python."""
+    walk = _PySearch()
+    for root in roots:
+        walk.look("", root, 0)
+    numbers = [
+        PyValue("Python's random numbers", random.getstate, is_global=True),
+        PyValue("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
+        PyValue("the environment", lambda: dict(os.environ), is_global=True),
+    ]
+    return PyState([*walk.values, *numbers], walk.arrays)
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+        return 0, 0
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+class Before:
+    """What some values were at one time."""
+
+    def __init__(self, held: list[PyValue]) -> None:
+        self._values = [(value, seen(value.read())) for value in held]
+
+    def changed(self) -> PyValue | None:
+        """The first that has another value now."""
+        return next((value for value, before in self._values if seen(value.read()) != before), None)
+
+
+def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
+    """Refuses a value that every call changes, with the line of the program that does it in one more call."""
+    before = value.read()
+    place = line_that_changes(value, call)
+    after = value.read()
+    how = f" from {before!r} to {after!r}" if isinstance(before, int | float | str) else ""
+    fail(
+        f"the call changes {value.name}{how}: Python keeps it, and a recording does not see it",
+        "Keep it in a tensor that is changed in place (register_buffer), pass it as an argument, or change "
+        "it outside of the step.",
+        place,
+    )
+
+
+def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
+    """Follows a call line by line; the line that ran last before the value was another."""
+    before, last, found = seen(value.read()), [""], [""]
+
+    def look(frame: types.FrameType, event: str, arg: Any) -> Any:
+        if not is_program(frame.f_code.co_filename):
+            return None
+        if not found[0] and last[0] and seen(value.read()) != before:
+            found[0] = last[0]
+        if event == "line":
+            last[0] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return look
+
+    tracer = sys.gettrace()
+    sys.settrace(look)
+    try:
+        call()
+    finally:
+        sys.settrace(tracer)
+    return found[0] or (last[0] if seen(value.read()) != before else "")
+
+
+class _Same:
+    """Stands for an object that is compared by identity; keeps it, so that its identity is not used again."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def seen(value: Any, depth: int = 0) -> Any:
+    """What a value is, so that it can be compared with what it is later."""
+    if isinstance(value, _PLAIN) or depth > MAX_DEPTH:
+        return (type(value), value if depth <= MAX_DEPTH else None)
+    match value:
+        case float() | complex() | itertools.count():
+            return (type(value), repr(value))
+        case list() | tuple() | deque():
+            return (type(value), [seen(item, depth + 1) for item in value])
+        case dict():
+            return (type(value), [(seen(k, depth + 1), seen(v, depth + 1)) for k, v in list(value.items())])
+        case set() | frozenset():
+            return (type(value), len(value), sorted(map(repr, value)))
+        case np.ndarray() | np.generic() if value.dtype != object:
+            return (type(value), str(value.dtype), value.shape, value.tobytes())
+        case random.Random() if not isinstance(value, random.SystemRandom):
+            return (type(value), value.getstate())
+        case np.random.Generator():
+            return (type(value), repr(value.bit_generator.state))
+        case np.random.RandomState():
+            return (type(value), repr(value.get_state()))
+        case bytearray():
+            return (type(value), bytes(value))
+        case types.GeneratorType():
+            frame = value.gi_frame
+            return (type(value), frame and (frame.f_lasti, seen(frame.f_locals, depth + 1)))
+        case Iterator() if type(value).__module__ in ("builtins", "itertools"):
+            return (type(value), _place_in(value))
+    return _Same(value)
+
+
+def _place_in(iterator: Iterator[Any]) -> str:
+    """How far an iterator of Python's own has come; those of newer versions do not say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return repr(iterator.__reduce__()[1:])
+        except TypeError:
+            return ""
+
+
+class _PySearch:
+    def __init__(self) -> None:
+        self.values: list[PyValue] = []
+        self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
+        self._known: dict[int, Any] = {}  # the values keep their ids from being used again
+
+    def look(self, name: str, value: Any, depth: int) -> None:
+        """Finds what one value holds."""
+        if depth > MAX_DEPTH or id(value) in self._known or len(self.values) > MAX_VALUES or _is_leaf(value):
+            return
+        self._known[id(value)] = value
+        if isinstance(value, memoryview):
+            value = np.asarray(value)
+        if isinstance(value, np.ndarray):
+            self.arrays.append((name, value))
+            return
+        if isinstance(value, torch.nn.Module):
+            self._look_module(name, value, depth)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.values.append(PyValue(f"the settings of '{name}'", partial(_settings, value)))
+        elif isinstance(value, types.FunctionType):
+            self._look_function(name, value, depth)
+        elif isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType):
+            for word, item, *_ in items_of(value):
+                self.look(_join(name, word), item, depth + 1)
+        elif not isinstance(value, type):
+            self._look_object(name, value, depth)
+
+    def _look_module(self, name: str, module: torch.nn.Module, depth: int) -> None:
+        for path, part in module.named_modules():
+            self._known[id(part)] = part
+            where = _join(name, path)
+            for held in (part._parameters, part._buffers):
+                for key in held:
+                    self._add(_join(where, key), held, key)
+            self._look_object(where, part, depth)
+
+    def _look_object(self, name: str, value: Any, depth: int) -> None:
+        if not isinstance(value, torch.nn.Module) and type(value).__module__.partition(".")[0] in _CLOSED:
+            return
+        held = getattr(value, "__dict__", {})
+        if held:
+            self.values.append(
+                PyValue(f"the attributes of '{name or type(value).__name__}'", lambda: tuple(held))
+            )
+        for key in list(held):
+            if not isinstance(value, torch.nn.Module) or key not in _TORCHS:
+                self._add(_join(name, key), held, key)
+                self.look(_join(name, key), held[key], depth + 1)
+        for kind in type(value).__mro__:
+            self._look_class(kind, value, name, depth)
+
+    def _look_class(self, kind: type, value: Any, name: str, depth: int) -> None:
+        for slot in _slots(kind):
+            self.values.append(PyValue(f"'{_join(name, slot)}'", _slot_reader(value, slot)))
+        if id(kind) in self._known or kind.__module__.partition(".")[0] in (*_CLOSED, "builtins", "abc"):
+            return
+        self._known[id(kind)] = kind
+        for key, item in list(vars(kind).items()):
+            if isinstance(item, types.FunctionType):
+                self.look(kind.__name__, item, depth + 1)
+            elif not key.startswith("__") and _is_data(item):
+                self._add(f"{kind.__name__}.{key}", vars(kind), key)
+
+    def _look_function(self, name: str, function: types.FunctionType, depth: int) -> None:
+        """What it closes over and names; objects of other files are not its own."""
+        for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._look_variable(word, partial(_contents, cell), function, depth)
+        for word in sorted(globals_of(function.__code__)):
+            self._look_variable(word, _reader(function.__globals__, word), function, depth)
+        for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.values.append(PyValue(f"a default of '{function.__name__}'", partial(_itself, item)))
+
+    def _look_variable(
+        self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int
+    ) -> None:
+        value = read()
+        if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None) or "<"):
+            self._look_file(value)
+        if _is_data(value):
+            self.values.append(PyValue(f"'{name}'", read))
+        kinds = torch.nn.Module | torch.optim.Optimizer | threading.local
+        is_own = type(value).__module__ == function.__module__ or isinstance(value, kinds)
+        is_function = isinstance(value, types.FunctionType | types.MethodType)
+        if is_function and not is_foreign(value, function):
+            is_own = True
+        elif isinstance(value, types.FunctionType):
+            is_own = is_users(value.__code__.co_filename)
+        if _is_data(value) or is_own:
+            self.look(name, value, depth + 1)
+
+    def _look_file(self, module: types.ModuleType) -> None:
+        """The plain values of another file of the user's."""
+        if id(module) not in self._known:
+            self._known[id(module)] = module
+            for key, value in list(vars(module).items()):
+                if not key.startswith("__") and _is_data(value):
+                    self._add(f"{module.__name__}.{key}", vars(module), key)
+
+    def _add(self, name: str, holder: Any, key: Any) -> None:
+        self.values.append(PyValue(f"'{name}'", _reader(holder, key)))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = optimizer.param_groups
+    return [{k: v for k, v in group.items() if not isinstance(v, list | torch.Tensor)} for group in groups]
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _reader(holder: Any, key: Any) -> Callable[[], Any]:
+    return lambda: holder.get(key, _MISSING)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
+def _slot_reader(value: Any, slot: str) -> Callable[[], Any]:
+    return lambda: getattr(value, slot, _MISSING)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    named = vars(kind).get("__slots__", ())
+    if kind.__module__.partition(".")[0] not in (*_CLOSED, "builtins"):
+        yield from [s for s in ([named] if isinstance(named, str) else named) if not s.startswith("__")]
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, types.ModuleType))
+
+
+def _is_data(value: Any) -> bool:
+    """Plain values, nests of them, arrays and generators: what a program keeps count in."""
+    kinds = (list, tuple, dict, set, frozenset, deque, bytearray, random.Random, itertools.count)
+    numpy = (np.ndarray, np.generic, np.random.Generator, np.random.RandomState)
+    return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, *kinds, *numpy, Iterator))

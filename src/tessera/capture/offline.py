@@ -1,6 +1,6 @@
 """Inductor without a GPU: the same launches, from fake tensors and kernels that are compiled but not loaded.
 
-    with offline(gpu) as mode: ...      Inductor and Triton believe in one GPU of that kind
+    with offline() as mode: ...      Inductor and Triton believe in one GPU, an H100
 
 Inside, Inductor's compiled code can be called on fake tensors: allocations are fake, extern calls are
 dispatched on fakes, Triton kernels are compiled to PTX and their launches are seen but not made.
@@ -12,7 +12,6 @@ taken for its winner, and the passes that fold constants or pad matrix products 
 import contextlib
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,38 +22,25 @@ from torch.utils._mode_utils import no_dispatch
 from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import MissingExtra
 
-
-@dataclass(frozen=True, slots=True)
-class FakeGpu:
-    """What Inductor asks about a GPU."""
-
-    arch: int  # compute capability, 90 for 9.0
-    num_sms: int
-    name: str = "fake"
-
-    @property
-    def properties(self) -> SimpleNamespace:
-        """As torch.cuda.get_device_properties gives them."""
-        return SimpleNamespace(
-            name=self.name,
-            major=self.arch // 10,
-            minor=self.arch % 10,
-            multi_processor_count=self.num_sms,
-            regs_per_multiprocessor=65536,
-            max_threads_per_multi_processor=1536 if self.arch in (86, 89, 120) else 2048,
-            max_threads_per_block=1024,
-            warp_size=32,
-            total_memory=80 << 30,
-            shared_memory_per_block=48 << 10,
-            shared_memory_per_block_optin=(99 if self.arch in (86, 89, 120) else 227) << 10,
-            shared_memory_per_multiprocessor=228 << 10,
-            L2_cache_size=50 << 20,
-            gcnArchName="",
-            is_integrated=False,
-        )
-
-
-H100 = FakeGpu(90, 132)
+# Compute capability of the GPU that is believed in, and what torch.cuda.get_device_properties says of it.
+ARCH = 90
+PROPERTIES = SimpleNamespace(
+    name="fake",
+    major=ARCH // 10,
+    minor=ARCH % 10,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    total_memory=80 << 30,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    is_integrated=False,
+)
 
 # Off: passes that run or time operators on the device while compiling, and compiling in other processes,
 # which know nothing of this one's make-believe.
@@ -66,15 +52,15 @@ CONFIG: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def offline(gpu: FakeGpu = H100) -> Iterator[FakeTensorMode]:
+def offline() -> Iterator[FakeTensorMode]:
     """While active, compiled code can be made for a GPU that is not there, and walked through on fakes."""
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compiling_for(gpu.arch))
-        for target, name, value in _replacements(gpu):
+        stack.enter_context(compiling_for(ARCH))
+        for target, name, value in _replacements():
             stack.enter_context(unittest.mock.patch.object(target, name, value, create=True))
-        stack.enter_context(_interface(gpu))
+        stack.enter_context(_interface())
         stack.enter_context(_asked_anew())
         stack.enter_context(mode)
         yield mode
@@ -110,37 +96,24 @@ def fake_like(mode: FakeTensorMode, tensors: Mapping[str, torch.Tensor]) -> dict
 
 
 def _driver(target: Any) -> Any:
+    """A driver that knows its target and has no device."""
     from triton.backends.driver import DriverBase
 
-    class Compiler(DriverBase):  # type: ignore[misc]
-        """A driver that knows its target and has no device."""
+    def benchmarker(self: Any) -> Callable[..., Any]:
+        raise NotImplementedError
 
-        def __init__(self) -> None:
-            pass
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def get_current_target(self) -> Any:
-            return target
-
-        def get_current_device(self) -> int:
-            return -int(target.arch)  # Triton keeps what it compiled by device: every target has its own
-
-        def get_current_stream(self, device: int = 0) -> int:
-            return 0
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cuda", 0)
-
-        def get_benchmarker(self) -> Callable[..., Any]:
-            raise NotImplementedError
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-    return Compiler()
+    methods = {
+        "__init__": lambda self: None,
+        "is_active": classmethod(lambda cls: True),
+        "get_current_target": lambda self: target,
+        # Triton keeps what it compiled by device: every target has its own.
+        "get_current_device": lambda self: -int(target.arch),
+        "get_current_stream": lambda self, device=0: 0,
+        "get_active_torch_device": lambda self: torch.device("cuda", 0),
+        "get_benchmarker": benchmarker,
+        "map_python_to_cpp_type": lambda self, ty: ty,
+    }
+    return type("Compiler", (DriverBase,), methods)()
 
 
 @contextlib.contextmanager
@@ -159,68 +132,31 @@ def _asked_anew() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interface(gpu: FakeGpu) -> Iterator[None]:
+def _interface() -> Iterator[None]:
     """Dynamo's view of the device."""
     from torch._dynamo import device_interface
 
+    said: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "exchange_device": lambda device: 0,
+        "maybe_exchange_device": lambda device: 0,
+        "get_compute_capability": lambda device=None: ARCH,
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "is_bf16_supported": lambda including_emulation=False: True,
+        "is_triton_capable": lambda device=None: True,
+    }
     real = device_interface.get_interface_for_device("cuda")
-
-    class Interface(real):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-        @staticmethod
-        def exchange_device(device: int) -> int:
-            return 0
-
-        @staticmethod
-        def maybe_exchange_device(device: int) -> int:
-            return 0
-
-        @staticmethod
-        def get_compute_capability(device: Any = None) -> int:
-            return gpu.arch
-
-        @staticmethod
-        def get_device_properties(device: Any = None) -> Any:
-            return gpu.properties
-
-        @staticmethod
-        def is_bf16_supported(including_emulation: bool = False) -> bool:
-            return gpu.arch >= 80
-
-        @staticmethod
-        def is_triton_capable(device: Any = None) -> bool:
-            return gpu.arch >= 70
-
+    interface = type("Interface", (real,), {name: staticmethod(says) for name, says in said.items()})
     table = device_interface.device_interfaces
-    names = [n for n in table if n.split(":")[0] == "cuda"]
-    saved = {n: table[n] for n in names}
-    for name in names:
-        table[name] = Interface
-    try:
+    with unittest.mock.patch.dict(table, {n: interface for n in table if n.split(":")[0] == "cuda"}):
         yield
-    finally:
-        table.update(saved)
 
 
 def _nothing(_: Any) -> None:
     pass
 
 
-class _NoGuard:
-    def __init__(self, _: Any = None) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
+def _replacements() -> list[tuple[Any, str, Any]]:
     """(object, attribute, what it is meanwhile)"""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
@@ -234,11 +170,11 @@ def _replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "get_device_properties", lambda device=None: gpu.properties),
-        (torch.cuda, "get_device_capability", lambda device=None: divmod(gpu.arch, 10)),
-        (torch.cuda, "get_device_name", lambda device=None: gpu.name),
+        (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
+        (torch.cuda, "get_device_capability", lambda device=None: divmod(ARCH, 10)),
+        (torch.cuda, "get_device_name", lambda device=None: PROPERTIES.name),
         (torch.cuda, "set_device", lambda device: None),
-        (torch.cuda, "_DeviceGuard", _NoGuard),
+        (torch.cuda, "_DeviceGuard", contextlib.nullcontext),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (guards, "_empty_strided_cuda", empty),

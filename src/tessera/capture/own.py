@@ -26,14 +26,25 @@ whoever runs it writes a table of its own, with the addresses that they have the
 Not read: a table with an address in no tensor's memory. Whether the table and what it leads to may change
 from request to request is for the recorder to judge. Memory may be moved after a table was made, as weights
 are when they are shared with workers; a list of tensors as the argument has no such trouble.
+
+Triton launches, also those of Inductor's code:
+
+    with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it was issued
+
+Arguments are those of the PTX entry, in its order: what was compiled in (constexpr, or specialised to a
+constant) is left out and listed in the kernel's constants. Not seen: launches of an autotuner that tries
+configurations (they are no part of the program), and kernels under Inductor's static launcher, which drops
+the PTX: switch it off (`compile.CONFIG`).
 """
 
 import contextlib
 import gc
+import inspect
+import re
 import sys
 import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,16 +53,170 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture.offline import compiling_for
+from tessera.capture.operators import fail, view_of
 from tessera.capture.reads import reads_allowed
-from tessera.capture.refuse import fail
-from tessera.capture.schema import view_of
-from tessera.capture.triton_kernels import from_jit
 from tessera.errors import CaptureError
-from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch
+from tessera.ir import Access, Buffer, BufferKind, Kernel, Launch, Origin
+
+Grid = tuple[int, int, int]
+# (grid, arguments of the PTX entry) -> launches on the current stream.
+Relaunch = Callable[[Grid, Sequence[Any]], None]
+
+_REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class OwnLaunch:
+    """One launch of a kernel with PTX."""
+
+    kernel: Kernel
+    # Tensors and numbers for the parameters of the PTX entry; a tuple of them is a table of pointers.
+    args: tuple[Any, ...]
+    grid: Grid
+    block: Grid
+    # Places in `args` that the compiler declares as written; empty where it declares nothing.
+    mutated: frozenset[int] = frozenset()
+    # The tensors that the program gave as tables, by place; those of them that could not be read, and why.
+    tables: tuple[tuple[int, torch.Tensor], ...] = ()
+    unread: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonLaunch(OwnLaunch):
+    """One launch of a compiled Triton kernel."""
+
+    relaunch: Relaunch
+
+
+@contextlib.contextmanager
+def inductor_launches(see: Callable[[TritonLaunch], None]) -> Iterator[None]:
+    """While active, `see` gets every launch of an Inductor-made kernel."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    original: Any = CachingAutotuner.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if not kwargs.get("benchmark_run", False):
+            see(_from_autotuner(self, args))
+        return result
+
+    with unittest.mock.patch.object(CachingAutotuner, "run", run):
+        yield
+
+
+# Inductor -------------------------------------------------------------------------------------------------
+
+
+def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> TritonLaunch:
+    (launcher,) = tuner.launchers
+    compiled = launcher.__globals__.get("bin")
+    result = next((r for r in tuner.compile_results if r.kernel is compiled), None)
+    if result is None:
+        raise CaptureError(
+            f"Inductor keeps no compiled kernel of {tuner.fn.__name__} to take the PTX from",
+            "Switch its static launcher off (use_static_triton_launcher=False).",
+        )
+    code = launcher.__code__
+    names = [n for n in code.co_varnames[: code.co_argcount] if n != "stream"]
+    given = dict(zip(names, args, strict=True))
+    _, grid = tuner._interpret_args_grid(args, launcher.config)
+    meta = result.compile_meta
+    signature = {n: meta["signature"].get(n, "constexpr") for n in tuner.fn.arg_names}
+    constants = {n: meta["constants"].get(n) for n, kind in signature.items() if kind == "constexpr"}
+    return _launch(compiled, tuner.fn, signature, constants, given, grid, frozenset(tuner.mutated_arg_names))
+
+
+# The program's own ----------------------------------------------------------------------------------------
+
+
+def from_jit(
+    function: Any, compiled: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grid: Any
+) -> TritonLaunch:
+    """A launch of a kernel by the program, from Triton's function and what it was compiled to."""
+    names = function.arg_names
+    mine = {k: v for k, v in kwargs.items() if k in names}
+    bound = inspect.signature(function.fn).bind(*args, **mine)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    sizes = grid({**kwargs, **given}) if callable(grid) else grid
+    sizes = (*sizes, 1, 1)[:3] if isinstance(sizes, tuple | list) else (sizes, 1, 1)
+    signature = {n: compiled.src.signature.get(n, "constexpr") for n in names}
+    # Keys are argument paths, (place,) for a plain argument.
+    inside = {path[0]: v for path, v in compiled.src.constants.items() if len(path) == 1}
+    constants = {
+        n: inside.get(place, given.get(n)) for place, n in enumerate(names) if signature[n] == "constexpr"
+    }
+    return _launch(compiled, function, signature, constants, given, sizes, frozenset())
+
+
+# Both -----------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    compiled: Any,
+    function: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    given: Mapping[str, Any],
+    grid: Sequence[int],
+    mutated: frozenset[str],
+) -> TritonLaunch:
+    params = [n for n, kind in signature.items() if kind != "constexpr"]
+    kernel = _kernel(compiled, function, signature, constants)
+    return TritonLaunch(
+        kernel,
+        tuple(given[n] for n in params),
+        (int(grid[0]), int(grid[1]), int(grid[2])),
+        block_of(kernel),
+        mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
+        relaunch=_relaunch(compiled, tuple(signature), dict(constants)),
+    )
+
+
+def _kernel(
+    compiled: Any, function: Any, signature: Mapping[str, str], constants: Mapping[str, Any]
+) -> Kernel:
+    metadata = compiled.metadata
+    ptx = getattr(compiled, "asm", {}).get("ptx")
+    if not ptx:
+        raise CaptureError(
+            f"Triton kernel {metadata.name} has no PTX",
+            "Switch Inductor's static launcher off and empty its cache.",
+        )
+    return Kernel(
+        metadata.name,
+        Origin.TRITON,
+        ptx=ptx,
+        source=str(getattr(function, "src", None) or ""),  # without decorators
+        signature=tuple((n, str(kind)) for n, kind in signature.items()),
+        constants=tuple((n, v if isinstance(v, _PLAIN) else str(v)) for n, v in constants.items()),
+        num_warps=int(metadata.num_warps),
+        num_stages=int(getattr(metadata, "num_stages", 0)),
+        shared_bytes=int(metadata.shared),
+    )
+
+
+def block_of(kernel: Kernel) -> Grid:
+    """Threads of a block: what the PTX requires, else the number of warps."""
+    found = _REQNTID.search(kernel.ptx)
+    if found is None:
+        return 32 * kernel.num_warps, 1, 1
+    x, y, z = (int(n or 1) for n in found.groups())
+    return x, y, z
+
+
+def _relaunch(compiled: Any, names: tuple[str, ...], constants: dict[str, Any]) -> Relaunch:
+    def relaunch(grid: Grid, args: Sequence[Any]) -> None:
+        given = iter(args)
+        compiled[grid](*(constants[n] if n in constants else next(given) for n in names))
+
+    return relaunch
+
 
 # Compute capability whose PTX every GPU since Ampere can run: what Triton compiles for where there is none.
 TARGET = 80
-Grid = tuple[int, int, int]
 # (kernel, launch without accesses, buffers, indices of buffers that hold nothing yet)
 #   -> (accesses, why the launch may not move; empty if it may)
 AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[Access, ...], str]]
@@ -59,20 +224,6 @@ AccessesOf = Callable[[Kernel, Launch, Sequence[Buffer], Set[int]], tuple[tuple[
 RunKernel = Callable[[Kernel, Grid, Grid, Sequence[Any]], None]
 # kernel -> parameters that lead to tables of pointers
 TablesOf = Callable[[Kernel], Sequence[int]]
-
-
-@dataclass(frozen=True)
-class OwnLaunch:
-    """One launch that the program makes itself."""
-
-    kernel: Kernel
-    # Tensors and numbers for the parameters of the PTX entry; a tuple of them is a table of pointers.
-    args: tuple[Any, ...]
-    grid: Grid
-    block: Grid
-    # The tensors that the program gave as tables, by place; those of them that could not be read, and why.
-    tables: tuple[tuple[int, torch.Tensor], ...] = ()
-    unread: str = ""
 
 
 # Called before a launch; may give what to call after it.
@@ -95,11 +246,13 @@ def hand_in(prove: AccessesOf, run: RunKernel, tables: TablesOf) -> None:
     _hands.prove, _hands.run, _hands.tables = prove, run, tables
 
 
-def prove(kernel: Kernel, launch: Launch, buffers: Sequence[Buffer]) -> tuple[tuple[Access, ...], str]:
+def prove(
+    kernel: Kernel, launch: Launch, buffers: Sequence[Buffer], empty: Set[int] = frozenset()
+) -> tuple[tuple[Access, ...], str]:
     """The accesses of a launch, or the reason why they are not known."""
     if _hands.prove is None:
         return (), "its PTX was not analyzed: import tessera.flow"
-    return _hands.prove(kernel, launch, buffers, frozenset())
+    return _hands.prove(kernel, launch, buffers, empty)
 
 
 def touched(seen: OwnLaunch) -> list[tuple[torch.Tensor, bool]]:
@@ -218,9 +371,8 @@ def triton_anywhere() -> Iterator[None]:
         with reads_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
-        seen = from_jit(self, compiled, args, kwargs, grid)
         launch(
-            OwnLaunch(seen.kernel, seen.args, seen.grid, seen.block),
+            from_jit(self, compiled, args, kwargs, grid),
             lambda: run_kernel(self, *args, grid=grid, warmup=False, **kwargs),
         )
         return compiled
@@ -236,14 +388,13 @@ def triton_anywhere() -> Iterator[None]:
         config = self.configs[0]
         return self.fn.run(*args, **kwargs, **config.all_kwargs())
 
-    changed = {"JITFunction": run, "bench": bench, "tune": tune}
-    with contextlib.ExitStack() as stack:
-        if not torch.cuda.is_available():
-            stack.enter_context(compiling_for(TARGET))
-            changed["tune"] = take_first
-        stack.enter_context(unittest.mock.patch.object(JITFunction, "run", changed["JITFunction"]))
-        stack.enter_context(unittest.mock.patch.object(Autotuner, "_bench", changed["bench"]))
-        stack.enter_context(unittest.mock.patch.object(Autotuner, "run", changed["tune"]))
+    is_there = torch.cuda.is_available()
+    with (
+        contextlib.nullcontext() if is_there else compiling_for(TARGET),
+        unittest.mock.patch.object(JITFunction, "run", run),
+        unittest.mock.patch.object(Autotuner, "_bench", bench),
+        unittest.mock.patch.object(Autotuner, "run", tune if is_there else take_first),
+    ):
         yield
 
 
@@ -263,23 +414,15 @@ def _unknown_refused() -> Iterator[None]:
     """Kernels that torch compiled by NVRTC can be launched, but nobody knows what they touch."""
     from torch.cuda import _utils
 
-    unknown = getattr(_utils, "_CudaKernel", None)
-    if unknown is None:
-        yield
-        return
-    call = unknown.__call__
-
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         fail(
             "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept",
             "Make it with tessera.CudaKernel(source, name).",
         )
 
-    unknown.__call__ = refuse
-    try:
+    unknown = getattr(_utils, "_CudaKernel", None)
+    with unittest.mock.patch.object(unknown, "__call__", refuse) if unknown else contextlib.nullcontext():
         yield
-    finally:
-        unknown.__call__ = call
 
 
 # Below this, no tensor has an address.

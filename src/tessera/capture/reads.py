@@ -12,10 +12,10 @@ The methods are exchanged on torch's classes for as long as a thread records; ot
 Clocks, and methods that a program took hold of before, are seen by Python's profiling hook.
 (A TorchFunctionMode would see the same, but models ask for such modes and then take other paths.) Reads of
 what no request changes, weights and what is made of them or of Python's numbers, are let through: a program
-that reads them does the same in every call. Operators that answer the host are `refuse`'s.
+that reads them does the same in every call. Operators that answer the host are refused by `operators`.
 
 Not seen here: memory that a program reaches by other means, such as a NumPy array made over a tensor before.
-`pystate` finds those that it holds, and `record` calls the step again with other values.
+`holders` finds those that it holds, and `record` calls the step again with other values.
 
 Transformers reads masks on the host, to leave them out where they hide nothing, and checks inputs by their
 values; it does neither while it is traced. Capture is a trace, so `traced` says so. The results are the same:
@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import dlpack
 
-from tessera.capture.refuse import fail, is_program, is_python, refuse_read
+from tessera.capture.operators import fail, is_program, is_python, refuse_read
 
 IMPORTS = "transformers.utils.import_utils"
 ANSWER = "is_jit_tracing"  # what `is_tracing` asks, wherever it was imported

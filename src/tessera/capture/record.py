@@ -2,7 +2,7 @@
 
 A step is recorded twice, with other values and with everything in Python as the first call has left it. Both
 must launch the same: a number that changes was read where nobody looks, or is kept in Python (see `reads`,
-`pystate`). Where the first call only set things up, the second and a third must agree. Steps of built-in
+`holders`). Where the first call only set things up, the second and a third must agree. Steps of built-in
 models on fake tensors are recorded once: there are no values, and their code is known.
 """
 
@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
 from tessera.capture.fake import Run, uncollected
+from tessera.capture.holders import Before, python_state, refuse_change
 from tessera.capture.models import build, known_models
+from tessera.capture.operators import fail, insisting
 from tessera.capture.own import own_launches
-from tessera.capture.pystate import Before, python_state, refuse_change
 from tessera.capture.reads import calls_refused, reads_refused
 from tessera.capture.recorder import Recorder, Scopes, call_operator
-from tessera.capture.refuse import fail, insisting
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError, TesseraError, UnknownName

@@ -12,7 +12,7 @@ there beforehand. A fake constant whose value is unknown is kept by name and siz
 A buffer varies if a request decides what it holds: inputs, state, what is drawn, and all that is computed
 from these. What varies must not be read on the host; the rest is the same in every call.
 
-Refused, with the line of the program: see `tessera.capture.refuse` and `tessera.capture.reads`.
+Refused, with the line of the program: see `tessera.capture.operators` and `tessera.capture.reads`.
 
 A launch belongs to the module that runs, by its path in the model ("model.layers.0.mlp"). What runs backward
 through an operator belongs to the module that called it: torch numbers the operators that it may have to
@@ -25,10 +25,15 @@ it that the program keeps is no constant of later recordings.
 
 Which tensors an operator writes is what its schema says (`Tensor(a!)`), as everywhere in capture. The few
 operators of torch that write more than they say are refused before they run.
+
+Ledger: the launches of a step while they are being recorded, and which storage is which buffer.
+
+Tensors are told apart by storage identity, never by what a schema says. A storage that appears for the first
+time is memory that the step made, hence a temporary; what existed before was declared, or is a constant.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -48,27 +53,212 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import raw, storage_key
 from tessera.capture.fake import Run
-from tessera.capture.ledger import Ledger
-from tessera.capture.own import OwnLaunch, inside_operator, prove, tensors_in, touched, unchanged
-from tessera.capture.reads import reads_refused
-from tessera.capture.refuse import check_operator, check_tensor, explain, fail, insisting, program_line
-from tessera.capture.rng import Draws, generator_of
-from tessera.capture.schema import (
+from tessera.capture.operators import (
+    MAX_CONSTANT_BYTES,
     Recorded,
     Results,
+    argument_accesses,
+    byte_region,
+    check_operator,
+    check_tensor,
+    contents,
+    explain,
+    fail,
     has_wrappers,
+    insisting,
+    program_line,
     split,
+    symbol_of,
+    view_of,
     whole_buffers,
 )
+from tessera.capture.own import AccessesOf, OwnLaunch, inside_operator, prove, tensors_in, touched, unchanged
+from tessera.capture.reads import reads_refused
+from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import (
+    Access,
     Arg,
+    Buffer,
     BufferKind,
+    Kernel,
     Launch,
+    Origin,
+    Region,
     Step,
     Trace,
     View,
 )
+
+
+class Ledger:
+    """What has been launched so far."""
+
+    def __init__(self, recorded_on: str = "cpu") -> None:
+        self._recorded_on = recorded_on
+        # A weak reference keeps the storage's identity from being handed out again, not its memory.
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._kernels: dict[Kernel, int] = {}
+        self._operators: dict[Any, int] = {}
+        self.buffers: list[Buffer] = []
+        self.launches: list[Launch] = []
+        # Buffers that some launch has written, or that were given.
+        self._filled: set[int] = set()
+
+    # Buffers ------------------------------------------------------------------------------------------
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The buffer of a tensor, or None if its storage is new."""
+        known = self.storages.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    def index(self, tensor: torch.Tensor) -> int:
+        """The buffer of a tensor that is known to have one."""
+        return self.storages[tensor.untyped_storage()._cdata][1]
+
+    def know(self, tensor: torch.Tensor, buffer: int) -> None:
+        """From now on the tensor's storage is this buffer."""
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = (StorageWeakRef(storage), buffer)
+
+    def declare(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> range:
+        """Storages that exist before the step, by name; their buffers."""
+        first = len(self.buffers)
+        for name, tensor in tensors.items():
+            if self.find(tensor) is not None:
+                raise CaptureError(
+                    f"{kind} '{name}' shares its memory with another tensor handed to the step",
+                    "Give each its own memory with .clone().",
+                )
+            self._fill(self._add(tensor, Buffer(name, kind, tensor.untyped_storage().nbytes())))
+        return range(first, len(self.buffers))
+
+    def declare_constant(self, tensor: torch.Tensor) -> None:
+        """A tensor that is neither weight, input nor state: its contents travel with the trace."""
+        if self.find(tensor) is not None:
+            return
+        size = tensor.untyped_storage().nbytes()
+        if size > MAX_CONSTANT_BYTES:
+            fail(
+                f"a tensor of {size} bytes is neither weight, input nor state",
+                "Register it on its module with register_buffer.",
+            )
+        name = f"constant.{len(self.buffers)}"
+        self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, contents(tensor))))
+
+    def generator(self, name: str) -> int:
+        """The buffer of a generator's state (see `tessera.capture.rng`); one not given is declared now."""
+        for index, buffer in enumerate(self.buffers):
+            if buffer.name == name:
+                return index
+        self.buffers.append(Buffer(name, BufferKind.STATE, size_of(name)))
+        return self._fill(len(self.buffers) - 1)
+
+    @property
+    def empty(self) -> Set[int]:
+        """Buffers that hold nothing yet."""
+        return set(range(len(self.buffers))) - self._filled
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """A tensor as a view of its buffer; a new storage becomes a temporary."""
+        buffer = self.find(tensor)
+        if buffer is None:
+            size = tensor.untyped_storage().nbytes()
+            buffer = self._add(tensor, Buffer(f"t{len(self.buffers)}", BufferKind.TEMPORARY, size))
+        return view_of(tensor, buffer)
+
+    def _add(self, tensor: torch.Tensor, buffer: Buffer) -> int:
+        check_tensor(tensor)
+        self.know(tensor, len(self.buffers))
+        self.buffers.append(buffer)
+        return len(self.buffers) - 1
+
+    def _fill(self, buffer: int) -> int:
+        self._filled.add(buffer)
+        return buffer
+
+    # Launches -----------------------------------------------------------------------------------------
+
+    def arg(self, value: Any, view: Callable[[torch.Tensor], View] | None = None) -> Arg:
+        """An argument as the trace holds it; `view` says what a tensor is, if not what `self.view` does."""
+        if isinstance(value, torch.Tensor):
+            return (view or self.view)(value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, tuple | list):
+            return tuple(self.arg(item, view) for item in value)
+        symbol = symbol_of(value)
+        if symbol is not None:
+            return symbol
+        fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
+
+    def kernel(self, kernel: Kernel) -> int:
+        """The number of a kernel in the trace; equal kernels have one."""
+        return self._kernels.setdefault(kernel, len(self._kernels))
+
+    def operator(
+        self, func: Any, recorded: Recorded, results: Results, generator: str = "", scope: str = ""
+    ) -> Launch:
+        """An operator that ran, as a launch: what its schema says of arguments, and all new memory written.
+
+        `generator`: from which it drew.
+        """
+        args, kwargs = recorded
+        fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self.find(t) is None}
+        outputs = tuple(self.view(t) if isinstance(t, torch.Tensor) else None for t in results)
+        accesses = argument_accesses(func._schema, args, dict(kwargs))
+        for tensor, view in zip(results, outputs, strict=True):
+            touched = byte_region(view) if view is not None and id(tensor) in fresh else None
+            if view is not None and touched is not None:
+                accesses.append(Access(view.buffer, touched, write=True))
+        if generator:
+            state = Region(0, size_of(generator))
+            accesses.append(Access(self.generator(generator), state, read=True, write=True))
+        if func not in self._operators:
+            self._operators[func] = self.kernel(Kernel(str(func), Origin.ATEN, str(func._schema)))
+        return Launch(self._operators[func], args, kwargs, outputs, tuple(accesses), scope)
+
+    def kernel_launch(
+        self,
+        seen: OwnLaunch,
+        prove: AccessesOf,
+        view: Callable[[torch.Tensor], View] | None = None,
+        scope: str = "",
+    ) -> Launch:
+        """A kernel with PTX, with the accesses that are proved; else it may touch all that it is given."""
+        args = tuple(self.arg(a, view) for a in seen.args)
+        kernel = self.kernel(seen.kernel)
+        launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)
+        accesses, why = prove(seen.kernel, launch, self.buffers, self.empty)
+        if why:
+            why = "; ".join(filter(None, (why, seen.unread)))
+            accesses = whole_buffers(launch, self.buffers, seen.mutated)
+        return replace(launch, accesses=accesses, immovable=why)
+
+    def launch(self, launch: Launch) -> None:
+        """Appends a launch, in program order."""
+        self.launches.append(launch)
+        self._filled.update(a.buffer for a in launch.accesses if a.write or a.atomic)
+
+    def trace(
+        self,
+        step: Step,
+        outputs: Mapping[str, torch.Tensor],
+        num_views: int = 0,
+        aliases: tuple[tuple[str, int], ...] = (),
+    ) -> Trace:
+        """The finished trace; `outputs` are what the step returned."""
+        for name, tensor in outputs.items():
+            if self.find(tensor) is None:
+                fail(f"the step returns '{name}', which no launch made", "Return a result of the step.")
+        views = tuple((name, self.view(tensor)) for name, tensor in outputs.items())
+        returned = {view.buffer for _, view in views}
+        buffers = tuple(
+            replace(b, kind=BufferKind.OUTPUT) if i in returned and b.kind is BufferKind.TEMPORARY else b
+            for i, b in enumerate(self.buffers)
+        )
+        kernels, launches = tuple(self._kernels), tuple(self.launches)
+        return Trace(step, kernels, buffers, launches, views, num_views, aliases, self._recorded_on)
 
 
 class Scopes:
@@ -247,16 +437,10 @@ class Recorder(TorchDispatchMode):
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
         """A kernel that the program launches itself; gives what to check once it has run."""
-        number = self._ledger.kernel(seen.kernel)
         self._check_tables(seen)
-        args = tuple(self._arg(a) for a in seen.args)
-        launch = Launch(number, args, (), (), (), self._scopes.current, grid=seen.grid, block=seen.block)
-        accesses, why = prove(seen.kernel, launch, self._ledger.buffers)
-        if why:
-            why = "; ".join(filter(None, (why, seen.unread)))
-            accesses = whole_buffers(launch, self._ledger.buffers, frozenset())
-        self._add_launch(replace(launch, accesses=accesses, immovable=why))
-        weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if why else []
+        launch = self._ledger.kernel_launch(seen, prove, self._argument, self._scopes.current)
+        self._add_launch(launch)
+        weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if launch.immovable else []
         return unchanged(seen.kernel.name, weights) if weights else None
 
     def _check_tables(self, seen: OwnLaunch) -> None:

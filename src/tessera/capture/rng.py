@@ -22,8 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from tessera.capture.refuse import fail
-from tessera.capture.schema import given
+from tessera.capture.operators import fail, given
 from tessera.ir import GENERATOR
 
 Tensors = Mapping[str, torch.Tensor]

@@ -20,10 +20,9 @@ from typing import Self
 
 import torch
 
+from tessera.capture.operators import check_tensor, parts
 from tessera.capture.own import own_launches
-from tessera.capture.refuse import check_tensor
 from tessera.capture.rng import entered, seeded_state, without_generators
-from tessera.capture.schema import parts
 from tessera.errors import TesseraError
 from tessera.ir import Step, Trace
 

@@ -8,7 +8,6 @@ from tessera.ir.cluster import AWAY, Cluster, Cost, Costs, Device, DeviceKind, L
 from tessera.ir.codec import digest
 from tessera.ir.files import kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
-from tessera.ir.kernel import Access, Kernel, Origin, Region, region
 from tessera.ir.plan import (
     Baseline,
     Free,
@@ -40,15 +39,20 @@ from tessera.ir.timeline import (
 )
 from tessera.ir.trace import (
     GENERATOR,
+    Access,
     Arg,
     Buffer,
     BufferKind,
+    Kernel,
     Launch,
+    Origin,
+    Region,
     Step,
     Symbol,
     Trace,
     View,
     arg_views,
+    region,
 )
 from tessera.ir.verify import verify
 

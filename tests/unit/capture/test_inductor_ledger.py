@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tessera.capture.inductor.record import ExternCalls, scoped
-from tessera.capture.ledger import Ledger
-from tessera.capture.schema import whole_buffers
+from tessera.capture.inductor import ExternCalls, scoped
+from tessera.capture.operators import whole_buffers
+from tessera.capture.recorder import Ledger
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Kernel, Launch, Origin, Step
 

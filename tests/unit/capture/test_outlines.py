@@ -10,7 +10,7 @@ from tessera.analyze import build_graph
 from tessera.capture import outlines
 from tessera.flow import ANCHORS, choose_launches
 from tessera.ir import Origin, Step, Trace
-from tessera.ir.rebatch import Rebatched
+from tessera.ir.graph import Rebatched
 from tessera.profile import works
 
 DECODE = Step("llama-3-8b", "decode", ANCHORS[0], 1280)

@@ -10,7 +10,7 @@ from tessera.capture import record_step
 from tessera.errors import MismatchError
 from tessera.flow import LoadSteps
 from tessera.ir import Step, Trace
-from tessera.ir.rebatch import Rebatched
+from tessera.ir.graph import Rebatched
 
 STEPS = (
     Step("tiny-llama", "prefill", 1, 12, reserve=4),

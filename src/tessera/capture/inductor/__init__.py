@@ -1,29 +1,208 @@
-"""The inductor front end: launches of compiled code."""
+"""The inductor front end: launches of compiled code.
 
-from tessera.capture.inductor.record import (
-    Recording,
-    note,
-    on_device,
-    record_code,
-    record_inductor,
-    record_inductor_offline,
-)
-from tessera.capture.offline import FakeGpu
-from tessera.capture.triton_kernels import (
+record_inductor: Workload -> Trace of the launches of its compiled code.
+
+The step is compiled, called once so that autotuning ends, and called again while it is watched. What comes
+out is the exact sequence of launches: Triton kernels with their PTX, grid, block and arguments, and the
+operators the compiled code dispatches. What a Triton launch reads and writes is proved by `accesses_of`,
+which the caller hands in; a launch it cannot prove is immovable, by reason, and may touch all of every
+buffer it is given.
+
+ExternCalls: the operators that compiled code dispatches (library matrix products, attention, fallbacks).
+
+An operator is a launch iff it writes an argument (by its schema) or returns storage nobody has seen;
+otherwise it is a view. Allocations (`empty` and its kin) are neither: they make a temporary. Inductor itself
+allocates without going through the dispatcher; such memory is seen when a launch first names it.
+
+A call that draws random numbers reads and writes its device's generator (see `tessera.capture.rng`); compiled
+code draws the seeds of its own generators by such a call.
+
+Compiled code has no module calls left to follow, so a launch's scope (`scoped`) is the module of a weight
+that only this launch reads; a launch that has no such weight belongs with the one before it.
+
+Refused: reading a tensor's value on the host.
+"""
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tessera.capture.inductor.compile import Around, CompiledStep, compile_step
+from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
+from tessera.capture.offline import fake_like, offline
+from tessera.capture.operators import check_operator
+from tessera.capture.own import (
+    AccessesOf,
     Relaunch,
     TritonLaunch,
     inductor_launches,
 )
+from tessera.capture.recorder import Ledger
+from tessera.capture.rng import generator_of
+from tessera.capture.workload import Tensors, Workload
+from tessera.errors import CaptureError
+from tessera.ir import Access, BufferKind, Step, Trace, verify
 
-__all__ = [
-    "FakeGpu",
-    "Recording",
-    "Relaunch",
-    "TritonLaunch",
-    "inductor_launches",
-    "note",
-    "on_device",
-    "record_code",
-    "record_inductor",
-    "record_inductor_offline",
-]
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace, and what is needed to run it again in this process."""
+
+    trace: Trace
+    # Kernel of the trace -> the compiled Triton kernel.
+    relaunch: Mapping[int, Relaunch]
+    code: CompiledStep
+
+
+def on_device(workload: Workload, device: str) -> Workload:
+    """The same step with weights, inputs and state on a device. Moves the workload's own module."""
+    workload.module.to(device)
+
+    def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    return replace(
+        workload,
+        make_inputs=lambda seed: moved(workload.make_inputs(seed)),
+        make_state=lambda seed: moved(workload.make_state(seed)),
+    )
+
+
+def record_inductor(
+    workload: Workload, accesses_of: AccessesOf | None = None, portable: bool = True, **changes: Any
+) -> Recording:
+    """Compiles the step, runs it on its device and returns what was launched, verified.
+
+    `portable`: attention that runs on every GPU, else what torch prefers on this one. `changes`: settings
+    of Inductor that differ from `compile.CONFIG`.
+    """
+    weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
+    if not all(t.is_cuda for t in inputs.values()):
+        raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    code = compile_step(workload, (weights, inputs, state), mode, portable, **changes)
+    code.run(weights, inputs, state)
+    del state  # a card may have room for one state only
+    given = weights, workload.make_inputs(0), workload.make_state(0)
+    return record_code(workload.step, code, given, accesses_of, str(next(iter(inputs.values())).device))
+
+
+def record_inductor_offline(workload: Workload, accesses_of: AccessesOf | None = None) -> Trace:
+    """The trace that `record_inductor` would give on an H100, as far as a machine without one can tell.
+
+    Only shapes and types of the workload's tensors are looked at.
+    """
+    weights = workload.weights()
+    with offline() as mode, warnings.catch_warnings():
+        # Compiled code checks alignment of its inputs; that of a fake is always good.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        # Inputs and state are made inside, so that they are fake from the start.
+        made = weights, workload.make_inputs(0), workload.make_state(0)
+        w, x, s = (fake_like(mode, tensors) for tensors in made)
+        code = compile_step(workload, (w, x, s), mode, **OFFLINE_CONFIG)
+        return record_code(workload.step, code, (w, x, s), accesses_of, "fake").trace
+
+
+def record_code(
+    step: Step,
+    code: CompiledStep,
+    given: tuple[Tensors, Tensors, Tensors],
+    accesses_of: AccessesOf | None = None,
+    recorded_on: str = "cpu",
+) -> Recording:
+    """Records one run of a compiled step on weights, inputs and state."""
+    weights, inputs, state = given
+    ledger = Ledger(recorded_on)
+    ledger.declare(BufferKind.WEIGHT, weights)
+    ledger.declare(BufferKind.INPUT, inputs)
+    ledger.declare(BufferKind.STATE, state)
+    kernels: dict[int, Relaunch] = {}
+
+    def see(launch: TritonLaunch) -> None:
+        kernels[note(ledger, launch, accesses_of)] = launch.relaunch
+
+    with code.watched(_watcher(ledger, see)):
+        outputs = code.run(weights, inputs, state)
+    trace = scoped(ledger.trace(step, outputs))
+    verify(trace)
+    return Recording(trace, kernels, code)
+
+
+def _watcher(ledger: Ledger, see: Callable[[TritonLaunch], None]) -> Around:
+    @contextlib.contextmanager
+    def around(constants: Sequence[torch.Tensor]) -> Iterator[None]:
+        for constant in constants:
+            ledger.declare_constant(constant)
+        with inductor_launches(see), ExternCalls(ledger):
+            yield
+
+    return around
+
+
+def note(ledger: Ledger, seen: TritonLaunch, accesses_of: AccessesOf | None) -> int:
+    """Writes a Triton launch into the ledger; returns its kernel's number."""
+    launch = ledger.kernel_launch(seen, accesses_of or _not_analyzed)
+    ledger.launch(launch)
+    return launch.kernel
+
+
+def _not_analyzed(*_: Any) -> tuple[tuple[Access, ...], str]:
+    return (), "its PTX was not analyzed"
+
+
+ALLOCATORS = frozenset(
+    {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+)
+
+
+class ExternCalls(TorchDispatchMode):
+    """While active, writes every operator that is dispatched into a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo must not take this mode for one of the program's."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a fake tensor about itself
+            return func(*args, **kwargs)
+        check_operator(func, args, kwargs, lambda value: isinstance(value, torch.Tensor))
+        if func._schema.name in ALLOCATORS:
+            result = func(*args, **kwargs)
+            self._ledger.view(result)
+            return result
+        named = tuple((name, self._ledger.arg(value)) for name, value in kwargs.items())
+        recorded = tuple(map(self._ledger.arg, args)), named
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        tensors = [r for r in results if isinstance(r, torch.Tensor)]
+        if func._schema.is_mutable or any(self._ledger.find(t) is None for t in tensors):
+            generator = generator_of(func, args, kwargs)
+            self._ledger.launch(self._ledger.operator(func, recorded, results, generator))
+        return result
+
+
+def scoped(trace: Trace) -> Trace:
+    """Every launch with the module that it belongs to."""
+    readers = Counter(b for launch in trace.launches for b in {a.buffer for a in launch.accesses})
+    scope, launches = "", []
+    for launch in trace.launches:
+        own = [trace.buffers[a.buffer] for a in launch.accesses if readers[a.buffer] == 1]
+        names = [b.name for b in own if b.kind is BufferKind.WEIGHT and not b.constant_hex]
+        scope = names[0].rpartition(".")[0] if names else scope
+        launches.append(replace(launch, scope=scope))
+    return replace(trace, launches=tuple(launches))

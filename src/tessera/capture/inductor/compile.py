@@ -49,9 +49,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import fake
 from tessera.capture.fake import Run, TargetAttention, uncollected
+from tessera.capture.operators import check_operator, explain, fail, has_wrappers, insisting, is_wrapper
 from tessera.capture.recorder import UNRECORDABLE
-from tessera.capture.refuse import check_operator, explain, fail, insisting
-from tessera.capture.schema import has_wrappers, is_wrapper
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 
