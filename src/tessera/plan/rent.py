@@ -14,7 +14,8 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from tessera import ir
-from tessera.plan.problem import Floats, build, spread_us
+from tessera.plan.arrays import Floats
+from tessera.plan.problem import build, spread_us
 
 
 @dataclass(frozen=True, slots=True)

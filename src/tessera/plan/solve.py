@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
-from tessera.plan.problem import Constraint, Mix, build, check_constraints, restricted
+from tessera.plan.constraints import Constraint, check_constraints
+from tessera.plan.problem import Mix, build, restricted
 from tessera.plan.search.cells import cell_mixes
 from tessera.plan.search.judge import MICROBATCHES_SHOWN, Judge, Simulate
 from tessera.plan.search.planners import PLANNERS, planner_named

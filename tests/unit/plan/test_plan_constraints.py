@@ -19,7 +19,7 @@ from plan_factories import (
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
 from tessera.plan import Constraint, PlanConfig, constraints_of, parse_constraint, solve
-from tessera.plan.pricing import Pricer, Prices
+from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Problem, build
 
 

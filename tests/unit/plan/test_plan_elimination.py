@@ -8,8 +8,9 @@ import pytest
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
 from tessera import ir
 from tessera.plan import PlanConfig, solve
-from tessera.plan.pricing import Bill, Pricer, Prices, elimination
+from tessera.plan.pricing import elimination
 from tessera.plan.pricing.milp import best_placement
+from tessera.plan.pricing.pricer import Bill, Pricer, Prices
 from tessera.plan.problem import Problem, build, kinds_of
 from tessera.plan.search.task import Task
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from tessera.plan.latency import RequestTimer, bound_us, solve
-from tessera.plan.latency.layout import outline_of, tails_of, work_of
-from tessera.plan.latency.pareto import non_dominated
+from tessera.plan.latency.layout import non_dominated, outline_of, tails_of, work_of
 from tessera.plan.problem import Problem, build
 
 

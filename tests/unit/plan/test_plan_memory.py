@@ -10,9 +10,9 @@ from sampling import examples
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
+from tessera.plan.arrays import temporaries_of
 from tessera.plan.pricing.throughput import Pool
 from tessera.plan.problem import Problem, build
-from tessera.plan.problem.memory import temporaries_of
 from tessera.simulate import SteadyRates
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)

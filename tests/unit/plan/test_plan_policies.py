@@ -16,9 +16,9 @@ from plan_factories import (
 )
 from tessera import ir
 from tessera.errors import UnknownName
-from tessera.plan.baselines import COARSE
-from tessera.plan.baselines.pipeline import split_periods
-from tessera.plan.problem import Mix, build, scopes
+from tessera.plan.baselines import COARSE, split_periods
+from tessera.plan.constraints import attention_launches, layers_of
+from tessera.plan.problem import Mix, build
 from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Task
 
@@ -82,7 +82,7 @@ def test_fractional_split_is_no_worse_than_strict_split_and_replicas() -> None:
 def test_attention_scopes_follow_the_state() -> None:
     """Launches below the module that touches the cache are attention, and nothing else is."""
     unit = layered(3)
-    marks = scopes.attention(unit)
+    marks = attention_launches(unit)
 
     assert marks is not None
     for graph, marked in zip(unit.graphs, marks, strict=True):
@@ -96,7 +96,7 @@ def test_state_that_all_layers_share_does_not_make_everything_attention() -> Non
         states={"kv": ((1,), 8), "position": ((0, 1, 3), 8)},
         scopes=["model.layers.0.norm", "model.layers.0.attn", "model.layers.0.mlp", "model.layers.1.mlp"],
     )
-    marks = scopes.attention(make_unit(draft))
+    marks = attention_launches(make_unit(draft))
 
     assert marks is not None
     assert [False, True, False, False] == marks[0].tolist()
@@ -106,7 +106,7 @@ def test_attention_kernels_mark_their_scope() -> None:
     """A step without state still has attention if it runs an attention kernel."""
     names = ["aten.mm.default", "aten._scaled_dot_product_attention.default", "aten.mm.default"]
     draft = Draft(3, names=names, scopes=["blocks.0.attn.q", "blocks.0.attn", "blocks.0.mlp"], kind="encode")
-    marks = scopes.attention(make_unit(draft))
+    marks = attention_launches(make_unit(draft))
 
     assert marks is not None
     assert [True, True, False] == marks[0].tolist()
@@ -115,7 +115,7 @@ def test_attention_kernels_mark_their_scope() -> None:
 def test_attention_ffn_separates_attention_from_the_rest() -> None:
     """One device runs all attention launches and no other."""
     task = task_of()
-    marks = scopes.attention(task.problem.unit)
+    marks = attention_launches(task.problem.unit)
     assert marks is not None
     for mix in mixes_of(task, "attention-ffn"):
         placed = task.problem.placement(mix.columns[0].labels).devices
@@ -127,7 +127,7 @@ def test_attention_ffn_separates_attention_from_the_rest() -> None:
 def test_layer_pipeline_splits_both_steps_at_the_same_layer() -> None:
     """Layers are contiguous, and a layer's device is the same in prefill and decode."""
     task = task_of(6)
-    found = scopes.layers(task.problem.unit)
+    found = layers_of(task.problem.unit)
     assert found is not None
     for mix in mixes_of(task, "layer-pipeline"):
         placed = task.problem.placement(mix.columns[0].labels).devices

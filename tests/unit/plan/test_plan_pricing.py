@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, random_case
-from tessera.plan.pricing import Bill, Pricer, Prices, swap
-from tessera.plan.pricing.cut import network
-from tessera.plan.pricing.simplex import maximised
+from tessera.plan.pricing.pricer import Bill, Pricer, Prices, network, swap
+from tessera.plan.pricing.throughput import maximised
 from tessera.plan.problem import Problem, build
 
 

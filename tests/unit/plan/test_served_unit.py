@@ -6,7 +6,7 @@ import factories
 from tessera.ir import BufferKind, Objective, Source, Trace, WorkUnit
 from tessera.ir.cluster import Cost, Costs
 from tessera.plan import PlanConfig, solve
-from tessera.plan.problem import contract
+from tessera.plan.arrays import contract
 
 STATE, INPUT = BufferKind.STATE, BufferKind.INPUT
 

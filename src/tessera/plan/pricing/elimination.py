@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tessera.plan.problem import Floats, Ints, Labels, Values
+from tessera.plan.arrays import Floats, Ints, Labels, Values
 
 MAX_ENTRIES = 16384
 

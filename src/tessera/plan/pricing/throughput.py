@@ -13,7 +13,7 @@ plans that send tiny kernels back and forth are refused when few requests are in
 up all launches and transfers of a request, so it is too strict where one request overlaps with itself:
 the search tries several depths and lets a simulation judge.
 
-Devices that are alike (see `kinds`) share their prices in some optimum, so a placement is looked for over
+Devices that are alike (see `problem`) share their prices in some optimum, so a placement is looked for over
 kinds of device, and its requests are then spread over the cards of each kind.
 
 Memory is a row for every device: what a placement holds there, its weights and the state and temporaries of
@@ -22,6 +22,13 @@ and placements are found that give up a little time for them. The row averages w
 takes microbatches to follow shares; so a mix is checked once more as it would run, weights of all lanes once
 and every lane's own microbatches (`microbatch_counts`), and lanes are dropped, or fewer requests are in
 flight, until it fits. The bound ignores memory and stays valid.
+
+Small linear programs: the simplex method on one dense table.
+
+    maximise    goal @ x      subject to  rows @ x <= right,  x >= 0      with right >= 0
+
+A master problem has some rows a device and some tens of columns, and is solved thousands of times: handing it
+to a solver takes ten times as long as solving it. Programs of many rows go to HiGHS, which is sparse.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,13 +36,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from scipy.optimize import linprog
 
 from tessera.errors import PlanInfeasible
-from tessera.plan.pricing import Pricer, Prices
-from tessera.plan.pricing.milp import best_placement, roomiest
-from tessera.plan.pricing.shortage import check_total, shortage
-from tessera.plan.pricing.simplex import maximised
-from tessera.plan.problem import Column, Floats, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
+from tessera.plan.arrays import Floats
+from tessera.plan.pricing.milp import best_placement, check_total, roomiest, shortage
+from tessera.plan.pricing.pricer import Pricer, Prices
+from tessera.plan.problem import Column, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
 
 # Stop when the bound is this close.
 GAP = 1e-4
@@ -409,3 +416,48 @@ def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
         return None
     microbatches = np.full(pool.problem.num_devices, float(pool.microbatches)) if pool.is_tight else None
     return trimmed(pool, able, master(pool, able, microbatches=microbatches).rates, FREE)
+
+
+# With more rows than this a dense table is slower.
+MANY_ROWS = 24
+# Figures are near one; smaller ones than this are rounding.
+EPSILON = 1e-9
+# Pivots by the steepest column; then by the first (Bland's rule), which cannot go round in circles.
+GREEDY_PIVOTS, MAX_PIVOTS = 200, 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """The best values of the variables, and the price of every row."""
+
+    x: Floats
+    duals: Floats
+
+
+def maximised(goal: Floats, rows: Floats, right: Floats) -> Optimum:
+    """The optimum; there must be one."""
+    if len(rows) > MANY_ROWS:
+        found = linprog(-goal, A_ub=rows, b_ub=right, method="highs")
+        return Optimum(np.asarray(found.x), np.maximum(0.0, -found.ineqlin.marginals))
+    num_rows, num = rows.shape
+    table = np.zeros((num_rows + 1, num + num_rows + 1))
+    table[:-1, :num], table[:-1, -1], table[-1, :num] = rows, right, -goal
+    table[:-1, num:-1] = np.eye(num_rows)
+    basis = np.arange(num, num + num_rows)
+    pivots = 0
+    while (improving := table[-1, :-1] < -EPSILON).any():
+        pivots += 1
+        assert pivots < MAX_PIVOTS, "there is an optimum"
+        entering = int(table[-1, :-1].argmin() if pivots < GREEDY_PIVOTS else improving.argmax())
+        step = table[:-1, entering]
+        ratios = np.divide(table[:-1, -1], step, out=np.full(num_rows, np.inf), where=step > EPSILON)
+        tied = np.flatnonzero(ratios <= ratios.min() + EPSILON)
+        leaving = int(tied[basis[tied].argmin()])
+        table[leaving] /= table[leaving, entering]
+        factors = table[:, entering].copy()
+        factors[leaving] = 0.0
+        table -= factors[:, None] * table[leaving]
+        basis[leaving] = entering
+    x = np.zeros(num + num_rows)
+    x[basis] = table[:-1, -1]
+    return Optimum(np.maximum(0.0, x[:num]), np.maximum(0.0, table[-1, num:-1]))

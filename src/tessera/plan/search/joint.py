@@ -21,9 +21,11 @@ from functools import cached_property
 import numpy as np
 
 from tessera import ir
-from tessera.plan.pricing import Prices, throughput
+from tessera.plan.arrays import Bools, Floats, Ints, Labels
+from tessera.plan.pricing import throughput
+from tessera.plan.pricing.pricer import Prices
 from tessera.plan.pricing.throughput import FREE, Limits, Pool, Solved
-from tessera.plan.problem import Bools, Column, Floats, Ints, Kinds, Labels, Mix, Problem, microbatch_counts
+from tessera.plan.problem import Column, Kinds, Mix, Problem, microbatch_counts
 from tessera.plan.search.robust import Sampler
 from tessera.plan.search.task import Task
 
@@ -176,7 +178,7 @@ def trimmed(task: JointTask, columns: Sequence[Column], rates: Floats, limits: L
 def _generate(task: JointTask) -> tuple[list[Column], Floats, float]:
     """Column generation over all batches: (columns, their rates per microsecond, bound).
 
-    Where devices are alike, over kinds of them; see `kinds`.
+    Where devices are alike, over kinds of them; see `problem`.
     """
     kinds = _kinds(task)
     over = [] if kinds is None else [part.pool.over_kinds() for part in task.parts]

@@ -26,9 +26,10 @@ from itertools import chain, repeat, zip_longest
 
 import numpy as np
 
+from tessera.plan.arrays import Floats, Ints
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Limits
-from tessera.plan.problem import Column, Floats, Ints, Mix, Problem, microbatch_counts
+from tessera.plan.problem import Column, Mix, Problem, microbatch_counts
 from tessera.plan.search.task import Task
 
 # Depths of the linear program, as multiples of the number of devices (below one they could not all be busy);

@@ -16,7 +16,8 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.problem import Floats, Mix, Problem, restricted, spread_us
+from tessera.plan.arrays import Floats
+from tessera.plan.problem import Mix, Problem, restricted, spread_us
 from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import Task
 

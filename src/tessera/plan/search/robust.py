@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera import ir
-from tessera.plan.problem import Column, Floats, Ints, Mix, Problem
+from tessera.plan.arrays import Floats, Ints
+from tessera.plan.problem import Column, Mix, Problem
 
 NUM_SAMPLES = 200
 SEED = 20261115

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tessera import ir
+from tessera.plan.arrays import Floats, Labels
 from tessera.plan.baselines import coarse_mixes
 from tessera.plan.pricing import throughput
-from tessera.plan.problem import Column, Floats, Labels, Mix, Problem, microbatch_table
+from tessera.plan.problem import Column, Mix, Problem, microbatch_table
 from tessera.plan.search.robust import Sampler
 
 # Units of more launches than this are large: few candidates are looked at, those in full.

@@ -1,8 +1,22 @@
 """A work unit as arrays: which launches are placed whole, what may have to move, what stays resident.
 
 These are the columns that `problem` computes with. Buffers of one name are one buffer in all steps.
+
+Memory of temporaries: what a step holds besides weights and state, by liveness.
+
+Every device runs its launches in trace order, so what it holds is a function of how far it has come.
+A temporary is there from the first launch of that device that touches it to the last; an input from the
+start of the step; an output to its end. A buffer that two devices touch is whole on both. The peak of a
+request is that of its hungriest step, and every microbatch may stand at its peak at once, since a request
+that waits for a transfer keeps what it holds while another runs.
+
+Not counted: workspace inside kernels, what an allocator loses to fragments, copies on their way through
+a link, and what a driver keeps for itself.
+
+What cannot be planned, refused in one sentence with its place and remedy.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera import ir
+from tessera.errors import MismatchError, PlanInfeasible, RuleBroken
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -193,3 +208,119 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
             below = size
     listed = np.array(pins, dtype=np.int64).reshape(-1, 2)
     return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy(), tuple(names))
+
+
+KINDS = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
+
+
+@dataclass(frozen=True, eq=False)
+class Temporaries:
+    """One step's buffers that come and go, and the launches that touch them."""
+
+    node_of: Ints
+    num_bytes: Floats
+    from_start: Bools
+    to_end: Bools
+    # Touches, ascending in launch.
+    touch_buffer: Ints
+    touch_launch: Ints
+
+    def peak_bytes(self, labels: Labels, num_devices: int) -> Floats:
+        """The most that each device holds at once for one request."""
+        num_launches = len(self.node_of)
+        if not len(self.touch_launch):
+            return np.zeros(num_devices)
+        key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
+        first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)
+        last = first.copy()
+        # Of repeated places the last assignment stays, and touches ascend.
+        last[key] = self.touch_launch
+        first[key[::-1]] = self.touch_launch[::-1]
+        held = np.flatnonzero(last >= 0)
+        buffer, device = held // num_devices, held % num_devices
+        begin = np.where(self.from_start[buffer], 0, first[held])
+        end = np.where(self.to_end[buffer], num_launches, last[held] + 1)
+        width = num_launches + 1
+        size = self.num_bytes[buffer]
+        change = np.bincount(device * width + begin, weights=size, minlength=width * num_devices)
+        change -= np.bincount(device * width + end, weights=size, minlength=width * num_devices)
+        return np.asarray(change.reshape(num_devices, width).cumsum(axis=1).max(axis=1))
+
+
+def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
+    """The liveness of one step, ready for any placement."""
+    buffers = graph.trace.buffers
+    counted = [b.kind in KINDS for b in buffers]
+    touches = [
+        (launch, access.buffer)
+        for launch, x in enumerate(graph.trace.launches)
+        for access in x.accesses
+        if counted[access.buffer]
+    ]
+    listed = np.array(touches, dtype=np.int64).reshape(-1, 2)
+    return Temporaries(
+        node_of,
+        np.array([b.size_bytes for b in buffers], dtype=np.float64),
+        np.array([b.kind is ir.BufferKind.INPUT for b in buffers], dtype=np.bool_),
+        np.array([b.kind is ir.BufferKind.OUTPUT for b in buffers], dtype=np.bool_),
+        listed[:, 1].copy(),
+        listed[:, 0].copy(),
+    )
+
+
+def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:
+    """Refuses what cannot be planned, with the place and the remedy."""
+    _check_links(cluster)
+    ir.verify(cluster)
+    ir.verify(unit)
+    if unit.num_launches == 0:
+        raise PlanInfeasible("the work unit has no launches", "Capture a step that launches a kernel.")
+    if len(costs) != len(unit.graphs):
+        raise MismatchError(f"{len(unit.graphs)} steps but {len(costs)} price lists", "Give one per step.")
+    for step, (graph, listed) in enumerate(zip(unit.graphs, costs, strict=True)):
+        _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, listed, cluster)
+
+
+def _check_links(cluster: ir.Cluster) -> None:
+    """The rules of links, with the name of the one that breaks them."""
+    for link in cluster.links:
+        if not (math.isfinite(link.gbps) and link.gbps > 0):
+            message = f"the link from {link.src} to {link.dst} carries {link.gbps} GB/s"
+            raise RuleBroken(message, "A link has a positive bandwidth; name one with --link.")
+        if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
+            message = f"the link from {link.src} to {link.dst} has a latency of {link.latency_us} us"
+            raise RuleBroken(message, "A latency is finite and not negative; name a link with --link.")
+    joined = {(link.src, link.dst) for link in cluster.links}
+    for src in cluster.names:
+        for dst in cluster.names:
+            if src != dst and (src, dst) not in joined:
+                message = f"no link leads from {src} to {dst}"
+                raise RuleBroken(message, "Every two devices are joined in both directions.")
+
+
+def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Cluster) -> None:
+    remedy = "Make them again with `tessera profile`."
+    if costs.devices != cluster.devices:
+        theirs, ours = ", ".join(d.name for d in costs.devices), ", ".join(cluster.names)
+        raise MismatchError(f"priced for devices {theirs}; the cluster has {ours}", remedy, place)
+    if costs.trace_digest != trace.digest:
+        raise MismatchError("these are the costs of another trace", remedy, place)
+    if len(costs.costs) != len(trace.launches):
+        message = f"{len(costs.costs)} launches are priced; the trace has {len(trace.launches)}"
+        raise MismatchError(message, remedy, place)
+    for launch, row in enumerate(costs.costs):
+        if len(row) != len(costs.devices):
+            raise MismatchError(f"launch {launch} is not priced on every device", remedy, place)
+        for device, cost in zip(cluster.names, row, strict=True):
+            if not cost.is_sane:
+                name = trace.kernel_of(launch).name
+                message = f"launch {launch} ({name}) costs {cost.us} us on {device}"
+                limits = "A cost is finite, not negative and at most a day."
+                raise RuleBroken(message, f"{limits} {remedy}", place)
+
+
+def check_load(load: npt.NDArray[np.float64], cluster: ir.Cluster) -> None:
+    """load[node, device]: some work must cost something wherever it runs."""
+    if load.min(axis=1).sum() == 0:
+        message = f"every launch costs nothing on {' or '.join(cluster.names)}, so no rate is too high"
+        raise PlanInfeasible(message, "Price the traces again.")
