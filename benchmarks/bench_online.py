@@ -30,12 +30,10 @@ from tessera.adapt.drift import scaled_costs
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.cli.online import replanner
 from tessera.ir import Objective, Plan, Step
-from tessera.simulate.adaptive import AdaptiveServer, Replan
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.capability import capabilities, capacity_per_s
-from tessera.simulate.metrics import measured
+from tessera.simulate.metrics import capabilities, capacity_per_s, measured
 from tessera.simulate.stepper import Truth
-from tessera.simulate.study import Setting, adapt, compare, known_of
+from tessera.simulate.study import AdaptiveServer, Replan, Setting, adapt, compare, known_of
 
 LENGTHS = "geometric:512,200"
 LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.4)

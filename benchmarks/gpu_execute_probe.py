@@ -6,9 +6,8 @@ import torch
 
 from tessera.execute import driver
 from tessera.execute.cuda.device import cut
-from tessera.execute.cuda.pace import Hold
-from tessera.execute.cuda.pace_kernel import RECORD_WORDS, Chain, PaceKernel
-from tessera.execute.kernel_launch import PtxKernel
+from tessera.execute.cuda.pace import RECORD_WORDS, Chain, Hold, PaceKernel
+from tessera.execute.launcher import PtxKernel
 from tessera.ir import Kernel, Origin
 
 LAUNCHES = 20

@@ -20,7 +20,7 @@ from typing import Any
 from tessera.capture import build, record
 from tessera.cli.run import is_equal, overlap
 from tessera.execute.offline import RunResult, run_offline, timeline_of
-from tessera.execute.spans import SpanLog
+from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference, workloads_of
 from tessera.ir import Objective, Plan, Step

@@ -13,9 +13,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tessera.execute.cuda.graph import own_workspaces
-from tessera.execute.kernel_launch import Launchable
-from tessera.execute.launcher import Launcher, drawing
+from tessera.execute.cuda.graphs import own_workspaces
+from tessera.execute.launcher import Launchable, Launcher, drawing
 from tessera.execute.memory import Memory, constant, fresh, given_storage, tensor_of
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace
 

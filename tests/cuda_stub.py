@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tessera.execute import driver, worker
-from tessera.execute.cuda import device, graph, measure
+from tessera.execute.cuda import device, graphs, measure
 from tessera.execute.driver import MemOp
 from tessera.execute.hub import Hub, Line
 from tessera.execute.setups import Setup
@@ -152,7 +152,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(device, "_PARTS", {})
     patch(device, "PaceKernel", PaceKernel)
     patch(device, "cut", lambda ordinal, sizes: [Part(n) for n in sizes])
-    patch(graph.ShareGraph, "_capture", _capture)
+    patch(graphs.ShareGraph, "_capture", _capture)
     for name, value in {"REPEATS": 2, "BESIDE": 2, "PAUSE_US": 0.0}.items():
         patch(measure, name, value)  # what is measured here means nothing
     for name, what in {

@@ -11,7 +11,7 @@ from factories import make_cluster, make_plan
 from models import random_placement
 from tessera.capture import Workload, record
 from tessera.execute.offline import RunResult
-from tessera.execute.replay import same_bits
+from tessera.execute.reference import same_bits
 from tessera.flow import ReferenceRun, UnitRequest, make_unit, run_reference
 from tessera.ir import Plan, Step, WorkUnit
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from factories import make_chain, make_cluster, make_plan
 from tessera.ir import Arrivals, Cluster, Objective, Plan
-from tessera.simulate.online import SimulatedRun, SimulatedServer
-from tessera.simulate.rows import demand_of
+from tessera.simulate.online import SimulatedRun, SimulatedServer, demand_of
 from tessera.simulate.stepper import FAIR, Weather
 
 # One decode is four launches of 10 us.

@@ -11,7 +11,7 @@ from tessera.analyze.ptx import interpret, tables_of, triton_accesses
 from tessera.capture import Workload, build, outlines, own, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
-from tessera.execute import kernel_launch
+from tessera.execute import launcher
 from tessera.ir import (
     BufferKind,
     Cluster,
@@ -52,8 +52,8 @@ Tensors = Mapping[str, torch.Tensor]
 ANCHORS = (16, 48)
 
 # Kernels with PTX: capture has them proved, and they run in the interpreter where there is no GPU.
-own.hand_in(triton_accesses, kernel_launch.run_kernel, tables_of)
-kernel_launch.hand_in(interpret)
+own.hand_in(triton_accesses, launcher.run_kernel, tables_of)
+launcher.hand_in(interpret)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:

@@ -19,14 +19,13 @@ import models
 from tessera.capture import Workload, build, record
 from tessera.capture.inductor import on_device
 from tessera.execute import driver
+from tessera.execute.cuda.direct import MPS_PIPE, MPS_SHARE
 from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.measure import measure, whole_plan
-from tessera.execute.cuda.probe import MPS_PIPE, MPS_SHARE
 from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.reference import InOrder, ReferenceStepper
-from tessera.execute.replay import same_bits
-from tessera.execute.spans import SpanLog
+from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
+from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper
 from tessera.flow import UnitRequest, make_unit
 from tessera.ir import Cluster, Cost, Costs, Lane, Objective, Placement, Plan, Source, Step, WorkUnit

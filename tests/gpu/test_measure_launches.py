@@ -10,7 +10,7 @@ from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record
 from tessera.capture.inductor import on_device
 from tessera.errors import CannotTime
-from tessera.execute.cuda.probe import MPS_PIPE
+from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.cuda_timing import CudaTimer
 from tessera.execute.link_times import time_transfers
 from tessera.ir import Step, Trace, arg_views

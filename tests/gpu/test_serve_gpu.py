@@ -12,7 +12,7 @@ import torch
 
 from serving_factory import GREEDY, Told, random_ask, read_all
 from steps_factory import Local, built, working
-from tessera.execute.cuda.probe import MPS_PIPE
+from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices

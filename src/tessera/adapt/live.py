@@ -4,7 +4,6 @@ The owner says what happens (`arrived`, `finished`, `stepped`, `adopted`, `poll`
 carried out by functions that are handed in, so this knows no service. New plans are made by one background
 thread while the old ones run on; they are adopted at the first call after they are ready. All calls may come
 from several threads, and so do the calls of what is handed in.
-
 """
 
 import threading
@@ -15,8 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.events import Action, Adopted, Arrived, Event, MeasuredSteps, PlannedLane, Ticked
-from tessera.adapt.monitor import Monitor
+from tessera.adapt.monitor import Action, Adopted, Arrived, Event, MeasuredSteps, Monitor, PlannedLane, Ticked
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, DeviceKind
 

@@ -135,7 +135,7 @@ def _run(
     cluster: Cluster, tokens: int, microbatches: int, output: Path, advance: Callable[[str], None]
 ) -> list[Policy]:
     from tessera.capture import build, record
-    from tessera.execute.spans import SpanLog
+    from tessera.execute.stepper import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
 
@@ -175,7 +175,7 @@ def _run_policy(
     advance: Callable[[str], None],
 ) -> Policy:
     from tessera.execute.offline import run_offline, timeline_of
-    from tessera.execute.replay import same_bits
+    from tessera.execute.reference import same_bits
 
     plan, log = stepper.plans[policy], stepper.spans
     assert log is not None, "set when the workers were started"

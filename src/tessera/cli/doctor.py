@@ -75,7 +75,7 @@ def _devices() -> list[dict[str, Any]]:
 
 def _transports() -> dict[str, Any]:
     """The ways between workers, and which one a run would take."""
-    from tessera.execute.cuda.probe import chosen, transports
+    from tessera.execute.cuda.direct import chosen, transports
 
     found = transports()
     return {

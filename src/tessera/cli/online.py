@@ -13,11 +13,10 @@ from tessera.adapt.monitor import MonitorConfig
 from tessera.cli.output import console, print_json, progress
 from tessera.errors import ArrivalsError
 from tessera.ir import Objective, Plan, Quantiles, ServingReport, load, need_one_batch
-from tessera.simulate.adaptive import Replan
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.metrics import parse_limits
 from tessera.simulate.stepper import Loss, Weather
-from tessera.simulate.study import Setting, adapt, compare
+from tessera.simulate.study import Replan, Setting, adapt, compare
 
 
 @dataclass(frozen=True)

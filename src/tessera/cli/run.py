@@ -268,7 +268,7 @@ def _through(
     advance: Callable[[str], None],
 ) -> Ran:
     from tessera.execute.offline import run_offline, timeline_of
-    from tessera.execute.spans import SpanLog
+    from tessera.execute.stepper import SpanLog
 
     log = stepper.spans = SpanLog(stepper.plans[0])
     run = run_offline(
@@ -376,7 +376,7 @@ def _show(found: dict[str, Any], is_modelled: bool) -> None:
 
 def is_equal(reference: "ReferenceRun | RunResult", result: "RunResult") -> bool:
     """True iff every output of every run and the final state hold the same bytes."""
-    from tessera.execute.replay import same_bits
+    from tessera.execute.reference import same_bits
 
     outputs = len(reference.outputs) == len(result.outputs) and all(
         same_bits(one[name].cpu(), other[name])

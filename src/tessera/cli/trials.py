@@ -15,7 +15,7 @@ import torch
 
 from tessera.analyze.graph import direct_hazards
 from tessera.errors import WorkerError
-from tessera.execute.replay import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
+from tessera.execute.reference import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
 from tessera.flow import workload_of
 from tessera.ir import Edge, Graph, Hazard
 

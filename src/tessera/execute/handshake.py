@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection
 from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages
 from tessera.execute.messages import Hello
+from tessera.execute.pipes import read_into
 from tessera.ir.files import FORMAT_VERSION
 
 Address = tuple[str, int]
@@ -195,18 +196,6 @@ def _read(link: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-def read_into(link: socket.socket, place: memoryview, deadline: float | None = None) -> None:
-    """Exactly as many bytes as there is place for; EOFError where the other end has ended."""
-    at, size = 0, len(place)
-    while at < size:
-        if deadline is not None:
-            link.settimeout(max(0.001, deadline - time.monotonic()))
-        got = link.recv_into(place[at:] if at else place, 0, socket.MSG_WAITALL)
-        if not got:
-            raise EOFError
-        at += got
-
-
 def end(link: socket.socket) -> None:
     """Ends a socket for both sides, and wakes the thread that uses it, which closes it.
 
@@ -214,11 +203,6 @@ def end(link: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
-
-
-def socket_of(pipe: Connection) -> socket.socket:
-    """Another hold on the socket under a connection."""
-    return socket.socket(fileno=os.dup(pipe.fileno()))
 
 
 def has_hung_up(link: socket.socket) -> bool:

@@ -33,11 +33,9 @@ import torch.multiprocessing  # teaches pickle to pass tensors through shared me
 
 from tessera.errors import TesseraError
 from tessera.execute import messages, worker
-from tessera.execute.forking import FORKSERVER, warm_up
-from tessera.execute.handing import hand_over
-from tessera.execute.inbox import NOBODY, Hangup, Inbox, Outbox, Wake
 from tessera.execute.messages import Failed, LoadLanes, Message, Relink, StoreGet, StoreSet, WorkerReady
 from tessera.execute.orders import Board
+from tessera.execute.pipes import FORKSERVER, NOBODY, Hangup, Inbox, Outbox, Wake, hand_over, warm_up
 from tessera.execute.setups import Setup
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import HOST, RESTART_TOGETHER

@@ -11,20 +11,168 @@ that draw random numbers, kernels with PTX, those with a buffer that has no fixe
 Around a launch that draws random numbers the process's default generator of the device is exchanged
 (`drawing`): it starts from the bytes of the generator's buffer, which afterwards hold what is left. So a draw
 depends on its buffer alone, wherever and between whatever other draws it runs.
+
+A kernel with PTX runs on a GPU by the driver (`PtxKernel`), which compiles and loads it and launches on
+torch's current stream. Parameters are passed by their declared types, a list of tensors as the address of a
+table of theirs; pointers behind the launch's arguments (Triton's scratch memory, which `capture` has shown to
+be unused) are null. On the CPU it runs in an interpreter that `tessera.flow` hands in, once; worker processes
+are given it with everything else they are born with.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 
 from tessera.errors import WorkerError
-from tessera.execute.kernel_launch import Launchable, run_kernel
+from tessera.execute.driver import driver
 from tessera.execute.memory import Memory, Storage, tensor_of
-from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
+from tessera.ir import GENERATOR, Arg, Kernel, Launch, Origin, Symbol, Trace, View
+
+Grid = tuple[int, int, int]
+# (kernel, grid, block, arguments): a pointer is (bytes of the whole storage, byte offset).
+Interpret = Callable[[Kernel, tuple[int, ...], tuple[int, ...], Sequence[Any]], None]
+
+# (grid, arguments of the PTX entry) -> launches on the current stream.
+Launchable = Callable[[Grid, Sequence[Any]], None]
+_TYPES: dict[str, Any] = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "fp32": ctypes.c_float, "f32": ctypes.c_float,
+    "fp64": ctypes.c_double, "f64": ctypes.c_double,
+}  # fmt: skip
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED_LIMIT = 48 << 10
+
+_handed: list[Interpret] = []
+
+
+def hand_in(interpret: Interpret) -> None:
+    """How kernels with PTX run on the CPU."""
+    _handed[:] = [interpret]
+
+
+def handed_in() -> Interpret | None:
+    return _handed[0] if _handed else None
+
+
+def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
+    """Runs one launch where its tensors are."""
+    given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
+    card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
+    if card is not None:
+        _loaded(kernel, block, card)(grid, args)
+        return
+    run = handed_in()
+    if run is None:
+        raise WorkerError(f"kernel {kernel.name} has PTX, and nothing here runs it", "Run it on a GPU.")
+    run(kernel, grid, block, _pointers(args))
+
+
+@cache  # without end: a module that is loaded again inside a capture would break it
+def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
+    """One a card, whose context it is loaded into."""
+    return PtxKernel(kernel, block)
+
+
+def _pointers(args: Sequence[Any]) -> list[Any]:
+    """Tensors as pointers into their storages; one array for each storage, without going through torch."""
+    arrays: dict[int, Any] = {}
+
+    def pointer(arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return [pointer(item) for item in arg]
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        storage = arg.untyped_storage()
+        if storage.data_ptr() not in arrays:
+            arrays[storage.data_ptr()] = _bytes(storage)
+        return arrays[storage.data_ptr()], arg.storage_offset() * arg.itemsize
+
+    return [pointer(arg) for arg in args]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Any:
+    size = storage.nbytes()
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(storage.data_ptr()))
+
+
+class PtxKernel:
+    """One PTX entry, loaded into the current CUDA context."""
+
+    def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
+        torch.cuda.current_stream()  # makes sure that there is a context
+        self._name, self._shared = kernel.name, kernel.shared_bytes
+        self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
+        x, y, z = (*block, 1, 1, 1)[:3]
+        self._block = (x, y, z)
+        self._module = ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
+        cuda = driver()
+        text = ctypes.c_char_p(kernel.ptx.encode())
+        self._ask(cuda.cuModuleLoadData(ctypes.byref(self._module), text), "load")
+        name = kernel.name.encode()
+        self._ask(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), "find")
+        if self._shared > _STATIC_SHARED_LIMIT:
+            status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
+            self._ask(status, "give shared memory to")
+        self._sizes = self._param_sizes()
+        # Tables of addresses, by what they hold; they stay, since a recorded graph reads them again.
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+        values = [self._value(arg, kind) for arg, kind in zip(args, self._types, strict=True)]
+        values += [ctypes.c_uint64(0) for _ in self._sizes[len(values) :]]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = driver().cuLaunchKernel(
+            self._function, *grid, *self._block, self._shared, stream, pointers, None
+        )
+        self._ask(status, "launch")
+
+    def _value(self, arg: Any, kind: str) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return ctypes.c_uint64(arg.data_ptr())
+        if isinstance(arg, list | tuple):
+            return ctypes.c_uint64(self._table(arg).data_ptr())
+        if kind.startswith("*"):
+            return ctypes.c_uint64(0 if arg is None else int(arg))
+        if kind not in _TYPES:
+            raise WorkerError(
+                f"kernel {self._name} has a parameter of type {kind}", "Compile it from source."
+            )
+        return _TYPES[kind](arg)
+
+    def _table(self, entries: Sequence[Any]) -> torch.Tensor:
+        held = tuple(e.data_ptr() if isinstance(e, torch.Tensor) else int(e) for e in entries)
+        if held not in self._tables:
+            if torch.cuda.is_current_stream_capturing():
+                message = f"kernel {self._name} needs a table of pointers that no launch made before"
+                raise WorkerError(message, "Report this: a launch was not run before its graph was recorded.")
+            self._tables[held] = torch.tensor(held, dtype=torch.int64, device="cuda")
+        return self._tables[held]
+
+    def _param_sizes(self) -> list[int]:
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        ask = driver().cuFuncGetParamInfo
+        while not ask(self._function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+            sizes.append(size.value)
+        return sizes
+
+    def _ask(self, status: int, what: str) -> None:
+        if status:
+            message = f"the CUDA driver could not {what} kernel {self._name} (error {status})"
+            remedy = "Capture it on this machine, or update the driver if the PTX is newer than it knows."
+            raise WorkerError(message, remedy)
+
 
 Make = Callable[[Memory], Any]
 

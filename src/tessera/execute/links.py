@@ -21,8 +21,9 @@ from typing import Protocol
 
 from tessera.errors import TesseraError
 from tessera.execute import handshake
-from tessera.execute.handshake import Door, Unproved, end, prove, read_into, tune
+from tessera.execute.handshake import Door, Unproved, end, prove, tune
 from tessera.execute.orders import key_of
+from tessera.execute.pipes import read_into
 
 # Run, transfer, bytes, when it was sent.
 _HEADER = struct.Struct("<qqqd")

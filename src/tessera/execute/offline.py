@@ -22,8 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
-from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import DeviceLost, StepCall, StepDone, Stepper, Tensors
+from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
 from tessera.ir import Plan, Timeline
 
 # How long steps that run are waited for after an interruption.

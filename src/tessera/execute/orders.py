@@ -11,8 +11,8 @@ from typing import Any
 
 from tessera.errors import WorkerError
 from tessera.execute import messages
-from tessera.execute.inbox import NOBODY, Hangup, Inbox
 from tessera.execute.messages import Message, Progress, StoreGet, StoreSet, StoreValue, Where
+from tessera.execute.pipes import NOBODY, Hangup, Inbox
 
 
 class OwnerGone(WorkerError):

@@ -5,25 +5,52 @@ model's own code, or a trace's launches one after another. A step runs while `ta
 in the order of `start`, so microbatches do not run beside one another. No device is lost.
 
 It follows one lane of a plan on one device; nothing of it is looked at but how many microbatches it has.
+
+`Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`).
+Two kinds of memory, because the product relies on two promises of the graph:
+  shared   one storage for each buffer, as on one device. An order is correct here iff it keeps every RAW, WAR
+           and WAW edge: this proves `Graph.edges`.
+  renamed  one storage for each version of a buffer; a launch that changes a buffer works on a copy of the
+           version it reads, as when versions are sent between devices. An order is correct here iff every
+           version is made before it is read: this proves `Graph.values`, and that WAR and WAW need no edge.
+
+Memory that nobody has written holds a fixed pattern: huge as a float, out of range as an index. So a launch
+that runs too early gives a wrong result every time and not by luck; one that raises on it counts as wrong.
+The same pattern stands for what `empty` returns.
+
+Not handled: launches that are no operators, or that this machine's CPU cannot run.
 """
 
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tessera.errors import TesseraError
+from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import Memory, Storage, constant, flat_bytes, fresh, given_storage, tensor_of
+from tessera.execute.memory import (
+    Memory,
+    Storage,
+    allocate,
+    bytes_of,
+    constant,
+    flat_bytes,
+    fresh,
+    given_storage,
+    is_allocation,
+    tensor_of,
+)
 from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
 from tessera.ir import (
     BufferKind,
     Plan,
     Trace,
+    Value,
 )
 
 # A step's outputs, given its inputs and the microbatch's state, which it changes.
@@ -142,3 +169,202 @@ class InOrder:
         return {
             n: constant(x, self._device) if x.constant_hex else given_storage(x, weights) for n, x in held
         }
+
+
+# 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
+POISON = 0x7F
+# What operators raise when their arguments are garbage; anything else is a bug and keeps its traceback.
+GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError, TesseraError)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    outputs: dict[str, torch.Tensor]
+    # As flat bytes by name.
+    state: dict[str, torch.Tensor]
+    # Final bytes of every temporary and output buffer; empty with renamed memory.
+    memory: dict[int, torch.Tensor]
+
+
+class Replay:
+    """One trace with its weights and the inputs and state of one request; runs any number of orders."""
+
+    def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
+        self._trace = trace
+        self._launcher = Launcher(trace, torch.device("cpu"))
+        self._weights = {b: self._weight(b, weights) for b in trace.buffers_of(BufferKind.WEIGHT)}
+        self._given = {
+            buffer: self._find(buffer, tensors)
+            for kind, tensors in ((BufferKind.INPUT, inputs), (BufferKind.STATE, state))
+            for buffer in trace.buffers_of(kind)
+        }
+        self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
+        own = [b for b in range(len(trace.buffers)) if b not in self._weights]
+        self._shared = _SharedMemory(self._weights, {b: trace.buffers[b].size_bytes for b in own})
+
+    def run(self, order: Iterable[int]) -> Replayed:
+        self._shared.reset(self._given)
+        for launch in order:
+            self._issue(launch)
+        return self._shared_result()
+
+    def run_in_program_order(self) -> Replayed:
+        """The order of the trace; what cannot be run here is named."""
+        self._shared.reset(self._given)
+        for launch in range(len(self._trace.launches)):
+            try:
+                self._issue(launch)
+            except RuntimeError as error:
+                raise self._cannot(launch, error) from error
+        return self._shared_result()
+
+    def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
+        """Runs the launches in this order, every version of a buffer in memory of its own."""
+        uses = _uses(values, len(self._trace.launches))
+        given = [(n, v) for n, v in enumerate(values) if v.producer is None and v.buffer in self._given]
+        held = {number: self._given[value.buffer] for number, value in given}
+        for launch in order:
+            self._issue_on_versions(launch, uses[launch], held)
+        final = Memory(self._weights)
+        for buffer in range(len(self._trace.buffers)):
+            if buffer not in self._weights:
+                final.put(buffer, self._given[buffer] if buffer in self._given else self._fresh(buffer))
+        for number, value in enumerate(values):  # versions of a buffer are in order: the last one stays
+            if number in held:
+                final.put(value.buffer, held[number])
+        return self._result(final, {})
+
+    def _issue(self, launch: int) -> None:
+        self._shared.is_uninitialised = self._is_empty[launch]
+        with torch.no_grad():
+            self._launcher.run(launch, self._shared)
+
+    def _issue_on_versions(self, launch: int, uses: Mapping[int, "_Use"], held: dict[int, Storage]) -> None:
+        memory = Memory(self._weights)
+        row = self._trace.launches[launch]
+        named = (view.buffer for view in row.views)
+        for buffer in dict.fromkeys([*named, *(access.buffer for access in row.accesses)]):
+            if buffer not in self._weights:
+                memory.put(buffer, self._version(buffer, uses.get(buffer, _Use()), held))
+        with torch.no_grad():
+            self._launcher.run(launch, memory)
+        for buffer, use in uses.items():
+            if use.makes is not None:
+                held[use.makes] = memory.get(buffer)
+                if self._is_empty[launch]:
+                    _flat(held[use.makes]).fill_(POISON)
+
+    def _version(self, buffer: int, use: "_Use", held: Mapping[int, Storage]) -> Storage:
+        """The version a launch reads, as a copy if it will change it; nothing but poison if there is none."""
+        known = held.get(use.reads) if use.reads is not None else None
+        if known is None:
+            return self._fresh(buffer)
+        return known.clone() if use.makes is not None else known
+
+    def _fresh(self, buffer: int) -> Storage:
+        storage = allocate(self._trace.buffers[buffer].size_bytes)
+        _flat(storage).fill_(POISON)
+        return storage
+
+    def _shared_result(self) -> Replayed:
+        kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
+        left = [b for kind in kinds for b in self._trace.buffers_of(kind)]
+        return self._result(self._shared, {b: _flat(self._shared.get(b)).clone() for b in left})
+
+    def _result(self, memory: Memory, left: dict[int, torch.Tensor]) -> Replayed:
+        outputs = {n: tensor_of(memory.get(v.buffer), v).clone() for n, v in self._trace.outputs}
+        state = {
+            self._trace.buffers[b].name: _flat(memory.get(b)).clone()
+            for b in self._trace.buffers_of(BufferKind.STATE)
+        }
+        return Replayed(outputs, state, left)
+
+    def _weight(self, index: int, weights: Tensors) -> Storage:
+        buffer = self._trace.buffers[index]
+        return constant(buffer) if buffer.constant_hex else self._find(index, weights)
+
+    def _find(self, index: int, tensors: Tensors) -> Storage:
+        """The storage of a buffer that exists before the step, by its name."""
+        buffer = self._trace.buffers[index]
+        remedy = "Capture the trace again with --device cpu and this version of the program."
+        if buffer.name not in tensors:
+            raise MismatchError(f"the model has no {buffer.kind} '{buffer.name}'", remedy)
+        storage: Storage = tensors[buffer.name].detach().untyped_storage()
+        if storage.nbytes() != buffer.size_bytes:
+            sizes = f"{storage.nbytes()} bytes in the model and {buffer.size_bytes} in the trace"
+            raise MismatchError(f"{buffer.kind} '{buffer.name}' has {sizes}", remedy)
+        return storage
+
+    def _cannot(self, launch: int, error: Exception) -> WorkerError:
+        name = self._trace.kernel_of(launch).name
+        lines = str(error).splitlines() or [type(error).__name__]
+        return WorkerError(
+            f"launch {launch} ({name}) cannot be run on this machine's CPU: {lines[0]}",
+            "Capture the model with --device cpu.",
+        )
+
+
+def differing(reference: Replayed, other: Replayed) -> list[str]:
+    """Names of the outputs and state that are not equal bit by bit."""
+    pairs = [(name, t, other.outputs[name]) for name, t in reference.outputs.items()]
+    pairs += [(name, t, other.state[name]) for name, t in reference.state.items()]
+    return [name for name, a, b in pairs if not same_bits(a, b)]
+
+
+def differing_buffers(reference: Replayed, other: Replayed) -> set[int]:
+    """Temporary and output buffers whose final bytes are not the same."""
+    return {b for b, t in reference.memory.items() if not torch.equal(t, other.memory[b])}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True iff both hold the same bytes; a NaN equals itself here."""
+    one, other = flat_bytes(a), flat_bytes(b)
+    return one.numel() == other.numel() and bool(torch.equal(one, other))
+
+
+class _SharedMemory(Memory):
+    """One storage for each buffer, the same for every order; results are copied to where they belong."""
+
+    def __init__(self, weights: dict[int, Storage], sizes: Mapping[int, int]) -> None:
+        super().__init__(weights)
+        self._places = {buffer: allocate(size) for buffer, size in sizes.items()}
+        # Set before each launch.
+        self.is_uninitialised = False
+        for buffer, storage in self._places.items():
+            super().put(buffer, storage)
+
+    def reset(self, given: Mapping[int, Storage]) -> None:
+        for buffer, storage in self._places.items():
+            if buffer in given:
+                storage.copy_(given[buffer])
+            else:
+                _flat(storage).fill_(POISON)
+
+    def put(self, buffer: int, storage: Storage) -> None:
+        place = self._places[buffer]
+        if self.is_uninitialised:
+            _flat(place).fill_(POISON)
+        elif storage.data_ptr() != place.data_ptr():
+            place.copy_(storage)
+
+
+@dataclass(slots=True)
+class _Use:
+    """Numbers of the versions of one buffer that one launch reads and makes."""
+
+    reads: int | None = None
+    makes: int | None = None
+
+
+def _uses(values: Sequence[Value], num_launches: int) -> list[dict[int, _Use]]:
+    uses: list[dict[int, _Use]] = [{} for _ in range(num_launches)]
+    for number, value in enumerate(values):
+        for reader in value.readers:
+            uses[reader].setdefault(value.buffer, _Use()).reads = number
+        if value.producer is not None:
+            uses[value.producer].setdefault(value.buffer, _Use()).makes = number
+    return uses
+
+
+def _flat(storage: Storage) -> torch.Tensor:
+    return bytes_of(storage, 0, storage.nbytes())

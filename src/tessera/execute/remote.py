@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages
-from tessera.execute.forking import FORKSERVER
 from tessera.execute.handshake import (
     ENGINE,
     Address,
@@ -31,7 +30,6 @@ from tessera.execute.handshake import (
     has_hung_up,
     link_key,
     own_version,
-    socket_of,
 )
 from tessera.execute.hub import QUICK_FAILURES, START_TIMEOUT_S, Hub, Line, LostWorker, Up
 from tessera.execute.messages import (
@@ -44,6 +42,7 @@ from tessera.execute.messages import (
     Welcome,
     WorkerReady,
 )
+from tessera.execute.pipes import FORKSERVER, socket_of
 from tessera.execute.setups import Pieces, Setup, briefing_of, pack_briefing
 
 # How often a thread that waits looks whether anybody still waits for it.

@@ -23,8 +23,7 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.execute.hub import Hub
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
-from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import StepCall, StepDone, Tensors
+from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, Program, Run, Trace
 
 

@@ -5,7 +5,7 @@
     while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
 
 Round and round: seat who waits (`admission`), start the next step of every microbatch that runs nothing
-(`turns` may hold it back), wait for the next thing to happen, and settle it. What a microbatch holds and what
+(`Turns` may hold it back), wait for the next thing to happen, and settle it. What a microbatch holds and what
 comes next is its `Content`'s to say: the scheduler knows nothing of prompts, rows or tokens.
 
 Between two steps of a microbatch its devices wait for this loop. Another microbatch on them fills that gap;
@@ -35,10 +35,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from tessera.execute.admission import FairQueue, Occupancy, choose, slowdown_of, width_of
+from tessera.execute.admission import (
+    PATIENCE,
+    FairQueue,
+    Occupancy,
+    StepCost,
+    Turns,
+    choose,
+    costs_of,
+    slowdown_of,
+    width_of,
+)
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.stepper import DeviceBack, DeviceLost, Event, StepCall, StepDone, Stepper, Tensors
-from tessera.execute.turns import PATIENCE, StepCost, Turns, costs_of
 from tessera.ir import Plan
 
 R = TypeVar("R")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tessera.errors import MismatchError, RuleBroken, WorkerError
-from tessera.execute.kernel_launch import Interpret, handed_in
+from tessera.execute.launcher import Interpret, handed_in
 from tessera.execute.memory import flat_bytes
 from tessera.execute.messages import WeightBytes
 from tessera.execute.stepper import Tensors
@@ -74,7 +74,7 @@ class Setup(Duty):
     folder: str = ""
     # progress[microbatch] = (run, position): where this worker is, in memory that the engine sees.
     progress: torch.Tensor | None = None
-    # Runs kernels with PTX on the CPU; see `kernel_launch`.
+    # Runs kernels with PTX on the CPU; see `launcher`.
     interpret: Interpret | None = None
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from tessera.errors import UnknownName, WorkerError
-from tessera.execute.footprint import landing, landing_bytes
 from tessera.execute.links import KeyStore, LinkFrame, Links
+from tessera.execute.memory import landing, landing_bytes
 from tessera.execute.setups import Setup
 from tessera.ir import Device, DeviceKind, Program
 

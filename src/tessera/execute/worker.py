@@ -24,10 +24,7 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute import messages
-from tessera.execute.handing import take_over
-from tessera.execute.inbox import Hangup
-from tessera.execute.kernel_launch import hand_in
-from tessera.execute.launcher import Launcher
+from tessera.execute.launcher import Launcher, hand_in
 from tessera.execute.memory import Ground, Stand, Storage, bytes_of, constant, tensor_of
 from tessera.execute.messages import (
     Begin,
@@ -44,6 +41,7 @@ from tessera.execute.messages import (
     unpack,
 )
 from tessera.execute.orders import Answers, Orders, WorkerStore
+from tessera.execute.pipes import Hangup, take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.setups import Setup
 from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport

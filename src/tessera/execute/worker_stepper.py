@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
-from tessera.execute.footprint import check_fits, footprints, ready_programs
-from tessera.execute.forking import FORKSERVER
 from tessera.execute.hub import Hub, LostWorker, Up, hidden_main
-from tessera.execute.inbox import Hangup, Wake
 from tessera.execute.lanes import Lanes
 from tessera.execute.lower import describe
+from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress, Where
+from tessera.execute.pipes import FORKSERVER, Hangup, Wake
 from tessera.execute.runs import Runs
 from tessera.execute.setups import Setup, make_setups
-from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, StepCall, Tensors
+from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, SpanLog, StepCall, Tensors
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import Plan, Program, Recv, Send
 

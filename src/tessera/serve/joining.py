@@ -26,9 +26,10 @@ import torch
 
 from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, worker
-from tessera.execute.handshake import EngineCall, call_engine, has_hung_up, link_key, socket_of
+from tessera.execute.handshake import EngineCall, call_engine, has_hung_up, link_key
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S, hidden_main
 from tessera.execute.messages import Briefed, Failed, Refused, Want, WeightBytes, Welcome
+from tessera.execute.pipes import socket_of
 from tessera.execute.setups import (
     MAX_BRIEFING_BYTES,
     PIECE_BYTES,

@@ -27,8 +27,8 @@ from tessera.adapt.drift import without_devices
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
-from tessera.execute.footprint import check_fits, footprints, ready_programs
-from tessera.execute.forking import FORKSERVER, warm_up
+from tessera.execute.memory import check_fits, footprints, ready_programs
+from tessera.execute.pipes import FORKSERVER, warm_up
 from tessera.execute.setups import interprets
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.events import Action
 from tessera.adapt.live import Decisions, Hands, Live
-from tessera.adapt.monitor import Monitor, MonitorConfig
+from tessera.adapt.monitor import Action, Monitor, MonitorConfig
 from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan

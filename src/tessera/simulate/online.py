@@ -1,24 +1,215 @@
-"""Server: requests that come over time, through the real scheduler over a virtual stepper.
+"""SimulatedServer: requests that come over time, through the real scheduler over a virtual stepper.
 
 What requests, policies, losses and switches go through here is what a service's go through, by the same code;
-only time is virtual, and rows are modelled (`rows`). This module lets requests come, and things happen at
-their times.
+only time is virtual, and the requests of a microbatch are modelled (`ModelledRows`): a number each, and
+decodes to go. `Demand` is what requests ask of a work unit, `RequestLedger` what became of them.
+
+Between two decodes those that are done leave, and waiting ones join. Those that join together run the head
+first (everything before the decodes: encode, prefill), then all decode together. A head takes time in
+proportion to the prompt tokens that joined, in sixteenths of the captured one; a decode takes what the
+captured batch and context take, however many rows are in use and wherever they stand. A work unit that does
+not end in a decode has no more than a head: its requests join while the microbatch is empty, run every step
+as often as the unit says, and leave together.
+
+A request that begins again, since its device was lost or its microbatch is renewed, reads what it has along
+with its prompt and gets its next token by that, as in a service.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
 from tessera.errors import ServiceBusy
+from tessera.execute.admission import PATIENCE
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.scheduler import Scheduler, SchedulerConfig, Watcher
-from tessera.execute.stepper import DeviceLost
-from tessera.execute.turns import PATIENCE
-from tessera.ir import Decision, Plan
-from tessera.simulate.rows import Demand, ModelledRows, RequestLedger
+from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
+from tessera.execute.stepper import DeviceLost, StepCall, StepDone
+from tessera.ir import Arrivals, Decision, Plan, WorkUnit
 from tessera.simulate.stepper import FAIR, Truth, VirtualStepper, Weather
+
+# Heads are timed in this many parts of a whole one.
+PARTS = 16
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Requests as the simulator needs them."""
+
+    times_us: Sequence[float]
+    # Tokens that each one gives, and decodes that it takes.
+    tokens: Sequence[int]
+    decodes: Sequence[int]
+    # Of a whole head, what each one's prompt takes.
+    shares: Sequence[float]
+    # Requests that share a microbatch.
+    rows: int
+    # True if a head gives the first token.
+    head_speaks: bool
+    # Of a whole head, what a token takes that was given before and is read again.
+    per_token: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.times_us)
+
+
+def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Demand:
+    """What arrivals ask of a work unit; `rows` requests share a microbatch, by default the captured batch."""
+    steps = [graph.trace.step for graph in unit.graphs]
+    is_decode = steps[-1].kind == "decode"
+    head_speaks = is_decode and any(s.kind == "prefill" for s in steps[:-1])
+    rows = rows or max(1, steps[-1].batch)
+    num = len(arrivals.times_s)
+    usual = unit.counts[-1] + head_speaks if is_decode else 1
+    tokens = arrivals.outputs if arrivals.outputs and is_decode else (usual,) * num
+    context = max((s.context for s in steps if s.kind == "prefill"), default=0)
+    shares = (
+        [prompt / (context * rows) for prompt in arrivals.prompts]
+        if context and arrivals.prompts
+        else [1.0 / rows] * num
+    )
+    decodes = [n - head_speaks for n in tokens] if is_decode else [0] * num
+    per_token = 1.0 / (context * rows) if context else 0.0
+    return Demand([t * 1e6 for t in arrivals.times_s], tokens, decodes, shares, rows, head_speaks, per_token)
+
+
+@dataclass
+class RequestLedger:
+    """What happened to each request; times in microseconds, negative: it did not."""
+
+    first_us: list[float]
+    done_us: list[float]
+    num_restarted: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    max_waiting: int = 0
+    # Decodes that a request had when it left a microbatch before its end: it goes on from there.
+    decoded: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(num: int) -> "RequestLedger":
+        return RequestLedger([-1.0] * num, [-1.0] * num)
+
+
+class ModelledRows(Content[int]):
+    """What the scheduler's microbatches hold in a simulation; requests are numbers."""
+
+    def __init__(
+        self,
+        number: int,
+        lane: LoadedLane,
+        demand: Demand,
+        ledger: RequestLedger,
+        now_us: Callable[[], float],
+    ) -> None:
+        self._number, self._demand, self._ledger, self._now_us = number, demand, ledger, now_us
+        unit, first = lane.plan.unit_of(lane.lane), lane.plan.first_step(lane.lane)
+        runs = [first + step for step, count in enumerate(unit.counts) for _ in range(count)]
+        self._decode: StepCall | None = None
+        if unit.graphs[-1].trace.step.kind == "decode":
+            self._decode = StepCall(number, first + len(unit.graphs) - 1)
+            runs = runs[: len(runs) - unit.counts[-1]]
+        self._head = runs[::-1]
+        # Decodes done, and (decode after which it leaves, request).
+        self._clock = 0
+        self._seats: list[tuple[int, int]] = []
+        # Who joins; of those who sit, who has not given a token yet.
+        self._joining: list[int] = []
+        self._silent: list[int] = []
+        # What is left of the head, last first, and what runs.
+        self._ahead: list[StepCall] = []
+        self._runs: StepCall | None = None
+
+    @property
+    def num_used(self) -> int:
+        return len(self._seats) + len(self._joining)
+
+    @property
+    def num_free(self) -> int:
+        """Seats; without decodes, only those who came together share the steps."""
+        if self._decode is None and (self._runs is not None or self._ahead):
+            return 0
+        return self._demand.rows - len(self._seats) - len(self._joining)
+
+    @property
+    def takes(self) -> bool:
+        return self._runs is None and not self._ahead and self.num_free > 0
+
+    @property
+    def can_move(self) -> bool:
+        """Where prompts are not part of the work, reading again is not either."""
+        return self._decode is not None and self._demand.rows > 1
+
+    def add(self, request: int) -> None:
+        self._joining.append(request)
+
+    def requests(self) -> list[int]:
+        """Everybody; how far each one came is noted."""
+        for stop, request in self._seats:
+            self._ledger.decoded[request] = self._demand.decodes[request] - (stop - self._clock)
+        return sorted([*(request for _, request in self._seats), *self._joining])
+
+    def next_step(self) -> StepCall | None:
+        """The head of those who join, then decodes."""
+        if self._joining and not self._ahead:
+            self._begin_head()
+        if self._ahead:
+            self._runs = self._ahead.pop()
+        else:
+            self._runs = self._decode if self._seats else None
+        return self._runs
+
+    def _begin_head(self) -> None:
+        if self._head:
+            share = sum(self._demand.shares[request] for request in self._joining)
+            if self._ledger.decoded:
+                given = sum(self._ledger.decoded.get(request, 0) for request in self._joining)
+                share += given * self._demand.per_token
+            scale = max(1, math.ceil(share * PARTS - 1e-9)) / PARTS
+            self._ahead = [StepCall(self._number, step, scale=scale) for step in self._head]
+        else:
+            self._sit(is_spoken=False)
+
+    def _sit(self, is_spoken: bool) -> None:
+        """The head is over: those who joined have their first token, or their only one, or none yet."""
+        for request in self._joining:
+            left = self._demand.decodes[request]
+            if request in self._ledger.decoded:
+                left -= self._ledger.decoded[request] + is_spoken
+            if is_spoken or not left:
+                self._speak(request)
+            else:
+                self._silent.append(request)
+            heapq.heappush(self._seats, (self._clock + left, request))
+        self._joining = []
+
+    def _speak(self, request: int) -> None:
+        if self._ledger.first_us[request] < 0.0:  # a request begun again has spoken before
+            self._ledger.first_us[request] = self._now_us()
+
+    def end(self, done: StepDone) -> Sequence[int]:
+        is_decode, self._runs = self._runs is self._decode, None
+        if self._ahead:
+            return ()
+        if is_decode:
+            self._clock += 1
+            if self._silent:
+                for request in self._silent:
+                    self._speak(request)
+                self._silent = []
+        else:
+            self._sit(self._demand.head_speaks)
+        if not self._seats or self._seats[0][0] > self._clock:
+            return ()
+        leaving, now_us = [], self._now_us()
+        while self._seats and self._seats[0][0] <= self._clock:
+            request = heapq.heappop(self._seats)[1]
+            self._ledger.done_us[request] = now_us
+            leaving.append(request)
+        return leaving
+
 
 # Two moments closer than this are one, in microseconds: seconds are not exact to more.
 SAME_US = 1e-3

@@ -9,7 +9,7 @@ from tessera.adapt.capability import Capability, Point
 from tessera.adapt.live import Hands, Live
 from tessera.adapt.monitor import Monitor
 from tessera.execute.offline import run_offline
-from tessera.execute.replay import same_bits
+from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Plan

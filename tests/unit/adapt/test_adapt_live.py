@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from online_factory import split_plan
 from tessera.adapt.capability import Capability, Point
-from tessera.adapt.events import Action
 from tessera.adapt.live import Hands, Live
-from tessera.adapt.monitor import Monitor, MonitorConfig
+from tessera.adapt.monitor import Action, Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
 from tessera.execute.lanes import Lanes
 from tessera.ir import DecisionKind, DeviceKind

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from tessera.adapt.capability import Capability, Point, crossing_per_s
-from tessera.adapt.events import Action, Adopted, Arrived, Lost, MeasuredLaunches, Ticked
-from tessera.adapt.monitor import Monitor, MonitorConfig
+from tessera.adapt.monitor import (
+    Action,
+    Adopted,
+    Arrived,
+    Lost,
+    MeasuredLaunches,
+    Monitor,
+    MonitorConfig,
+    Ticked,
+)
 from tessera.ir import DecisionKind
 
 # Quick alone and soon full; slower alone, and good for twice as much.

@@ -7,7 +7,7 @@ import pytest
 from factories import make_cluster, make_plan, make_trace
 from online_factory import split_plan
 from tessera.adapt.drift import widened, without_devices
-from tessera.adapt.events import MeasuredSteps, planned_us
+from tessera.adapt.monitor import MeasuredSteps, planned_us
 from tessera.errors import PlanInfeasible
 from tessera.ir import verify
 

@@ -13,7 +13,7 @@ import tessera
 from tessera.capture import build, record
 from tessera.capture.models import steps_of_model
 from tessera.errors import CaptureError
-from tessera.execute.replay import Replay, same_bits
+from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step
 
 BY_NAME = {model.name: model for model in MODELS}

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
 
-from tessera.execute.forking import FORKSERVER
+from tessera.execute.pipes import FORKSERVER
 
 pytest.importorskip("transformers")
 

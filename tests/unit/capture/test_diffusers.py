@@ -11,7 +11,7 @@ from benchmarks.coverage_models import DIFFUSION, Model
 
 from tessera.capture import build, record
 from tessera.errors import CaptureError, UnknownName
-from tessera.execute.replay import Replay, same_bits
+from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step
 
 

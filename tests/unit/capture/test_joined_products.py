@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models.joined import JoinedLinear, join_products
-from tessera.execute.replay import Replay, same_bits
+from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step, Trace
 
 TINY = ("tiny-llama", "tiny-gpt-oss", "tiny-mamba", "tiny-qwen2.5-vl")

@@ -17,7 +17,7 @@ from tessera.capture.models import another
 from tessera.capture.models.paged import DENSE, FLAT, ROWS, Parts, layout_of
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
-from tessera.execute.replay import Replay, same_bits
+from tessera.execute.reference import Replay, same_bits
 from tessera.ir import BufferKind, Step
 from tessera.kernels import PAGE
 

@@ -10,7 +10,7 @@ import torch
 import tessera
 from tessera.capture.function import workload
 from tessera.errors import CaptureError
-from tessera.execute.replay import Replay
+from tessera.execute.reference import Replay
 from tessera.ir import Trace
 
 CODE = (Path(__file__).resolve().parents[3] / "corpus" / "ptx" / "sm_80" / "serving.ptx").read_text()

@@ -12,7 +12,7 @@ import tessera
 from tessera.capture import build, record
 from tessera.capture.function import workload
 from tessera.errors import CaptureError
-from tessera.execute.replay import Replay, same_bits
+from tessera.execute.reference import Replay, same_bits
 from tessera.ir import BufferKind, Step, Trace
 from tessera.profile.counts import OpClass, work_of
 

@@ -11,7 +11,7 @@ from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.capture.function import workload
 from tessera.errors import CaptureError
-from tessera.execute.replay import Replay
+from tessera.execute.reference import Replay
 from tessera.ir import BufferKind, Trace
 
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -7,9 +7,8 @@ import torch
 
 import engine_factory as made
 from tessera.errors import WorkerError
-from tessera.execute.footprint import ready_programs
 from tessera.execute.launcher import Launcher, bind, out_variant
-from tessera.execute.memory import Ground, constant, tensor_of
+from tessera.execute.memory import Ground, constant, ready_programs, tensor_of
 from tessera.execute.messages import pack, unpack
 from tessera.ir import BufferKind, Run, View
 

@@ -8,8 +8,8 @@ import pytest
 
 import engine_factory as made
 from tessera.errors import RuleBroken
-from tessera.execute.footprint import ready_programs
 from tessera.execute.lower import check_programs
+from tessera.execute.memory import ready_programs
 from tessera.ir import Free, Plan, Program, Recv, Run, Send
 
 

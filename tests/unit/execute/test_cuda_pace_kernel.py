@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.execute.cuda.pace import Hold
-from tessera.execute.cuda.pace_kernel import ENTRY, NO_TURN, PTX, Chain, key_of
+from tessera.execute.cuda.pace import ENTRY, NO_TURN, PTX, Chain, Hold, key_of
 from tessera_ptx import analyze
 from tessera_ptx.errors import InterpreterFault
 from tessera_ptx.interp import run

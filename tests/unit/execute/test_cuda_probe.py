@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tessera.execute import driver
-from tessera.execute.cuda import nvshmem, probe
-from tessera.execute.cuda.probe import chosen, transports
+from tessera.execute.cuda import direct
+from tessera.execute.cuda.direct import chosen, transports
 
 
 def usable() -> list[str]:
@@ -20,7 +20,7 @@ def _one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(driver, "has", lambda name: True)
-    monkeypatch.setattr(nvshmem, "library_path", lambda: Path("libnvshmem_host.so.3"))
+    monkeypatch.setattr(direct, "library_path", lambda: Path("libnvshmem_host.so.3"))
 
 
 def test_every_transport_is_listed_with_a_reason() -> None:
@@ -42,11 +42,11 @@ def test_without_a_gpu_workers_of_cpus_are_joined(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("_one_card")
 def test_two_elements_on_one_card_need_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVSHMEM refuses them otherwise, so the way is there and cannot be used."""
-    monkeypatch.delenv(probe.MPS_SHARE, raising=False)
+    monkeypatch.delenv(direct.MPS_SHARE, raising=False)
     assert ["shm", "ipc", "host"] == usable()
 
-    monkeypatch.setenv(probe.MPS_PIPE, "pipes")
-    monkeypatch.setenv(probe.MPS_SHARE, "50")
+    monkeypatch.setenv(direct.MPS_PIPE, "pipes")
+    monkeypatch.setenv(direct.MPS_SHARE, "50")
     assert ["shm", "ipc", "nvshmem", "host"] == usable()
 
 

@@ -13,13 +13,11 @@ import cuda_stub
 from sampling import one_of_each
 from tessera.capture import Workload, build, record
 from tessera.errors import WorkerError
-from tessera.execute.cuda.graph import ShareGraph
-from tessera.execute.cuda.graphs import DeviceGraphs
-from tessera.execute.cuda.ipc import PeerAway
+from tessera.execute.cuda.direct import PeerAway
+from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.replay import same_bits
-from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import Tensors
+from tessera.execute.reference import same_bits
+from tessera.execute.stepper import SpanLog, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
 from tessera.ir import Cluster, Device, DeviceKind, Lane, Link, Objective, Placement, Plan, Step, WorkUnit

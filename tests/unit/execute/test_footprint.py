@@ -9,9 +9,17 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from models import random_placement
 from tessera.analyze import build_graph
 from tessera.errors import DeviceMemoryError
-from tessera.execute.footprint import ALIGN, check_fits, footprints, ready_programs, touched
 from tessera.execute.lower import check_programs, lower
-from tessera.execute.memory import Ground, Stand, Storage
+from tessera.execute.memory import (
+    ALIGN,
+    Ground,
+    Stand,
+    Storage,
+    check_fits,
+    footprints,
+    ready_programs,
+    touched,
+)
 from tessera.ir import BufferKind, Plan, Program
 
 

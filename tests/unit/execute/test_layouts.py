@@ -5,7 +5,7 @@ import torch
 
 import steps_factory as factory
 from tessera.errors import MismatchError
-from tessera.execute.footprint import ready_programs
+from tessera.execute.memory import ready_programs
 from tessera.execute.setups import Setup, briefing_of, make_setups, pack_briefing, setup_of, unpack_briefing
 from tessera.ir import Plan
 from tessera.serve.steps import for_cpu, served

@@ -20,8 +20,8 @@ from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.errors import WorkerError
 from tessera.execute.offline import RunResult, run_offline, timeline_of
-from tessera.execute.replay import same_bits
-from tessera.execute.spans import SpanLog
+from tessera.execute.reference import same_bits
+from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Plan, Step

@@ -17,10 +17,10 @@ from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.cli.run import is_equal
 from tessera.errors import DeviceMemoryError, MismatchError
-from tessera.execute.footprint import check_fits, footprints, ready_programs
 from tessera.execute.lower import lower
+from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.offline import RunResult, run_offline, timeline_of
-from tessera.execute.spans import SpanLog
+from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import BatchRequest, UnitRequest, as_run, make_unit, run_reference
 from tessera.ir import Cluster, Lane, Placement, Plan, Step, Variant, verify

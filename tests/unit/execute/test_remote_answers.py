@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 import engine_factory as made
-from tessera.execute.footprint import ready_programs
+from tessera.execute.memory import ready_programs
 from tessera.execute.messages import Done, pack
 from tessera.execute.runs import problem_of
 from tessera.ir import Program, Trace

@@ -19,12 +19,11 @@ from calling_worker import Given, serve
 from tessera.errors import MismatchError, WorkerError
 from tessera.execute import messages, remote
 from tessera.execute import setups as told_setups
-from tessera.execute.footprint import ready_programs
-from tessera.execute.forking import FORKSERVER, warm_up
 from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
 from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
-from tessera.execute.inbox import Hangup
+from tessera.execute.memory import ready_programs
 from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
+from tessera.execute.pipes import FORKSERVER, Hangup, warm_up
 from tessera.execute.remote import Gate, RemoteHub
 from tessera.execute.setups import (
     Pieces,

@@ -20,10 +20,9 @@ import engine_factory as made
 import stepper_factory as factory
 from tessera.errors import WorkerError
 from tessera.execute import hub as hubs
-from tessera.execute.forking import FORKSERVER
 from tessera.execute.hub import Hub, Line, pause_s
-from tessera.execute.inbox import Hangup, Inbox
 from tessera.execute.messages import Clear, StoreGet, Where
+from tessera.execute.pipes import FORKSERVER, Hangup, Inbox
 from tessera.execute.setups import Setup
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
 from tessera.execute.worker_stepper import Verdict, WorkerStepper, judge

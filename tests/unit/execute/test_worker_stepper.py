@@ -13,10 +13,9 @@ import torch
 import engine_factory as made
 import stepper_factory as factory
 from tessera.errors import MismatchError, TesseraError, UnknownName, WorkerError
-from tessera.execute.footprint import landing_bytes
 from tessera.execute.lower import lower
-from tessera.execute.spans import SpanLog
-from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
+from tessera.execute.memory import landing_bytes
+from tessera.execute.stepper import DeviceBack, DeviceLost, SpanLog, StepCall, StepDone
 from tessera.execute.transport import resolve
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Device, DeviceKind, Plan

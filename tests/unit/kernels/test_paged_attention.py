@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from paged_factory import PagedCall, make_call
 from tessera.capture import Workload, record
-from tessera.execute.replay import Replay
+from tessera.execute.reference import Replay
 from tessera.ir import Step
 from tessera.kernels.paged import MAX_QUERIES
 

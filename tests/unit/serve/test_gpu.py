@@ -16,7 +16,7 @@ from own_code import reference
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
 from steps_factory import Local, working
 from tessera.errors import TesseraError
-from tessera.execute.cuda.graph import ShareGraph
+from tessera.execute.cuda.graphs import ShareGraph
 from tessera.ir import Cluster, Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.devices import Card

@@ -10,10 +10,10 @@ from benchmarks.coverage_models import MODELS
 import steps_factory as factory
 from own_code import reference
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
-from tessera.execute.footprint import footprints, ready_programs
-from tessera.execute.forking import FORKSERVER
 from tessera.execute.lanes import check_alike, devices_of
 from tessera.execute.lower import lower
+from tessera.execute.memory import footprints, ready_programs
+from tessera.execute.pipes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices

@@ -12,8 +12,7 @@ from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.machine import VirtualMachine
 from tessera.simulate.metrics import measured
-from tessera.simulate.online import SimulatedServer
-from tessera.simulate.rows import demand_of
+from tessera.simulate.online import SimulatedServer, demand_of
 from tessera.simulate.stepper import Weather
 
 

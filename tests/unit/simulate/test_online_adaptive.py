@@ -33,7 +33,7 @@ def setting(arrivals: str, num: int = NUM, weather: Weather | None = None) -> Se
 def _short_runs() -> Iterator[None]:
     """What a plan can do is found by fewer requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tessera.simulate.capability.LEAST", examples(1000, 300))
+        patch.setattr("tessera.simulate.metrics.LEAST", examples(1000, 300))
         yield
 
 

@@ -10,8 +10,7 @@ from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals, poisson
 from tessera.simulate.metrics import LatencyLimit
-from tessera.simulate.online import SimulatedRun, SimulatedServer
-from tessera.simulate.rows import Demand, demand_of
+from tessera.simulate.online import Demand, SimulatedRun, SimulatedServer, demand_of
 from tessera.simulate.stepper import Loss, Truth, Weather
 from tessera.simulate.study import Setting, checked, compare
 

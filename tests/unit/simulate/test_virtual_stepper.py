@@ -17,8 +17,7 @@ from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Plan
 from tessera.simulate.arrivals import make_arrivals
-from tessera.simulate.online import SimulatedServer
-from tessera.simulate.rows import Demand, ModelledRows, RequestLedger, demand_of
+from tessera.simulate.online import Demand, ModelledRows, RequestLedger, SimulatedServer, demand_of
 from tessera.simulate.stepper import Loss, VirtualStepper, Weather
 
 

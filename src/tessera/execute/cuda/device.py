@@ -23,7 +23,7 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute import driver
-from tessera.execute.cuda.pace_kernel import PaceKernel
+from tessera.execute.cuda.pace import PaceKernel
 from tessera.ir import Device, DeviceKind
 
 

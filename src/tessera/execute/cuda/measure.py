@@ -17,10 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tessera.execute.cuda.graph import ShareGraph
-from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
-from tessera.execute.cuda.pace import TimeScale, choose_scale
-from tessera.execute.cuda.pace_kernel import ENDED, STARTED
+from tessera.execute.cuda.graphs import DeviceGraphs, Kernels, ShareGraph
+from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of
 from tessera.execute.offline import Request

@@ -5,8 +5,8 @@ graph, so that no CPU stands between two devices. A flag says that the bytes of 
 receiver's graph waits for it and clears it, so a graph can be launched again and again. A microbatch's next
 step is begun when all devices have ended the last, so no flag and no place is written before it was read.
 
-    ipc      GPUs of one machine: memory of the receiver that the sender's process has opened (`ipc`)
-    nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`nvshmem`)
+    ipc      GPUs of one machine: memory of the receiver that the sender's process has opened (`direct`)
+    nvshmem  put-with-signal on streams, by NVLink, PCIe or InfiniBand (`direct`)
     host     pinned memory and a link of the worker process, over any network (`host`)
 
 When a peer is lost in the middle of a step, this device's graph may wait for ever: `release` sets the flags
@@ -14,7 +14,7 @@ of a microbatch from the CPU, so that the graph ends, with contents that nobody 
 them then.
 
 Inboxes are where transfers land, the same on every worker that asks. For each microbatch there are, for each
-transfer of a program, a flag that says that it is there, a record of when it was due (see `pace_kernel`; of
+transfer of a program, a flag that says that it is there, a record of when it was due (see `pace`; of
 devices that keep another GPU's time), and a place as large as its buffer. A microbatch runs one program at a
 time, so programs share all three; within a program nothing shares a place, so no copy waits for a reader.
 Programs that are added later are laid out in the inbox that is there if they fit, so that plans can be
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from tessera.execute import driver
-from tessera.execute.cuda.pace_kernel import RECORD_WORDS
+from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.driver import MemOp
 from tessera.ir import Program, Trace
 

@@ -26,14 +26,11 @@ import torch
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
-from tessera.execute.cuda.graph import MicrobatchRoom, ShareGraph
-from tessera.execute.cuda.graphs import DeviceGraphs
+from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
+from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchRoom, ShareGraph
 from tessera.execute.cuda.host import Host
-from tessera.execute.cuda.ipc import Ipc, PeerAway
-from tessera.execute.cuda.nvshmem import Nvshmem
-from tessera.execute.cuda.pace_kernel import DUE, ENDED, RECORD_WORDS, STARTED
+from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
-from tessera.execute.inbox import Hangup
 from tessera.execute.links import KeyStore, Links
 from tessera.execute.memory import bytes_of
 from tessera.execute.messages import (
@@ -51,6 +48,7 @@ from tessera.execute.messages import (
     unpack_programs,
 )
 from tessera.execute.orders import Answers, Orders
+from tessera.execute.pipes import Hangup
 from tessera.execute.setups import Setup
 from tessera.execute.transport import Gone
 from tessera.ir import Program, Recv, Run

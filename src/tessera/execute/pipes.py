@@ -1,24 +1,50 @@
-"""Inbox and Outbox: a process always reads and never waits to write, so that no two wait for each other.
+"""Pipes: how processes of this machine are started, handed what they need, and talked to. Imports no torch.
 
-Each pipe has a thread that reads it. What can be answered without the process's own loop is answered there
+Workers are forked from a process that imports torch for all of them, beside whoever starts it (`warm_up`).
+
+Inbox and Outbox: a process always reads and never waits to write, so that no two wait for each other. Each
+pipe has a thread that reads it. What can be answered without the process's own loop is answered there
 (`hear`), so also while the loop computes. A source whose message cannot be read, or is longer than any that
 it could send, is not heard any more; the others are. What a full pipe does not take at once, a thread of its
 own writes.
+
+`hand_over` gives an object with tensors to a child. `Process.start` could do so itself, but it waits for ever
+for a child that dies meanwhile, and a fork server takes no more than 256 tensors. Here the child's death is
+an error of the socket. Tensors go as torch's own reductions give them: memory of this machine by its file
+descriptors, CUDA memory by its IPC handle. Pickle: only between a process and the child that it has just
+started.
 """
 
 import contextlib
+import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from multiprocessing import context, forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, ClassVar
 
 from tessera.errors import TesseraError
+
+# How processes are started: from one that stays until the program ends.
+FORKSERVER = "forkserver"
+# What a worker imports.
+PRELOADED = ["tessera.execute.worker"]
+
+
+def warm_up() -> None:
+    """Starts the process that workers are forked from, if there is none; it imports what they need."""
+    multiprocessing.get_context(FORKSERVER).set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
 
 # The source of what this process tells itself.
 NOBODY = -1
@@ -101,7 +127,7 @@ class Outbox:
     """Writes to one duplex connection from any thread, and keeps nobody waiting."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
+        self._socket = socket_of(pipe)
         self._lock = threading.Lock()
         # What is left to write, by the thread that there is as long as there is something.
         self._left: deque[memoryview] = deque()
@@ -163,3 +189,95 @@ class Outbox:
             with self._lock:
                 if self._left:  # not hung up meanwhile
                     self._left.popleft()
+
+
+# Number of descriptors, and bytes of the object.
+_SIZES = struct.Struct("!QQ")
+# Linux takes 253 at a time.
+MAX_FDS = 200
+
+
+class _Handed:
+    """Stands for a descriptor in what is pickled."""
+
+    # Of the process that takes; filled before it unpickles.
+    taken: ClassVar[list[int]] = []
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        """The descriptor, which is the caller's from now on."""
+        return os.dup(self.taken[self._index])
+
+
+class _Descriptors:
+    """What multiprocessing asks for a way to pass descriptors to a child."""
+
+    DupFd = _Handed
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Its number among those that are sent."""
+        self.found.append(fd)
+        return len(self.found) - 1
+
+
+def hand_over(pipe: Connection, value: Any) -> None:
+    """Writes an object; raises OSError if the other process is gone."""
+    descriptors = _Descriptors()
+    context.set_spawning_popen(descriptors)  # type: ignore[arg-type]
+    try:
+        data = ForkingPickler.dumps(value)
+    finally:
+        context.set_spawning_popen(None)
+    with socket_of(pipe) as link:
+        link.sendall(_SIZES.pack(len(descriptors.found), len(data)))
+        for start in range(0, len(descriptors.found), MAX_FDS):
+            socket.send_fds(link, [b"."], descriptors.found[start : start + MAX_FDS])
+        link.sendall(data)
+
+
+def take_over(pipe: Connection) -> Any:
+    """Reads the object; raises EOFError if the other process is gone."""
+    with socket_of(pipe) as link:
+        num_fds, size = _SIZES.unpack(_read(link, _SIZES.size))
+        fds: list[int] = []
+        while len(fds) < num_fds:
+            mark, some, _, _ = socket.recv_fds(link, 1, MAX_FDS)
+            if not mark:
+                raise EOFError
+            fds += some
+        data = _read(link, size)
+    _Handed.taken = fds
+    try:
+        return pickle.loads(data)  # of the process that started this one
+    finally:
+        _Handed.taken = []
+        for fd in fds:
+            os.close(fd)
+
+
+def _read(link: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    read_into(link, memoryview(data))
+    return data
+
+
+def read_into(link: socket.socket, place: memoryview, deadline: float | None = None) -> None:
+    """Exactly as many bytes as there is place for; EOFError where the other end has ended."""
+    at, size = 0, len(place)
+    while at < size:
+        if deadline is not None:
+            link.settimeout(max(0.001, deadline - time.monotonic()))
+        got = link.recv_into(place[at:] if at else place, 0, socket.MSG_WAITALL)
+        if not got:
+            raise EOFError
+        at += got
+
+
+def socket_of(pipe: Connection) -> socket.socket:
+    """Another hold on the socket under a connection."""
+    return socket.socket(fileno=os.dup(pipe.fileno()))
