@@ -138,13 +138,13 @@ class _End:
         program = self._programs[lane]
         size = program.transfers[0].num_bytes
         if is_sender:
-            self._transport.send(RunTransfer(lane, program, 0, run, self._number), self._mine[:size])
+            self._transport.send(RunTransfer(program, 0, run, self._number), self._mine[:size])
         if not is_receiver:
             return None
         news = self._news.get(timeout=TIMEOUT_S)
         if not isinstance(news, TransferArrived):
             raise WorkerError(f"the link was lost: {news.message}")
-        transfer = RunTransfer(lane, program, 0, run, 1 - self._number)
+        transfer = RunTransfer(program, 0, run, 1 - self._number)
         self._transport.fetch(transfer, self._theirs[:size])
         return (time.monotonic() - news.start_s) * 1e6
 

@@ -256,10 +256,7 @@ class Hub:
         """More lanes, for workers that are there and for those to come."""
         packed = messages.pack_programs(programs)
         for device, setup in enumerate(self.setups):
-            loads = (*setup.loads, first_lane)
-            self.setups[device] = replace(
-                setup, programs=(*setup.programs, *map(tuple, programs)), loads=loads
-            )
+            self.setups[device] = replace(setup, programs=(*setup.programs, *map(tuple, programs)))
             if self._members[device].state == "ready":
                 self._members[device].num_lanes = first_lane + len(programs)
                 self.order(device, LoadLanes(first_lane, packed))
@@ -421,10 +418,8 @@ class Hub:
         member = self._members[device]
         member.state, member.ready_s = "ready", time.monotonic()
         member.pid = ready.pid if member.pid is None else member.pid
-        setup = self.setups[device]
-        for first, lanes in setup.loaded:
-            if first >= member.num_lanes:
-                self.order(device, LoadLanes(first, messages.pack_programs(lanes)))
+        if lanes := self.setups[device].programs[member.num_lanes :]:
+            self.order(device, LoadLanes(member.num_lanes, messages.pack_programs(lanes)))
         for peer, other in enumerate(self._members):
             if peer == device:
                 continue

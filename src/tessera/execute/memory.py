@@ -12,7 +12,7 @@ multiples of `ALIGN`, as torch gives it out.
 
 Weights of several plans over the same model are counted once by name; constants of a trace are counted for
 each step. Not counted: what an operator takes and gives back within one launch, and the bytes in which worker
-processes hand transfers over (`landing_bytes`), which are memory of the machine and not of the device.
+processes hand transfers over (`landing`), which are memory of the machine and not of the device.
 
 `Memory` is what a launcher runs on. `PlacedMemory` is that of a worker: every buffer has a place which stays,
 so that launches can be bound to it, and what an operator returns is copied there, because operators make
@@ -158,11 +158,6 @@ def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
             f"{_gb(over)} more than its {_gb(device.memory_bytes)}"
         )
         raise DeviceMemoryError(message, _remedy(footprint, device.memory_bytes), f"device {device.name}")
-
-
-def landing_bytes(programs: Programs, src: int, dst: int) -> int:
-    """Bytes in which a microbatch hands all transfers of a program from one worker process to another."""
-    return max((landing(p, src, dst)[1] for lane in programs for p in lane), default=0)
 
 
 def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:

@@ -40,20 +40,12 @@ class Duty:
     # How often this device was started before, and every device, as far as it is known now.
     epoch: int = 0
     epochs: tuple[int, ...] = ()
-    # First lanes of what was loaded together, in order; see `transport.SharedMemory`.
-    loads: tuple[int, ...] = (0,)
     # Of a device that keeps another's times: all of them are so much longer.
     scale: float = 1.0
     # True to report the time of every launch, where that costs something.
     is_profiled: bool = False
     # us[step][launch]: modelled time on this device, which decides who goes first; see `schedule`.
     us: tuple[tuple[float, ...], ...] = ()
-
-    @property
-    def loaded(self) -> list[tuple[int, tuple[tuple[Program, ...], ...]]]:
-        """(first lane, lanes) of what was loaded together, in order."""
-        stops = (*self.loads[1:], len(self.programs))
-        return [(first, self.programs[first:stop]) for first, stop in zip(self.loads, stops, strict=True)]
 
     @property
     def duty(self) -> dict[str, Any]:

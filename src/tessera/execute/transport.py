@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from tessera.errors import UnknownName, WorkerError
 from tessera.execute.links import KeyStore, LinkFrame, Links
-from tessera.execute.memory import landing, landing_bytes
+from tessera.execute.memory import landing
 from tessera.execute.setups import Setup
 from tessera.ir import Device, DeviceKind, Program
 
@@ -38,8 +38,6 @@ NOTHING = memoryview(b"")
 
 @dataclass(frozen=True, slots=True)
 class RunTransfer:
-    # Of the program, among all that were ever loaded.
-    lane: int
     program: Program
     microbatch: int
     run: int
@@ -98,8 +96,7 @@ class Transport(ABC):
         self._post: Post = lambda news: None
         # Peer -> the most bytes of one transfer from it.
         self._largest: Counter[int] = Counter()
-        for first, lanes in setup.loaded:
-            self.load(first, lanes)
+        self.load(setup.programs)
         where = {"folder": setup.folder, "host": setup.host}
         limit = self._largest.__getitem__
         self._links = Links(setup.device, setup.epochs, setup.key, store, self, limit, **where)
@@ -120,7 +117,7 @@ class Transport(ABC):
     def forget(self, run: int) -> None:
         """Bytes of this run will not be fetched."""
 
-    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
+    def load(self, programs: Sequence[Sequence[Program]]) -> None:
         """There are more lanes; transfers may be larger from now on."""
         for transfer in (t for lane in programs for p in lane for t in p.transfers if t.dst == self._device):
             self._largest[transfer.src] = max(self._largest[transfer.src], transfer.num_bytes)
@@ -149,29 +146,17 @@ class SharedMemory(Transport):
 
     For each microbatch there is a fixed place for each transfer of a program, in a file of the session's
     folder that the workers of a pair share, also one that was started again. A place is used again only by
-    the microbatch's next run, which starts when all devices have finished or forgotten the last one. Lanes
-    that are loaded later and need more have a file of their own, so both ends know what was loaded when.
+    the microbatch's next run, which starts when all devices have finished or forgotten the last one. All
+    programs that need as much, up to the next power of two, share a file, so plans can be replaced for ever.
     """
 
     def __init__(self, setup: Setup, store: KeyStore) -> None:
         self._folder, self._microbatches = setup.folder, setup.microbatches
-        # (source, destination) -> (from this lane on, bytes a microbatch), as lanes were loaded.
-        self._strides: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        # (source, destination, bytes a microbatch)
         self._arenas: dict[tuple[int, int, int], torch.Tensor] = {}
-        # (source, destination, program's identity) -> transfer -> offset
-        self._places: dict[tuple[int, int, int], Mapping[int, int]] = {}
+        # (source, destination, program's identity) -> transfer -> offset, and bytes a microbatch
+        self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
         super().__init__(setup, store)
-
-    def load(self, first_lane: int, programs: Sequence[Sequence[Program]]) -> None:
-        """What fits into the places of earlier lanes uses them."""
-        super().load(first_lane, programs)
-        pairs = {(t.src, t.dst) for lane in programs for p in lane for t in p.transfers}
-        for src, dst in (pair for pair in pairs if self._device in pair):
-            need = landing_bytes(programs, src, dst)
-            strides = self._strides.setdefault((src, dst), [])
-            largest = max((size for _, size in strides), default=0)
-            if need > largest:  # larger by half at least, so that plans can be replaced for ever
-                strides.append((first_lane, max(need, largest * 3 // 2)))
 
     def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
         """Copies the bytes over and tells the other end."""
@@ -188,14 +173,15 @@ class SharedMemory(Transport):
         found = transfer.program.transfers[transfer.number]
         key = (found.src, found.dst, id(transfer.program))
         if key not in self._places:
-            self._places[key] = landing(transfer.program, found.src, found.dst)[0]
-        lane, stride = max(x for x in self._strides[found.src, found.dst] if x[0] <= transfer.lane)
-        start = transfer.microbatch * stride + self._places[key][transfer.number]
-        return self._arena(found.src, found.dst, lane, stride)[start : start + found.num_bytes]
+            offsets, used = landing(transfer.program, found.src, found.dst)
+            self._places[key] = offsets, 1 << (used - 1).bit_length()
+        offsets, stride = self._places[key]
+        start = transfer.microbatch * stride + offsets[transfer.number]
+        return self._arena(found.src, found.dst, stride)[start : start + found.num_bytes]
 
-    def _arena(self, src: int, dst: int, lane: int, stride: int) -> torch.Tensor:
-        if (src, dst, lane) not in self._arenas:
-            path = Path(self._folder) / f"arena-{src}-{dst}-{lane}"
+    def _arena(self, src: int, dst: int, stride: int) -> torch.Tensor:
+        if (src, dst, stride) not in self._arenas:
+            path = Path(self._folder) / f"arena-{src}-{dst}-{stride}"
             size = stride * self._microbatches
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -206,8 +192,8 @@ class SharedMemory(Transport):
                 raise WorkerError(what, "Lower --microbatches, or use --transport host.") from error
             finally:
                 os.close(fd)
-            self._arenas[src, dst, lane] = torch.frombuffer(shared, dtype=torch.uint8)
-        return self._arenas[src, dst, lane]
+            self._arenas[src, dst, stride] = torch.frombuffer(shared, dtype=torch.uint8)
+        return self._arenas[src, dst, stride]
 
 
 class OverHost(Transport):

@@ -133,7 +133,7 @@ class Worker:
                 programs = messages.unpack_programs(packed)
                 self._programs[first_lane:] = programs
                 self._newest = first_lane
-                self._transport.load(first_lane, programs)
+                self._transport.load(programs)
             case Relink(device, epoch):
                 self._transport.relink(device, epoch)
             case TransferArrived(run, number, start, stop):
@@ -199,8 +199,7 @@ class Worker:
             active.spans.append((launch, start, stop, time.thread_time() - cpu))
 
     def _transfer(self, active: _Active, number: int) -> RunTransfer:
-        order = active.order
-        return RunTransfer(order.lane, active.stand.program, order.microbatch, order.run, number)
+        return RunTransfer(active.stand.program, active.order.microbatch, active.order.run, number)
 
     def _begin(self, order: Begin) -> None:
         if any(active.order.microbatch == order.microbatch for active in self._active.values()):
