@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.fake import Run, run_fake, runner
-from tessera.capture.models.cache import choose, newest
 from tessera.capture.models.examples import (
     PIXELS,
     call_inputs,
@@ -56,6 +55,28 @@ ENCODED = "encoder_hidden_states"
 BEFORE, AFTER = "before.", "after."
 # Where each row of an encoder-decoder goes on.
 NEXT = "next_positions"
+
+
+def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+    """Each row's newest token."""
+    if last is None:
+        return hidden[:, -1]
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
+
+
+def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The outputs of every language model here."""
+    return {"logits": logits, "next_tokens": logits.argmax(-1)}
+
+
+def check_length(config: Any, step: Step) -> int:
+    """The positions of a step, which are no more than its model has."""
+    capacity, most = step.context + step.reserve, getattr(config, "max_position_embeddings", None)
+    if most is not None and capacity > most:
+        raise CaptureError(
+            f"context {capacity} is beyond the {most} positions of {step.model}", f"Use at most {most}."
+        )
+    return capacity
 
 
 def generic_workload(model: Any, step: Step) -> Workload:
@@ -171,8 +192,7 @@ class CachedSteps:
         self._config = model.config.get_text_config(decoder=True)
         self._is_pair = bool(model.config.is_encoder_decoder)
         self._is_prefill = step.kind == "prefill"
-        self._capacity = step.context + step.reserve
-        self._check_length()
+        self._capacity = check_length(self._config, step)
         self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
         self._positions = self._taken("decoder_position_ids", "position_ids")
         self._mask = self._taken("decoder_attention_mask", "attention_mask")
@@ -185,14 +205,6 @@ class CachedSteps:
     def _taken(self, *names: str) -> str:
         """The first of some parameters that the model has, or nothing."""
         return next((name for name in names if takes(self._model, name)), "")
-
-    def _check_length(self) -> None:
-        most = getattr(self._config, "max_position_embeddings", None)
-        if most is not None and self._capacity > most:
-            raise CaptureError(
-                f"context {self._capacity} is beyond the {most} positions of {self._step.model}",
-                f"Use at most {most}.",
-            )
 
     def workload(self) -> Workload:
         """The step."""
@@ -331,7 +343,11 @@ class CachedSteps:
         elif self._has_mask and self._mask:
             size = (self._step.batch, self._capacity)
             given[self._mask] = torch.ones(size, dtype=torch.long, device=inputs["tokens"].device)
-        with row_masks(), newest_only(self._model, last if self._has_rows else None):
+
+        def pick(hidden: torch.Tensor) -> torch.Tensor:
+            return newest(hidden, last)[:, None] if self._has_rows and last is not None else hidden[:, -1:]
+
+        with row_masks(), head_reads(self._model, pick):
             return self._model(**given)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
@@ -448,20 +464,6 @@ def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
     if isinstance(logits, torch.Tensor) and logits.dim() == 3:
         return choose(logits[:, -1])
     return {n: t for n, t in flatten(made).items() if not n.startswith((cache, "encoder_"))}
-
-
-@contextmanager
-def newest_only(model: Any, last: torch.Tensor | None) -> Iterator[None]:
-    """While entered, the model's head reads only each row's newest token."""
-
-    def pick(hidden: torch.Tensor) -> torch.Tensor:
-        if last is None:
-            return hidden[:, -1:]
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return hidden[rows, last][:, None]
-
-    with head_reads(model, pick):
-        yield
 
 
 @contextmanager

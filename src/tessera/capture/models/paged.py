@@ -36,13 +36,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.models.cache import choose
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
     ModelMemory,
     NoReads,
     attributes_kept,
+    choose,
     describe,
     exchanged,
     head_reads,

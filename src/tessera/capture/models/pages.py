@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
 
 import tessera.kernels.paged  # noqa: F401 - registers the operator
-from tessera.capture.models.cache import additive
+from tessera.capture.models.rows import additive
 from tessera.kernels import PAGE
 
 # Pages of a layer before it is given others.
@@ -302,17 +303,12 @@ def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
         assert tables is not None
         return _dense_mask(tables, mask_function, dtype)
 
-    before = dict(attention._local_mapping), dict(masks._local_mapping)
-    for name in list(masks):
-        masks[name] = dense_mask if is_dense else PageMask
-    for name in () if is_dense else list(attention):
-        attention[name] = attend
-    try:
+    make_mask = dense_mask if is_dense else PageMask
+    with (
+        patch.dict(masks._local_mapping, dict.fromkeys(masks, make_mask)),
+        patch.dict(attention._local_mapping, {} if is_dense else dict.fromkeys(attention, attend)),
+    ):
         yield
-    finally:
-        for mapping, held in zip((attention, masks), before, strict=True):
-            mapping._local_mapping.clear()
-            mapping._local_mapping.update(held)
 
 
 def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tensor:

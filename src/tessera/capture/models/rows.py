@@ -14,11 +14,13 @@ for the positions that the rows have.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import StaticCache, cache_utils, masking_utils
 
-from tessera.capture.models.cache import additive
+# Masks are made this much wider than needed, to a multiple, so that no kernel has to pad them.
+MASK_ALIGNMENT = 8
 
 
 class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -42,10 +44,13 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Zeros, of the shape that the first keys and values have."""
-        self.keys, self.values = (
-            new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states)
+        self.hold(
+            *(new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states))
         )
-        self.is_initialized = True
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values lie in these tensors from now on."""
+        self.keys, self.values, self.is_initialized = keys, values, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -221,11 +226,18 @@ def row_mask(
     return additive(~seen.expand(batch_size, 1, q_length, kv_length), dtype)
 
 
+def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask to be added to scores: minus infinity where barred."""
+    width = barred.shape[-1]
+    aligned = width + -width % MASK_ALIGNMENT
+    mask = torch.zeros((*barred.shape[:-1], aligned), dtype=dtype, device=barred.device)[..., :width]
+    return mask.masked_fill_(barred, float("-inf"))
+
+
 @contextmanager
 def row_masks() -> Iterator[None]:
     """While entered, masks over the rows of a RowCache are made by `row_mask`, all others as ever."""
     mapping = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    before = dict(mapping._local_mapping)
 
     def choose(plain: Callable[..., Any]) -> Callable[..., Any]:
         def make(**given: Any) -> Any:
@@ -234,10 +246,5 @@ def row_masks() -> Iterator[None]:
 
         return make
 
-    for name in list(mapping):
-        mapping[name] = choose(mapping[name])
-    try:
+    with patch.dict(mapping._local_mapping, {name: choose(mapping[name]) for name in mapping}):
         yield
-    finally:
-        mapping._local_mapping.clear()
-        mapping._local_mapping.update(before)

@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 
-from tessera.capture.models.cache import (
-    CacheShape,
-    PositionedCache,
-    cache_shape,
-    choose,
-    make_state,
-    masks,
-    newest,
-)
+from tessera.capture.models.generic import check_length, choose, newest
+from tessera.capture.reads import traced
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step
@@ -118,20 +111,37 @@ def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int],
 
 
 def _language(model: Any, step: Step) -> Workload:
-    config = model.config.text_config
-    shape = cache_shape(config, step)
+    capacity = check_length(model.config.text_config, step)
     return Workload(
         step,
         model,
-        _caller(model, shape),
+        _caller(model, capacity),
         lambda seed: _inputs(step, model, seed),
-        lambda seed: make_state(shape, step, model.dtype, seed),
+        lambda seed: _state(model, step, capacity, seed),
         lambda first, run, last: _follow(step, model, last),
     )
 
 
-def _caller(model: Any, shape: CacheShape) -> Callable[[Tensors, Tensors], dict[str, torch.Tensor]]:
-    language, head, dtype = model.model.language_model, model.get_output_embeddings(), model.dtype
+def _state(model: Any, step: Step, capacity: int, seed: int) -> dict[str, torch.Tensor]:
+    """An empty cache for a prefill; for a decode on its own, a cache that looks used."""
+    from tessera.capture.models.rows import RowCache
+
+    random, config = torch.Generator().manual_seed(seed), model.config.text_config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    made = {}
+    for number, layer in enumerate(RowCache(config, capacity).layers):
+        size = (step.batch, config.num_key_value_heads, layer.slots, width)
+        for part in ("keys", "values"):
+            used = step.kind == "decode"
+            tensor = torch.randn(size, generator=random) if used else torch.zeros(size)
+            made[f"{part}.{number}"] = tensor.to(model.dtype)
+    return made
+
+
+def _caller(model: Any, capacity: int) -> Callable[[Tensors, Tensors], dict[str, torch.Tensor]]:
+    from tessera.capture.models.rows import RowCache, row_masks
+
+    language, head = model.model.language_model, model.get_output_embeddings()
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         positions, last = inputs["positions"], inputs.get("last")
@@ -139,13 +149,14 @@ def _caller(model: Any, shape: CacheShape) -> Callable[[Tensors, Tensors], dict[
         if "image" in inputs:
             rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
             hidden[rows, inputs["image_places"]] = inputs["image"]
-        hidden = language(
-            inputs_embeds=hidden,
-            attention_mask=masks(shape, positions, last is not None, dtype),
-            position_ids=inputs["rotary"],
-            past_key_values=PositionedCache(shape, state, positions, last),
-            use_cache=True,
-        ).last_hidden_state
+        cache = RowCache(model.config.text_config, capacity)
+        for number, layer in enumerate(cache.layers):
+            layer.hold(state[f"keys.{number}"], state[f"values.{number}"])
+        cache.begin(positions, last)
+        with traced(), row_masks():
+            hidden = language(
+                inputs_embeds=hidden, position_ids=inputs["rotary"], past_key_values=cache, use_cache=True
+            ).last_hidden_state
         made = choose(head(newest(hidden, last)))
         now = positions[:, -1] if last is None else last
         made["next_positions"] = now[:, None] + 1
