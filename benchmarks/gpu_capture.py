@@ -93,7 +93,7 @@ def build(case: Case, layers: int) -> Workload:
 
 def _build(step: Step, layers: int) -> Workload:
     if step.model in catalog.DENOISERS:
-        from tessera.capture.models.mmdit import MMDiTConfig, denoise_workload
+        from tessera.capture.models.denoisers import MMDiTConfig, denoise_workload
 
         sizes, num_words, dtype = catalog.DENOISERS[step.model]
         config = dataclasses.replace(MMDiTConfig(**sizes), depth=layers)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture.fake import ensure_cuda_guard
-from tessera.errors import MissingExtra
+from tessera.errors import extra_module
 
 # Compute capability of the GPU that is believed in, and what torch.cuda.get_device_properties says of it.
 ARCH = 90
@@ -69,12 +69,11 @@ def offline() -> Iterator[FakeTensorMode]:
 @contextlib.contextmanager
 def compiling_for(arch: int) -> Iterator[None]:
     """While active, Triton compiles for a compute capability and loads nothing."""
-    try:
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler.compiler import CompiledKernel
-        from triton.runtime import driver
-    except ImportError as error:
-        raise MissingExtra("triton", "gpu") from error
+    extra_module("triton", "gpu")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime import driver
+
     # Asking Triton for its driver fails where there is no GPU, so its own place is filled.
     compiler = _driver(GPUTarget("cuda", arch, 32))
     with (

@@ -24,7 +24,7 @@ import torch
 
 from tessera.capture import place_of
 from tessera.capture.models.checkpoint import blamed, first_line, read_json
-from tessera.capture.models.diffusers import PIPELINE
+from tessera.capture.models.denoisers import PIPELINE
 from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
 from tessera.serve.alone import AloneService
 from tessera.serve.records import ImageDraft

@@ -157,7 +157,7 @@ def test_denoising_ends_where_the_noise_does() -> None:
 
 def test_the_denoiser_has_the_published_number_of_parameters() -> None:
     """Stable Diffusion 3.5 medium has 2.24 billion parameters outside its encoders."""
-    from tessera.capture.models.mmdit import MMDiT, MMDiTConfig
+    from tessera.capture.models.denoisers import MMDiT, MMDiTConfig
 
     with torch.device("meta"):
         module = MMDiT(MMDiTConfig())

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tessera.capture.blocks import storage_key
-from tessera.capture.models import catalog, checkpoint, diffusers
+from tessera.capture.models import catalog, checkpoint, denoisers
 from tessera.capture.models.hf import (
     CAUSAL_STEPS,
     SERVED_STEPS,
@@ -73,7 +73,7 @@ def steps_of_model(model: str) -> tuple[str, ...]:
     if model in _BUILDERS:
         return _BUILDERS[model][1]
     folder = Path(place_of(model))
-    if diffusers.is_denoiser(folder):
+    if denoisers.is_denoiser(folder):
         return ("denoise",)
     return steps_of(config_of(folder)) if (folder / "config.json").exists() else ("decode",)
 
@@ -91,8 +91,8 @@ def build(step: Step) -> Workload:
             raise UnknownName(f"step of {step.model}", step.kind, (*steps, *served))
         return builder(step)
     step = replace(step, model=place_of(step.model))
-    if diffusers.is_denoiser(Path(step.model)):
-        return diffusers.from_folder(step)
+    if denoisers.is_denoiser(Path(step.model)):
+        return denoisers.from_folder(step)
     if (Path(step.model) / "config.json").exists():
         return from_folder(step)
     if Path(step.model).is_dir():
@@ -116,10 +116,8 @@ def place_of(model: str) -> str:
 
 
 def _denoiser(name: str, step: Step) -> Workload:
-    from tessera.capture.models.mmdit import MMDiTConfig, denoise_workload
-
     sizes, num_words, dtype = catalog.DENOISERS[name]
-    return denoise_workload(MMDiTConfig(**sizes), num_words, dtype, step)
+    return denoisers.denoise_workload(denoisers.MMDiTConfig(**sizes), num_words, dtype, step)
 
 
 for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from tessera.errors import CaptureError, MissingExtra, TesseraError
+from tessera.errors import CaptureError, TesseraError, extra_module
 
 # Larger than any configuration, tokenizer or index that is published.
 MAX_JSON_BYTES = 64 * 2**20
@@ -39,50 +39,23 @@ SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**12
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
-POSITIVE = frozenset(
-    [
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-        "head_dim",
-        "intermediate_size",
-        "d_model",
-        "n_embd",
-        "n_layer",
-        "n_layers",
-        "n_head",
-        "n_heads",
-        "num_heads",
-    ]
-)
+POSITIVE = frozenset({
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "head_dim", "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
+    "num_heads",
+})  # fmt: skip
 # Parameters and buffers of one model, and seconds to make it on the meta device.
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
 # A model is at most so many times as large as its files, which may hold four bits where it has 32.
 MAX_GROWTH = 16
 # What a configuration has no say in: code, kernels and files from elsewhere, and how attention is computed.
-IGNORED = frozenset(
-    [
-        "auto_map",
-        "custom_pipelines",
-        "trust_remote_code",
-        "_name_or_path",
-        "_commit_hash",
-        "transformers_weights",
-        "adapter_kwargs",
-        "_attn_implementation",
-        "attn_implementation",
-        "_attn_implementation_internal",
-        "_experts_implementation",
-        "experts_implementation",
-        "_experts_implementation_internal",
-        "use_kernels",
-        "kernel_config",
-        "fusion_config",
-        "distributed_config",
-    ]
-)
+IGNORED = frozenset({
+    "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "_commit_hash",
+    "transformers_weights", "adapter_kwargs", "_attn_implementation", "attn_implementation",
+    "_attn_implementation_internal", "_experts_implementation", "experts_implementation",
+    "_experts_implementation_internal", "use_kernels", "kernel_config", "fusion_config",
+    "distributed_config",
+})  # fmt: skip
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[0-9a-f]{40}")
 # Where libraries keep a model's weights, in the order in which they are looked for.
@@ -172,19 +145,16 @@ def _short(value: int) -> str:
 
 def read_weights(folder: Path) -> dict[str, Any]:
     """Tensor name -> tensor that is read when it is used; empty if the folder holds no weights."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MissingExtra("safetensors", "hf") from error
+    safetensors = extra_module("safetensors", "hf")
     index, names = _listed(folder)
     tensors: dict[str, Any] = {}
     for name in names:
         path = _inside(folder, name)
         try:
-            file: Any = safe_open(path, framework="pt")
+            file: Any = safetensors.safe_open(path, framework="pt")
             _check_names(path)
             tensors |= {key: file.get_slice(key) for key in file.keys() if index.get(key, name) == name}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise CaptureError(f"is broken: {first_line(error)}", AGAIN, str(path)) from error
     lost = sorted(index.keys() - tensors.keys())
     if lost:

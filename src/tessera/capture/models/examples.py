@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tessera.capture.workload import fresh
-from tessera.errors import CaptureError, MissingExtra
+from tessera.errors import CaptureError, extra_module
 from tessera.ir import Step
 
 PIXELS = "pixel_values"
@@ -193,13 +193,8 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     match path.suffix:
         case ".safetensors":
             try:
-                from safetensors import SafetensorError
-                from safetensors.torch import load_file
-            except ImportError as error:
-                raise MissingExtra("safetensors", "hf") from error
-            try:
-                return dict(load_file(path))
-            except SafetensorError as error:
+                return dict(extra_module("safetensors.torch", "hf", "safetensors").load_file(path))
+            except extra_module("safetensors", "hf").SafetensorError as error:
                 raise ValueError(str(error)) from error
         case ".npz":
             with np.load(path, allow_pickle=False) as arrays:

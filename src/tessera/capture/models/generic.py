@@ -46,6 +46,8 @@ from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
+# What a model raises that is called in a way it does not know.
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # Tokens read to learn what a cache holds.
 NUM_LEARNED = 4
 # Under which names models take what they remember; the first two are caches of transformers.
@@ -258,9 +260,7 @@ class CachedSteps:
         for has_rows, self._has_mask in tries:
             try:
                 self._learn_with(self._row_cache() if has_rows else None)
-            except (
-                ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-            ) as error:  # fmt: skip
+            except UNFIT as error:
                 errors.append(error)
             else:
                 return

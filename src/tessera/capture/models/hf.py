@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tessera.capture.models import checkpoint
 from tessera.capture.workload import Workload
-from tessera.errors import CaptureError, MissingExtra, UnknownName
+from tessera.errors import CaptureError, UnknownName, extra_module
 from tessera.ir import Step
 
 CAUSAL_STEPS = ("prefill", "decode")
@@ -133,10 +133,7 @@ _ADVICE = ("falling back to its reference PyTorch implementation", "The fast pat
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", "hf") from error
+    transformers = extra_module("transformers", "hf")
     for name in _ADVISERS:
         logging.getLogger(name).addFilter(_is_about_the_model)
     return transformers

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# What a model raises that cannot be called like this.
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+from tessera.capture.models.generic import UNFIT
+
 # Weights that are what they seem; in the make-believe of fake tensors, parameters are of their class.
 PLAIN = (torch.nn.Parameter, FakeTensor)
 # Columns begin where vectors of numbers may begin.

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import (
     CACHES,
+    UNFIT,
     ModelMemory,
     NoReads,
     attributes_kept,
@@ -65,8 +66,6 @@ from tessera.ir import Step
 from tessera.kernels import PAGE
 
 FLAT, ROWS, DENSE = "flat", "rows", "dense"
-# What a model raises that is called in a way it does not know.
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # Sequences and positions with which a layout is tried.
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 # Of the examples: sequences with one new token, where others have more; tokens in whose place a picture is.
