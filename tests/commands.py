@@ -1,16 +1,22 @@
 """Commands of `tessera`: in this process, with what they print, and the surroundings of others."""
 
+import contextlib
+import io
 import json
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tessera.cli import _main
+
+T = TypeVar("T")
 
 
 def call(*words: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -26,6 +32,34 @@ def answer(*words: object, capsys: pytest.CaptureFixture[str]) -> Any:
     code, out, err = call(*words, "--json", capsys=capsys)
     assert 0 == code, err
     return json.loads(out)
+
+
+def used(use: Callable[[Any], T], *words: object) -> tuple[T, str]:
+    """What `use` makes of the JSON line of a command that serves, and all that is on standard error.
+
+    The command has this thread, since it handles signals. SIGTERM ends it, and it has to end in good order.
+    """
+    reading, writing = os.pipe()
+    found: list[T] = []
+
+    def talk() -> None:
+        with open(reading, encoding="utf-8") as lines:
+            try:
+                if line := lines.readline():  # else it was refused
+                    found.append(use(json.loads(line)))
+            finally:
+                if line:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    talker, errors, switch_s = threading.Thread(target=talk), io.StringIO(), sys.getswitchinterval()
+    with open(writing, "w", encoding="utf-8") as out:
+        talker.start()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            code = _main([str(word) for word in words])
+    talker.join()
+    sys.setswitchinterval(switch_s)
+    assert 0 == code, errors.getvalue()
+    return found[0], errors.getvalue()
 
 
 @contextmanager

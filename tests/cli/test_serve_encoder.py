@@ -1,9 +1,5 @@
 """`tessera serve` of a folder with an encoder: embeddings, and what it says where nobody watches."""
 
-import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +9,10 @@ pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'serve'")
 openai = pytest.importorskip("openai", reason="needs openai")
 
+from commands import used  # noqa: E402
 from tessera.cli.output import progress  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
 
-# The command, where what is over soon is told too.
-TESSERA = "import tessera.cli.output as output; output.QUIET_S = 0.0; from tessera.cli import main; main()"
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -35,16 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> tuple[dict[str, Any], list[float], str]:
     """What the command said first, the vector that it gave, and all that it wrote to standard error."""
-    words = (sys.executable, "-c", TESSERA, "serve", str(folder), "--port", "0", "--json")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
+
+    def ask(said: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
         with openai.OpenAI(base_url=f"{said['url']}/v1", api_key="unused", max_retries=0) as client:
-            vector = client.embeddings.create(model="small-bert", input="quartz").data[0].embedding
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-        assert 0 == process.returncode
-    return said, vector, errors
+            return said, client.embeddings.create(model="small-bert", input="quartz").data[0].embedding
+
+    transformers.utils.logging.enable_progress_bar()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tessera.cli.output.QUIET_S", 0.0)  # what is over soon is told too
+        found, errors = used(ask, "serve", folder, "--port", "0", "--json")
+    return *found, errors
 
 
 def test_an_encoder_is_served_by_its_folder(told: tuple[dict[str, Any], list[float], str]) -> None:

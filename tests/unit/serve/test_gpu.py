@@ -29,7 +29,7 @@ from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import served
 from tessera.serve.text import ByteText
 
-SIZES: dict[str, Any] = {"slots": 2, "rows": 2, "capacity": 32, "max_batch_tokens": 8}
+SIZES: dict[str, Any] = {"microbatches": 2, "rows": 2, "capacity": 32, "max_batch_tokens": 8}
 PAIR = "cuda:0/as=a100,cuda:0/as=l40s"
 CROSSING = "attention-ffn"
 CARD = Card("NVIDIA H200", 141 << 30, 132)

@@ -114,7 +114,7 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
     for model in ("tiny-sd3.5", "no-such-model"):
         with pytest.raises(UnknownName, match="tiny-llama"):
             served(model)
-    for name, size in (("slots", 0), ("rows", 0), ("capacity", -1), ("max_batch_tokens", -1)):
+    for name, size in (("microbatches", 0), ("rows", 0), ("capacity", -1), ("max_batch_tokens", -1)):
         with pytest.raises(CaptureError, match="make no service"):
             served("tiny-llama", **{name: size})  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="4096 positions"):
