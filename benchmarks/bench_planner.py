@@ -74,7 +74,7 @@ def simulated(case: Case, microbatches: int) -> tuple[ir.Plan, Figures]:
     """With it, and what it says."""
     rates = SteadyRates()
     config = PlanConfig(ir.Objective.THROUGHPUT, microbatches)
-    plan, row = timed(lambda: solve(*case, config, rates, rates.quick))
+    plan, row = timed(lambda: solve(*case, config, rates))
     reached = {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s}
     task = Task(build(*case), microbatches)
     assert task.free.mix.columns

@@ -62,7 +62,7 @@ def served(library: Library, shape: Shape, gpus: tuple[str, ...], microbatches: 
     for goal in GOALS:
         rates = SteadyRates()
         config = PlanConfig(goal, microbatches, is_served=True, shown_microbatches=())
-        plans.append((goal.value, solve(unit, costs, cluster, config, rates, rates.quick)))
+        plans.append((goal.value, solve(unit, costs, cluster, config, rates)))
     lengths = f"geometric:{shape.load.prompt},{shape.load.output}"
     known = known_of(plans, Setting(make_arrivals("poisson:1", 1000, 0, lengths)))
     words = f"simulated on {costs_in_words(sources_of(costs))} costs"

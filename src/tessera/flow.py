@@ -34,7 +34,6 @@ from tessera.plan import (
     LoadConfig,
     LoadPlan,
     PlanConfig,
-    Simulate,
     Target,
     plan_load_on_sets,
     solve,
@@ -111,7 +110,7 @@ def make_plan(
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
     config = PlanConfig(objective, microbatches, policy, constraints, is_served)
     rates = SteadyRates()
-    return solve(unit, tuple(costs), cluster, config, rates, rates.quick)
+    return solve(unit, tuple(costs), cluster, config, rates)
 
 
 def make_batched_plan(
@@ -121,12 +120,7 @@ def make_batched_plan(
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
     """A plan over the same steps at several batches; its lanes may be of unlike ones."""
-
-    def rates() -> tuple[Simulate, Simulate]:
-        made = SteadyRates()
-        return made, made.quick
-
-    return solve_batches(variants, cluster, config, rates, advance)
+    return solve_batches(variants, cluster, config, SteadyRates, advance)
 
 
 def record_compiled(step: Step) -> Trace:
@@ -239,12 +233,7 @@ def plan_for(
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
-
-    def rates() -> tuple[Simulate, Simulate, Simulate]:
-        made = SteadyRates()
-        return made, made.quick, made.settled
-
-    return plan_load_on_sets(variant_at, cluster, target, rates, config, in_parts)
+    return plan_load_on_sets(variant_at, cluster, target, SteadyRates, config, in_parts)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:

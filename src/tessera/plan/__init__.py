@@ -14,11 +14,11 @@ from tessera.plan.load_cells import plan_load_on_many
 from tessera.plan.load_figures import LoadPlan, Option, Target
 from tessera.plan.load_sets import plan_load_on_sets
 from tessera.plan.search.planners import PLANNERS
-from tessera.plan.solve import PlanConfig, Simulate, solve
+from tessera.plan.solve import PlanConfig, Simulator, solve
 
 __all__ = [
     "BATCHES", "NEAR", "PLANNERS", "Batched", "Constraint", "Explanation", "LoadConfig", "LoadPlan",
-    "Option", "PlanConfig", "Room", "Simulate", "Target", "Tried", "constraints_of", "explain",
+    "Option", "PlanConfig", "Room", "Simulator", "Target", "Tried", "constraints_of", "explain",
     "latency_bound_us", "parse_constraint", "plan_load", "plan_load_on_many", "plan_load_on_sets", "solve",
     "solve_batches",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from tessera.plan.problem import Column, Mix, microbatch_counts
 from tessera.plan.search.joint import JointTask, optimum
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import DEPTHS, Search, without_rare_lanes
-from tessera.plan.solve import PlanConfig, Simulate, Solution, objective_figure, work_out
+from tessera.plan.solve import PlanConfig, Simulator, Solution, objective_figure, work_out
 
 # The policies that may have lanes of unlike batches.
 JOINT_POLICIES = (None, "throughput", "data-parallel")
@@ -55,19 +55,19 @@ def solve_batches(
     variants: Sequence[ir.Variant],
     cluster: ir.Cluster,
     config: PlanConfig,
-    make_simulate: Callable[[], tuple[Simulate, Simulate | None]] | None = None,
+    make_simulate: Callable[[], Simulator] | None = None,
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
-    """The best plan over all batches; `make_simulate` gives a simulation and a quicker one for one batch."""
+    """The best plan over all batches; `make_simulate` gives a simulator for one batch."""
     if len({v.batch for v in variants}) < len(variants):
         raise MismatchError("a batch was given twice", "Give the steps of every batch once.")
     tried: list[Tried] = []
     solved: list[Solution] = []
     for variant in variants:
         advance(f"planning batch {variant.batch}")
-        simulate, quick = (None, None) if make_simulate is None else make_simulate()
+        simulate = None if make_simulate is None else make_simulate()
         try:
-            found = work_out(variant.unit, variant.costs, cluster, config, simulate, quick)
+            found = work_out(variant.unit, variant.costs, cluster, config, simulate)
             solved.append(found)
             tried.append(Tried(variant, found.plan))
         except PlanInfeasible as error:
@@ -79,9 +79,9 @@ def solve_batches(
     if len(solved) > 1 and is_joint:
         advance("joining batches")
         first = next(s for s in solved if s.plan is best)
-        simulate, quick = (None, None) if make_simulate is None else make_simulate()
+        simulate = None if make_simulate is None else make_simulate()
         ordered = [first, *(s for s in solved if s is not first)]
-        best = _Joining(ordered, config, simulate, quick).plan()
+        best = _Joining(ordered, config, simulate).plan()
     return Batched(best, tuple(tried))
 
 
@@ -99,15 +99,14 @@ class _Joining:
         self,
         solved: Sequence[Solution],
         config: PlanConfig,
-        simulate: Simulate | None,
-        quick: Simulate | None,
+        simulate: Simulator | None,
     ) -> None:
         self._solved, self._config = solved, config
         first = solved[0].task
         parts = tuple(s.task for s in solved)
         self._task = JointTask(first.problem, config.microbatches, simulate is not None, parts=parts)
         name = config.policy or config.objective.value
-        self._judge = Judge(self._task, config.objective, name, simulate, quick)
+        self._judge = Judge(self._task, config.objective, name, simulate)
         # The batches' own plans as mixes of all, with the rates they were judged at.
         self._own = [self._task.scaled_mix(v, s.chosen) for v, s in enumerate(solved)]
         for variant, mix in enumerate(self._own):
@@ -116,10 +115,11 @@ class _Joining:
 
     def plan(self) -> ir.Plan:
         """The best of the batches' own plans and of mixes over all."""
-        apart = self._judge.best(self._aparts())
+        judge, aparts = self._judge, self._aparts()
+        apart = judge.lasting(lambda: judge.best(aparts))
         baselines = self._baselines(apart)
         mixes = [] if self._config.policy == "data-parallel" else self._finalists(apart)
-        chosen = self._judge.simplest([*self._own[1:], *mixes], [self._own[0], apart])
+        chosen = judge.lasting(lambda: judge.simplest([*self._own[1:], *mixes], [self._own[0], apart]))
         bound = self._task.free.bound_per_s
         for variant, mix in enumerate(self._own):
             if chosen is mix:

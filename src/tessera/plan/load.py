@@ -33,7 +33,7 @@ from tessera.plan.search import objectives
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.task import Task
-from tessera.plan.solve import PlanConfig, Simulate, decide
+from tessera.plan.solve import PlanConfig, Simulator, decide
 
 # Batches that are looked at first; then those near the best of every policy, nearer and nearer.
 BATCHES = tuple(2 * 4**n for n in range(6))
@@ -51,7 +51,6 @@ CURVE_STEP = 0.05
 PLANNING_GAIN = 1.08
 
 # A simulation of a plan, a quicker one, and what it gives in the long run.
-Simulations = tuple[Simulate, Simulate, Simulate]
 # Rows of a microbatch, and of one of its prefills.
 Shape = tuple[int, int]
 Point = tuple[Shape, int]
@@ -77,7 +76,7 @@ def plan_load(
     variant_at: Callable[[int], ir.Variant],
     cluster: ir.Cluster,
     target: Target,
-    make_simulate: Callable[[], Simulations],
+    make_simulate: Callable[[], Simulator],
     config: LoadConfig,
     in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:
@@ -143,14 +142,13 @@ class _Point:
     task: Task
     judge: Judge
     # What a plan gives in the long run.
-    settled: Simulate
 
 
 @dataclass(eq=False)
 class _Search:
     cluster: ir.Cluster
     target: Target
-    make_simulate: Callable[[], Simulations]
+    make_simulate: Callable[[], Simulator]
     max_microbatches: int
     objective: ir.Objective = ir.Objective.THROUGHPUT
     points: dict[Point, _Point] = field(default_factory=dict)
@@ -161,7 +159,7 @@ class _Search:
     def look(self, variant: ir.Variant) -> bool:
         """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
         problem = build(variant.unit, variant.costs, self.cluster)
-        simulate, quick, settled = self.make_simulate()
+        simulate = self.make_simulate()
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
@@ -182,8 +180,8 @@ class _Search:
                 self._refused = self._refused or error
                 return False
             known = list(task.pool.columns)
-            judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate, quick)
-            self.points[shape, microbatches] = _Point(variant, task, judge, settled)
+            judge = Judge(task, ir.Objective.THROUGHPUT, "throughput", simulate)
+            self.points[shape, microbatches] = _Point(variant, task, judge)
         return True
 
     @property
@@ -450,10 +448,8 @@ class _Search:
 
     def _followed(self, policy: str, point: _Point, mix: Mix) -> Option:
         """As simulated for so long that microbatches have fallen into step, if they do."""
-        plan = point.judge.plan(mix)
-        rate_per_s = min(point.judge.upper_bound_per_s(mix), point.settled(plan))
-        point.judge.know(mix, rate_per_s)
-        return self._option(policy, point, mix, rate_per_s)
+        point.judge.settle(mix)
+        return self._simulated(policy, point, mix)
 
     def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
         num = sum(microbatch_counts(mix, point.task.microbatches))
@@ -519,8 +515,8 @@ class _Search:
         columns = [task.scaled(batches.index(point), column) for point, column in listed]
         speeds = [1.0 / float(c.busy_us.max()) for c in columns]
         mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), (1,) * len(columns))
-        simulate, quick, _ = self.make_simulate()
-        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate, quick)
+        simulate = self.make_simulate()
+        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate)
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)
         return plan

@@ -13,10 +13,11 @@ from itertools import islice
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.load import LoadConfig, Simulations, plan_load
+from tessera.plan.load import LoadConfig, plan_load
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, together
 from tessera.plan.problem import build, kinds_of, spread_us
 from tessera.plan.search.cells import Cells, partitions
+from tessera.plan.solve import Simulator
 
 # Up to so many devices are also searched at once.
 MAX_AT_ONCE = 3
@@ -28,7 +29,7 @@ def plan_load_on_many(
     variant_at: VariantAt,
     cluster: ir.Cluster,
     target: Target,
-    make_simulate: Callable[[], Simulations],
+    make_simulate: Callable[[], Simulator],
     config: LoadConfig,
     in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:

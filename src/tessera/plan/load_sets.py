@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.load import LoadConfig, Simulations
+from tessera.plan.load import LoadConfig
 from tessera.plan.load_cells import (
     VariantAt,
     best_of,
@@ -24,6 +24,7 @@ from tessera.plan.load_cells import (
 from tessera.plan.load_figures import LoadPlan, Target
 from tessera.plan.problem import build
 from tessera.plan.search import objectives
+from tessera.plan.solve import Simulator
 
 # Sets of devices that are planned, the most promising of them by busy time.
 MAX_SETS = 8
@@ -33,7 +34,7 @@ def plan_load_on_sets(
     variant_at: VariantAt,
     cluster: ir.Cluster,
     target: Target,
-    make_simulate: Callable[[], Simulations],
+    make_simulate: Callable[[], Simulator],
     config: LoadConfig,
     in_parts: Callable[[int, int], ir.Variant] | None = None,
 ) -> LoadPlan:

@@ -21,11 +21,11 @@ from tessera.plan.baselines import COARSE
 from tessera.plan.constraints import Constraint, check_constraints
 from tessera.plan.problem import Mix, build, restricted
 from tessera.plan.search.cells import cell_mixes
-from tessera.plan.search.judge import MICROBATCHES_SHOWN, Judge, Simulate
+from tessera.plan.search.judge import MICROBATCHES_SHOWN, Judge, Simulator
 from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Task
 
-__all__ = ["PlanConfig", "Simulate", "solve"]
+__all__ = ["PlanConfig", "Simulator", "solve"]
 
 # Requests in flight that are tried besides the number asked for, where memory is short.
 FEWER_SLOTS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -65,14 +65,10 @@ def solve(
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
     config: PlanConfig,
-    simulate: Simulate | None = None,
-    quick: Simulate | None = None,
+    simulate: Simulator | None = None,
 ) -> ir.Plan:
-    """The best plan for the objective, verified, with what every coarse policy would reach.
-
-    `quick` is a quicker and rougher simulation to search by; without it, `simulate` serves for that too.
-    """
-    return work_out(unit, costs, cluster, config, simulate, quick).plan
+    """The best plan for the objective, verified, with what every coarse policy would reach."""
+    return work_out(unit, costs, cluster, config, simulate).plan
 
 
 def work_out(
@@ -80,8 +76,7 @@ def work_out(
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
     config: PlanConfig,
-    simulate: Simulate | None = None,
-    quick: Simulate | None = None,
+    simulate: Simulator | None = None,
 ) -> Solution:
     """As `solve`, with what was found on the way.
 
@@ -91,11 +86,11 @@ def work_out(
         raise PlanInfeasible(
             f"{config.microbatches} requests in flight do no work", "Give at least one (--microbatches)."
         )
-    most = work_out_at(unit, costs, cluster, config, simulate, quick)
+    most = work_out_at(unit, costs, cluster, config, simulate)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
     fewer = [
-        work_out_at(unit, costs, cluster, replace(config, microbatches=microbatches), simulate, quick)
+        work_out_at(unit, costs, cluster, replace(config, microbatches=microbatches), simulate)
         for microbatches in FEWER_SLOTS
         if microbatches < config.microbatches
     ]
@@ -118,8 +113,7 @@ def work_out_at(
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
     config: PlanConfig,
-    simulate: Simulate | None,
-    quick: Simulate | None,
+    simulate: Simulator | None,
 ) -> Solution:
     """With as many requests in flight as are asked for, where memory holds them."""
     name = config.policy or config.objective.value
@@ -129,7 +123,7 @@ def work_out_at(
     task = Task(
         build(unit, costs, cluster, config.constraints), config.microbatches, simulate is not None, is_served
     )
-    return decide(task, Judge(task, config.objective, name, simulate, quick), config)
+    return decide(task, Judge(task, config.objective, name, simulate), config)
 
 
 def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
@@ -144,10 +138,8 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
         raise PlanInfeasible(f"the policy '{name}' does not apply to this work{constraints}", _remedy(name))
     others = [m for m in coarse.values() if m is not None]
     others += _cells(task, judge, config)
-    if name == config.objective.value and config.objective is not ir.Objective.LATENCY:
-        chosen = judge.simplest(mixes, others)
-    else:
-        chosen = judge.best(mixes)
+    is_free = name == config.objective.value and config.objective is not ir.Objective.LATENCY
+    chosen = judge.lasting(lambda: judge.simplest(mixes, others) if is_free else judge.best(mixes))
     baselines = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
     plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_microbatches)
     ir.verify(plan)
@@ -166,7 +158,7 @@ def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
         inner = Task(part, microbatches, task.is_judged, task.is_served)
-        judged = Judge(inner, goal, name, judge.simulate, judge.quick)
+        judged = Judge(inner, goal, name, judge.simulate)
         found = decide(inner, judged, replace(config, microbatches=microbatches, shown_microbatches=()))
         return found.chosen, found.plan.simulated_per_s
 

@@ -13,7 +13,7 @@ from plan_factories import Draft, make_cluster, make_costs, make_unit
 from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
-from tessera.plan import Batched, PlanConfig, Simulate, explain, solve, solve_batches
+from tessera.plan import Batched, PlanConfig, explain, solve, solve_batches
 from tessera.plan.problem import Mix, build, microbatch_counts
 from tessera.plan.search.joint import JointTask
 from tessera.plan.search.task import Task
@@ -22,15 +22,9 @@ from tessera.simulate import SteadyRates
 CONFIG = PlanConfig(ir.Objective.THROUGHPUT, microbatches=examples(4, 2), shown_microbatches=())
 
 
-def rates() -> tuple[Simulate, Simulate]:
-    """A simulation and a quicker one."""
-    made = SteadyRates()
-    return made, made.quick
-
-
 def batched(variants: list[ir.Variant], cluster: ir.Cluster, config: PlanConfig = CONFIG) -> Batched:
     """Judged by simulation."""
-    return solve_batches(variants, cluster, config, rates)
+    return solve_batches(variants, cluster, config, SteadyRates)
 
 
 @cache

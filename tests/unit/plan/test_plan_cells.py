@@ -27,7 +27,7 @@ def rate(case: Case, microbatches: int) -> float:
     """Requests per second of the throughput plan, simulated."""
     rates = SteadyRates()
     config = PlanConfig(ir.Objective.THROUGHPUT, microbatches=microbatches, shown_microbatches=())
-    return solve(*case, config, rates, rates.quick).simulated_per_s
+    return solve(*case, config, rates).simulated_per_s
 
 
 SLOW = pytest.mark.slow

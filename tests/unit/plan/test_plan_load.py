@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from batches_factory import MB, at_batch
-from plan_factories import Draft, Named, make_cluster, make_costs, make_unit
+from plan_factories import Draft, Named, Told, make_cluster, make_costs, make_unit
 from sampling import examples
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
@@ -14,7 +14,6 @@ from tessera.execute.lower import lower
 from tessera.plan import (
     LoadConfig,
     LoadPlan,
-    Simulate,
     Target,
     explain,
     plan_load,
@@ -60,10 +59,11 @@ def request_at(batch: int, prefill: int, cluster: ir.Cluster) -> ir.Variant:
     return ir.Variant(unit, make_costs(unit, cluster, us))
 
 
-def rates() -> tuple[Simulate, Simulate, Simulate]:
-    """A simulation, a quicker one, and a long one."""
-    made = SteadyRates()
-    return made, made.quick, made.settled
+class Tiring(SteadyRates):
+    """Plans give a tenth in the long run."""
+
+    def settled(self, plan: ir.Plan) -> float:
+        return 0.1 * self(plan)
 
 
 def planned(
@@ -78,7 +78,11 @@ def _planned(memory: tuple[int, int], tpot_ms: float | None, most: int) -> LoadP
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
     target = Target(1, tpot_ms)
     return plan_load(
-        lambda b: variant_at(b, cluster), cluster, target, rates, LoadConfig(BATCHES, max_microbatches=most)
+        lambda b: variant_at(b, cluster),
+        cluster,
+        target,
+        SteadyRates,
+        LoadConfig(BATCHES, max_microbatches=most),
     )
 
 
@@ -121,7 +125,7 @@ def test_a_first_token_that_only_one_row_has_in_time_is_planned_with_one() -> No
     target = Target(8, ttft_ms=0.12)
 
     config = LoadConfig((2, 8), max_microbatches=2)
-    found = plan_load(lambda b: request_at(b, b, cluster), cluster, target, rates, config)
+    found = plan_load(lambda b: request_at(b, b, cluster), cluster, target, SteadyRates, config)
 
     assert found.plan.batch == 1
     assert found.chosen.ttft_ms <= 0.12
@@ -150,7 +154,7 @@ def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
         lambda b: request_at(b, b, cluster),
         cluster,
         Target(8),
-        lambda: (simulate, simulate, simulate),
+        lambda: Told(simulate),
         LoadConfig((4, 16, 32), (), 2),
     )
 
@@ -165,7 +169,7 @@ def planned_requests(is_free: bool) -> LoadPlan:
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[500 * MB, 500 * MB])
     in_parts = (lambda batch, rows: request_at(batch, rows, cluster)) if is_free else None
     config = LoadConfig((16,), max_microbatches=2)
-    return plan_load(lambda b: request_at(b, b, cluster), cluster, Target(8), rates, config, in_parts)
+    return plan_load(lambda b: request_at(b, b, cluster), cluster, Target(8), SteadyRates, config, in_parts)
 
 
 def test_a_prefill_takes_some_of_the_rows_where_all_of_them_do_not_fit() -> None:
@@ -255,7 +259,7 @@ def planned_on(num: int) -> LoadPlan:
     """Devices of two kinds in turn, with memory to spare."""
     cluster = make_cluster(num, gbps=25.0, latency_us=5.0, memory=[10_000 * MB] * num)
     config = LoadConfig((16,), max_microbatches=num)
-    return plan_load_on_many(lambda b: variant_at(b, cluster), cluster, Target(1), rates, config)
+    return plan_load_on_many(lambda b: variant_at(b, cluster), cluster, Target(1), SteadyRates, config)
 
 
 def test_many_devices_give_what_their_cells_give() -> None:
@@ -279,12 +283,12 @@ def test_a_card_more_than_there_are_pairs_works_by_itself() -> None:
 
 def test_no_policy_and_no_plan_is_rated_by_what_it_gives_only_at_first() -> None:
     """Here they give less in the long run than a verdict sees; replicas, which nobody waits for, do not."""
-    made, cluster = SteadyRates(), make_cluster(2, gbps=25.0, latency_us=5.0, memory=[1200 * MB, 500 * MB])
+    cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[1200 * MB, 500 * MB])
     later = plan_load(
         lambda b: variant_at(b, cluster),
         cluster,
         Target(1),
-        lambda: (made, made.quick, lambda plan: 0.1 * made(plan)),
+        Tiring,
         LoadConfig(BATCHES, max_microbatches=MOST),
     )
 
@@ -300,7 +304,7 @@ def by(objective: ir.Objective, usd_per_hour: tuple[float | None, float | None])
     devices = tuple(replace(d, usd_per_hour=usd, tdp_w=watts) for d, usd, watts in rows)
     cluster = replace(cluster, devices=devices)
     config = LoadConfig(BATCHES, (), MOST, objective)
-    return plan_load_on_sets(lambda b: variant_at(b, cluster), cluster, Target(1), rates, config)
+    return plan_load_on_sets(lambda b: variant_at(b, cluster), cluster, Target(1), SteadyRates, config)
 
 
 def test_by_the_dollar_a_device_that_is_too_dear_is_not_used() -> None:

@@ -136,7 +136,7 @@ def test_more_microbatches_never_give_less() -> None:
     case = layered_case(4, memory=[400 * MiB, 300 * MiB])
     rates = SteadyRates()
     given = [
-        solve(*case, PlanConfig(ir.Objective.THROUGHPUT, microbatches), rates, rates.quick).simulated_per_s
+        solve(*case, PlanConfig(ir.Objective.THROUGHPUT, microbatches), rates).simulated_per_s
         for microbatches in (2, examples(4, 3))
     ]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit
+from plan_factories import Told, chain, layered_case, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, explain, solve
@@ -98,7 +98,7 @@ def test_energy_of_waiting_is_counted() -> None:
     assert plan.joules_per_unit == pytest.approx(30e-6 * 400.0)
 
     slow = solve(
-        *case, PlanConfig(ir.Objective.THROUGHPUT, policy="single"), lambda p: p.throughput_per_s / 2
+        *case, PlanConfig(ir.Objective.THROUGHPUT, policy="single"), Told(lambda p: p.throughput_per_s / 2)
     )
     watts = 100.0 if slow.used == (0,) else 300.0
 
@@ -123,7 +123,7 @@ def test_more_microbatches_are_simulated_as_far_as_memory_goes() -> None:
         costs,
         cluster,
         PlanConfig(ir.Objective.THROUGHPUT),
-        lambda p: p.throughput_per_s * p.microbatches / 99,
+        Told(lambda p: p.throughput_per_s * p.microbatches / 99),
     )
 
     assert [1, 2, 4, 8] == [microbatches for microbatches, _ in plan.by_microbatches]

@@ -32,7 +32,7 @@ def judged_task() -> Task:
     """A task whose search looks at simulated rates."""
     task = Task(build(*layered_case()), 4, is_judged=True)
     rates = SteadyRates()
-    task.quick = Judge(task, ir.Objective.THROUGHPUT, "throughput", rates, rates.quick).quick_rate
+    task.quick = Judge(task, ir.Objective.THROUGHPUT, "throughput", rates).quick_rate
     return task
 
 

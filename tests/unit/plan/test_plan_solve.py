@@ -10,6 +10,7 @@ import pytest
 from plan_factories import (
     Draft,
     MiB,
+    Told,
     chain,
     layered_case,
     make_cluster,
@@ -49,7 +50,9 @@ def rates(plan: ir.Plan) -> dict[str, float]:
 def test_throughput_plan_is_never_below_a_baseline(seed: int, judged: bool) -> None:
     """Bound >= throughput >= simulated >= every coarse policy under the same costs and the same judge."""
     plan = solve(
-        *random_case(seed), PlanConfig(ir.Objective.THROUGHPUT, microbatches=2), little if judged else None
+        *random_case(seed),
+        PlanConfig(ir.Objective.THROUGHPUT, microbatches=2),
+        Told(little) if judged else None,
     )
 
     assert plan.bound_per_s >= plan.throughput_per_s >= plan.simulated_per_s
@@ -73,16 +76,36 @@ def test_simulator_decides_between_candidates() -> None:
         split = any(len({d for s in x.placement.devices for d in s}) > 1 for x in plan.lanes)
         return 1.0 if split else plan.throughput_per_s
 
-    plan = solve(*layered_case(), THROUGHPUT, no_moves)
+    plan = solve(*layered_case(), THROUGHPUT, Told(no_moves))
 
     assert all(len({d for s in x.placement.devices for d in s}) == 1 for x in plan.lanes)
     assert plan.simulated_per_s == pytest.approx(rates(plan)["data-parallel"])
     assert 1.0 == rates(plan)["attention-ffn"]
 
 
+def is_divided(plan: ir.Plan) -> bool:
+    """Does a lane cross from one device to another?"""
+    return any(len(set(lane.placement.devices[0])) > 1 for lane in plan.lanes)
+
+
+class Tiring(SteadyRates):
+    """Divided plans give half in the long run."""
+
+    def settled(self, plan: ir.Plan) -> float:
+        return self(plan) * (0.5 if is_divided(plan) else 1.0)
+
+
+def test_plan_is_rated_by_what_it_gives_in_the_long_run() -> None:
+    """One that would win at first and then gives half is not chosen."""
+    first, later = (solve(*layered_case(), THROUGHPUT, made()) for made in (SteadyRates, Tiring))
+
+    assert (True, False) == (is_divided(first), is_divided(later))
+    assert 0.5 * first.simulated_per_s < later.simulated_per_s < first.simulated_per_s
+
+
 def test_simulated_rate_above_busy_time_is_not_believed() -> None:
     """What a finite run shows beyond busy time is an artefact."""
-    plan = solve(*layered_case(), THROUGHPUT, lambda p: 2 * p.throughput_per_s)
+    plan = solve(*layered_case(), THROUGHPUT, Told(lambda p: 2 * p.throughput_per_s))
 
     assert plan.simulated_per_s == plan.throughput_per_s
 
@@ -243,7 +266,7 @@ def test_data_parallel_uses_fewer_microbatches_where_memory_is_short() -> None:
     case = layered_case(4, memory=[64 * 2**30, int(weights[1] + 2.5 * microbatch[1])])
     rates = SteadyRates()
     config = replace(THROUGHPUT, policy="data-parallel")
-    plan = solve(*case, config, rates, rates.quick)
+    plan = solve(*case, config, rates)
 
     assert 1 <= plan.lane_table[: plan.microbatches].count(1) <= 2
     assert (0, 1) == plan.used
@@ -253,6 +276,6 @@ def test_data_parallel_uses_fewer_microbatches_where_memory_is_short() -> None:
 def test_replicas_are_rated_at_their_whole_rate() -> None:
     """Devices that never wait do as much in simulation as by busy time, wherever the window ends."""
     rates = SteadyRates()
-    plan = solve(*layered_case(), replace(THROUGHPUT, policy="data-parallel"), rates, rates.quick)
+    plan = solve(*layered_case(), replace(THROUGHPUT, policy="data-parallel"), rates)
 
     assert plan.simulated_per_s == pytest.approx(plan.throughput_per_s, rel=1e-6)

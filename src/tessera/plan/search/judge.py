@@ -11,6 +11,7 @@ Every figure is computed once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
@@ -19,9 +20,6 @@ from tessera.plan.problem import Column, Mix, microbatch_table, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.robust import Sampler, robust_of
 from tessera.plan.search.task import Task
-
-# Requests per second of a plan with plan.microbatches in flight.
-Simulate = Callable[[ir.Plan], float]
 
 # Candidates this close to the best are as good, and the simplest of them is taken.
 TIE = 5e-4
@@ -35,6 +33,19 @@ REGRET_STEP = 2e-3
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
 
+class Simulator(Protocol):
+    """Requests per second of a plan with plan.microbatches in flight."""
+
+    def __call__(self, plan: ir.Plan) -> float:
+        """The verdict on it."""
+
+    def quick(self, plan: ir.Plan) -> float:
+        """Rougher, to search by."""
+
+    def settled(self, plan: ir.Plan) -> float:
+        """In the long run: microbatches that start spread may fall into step, and then hinder one another."""
+
+
 @dataclass(frozen=True, eq=False)
 class Judge:
     """Compares the mixes of one task."""
@@ -42,10 +53,10 @@ class Judge:
     task: Task
     objective: ir.Objective
     policy: str
-    simulate: Simulate | None
-    # The same, quicker and rougher.
-    quick: Simulate | None = None
+    simulate: Simulator | None
     _rates: dict[int, tuple[Mix, float]] = field(default_factory=dict)
+    # Of those, the ones in the long run.
+    _settled: dict[int, tuple[Mix, float]] = field(default_factory=dict)
     _spans: dict[bytes, float] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -59,8 +70,8 @@ class Judge:
         return self.task.sampler
 
     def know(self, mix: Mix, rate_per_s: float) -> None:
-        """The rate of a mix that was simulated elsewhere."""
-        self._rates[id(mix)] = (mix, rate_per_s)
+        """The rate of a mix in the long run."""
+        self._rates[id(mix)] = self._settled[id(mix)] = (mix, rate_per_s)
 
     def rate_per_s(self, mix: Mix) -> float:
         """The figure that throughput is judged by."""
@@ -71,6 +82,20 @@ class Judge:
             known = (mix, min(self.upper_bound_per_s(mix), self.simulate(self._draft(mix))))
             self._rates[id(mix)] = known
         return known[1]
+
+    def settle(self, mix: Mix) -> bool:
+        """Rates a mix by what it gives in the long run; True if that is less than was known."""
+        if self.simulate is None or id(mix) in self._settled:
+            return False
+        before = self.rate_per_s(mix)
+        self.know(mix, min(self.upper_bound_per_s(mix), self.simulate.settled(self._draft(mix))))
+        return self.rate_per_s(mix) < before * (1 - TIE)
+
+    def lasting(self, choose: Callable[[], Mix]) -> Mix:
+        """What a choice comes to when whatever is chosen is rated by the long run."""
+        while self.settle(found := choose()):
+            pass
+        return found
 
     def _can_reach(self, mix: Mix, figure: float) -> bool:
         """False where no simulation could."""
@@ -101,11 +126,10 @@ class Judge:
 
     @property
     def quick_rate(self) -> Callable[[Mix], float] | None:
-        """What a search may ask often: a rougher figure of a mix, or the real one where there is no such."""
-        quick = self.quick
-        if self.simulate is None or quick is None:
-            return None if self.simulate is None else self.rate_per_s
-        return lambda mix: min(self.upper_bound_per_s(mix), quick(self._draft(mix)))
+        """What a search may ask often: a rougher figure of a mix."""
+        if (simulate := self.simulate) is None:
+            return None
+        return lambda mix: min(self.upper_bound_per_s(mix), simulate.quick(self._draft(mix)))
 
     def latency_us(self, mix: Mix) -> float:
         """One request alone."""
@@ -206,10 +230,10 @@ class Judge:
 
     def _rounding_loss(self, plan: ir.Plan) -> float:
         """What microbatches that follow lanes do less than requests that keep to the lanes' rates."""
-        simulate = self.quick or self.simulate
-        if simulate is None or len(plan.lanes) < 2:
+        if self.simulate is None or len(plan.lanes) < 2:
             return 0.0
-        return max(0.0, 1.0 - simulate(plan) / max(simulate(replace(plan, lane_table=())), 1e-12))
+        quick = self.simulate.quick
+        return max(0.0, 1.0 - quick(plan) / max(quick(replace(plan, lane_table=())), 1e-12))
 
     def _usd(self, mix: Mix, rate_per_s: float) -> float | None:
         cluster, devices = self.task.problem.cluster, objectives.used(mix)
@@ -237,7 +261,7 @@ class Judge:
         if microbatches == plan.microbatches or self.simulate is None:
             return plan.simulated_per_s
         # Shown only, so of large units a rougher figure will do.
-        simulate = self.quick if self.quick is not None and self.task.is_large else self.simulate
+        simulate = self.simulate.quick if self.task.is_large else self.simulate
         return min(plan.throughput_per_s, simulate(replace(plan, microbatches=microbatches)))
 
     def plan(self, mix: Mix, baselines: tuple[ir.Baseline, ...] = ()) -> ir.Plan:
