@@ -427,7 +427,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=0.8,
-        help="of a round of one policy, if longer than five requests a microbatch",
+        help="of a round of one policy, if longer than thirty requests a microbatch",
     )
     parser.add_argument("--soak", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20)

@@ -34,6 +34,8 @@ COMPARED = 2
 # What nobody asks for while rates are measured: the next step is fed with other outputs.
 SKIPPED = ("logits",)
 TIMEOUT_S = 60.0
+# Requests of a round, for each microbatch: they start together and fall out of step over some of them.
+EACH = 30
 # Of transfers by which a link is known.
 SIZES = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
 
@@ -173,7 +175,7 @@ def rates(
         for number, name in enumerate(names):
             microbatches = plans[name].microbatches
             first = timed(stepper, built, number, 2 * microbatches)
-            per_s = timed(stepper, built, number, max(8 * microbatches, min(240, round(first * seconds))))
+            per_s = timed(stepper, built, number, max(EACH * microbatches, min(240, round(first * seconds))))
             found[name] |= figures(plans[name], per_s * scale)
     return found
 
@@ -187,7 +189,7 @@ def slower_rates(
         with hidden_main(), opened(built, plans, scale, "ipc") as stepper:
             for number, (name, plan) in enumerate(plans.items()):
                 first = timed(stepper, built, number, 2 * plan.microbatches)
-                num = max(5 * plan.microbatches, min(240, round(first * seconds)))
+                num = max(EACH * plan.microbatches, min(240, round(first * seconds)))
                 per_s = timed(stepper, built, number, num) * scale
                 found.setdefault(f"{scale:.2f}", {})[name] = round(per_s / plan.simulated_per_s, 4)
     return found
