@@ -204,25 +204,42 @@ def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
 class _Checker:
     def __init__(self, plan: Plan, program: Program) -> None:
         self._plan, self._graph, self._program = plan, plan.graphs[program.step], program
+        graph = self._graph
+        # Launch -> numbers of the versions that it reads, and that it makes.
+        self._reads: dict[int, list[int]] = defaultdict(list)
+        self._makes: dict[int, list[int]] = defaultdict(list)
+        for number, value in enumerate(graph.values):
+            for reader in value.readers:
+                self._reads[reader].append(number)
+            if value.producer is not None:
+                self._makes[value.producer].append(number)
+        given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
+        there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(BufferKind.INPUT)}
+        # [device]: which version of each buffer it holds.
+        self._held = [there | {b: given.get(b, GIVEN) for b in weights} for weights in program.weights]
+        moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
+        for buffer, device in (*program.homes, *moved):
+            self._held[device][buffer] = GIVEN if moved else given.get(buffer, GIVEN)
 
     def check(self) -> None:
         self._check_launches()
-        held = _Held(self._graph, self._program)
         for device, instruction in self._in_order():
-            transfer = None
-            if isinstance(instruction, (Send, Recv)):
-                transfer = self._program.transfers[instruction.transfer]
-            if isinstance(instruction, Run):
-                self._check_run(device, instruction, held)
-            elif isinstance(instruction, Free):
-                held.free(device, instruction.buffer)
-            elif isinstance(instruction, Recv) and transfer is not None:
-                self._check_not_freed(device, instruction, transfer.buffer, held)
-                held.put(device, transfer.buffer, transfer.value)
-            elif transfer is not None and held.version(device, transfer.buffer) != transfer.value:
-                rule = "every transfer finds the version it moves on its sender"
-                raise self._broken(rule, device, self._words(instruction))
-        self._check_end(held)
+            held = self._held[device]
+            match instruction:
+                case Run():
+                    self._check_run(device, instruction)
+                case Free(buffer):
+                    held[buffer] = FREED
+                case Recv(number):
+                    transfer = self._program.transfers[number]
+                    self._check_not_freed(device, instruction, transfer.buffer)
+                    held[transfer.buffer] = transfer.value
+                case Send(number):
+                    transfer = self._program.transfers[number]
+                    if held.get(transfer.buffer) != transfer.value:
+                        rule = "every transfer finds the version it moves on its sender"
+                        raise self._broken(rule, device, self._words(instruction))
+        self._check_end()
 
     def _check_launches(self) -> None:
         ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, Run)}
@@ -252,40 +269,39 @@ class _Checker:
                 what = self._words(column[position[device]])
                 raise self._broken("nobody waits in a circle", device, f"{what} never comes")
 
-    def _check_run(self, device: int, run: Run, held: "_Held") -> None:
-        for value in held.reads[run.launch]:
-            found = self._graph.values[value]
-            if found.num_bytes and not self._is_noise(value) and held.version(device, found.buffer) != value:
-                name = self._graph.trace.buffers[found.buffer].name
-                what = f"{self._words(run)} reads buffer {found.buffer} ({name})"
+    def _check_run(self, device: int, run: Run) -> None:
+        trace, values, held = self._graph.trace, self._graph.values, self._held[device]
+        for value in self._reads[run.launch]:
+            found = values[value]
+            buffer = trace.buffers[found.buffer]
+            # What a buffer holds before anybody has written it is noise.
+            is_noise = buffer.kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT) and found.producer is None
+            if found.num_bytes and not is_noise and held.get(found.buffer) != value:
+                what = f"{self._words(run)} reads buffer {found.buffer} ({buffer.name})"
                 raise self._broken("every read finds the version it needs on its device", device, what)
-        for access in self._graph.trace.launches[run.launch].accesses:
-            self._check_not_freed(device, run, access.buffer, held)
-        for value in held.makes[run.launch]:
-            held.put(device, self._graph.values[value].buffer, value)
+        for access in trace.launches[run.launch].accesses:
+            self._check_not_freed(device, run, access.buffer)
+        held.update((values[value].buffer, value) for value in self._makes[run.launch])
 
-    def _check_not_freed(self, device: int, user: Instruction, buffer: int, held: "_Held") -> None:
-        if held.is_freed(device, buffer):
+    def _check_not_freed(self, device: int, user: Instruction, buffer: int) -> None:
+        if self._held[device].get(buffer) == FREED:
             what = f"{self._words(user)} uses buffer {buffer}"
             raise self._broken("nothing is used after it is freed", device, what)
 
-    def _is_noise(self, value: int) -> bool:
-        """True for what a buffer holds before anybody has written it."""
-        kind = self._graph.trace.buffers[self._graph.values[value].buffer].kind
-        is_own = kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT)
-        return is_own and self._graph.values[value].producer is None
-
-    def _check_end(self, held: "_Held") -> None:
-        views = {name: view.buffer for name, view in self._graph.trace.outputs}
+    def _check_end(self) -> None:
+        trace = self._graph.trace
+        views = {name: view.buffer for name, view in trace.outputs}
         last = {v.buffer: n for n, v in enumerate(self._graph.values)}
-        for name, device in self._program.outputs:
-            if held.version(device, views[name]) != last.get(views[name], GIVEN):
-                rule = "every output is there in its last version when the step ends"
-                raise self._broken(rule, device, f"output '{name}'")
-        for buffer, device in self._program.homes:
-            if held.version(device, buffer) != last.get(buffer, GIVEN):
-                rule = "every state is in its home in its last version when the step ends"
-                raise self._broken(rule, device, f"state '{self._graph.trace.buffers[buffer].name}'")
+        outputs = [
+            ("every output is there", views[n], at, f"output '{n}'") for n, at in self._program.outputs
+        ]
+        states = [
+            ("every state is in its home", buffer, at, f"state '{trace.buffers[buffer].name}'")
+            for buffer, at in self._program.homes
+        ]
+        for rule, buffer, device, what in (*outputs, *states):
+            if self._held[device].get(buffer) != last.get(buffer, GIVEN):
+                raise self._broken(f"{rule} in its last version when the step ends", device, what)
 
     def _broken(self, rule: str, device: int, what: str) -> RuleBroken:
         name = self._plan.cluster.devices[device].name
@@ -294,41 +310,6 @@ class _Checker:
 
     def _words(self, instruction: Instruction) -> str:
         return describe(self._graph, self._program, instruction)
-
-
-class _Held:
-    """Which version of each buffer every device holds."""
-
-    def __init__(self, graph: Graph, program: Program) -> None:
-        self._versions: list[dict[int, int]] = [{} for _ in program.instructions]
-        self.reads: list[list[int]] = [[] for _ in graph.trace.launches]
-        self.makes: list[list[int]] = [[] for _ in graph.trace.launches]
-        given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
-        for number, value in enumerate(graph.values):
-            for reader in value.readers:
-                self.reads[reader].append(number)
-            if value.producer is not None:
-                self.makes[value.producer].append(number)
-        moves = any(t.value == GIVEN for t in program.transfers)
-        homes = list(program.homes) + [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
-        for buffer, device in homes:
-            self._versions[device][buffer] = GIVEN if moves else given.get(buffer, GIVEN)
-        for device, weights in enumerate(program.weights):
-            self._versions[device] |= {b: given.get(b, GIVEN) for b in weights}
-            for buffer in graph.trace.buffers_of(BufferKind.INPUT):
-                self._versions[device][buffer] = given.get(buffer, GIVEN)
-
-    def version(self, device: int, buffer: int) -> int | None:
-        return self._versions[device].get(buffer)
-
-    def put(self, device: int, buffer: int, version: int) -> None:
-        self._versions[device][buffer] = version
-
-    def free(self, device: int, buffer: int) -> None:
-        self._versions[device][buffer] = FREED
-
-    def is_freed(self, device: int, buffer: int) -> bool:
-        return self._versions[device].get(buffer) == FREED
 
 
 def describe(graph: Graph, program: Program, instruction: Instruction) -> str:
