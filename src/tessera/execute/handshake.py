@@ -12,7 +12,6 @@ the place of the one that is at it longest, of the address with the most. So a c
 others.
 """
 
-import contextlib
 import functools
 import hmac
 import importlib.metadata
@@ -30,7 +29,7 @@ from multiprocessing.connection import Connection
 from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages
 from tessera.execute.messages import Hello
-from tessera.execute.pipes import read_into
+from tessera.execute.pipes import end, read_into
 from tessera.ir.files import FORMAT_VERSION
 
 Address = tuple[str, int]
@@ -194,15 +193,6 @@ def _read(link: socket.socket, size: int, deadline: float) -> bytes:
     data = bytearray(size)
     read_into(link, memoryview(data), deadline)
     return bytes(data)
-
-
-def end(link: socket.socket) -> None:
-    """Ends a socket for both sides, and wakes the thread that uses it, which closes it.
-
-    Nobody else may: the number of a closed socket is given to the next one, under the other thread's hands.
-    """
-    with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
 
 
 def has_hung_up(link: socket.socket) -> bool:

@@ -35,7 +35,18 @@ from tessera.errors import TesseraError
 from tessera.execute import messages, worker
 from tessera.execute.messages import Failed, LoadLanes, Message, Relink, StoreGet, StoreSet, WorkerReady
 from tessera.execute.orders import Board
-from tessera.execute.pipes import FORKSERVER, NOBODY, Hangup, Inbox, Outbox, Wake, hand_over, warm_up
+from tessera.execute.pipes import (
+    FORKSERVER,
+    NOBODY,
+    Hangup,
+    Inbox,
+    Outbox,
+    Wake,
+    framed,
+    hand_over,
+    socket_of,
+    warm_up,
+)
 from tessera.execute.setups import Setup
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import HOST, RESTART_TOGETHER
@@ -225,7 +236,7 @@ class Hub:
     def send(self, device: int, data: bytes) -> bool:
         """Likewise, what is encoded already."""
         outbox = self._members[device].outbox
-        return outbox is not None and outbox.post(data)
+        return outbox is not None and outbox.post(*framed(data))
 
     def wake(self) -> None:
         """Makes `take` return a Wake of nobody; from any thread."""
@@ -293,7 +304,7 @@ class Hub:
         self._is_over.set()
         for member in self._members:
             if member.outbox is not None:
-                member.outbox.hang_up()
+                member.outbox.close()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
             member.due_s = None
@@ -408,7 +419,7 @@ class Hub:
             return None
         if line is None:
             return device, opened.failed
-        member.line, member.pid, member.outbox = line, line.pid, Outbox(line.pipe)
+        member.line, member.pid, member.outbox = line, line.pid, Outbox(socket_of(line.pipe))
         member.started_s = time.monotonic()
         self._inbox.listen((device, member.epoch), line.pipe, messages.decode, self._answer, self.max_bytes)
         return None

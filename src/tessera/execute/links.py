@@ -8,22 +8,20 @@ of a device by mistake. Both ends prove that they know the session's key (`hands
 A frame is a header and its bytes. A header that no program could have sent closes the link with the reason.
 """
 
-import contextlib
 import os
-import queue
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from tessera.errors import TesseraError
 from tessera.execute import handshake
-from tessera.execute.handshake import Door, Unproved, end, prove, tune
+from tessera.execute.handshake import Door, Unproved, prove, tune
 from tessera.execute.orders import key_of
-from tessera.execute.pipes import read_into
+from tessera.execute.pipes import Outbox, end, read_into
 
 # Run, transfer, bytes, when it was sent.
 _HEADER = struct.Struct("<qqqd")
@@ -77,22 +75,6 @@ class KeyStore(Protocol):
         """What was set under this key, or will be within the time."""
 
 
-@dataclass
-class _Out:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    link: socket.socket | None = None
-    # What could not be written at once, for a thread of its own; the count includes what it is at.
-    waiting: "queue.SimpleQueue[tuple[int, int, bytearray]]" = field(default_factory=queue.SimpleQueue)
-    num_waiting: int = 0
-    has_thread: bool = False
-    # True while that thread writes to the link, which is then not to be closed by another.
-    is_writing: bool = False
-    # Counts the links that were given up; what waits for an earlier one is dropped.
-    turn: int = 0
-    # Memory for what waits, used again: fresh memory costs more than the copy into it.
-    spare: dict[int, bytearray] = field(default_factory=dict)
-
-
 class Links:
     """One worker's ends of all its links.
 
@@ -117,8 +99,8 @@ class Links:
         self._device, self._key = device, key
         self._store, self._receiver, self._max_bytes = store, receiver, max_bytes
         self._folder, self._host = folder, host
-        self._outs = [_Out() for _ in epochs]
-        # Peer -> its link to this worker.
+        # Peer -> the link to it, and its link to this worker.
+        self._outs: dict[int, Outbox] = {}
         self._ins: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self.door: Door | None = None
@@ -143,59 +125,41 @@ class Links:
 
         Not to be mixed with `post` for the same peer.
         """
-        out = self._outs[peer]
-        with out.lock:
-            turn = out.turn
-        header = _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
         is_small = len(contents) <= PART_BYTES
-        self._write(peer, out, turn, *([header + contents] if is_small else [header, contents]))
+        try:
+            self._out(peer).write(*([_packed(frame) + contents] if is_small else [_packed(frame), contents]))
+        except (OSError, TesseraError) as error:
+            raise LinkLost(words(error)) from error
 
     def post(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
         """Sends a frame without waiting; the contents may be overwritten when this returns.
 
         A link that cannot be opened or written is told as gone.
         """
-        out = self._outs[peer]
-        try:
-            with out.lock:
-                self._post(peer, out, frame, contents)
-        except LinkLost as error:
-            self._receiver.gone(peer, error.message)
+        self._out(peer).post(_packed(frame), contents)
 
-    def _post(self, peer: int, out: _Out, frame: LinkFrame, contents: memoryview) -> None:
-        """With the lock held."""
-        sent = 0
-        if out.link is not None and not out.num_waiting:
-            try:
-                sent = _write_some(out.link, frame, contents)
-            except OSError as error:
-                self._drop(out)
-                raise LinkLost(words(error)) from error
-        size = _HEADER.size + len(contents)
-        if sent == size:
-            return
-        kept = out.spare.pop(size, None) or bytearray(size)
-        _HEADER.pack_into(kept, 0, frame.run, frame.transfer, frame.size, frame.sent_s)
-        memoryview(kept)[_HEADER.size :] = contents
-        out.num_waiting += 1
-        out.waiting.put((out.turn, sent, kept))
-        if not out.has_thread:
-            out.has_thread = True
-            threading.Thread(target=self._write_waiting, args=(peer, out), daemon=True).start()
+    def _out(self, peer: int) -> Outbox:
+        with self._lock:
+            out = self._outs.get(peer)
+            if out is None or out.is_gone:
+                out = self._outs[peer] = Outbox(
+                    lambda: self._open(peer),
+                    lambda why: self._receiver.gone(peer, words(why)),
+                    _packed(LinkFrame(BYE, 0, 0, 0.0)),
+                )
+            return out
 
     def relink(self, peer: int, epoch: int) -> None:
         """The link to a peer is given up, with what waits for it; the next frame opens another.
 
         With a new epoch the peer was started again, and its link to here is given up too.
         """
-        out = self._outs[peer]
-        with out.lock:
-            if out.link is not None and not out.is_writing:
-                _say_bye(out.link)
-            self._drop(out)
         with self._lock:
+            out = self._outs.pop(peer, None)
             stale = self._ins.pop(peer, None) if epoch > self.epochs[peer] else None
             self.epochs[peer] = max(epoch, self.epochs[peer])
+        if out is not None:
+            out.close()
         if stale is not None:
             end(stale)
 
@@ -204,67 +168,12 @@ class Links:
         self._is_closed = True
         if self.door is not None:
             self.door.close()
-        for out in self._outs:
-            with out.lock:
-                self._drop(out)
         with self._lock:
-            ins, self._ins = list(self._ins.values()), {}
-        for link in ins:
+            outs, ins, self._outs, self._ins = self._outs, self._ins, {}, {}
+        for out in outs.values():
+            out.close()
+        for link in ins.values():
             end(link)
-
-    def _drop(self, out: _Out) -> None:
-        """With the lock held: this link is over."""
-        out.turn += 1
-        if out.link is not None:
-            end(out.link)
-            if not out.is_writing:
-                out.link.close()
-            out.link = None
-
-    def _write_waiting(self, peer: int, out: _Out) -> None:
-        while not self._is_closed:
-            turn, sent, kept = out.waiting.get()
-            try:
-                if turn == out.turn:
-                    self._write(peer, out, turn, memoryview(kept)[sent:])
-            except LinkLost as error:
-                self._receiver.gone(peer, error.message)
-            finally:
-                with out.lock:
-                    out.num_waiting -= 1
-                    out.spare[len(kept)] = kept
-
-    def _write(self, peer: int, out: _Out, turn: int, *parts: memoryview | bytes) -> None:
-        """All of them, over a link that is opened if need be; nothing if the link was given up meanwhile."""
-        try:
-            link = out.link or self._open(peer)
-        except LinkLost:
-            if turn != out.turn:
-                return
-            raise
-        with out.lock:
-            is_stale = turn != out.turn
-            if not is_stale:
-                out.link, out.is_writing = link, True
-        if is_stale:
-            _say_bye(link)
-            link.close()
-            return
-        why: OSError | None = None
-        try:
-            for part in parts:
-                link.sendall(part)
-        except OSError as error:
-            why = error
-        with out.lock:
-            out.is_writing = False
-            is_stale = turn != out.turn  # given up meanwhile, on purpose
-            if is_stale:
-                link.close()
-            elif why is not None:
-                self._drop(out)
-        if why is not None and not is_stale:
-            raise LinkLost(words(why)) from why
 
     def _open(self, peer: int) -> socket.socket:
         """A link to the peer's present worker."""
@@ -339,18 +248,8 @@ class Links:
             return words(error)
 
 
-def _write_some(link: socket.socket, frame: LinkFrame, contents: memoryview) -> int:
-    """How many bytes of a frame the link takes at once."""
-    header = _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
-    try:
-        return link.sendmsg([header, contents], [], socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return 0
-
-
-def _say_bye(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        link.send(_HEADER.pack(BYE, 0, 0, 0.0), socket.MSG_DONTWAIT)
+def _packed(frame: LinkFrame) -> bytes:
+    return _HEADER.pack(frame.run, frame.transfer, frame.size, frame.sent_s)
 
 
 def call(address: str) -> socket.socket:

@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from multiprocessing import context, forkserver
 from multiprocessing.connection import Connection
@@ -50,6 +50,8 @@ def warm_up() -> None:
 NOBODY = -1
 # As `Connection` writes lengths: short ones, and a mark before long ones.
 _SHORT, _LONG, _MAX_SHORT = struct.Struct("!i"), struct.Struct("!iQ"), 0x7FFFFFFF
+# Sizes of messages whose memory an outbox keeps.
+MAX_SPARES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,71 +126,130 @@ class Inbox:
 
 
 class Outbox:
-    """Writes to one duplex connection from any thread, and keeps nobody waiting."""
+    """Writes to one socket from any thread, and keeps nobody waiting.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._socket = socket_of(pipe)
-        self._lock = threading.Lock()
-        # What is left to write, by the thread that there is as long as there is something.
-        self._left: deque[memoryview] = deque()
+    link  the socket, or what opens it, as long as that takes, when there is something to write
+    lost  hears why it cannot be opened or written any more; not of one that was closed
+    bye   what the other end is told when it is closed, if it can take it at once
+    """
+
+    def __init__(
+        self,
+        link: socket.socket | Callable[[], socket.socket],
+        lost: Callable[[BaseException], None] = lambda why: None,
+        bye: bytes = b"",
+    ) -> None:
+        self._link = link if isinstance(link, socket.socket) else None
+        self._open = None if isinstance(link, socket.socket) else link
+        self._lost, self._bye = lost, bye
+        self._changed = threading.Condition(threading.Lock())
+        # What could not be written at once: (bytes that were, all). A thread of its own is at the first.
+        self._left: deque[tuple[int, bytearray]] = deque()
         self._has_thread = False
-        self._is_gone = False
+        # True while a thread uses the socket, which is then closed by it and by nobody else.
+        self._is_writing = False
+        self.is_gone = False
+        # Memory for what is left, used again: fresh memory costs more than the copy into it.
+        self._spare: dict[int, bytearray] = {}
 
-    def post(self, data: bytes) -> bool:
-        """Sends one message; False if nobody is at the other end."""
-        size = len(data)
-        head = _SHORT.pack(size) if size <= _MAX_SHORT else _LONG.pack(-1, size)
-        with self._lock:
-            if self._is_gone:
-                return False
-            if self._left:
-                self._left += (memoryview(head), memoryview(data))
-                return True
-            whole = memoryview(head + data)
+    def post(self, *parts: bytes | memoryview) -> bool:
+        """Sends one message without waiting, False if nobody is there; it may change when this returns."""
+        try:
+            with self._changed:
+                if not self.is_gone:
+                    self._post(parts)
+                return not self.is_gone
+        except OSError as error:
+            self._lost(error)
+            return False
+
+    def _post(self, parts: Sequence[bytes | memoryview]) -> None:
+        """With the lock held."""
+        size, sent = sum(map(len, parts)), 0
+        if self._link is not None and not self._left:
             try:
-                sent = self._socket.send(whole, socket.MSG_DONTWAIT)
+                sent = self._link.sendmsg(parts, [], socket.MSG_DONTWAIT)
             except BlockingIOError:
-                sent = 0
+                pass
             except OSError:
-                self._is_gone = True
-                return False
-            if sent < len(whole):
-                self._left.append(whole[sent:])
-                self._has_thread = True
-                threading.Thread(target=self._drain, name="tessera-outbox", daemon=True).start()
-        return True
+                self._end()
+                raise
+        if sent == size:
+            return
+        kept, at = self._spare.pop(size, None) or bytearray(size), 0
+        for part in parts:
+            memoryview(kept)[at : at + len(part)] = part
+            at += len(part)
+        self._left.append((sent, kept))
+        self._changed.notify()
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._write_left, name="tessera-outbox", daemon=True).start()
 
-    def hang_up(self) -> None:
-        """Ends the connection for both sides; what is left is not written."""
-        with self._lock:
-            self._is_gone = True
-            self._left.clear()
-            with contextlib.suppress(OSError):  # it has ended
-                self._socket.shutdown(socket.SHUT_RDWR)
+    def write(self, *parts: bytes | memoryview) -> None:
+        """Sends one message, as long as it takes; by one thread, and not mixed with `post`.
+
+        Raises OSError, or what opening raises; nothing if it was closed.
+        """
+        why: OSError | TesseraError | None = None
+        with self._changed:
+            self._is_writing = True
+        try:
+            if self._link is None and self._open is not None:
+                self._link = self._open()
+            if self._link is not None and not self.is_gone:
+                for part in parts:
+                    self._link.sendall(part)
+        except (OSError, TesseraError) as error:
+            why = error
+        with self._changed:
+            self._is_writing, was_gone = False, self.is_gone
+            if was_gone or why is not None:
+                self._end(self._bye if was_gone else b"")  # it may have been opened when nobody wanted it
+        if why is not None and not was_gone:
+            raise why
 
     def close(self) -> None:
-        self.hang_up()
-        with self._lock:
-            if not self._has_thread:  # else that closes it, so that its number is not given to another
-                self._socket.close()
+        """Ends the connection for both sides; what is left is not written."""
+        with self._changed:
+            self._end(self._bye)
 
-    def _drain(self) -> None:
+    def _end(self, bye: bytes = b"") -> None:
+        """With the lock held."""
+        self.is_gone = True
+        self._left.clear()
+        self._changed.notify()
+        if self._link is not None:
+            if not self._is_writing:
+                with contextlib.suppress(OSError):
+                    self._link.send(bye, socket.MSG_DONTWAIT)
+            end(self._link)
+            if not self._is_writing:
+                self._link.close()
+
+    def _write_left(self) -> None:
         while True:
-            with self._lock:
-                if not self._left:
-                    self._has_thread = False
-                    if self._is_gone:
-                        self._socket.close()
+            with self._changed:
+                self._changed.wait_for(lambda: self._left or self.is_gone)
+                if self.is_gone:
                     return
-                part = self._left[0]
+                sent, kept = self._left[0]
             try:
-                self._socket.sendall(part)
-            except OSError:
-                self.hang_up()
-                continue
-            with self._lock:
-                if self._left:  # not hung up meanwhile
+                self.write(memoryview(kept)[sent:])
+            except (OSError, TesseraError) as error:
+                self._lost(error)
+                return
+            with self._changed:
+                if self._left:  # not closed meanwhile
                     self._left.popleft()
+                if len(self._spare) < MAX_SPARES:
+                    self._spare[len(kept)] = kept
+
+
+def framed(data: bytes) -> tuple[bytes, bytes]:
+    """A message as `Connection` reads it: its length, and itself."""
+    size = len(data)
+    return (_SHORT.pack(size) if size <= _MAX_SHORT else _LONG.pack(-1, size)), data
 
 
 # Number of descriptors, and bytes of the object.
@@ -281,3 +342,12 @@ def read_into(link: socket.socket, place: memoryview, deadline: float | None = N
 def socket_of(pipe: Connection) -> socket.socket:
     """Another hold on the socket under a connection."""
     return socket.socket(fileno=os.dup(pipe.fileno()))
+
+
+def end(link: socket.socket) -> None:
+    """Ends a socket for both sides, and wakes the thread that uses it, which closes it.
+
+    Nobody else may: the number of a closed socket is given to the next one, under the other thread's hands.
+    """
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)

@@ -66,7 +66,7 @@ class Runs:
     """What is ordered from workers, and what comes back."""
 
     def __init__(self, plan: Plan, hub: Hub, timeout_s: float | None) -> None:
-        self._plan, self._hub, self._timeout_s = plan, hub, timeout_s
+        self._plan, self.hub, self._timeout_s = plan, hub, timeout_s  # all plans have the same steps
         self._names = plan.cluster.names
         # By the lane's number; of every program, the inputs that each device looks at.
         self.programs: list[Sequence[Program]] = []
@@ -91,7 +91,7 @@ class Runs:
         self._inputs += [[_inputs_of(p, graphs[p.step].trace) for p in lane] for lane in lanes]
         self._steps += [_steps_of(lane) for lane in lanes]
 
-    def open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
+    def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
         """Its state is sent with the first program that has it at home, or is zeros."""
         self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))
         if state is None:
@@ -108,6 +108,7 @@ class Runs:
         del self.opened[microbatch]
 
     def can_queue(self, microbatch: int) -> bool:
+        """On a lane of one device."""
         opened = self.opened.get(microbatch)
         return opened is not None and len(opened.lane.devices) == 1
 
@@ -141,7 +142,7 @@ class Runs:
         step.busy_s[self._names[device]] = step.busy_s.get(self._names[device], 0.0) + done.busy_s
         self.busy_s[self._names[device]] += done.busy_s
         if self.spans is not None:
-            self.spans.add(device, done, program, opened.number, self._hub.clock_offset_s)
+            self.spans.add(device, done, program, opened.number, self.hub.clock_offset_s)
         if running.missing:
             return None
         del self.running[done.run]
@@ -151,7 +152,7 @@ class Runs:
             self._run_next(opened, step)
             return None
         for one in participants(program, set()):
-            self._hub.healthy(one)
+            self.hub.healthy(one)
         opened.steps.remove(step)
         now_s = time.monotonic()
         for other in self.running.values():  # what waited for this one begins now
@@ -177,7 +178,7 @@ class Runs:
                 continue  # nobody has heard of it
             for other in running.missing - set(gone):
                 self._ending.setdefault(number, set()).add((run, other))
-                self._hub.order(other, Cancel(run))
+                self.hub.order(other, Cancel(run))
         self._over(lambda run, device: device in gone)
         for number in microbatches:
             del self.opened[number]
@@ -223,7 +224,7 @@ class Runs:
         if self._ending.get(microbatch):
             self._held.setdefault(microbatch, []).append((device, data))
         else:
-            self._hub.send(device, data)  # one that is gone is heard of as a hang-up
+            self.hub.send(device, data)  # one that is gone is heard of as a hang-up
 
     def _over(self, is_over: Callable[[int, int], bool]) -> None:
         """Some cancelled runs (by run and device) are over; orders that waited for the last one go out."""
@@ -232,7 +233,7 @@ class Runs:
             if not ending:
                 del self._ending[microbatch]
                 for device, data in self._held.pop(microbatch, []):
-                    self._hub.send(device, data)
+                    self.hub.send(device, data)
 
     def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, dict[str, PackedTensor]]:
         """Device -> the state that lives there and that this run is the first to use."""

@@ -19,12 +19,12 @@ from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute.hub import Hub, LostWorker, Up, hidden_main
 from tessera.execute.lanes import Lanes
 from tessera.execute.lower import describe
-from tessera.execute.memory import check_fits, footprints, ready_programs
+from tessera.execute.memory import Footprint, check_fits, footprints, ready_programs
 from tessera.execute.messages import Cancelled, Done, Failed, PeerLost, Progress, Where
 from tessera.execute.pipes import FORKSERVER, Hangup, Wake
 from tessera.execute.runs import Runs
 from tessera.execute.setups import Setup, make_setups
-from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, SpanLog, StepCall, Tensors
+from tessera.execute.stepper import DeviceBack, DeviceLost, DeviceUse, Event, Tensors
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import Plan, Program, Recv, Send
 
@@ -48,15 +48,16 @@ class _Inquiry:
     """Workers that were asked where they are, because a run is late or a link was cut."""
 
     asked: set[int]
-    until_s: float
-    run: int | None = None
+    # -1: no run, but a link.
+    run: int = -1
     # The two ends of the link, and what was said of it.
     ends: tuple[int, int] | None = None
     why: str = ""
     told: dict[int, Positions] = field(default_factory=dict)
+    until_s: float = field(default_factory=lambda: time.monotonic() + ANSWER_S)
 
 
-class WorkerStepper:
+class WorkerStepper(Runs):
     """A stepper over worker processes; in a `with` statement, which returns when all are ready.
 
     microbatches  how many can be open at once; by default as many as the plans have microbatches
@@ -81,23 +82,16 @@ class WorkerStepper:
         scale: float = 1.0,
         is_profiled: bool = False,
     ) -> None:
-        self.plans = tuple(plans)
-        self.lanes = Lanes(plans)
-        programs = [ready_programs(plan) for plan in plans]
-        self.footprints = footprints(plans, programs)
-        check_fits(plans, self.footprints)
-        lanes = [lane for found in programs for lane in found]
+        self.plans, self.lanes = tuple(plans), Lanes(plans)
+        lanes, self.footprints = _ready(plans)
         self.microbatches = microbatches or max(plan.microbatches for plan in plans)
-        self._plan = self.plans[0]  # all have the same steps
-        self._names = self._plan.cluster.names
-        self._timeout_s = timeout_s
-        chosen = resolve(transport, self._plan.cluster.devices, is_local=hub is None)
+        chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
         sizes = (self.microbatches, num_threads, chosen, scale, is_profiled)
-        setups = make_setups(self._plan, lanes, weights, *sizes)
-        self.hub = hub(setups) if hub is not None else Hub(self._names, setups, method)
-        self.hub.max_failures = max_failures
-        self.runs = Runs(self._plan, self.hub, timeout_s)
-        self.runs.add(lanes)
+        setups = make_setups(plans[0], lanes, weights, *sizes)
+        made = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
+        made.max_failures = max_failures
+        super().__init__(plans[0], made, timeout_s)
+        self.add(lanes)
         self._inquiries: list[_Inquiry] = []
         self._events: deque[Event] = deque()
         # Link -> (run, device) of what was cancelled when it was opened again: until that is done, a device's
@@ -124,30 +118,17 @@ class WorkerStepper:
             raise MismatchError(
                 f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
             )
-        programs = [ready_programs(plan) for plan in plans]
-        needed = footprints(plans, programs)
-        check_fits(plans, needed)
+        lanes, needed = _ready(plans)
         new = self.lanes.load(plans)
-        lanes = [lane for found in programs for lane in found]
-        self.runs.add(lanes)
+        self.add(lanes)
         self.plans, self.footprints = tuple(plans), needed
         self.hub.load(new[0].number, lanes)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         """Opens a microbatch; its state is sent with the first program that has it at home, or is zeros."""
-        if microbatch in self.runs.opened or not 0 <= microbatch < self.microbatches:
+        if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
-        self.runs.open(microbatch, self.lanes.all[lane], state)
-
-    def close(self, microbatch: int) -> None:
-        self.runs.close(microbatch)
-
-    def can_queue(self, microbatch: int) -> bool:
-        """On a lane of one device."""
-        return self.runs.can_queue(microbatch)
-
-    def start(self, call: StepCall) -> None:
-        self.runs.start(call)
+        self._open(microbatch, self.lanes.all[lane], state)
 
     def take(self, timeout_s: float | None) -> Event | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -166,7 +147,7 @@ class WorkerStepper:
                 self._hear(*news)
         event = self._events.popleft()
         if isinstance(event, DeviceLost):
-            self.runs.dead.difference_update(event.microbatches)
+            self.dead.difference_update(event.microbatches)
         return event
 
     def wake(self) -> None:
@@ -174,16 +155,7 @@ class WorkerStepper:
 
     def use(self) -> DeviceUse:
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
-        return DeviceUse(dict(self.runs.busy_s), dict(self.runs.moved), devices)
-
-    @property
-    def spans(self) -> SpanLog | None:
-        """Where set, workers report every launch and transfer."""
-        return self.runs.spans
-
-    @spans.setter
-    def spans(self, log: SpanLog | None) -> None:
-        self.runs.spans = log
+        return DeviceUse(dict(self.busy_s), dict(self.moved), devices)
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -215,7 +187,7 @@ class WorkerStepper:
             case Done():
                 self._collect(device, message)
             case Cancelled(run):
-                self.runs.over(run, device)
+                self.over(run, device)
                 for stale in self._stale.values():
                     stale.discard((run, device))
             case Up():
@@ -228,15 +200,15 @@ class WorkerStepper:
             case PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
                 is_stale = any(at == device for _, at in self._stale.get(_pair(device, peer), ()))
                 if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch and not is_stale:
-                    self._ask({device, peer}, ends=(device, peer), why=text)
+                    self._ask(_Inquiry({device, peer}, ends=(device, peer), why=text))
             case Progress(rows):
                 self._note(device, {run: position for _, run, position in rows})
             case _:
                 self._lose(device, f"the worker said {type(message).__name__} out of turn")
 
     def _collect(self, device: int, done: Done) -> None:
-        running = self.runs.running.get(done.run)
-        found = self.runs.collect(device, done)
+        running = self.running.get(done.run)
+        found = self.collect(device, done)
         if isinstance(found, str):
             self._lose(device, found)
             return
@@ -248,7 +220,7 @@ class WorkerStepper:
 
     def _next_s(self) -> float | None:
         asked = {inquiry.run for inquiry in self._inquiries}
-        times = [running.until_s for run, running in self.runs.running.items() if run not in asked]
+        times = [running.until_s for run, running in self.running.items() if run not in asked]
         times += [inquiry.until_s for inquiry in self._inquiries]
         return None if not times or min(times) == float("inf") else min(times)
 
@@ -262,19 +234,13 @@ class WorkerStepper:
             if inquiry in self._inquiries:  # a loss ends inquiries
                 self._decide(inquiry)
         asked = {inquiry.run for inquiry in self._inquiries}
-        for run, running in self.runs.running.items():
+        for run, running in self.running.items():
             if running.until_s <= now and run not in asked:
-                self._ask(running.missing, run=run)
+                self._ask(_Inquiry(set(running.missing), run))
 
-    def _ask(
-        self,
-        devices: Collection[int],
-        run: int | None = None,
-        ends: tuple[int, int] | None = None,
-        why: str = "",
-    ) -> None:
-        self._inquiries.append(_Inquiry(set(devices), time.monotonic() + ANSWER_S, run, ends, why))
-        for device in devices:
+    def _ask(self, inquiry: _Inquiry) -> None:
+        self._inquiries.append(inquiry)
+        for device in inquiry.asked:
             self.hub.order(device, Where())
 
     def _note(self, device: int, positions: Positions) -> None:
@@ -287,7 +253,7 @@ class WorkerStepper:
     def _decide(self, inquiry: _Inquiry) -> None:
         """Who is silent is lost; else who holds up the run, or the link."""
         self._inquiries.remove(inquiry)
-        running = self.runs.running.get(inquiry.run) if inquiry.run is not None else None
+        running = self.running.get(inquiry.run)
         if inquiry.ends is None and running is None:  # it has ended meanwhile
             return
         silent = sorted(inquiry.asked - inquiry.told.keys())
@@ -297,9 +263,7 @@ class WorkerStepper:
             return
         if inquiry.ends is not None:
             self._cut(*inquiry.ends, inquiry.why)
-        elif running is not None and inquiry.run is not None:
-            if not running.missing <= inquiry.told.keys():
-                return
+        elif running is not None and running.missing <= inquiry.told.keys():
             verdict = judge(running.program, inquiry.run, running.missing, inquiry.told)
             what = f"its work was not done within {self._timeout_s:g} s"
             if verdict.source is not None:
@@ -311,7 +275,7 @@ class WorkerStepper:
     def _cut(self, device: int, peer: int, why: str) -> None:
         """Opens a link again; the runs that use it are over, since nobody knows what was lost with it."""
         pair = _pair(device, peer)
-        going = self.runs.running
+        going = self.running
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
         hit = [running.microbatch.number for running in uses]
         self.hub.relink(device, peer)
@@ -320,7 +284,7 @@ class WorkerStepper:
         self._cuts[pair] += 1
         over = [(run, running.missing) for run, running in going.items() if running.microbatch.number in hit]
         self._stale[pair] = {(run, at) for run, missing in over for at in missing if at in pair}
-        self.runs.end(hit, set())
+        self.end(hit, set())
         one, two = self._names[device], self._names[peer]
         message = (
             f"the link between {one} and {two} was cut ({why}); both workers answer, and it is opened again"
@@ -349,8 +313,8 @@ class WorkerStepper:
         self.lanes.lost.add(name)
         self._inquiries = [i for i in self._inquiries if device not in i.asked]
         self._stale = {pair: stale for pair, stale in self._stale.items() if device not in pair}
-        hit = [number for number, opened in self.runs.opened.items() if name in opened.lane.devices]
-        self.runs.end(hit, {device})
+        hit = [number for number, opened in self.opened.items() if name in opened.lane.devices]
+        self.end(hit, {device})
         self._events.append(
             DeviceLost(name, tuple(sorted(hit)), message, lost.failures, lost.retry_s, is_certain)
         )
@@ -361,13 +325,21 @@ class WorkerStepper:
         for inquiry in self._inquiries:
             known |= inquiry.told.get(device, {})
         mine = []
-        for run, running in self.runs.running.items():
+        for run, running in self.running.items():
             what = f"microbatch {running.microbatch.number}"
             if known.get(run, -1) >= 0:
                 return whereabouts(self._plan, running.program, device, known[run], what)
             if device in running.missing:
                 mine.append(what)
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
+
+
+def _ready(plans: Sequence[Plan]) -> tuple[list[Sequence[Program]], tuple[Footprint, ...]]:
+    """The programs of all lanes, and what devices must hold for them; raises if one cannot."""
+    programs = [ready_programs(plan) for plan in plans]
+    needed = footprints(plans, programs)
+    check_fits(plans, needed)
+    return [lane for found in programs for lane in found], needed
 
 
 def _pair(one: int, two: int) -> tuple[int, int]:

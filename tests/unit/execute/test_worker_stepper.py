@@ -102,7 +102,7 @@ def test_use_counts_work_and_bytes(stepper: WorkerStepper) -> None:
     before = stepper.use()
     factory.play(stepper, [0], microbatches=1)
     after = stepper.use()
-    lanes = [stepper.runs.programs[n] for n in (0, 1)]
+    lanes = [stepper.programs[n] for n in (0, 1)]
     moved = {sum(t.num_bytes * p.count for p in lane for t in p.transfers) for lane in lanes}
 
     assert sum(after.moved.values()) - sum(before.moved.values()) in moved
@@ -143,7 +143,7 @@ def test_misuse_is_refused(stepper: WorkerStepper) -> None:
     stepper.take(60.0)
     with pytest.raises(MismatchError, match="no step 7"):
         stepper.start(StepCall(0, 7, {}))
-    if len(stepper.runs.programs[0]) > 2:
+    if len(stepper.programs[0]) > 2:
         with pytest.raises(MismatchError, match="cannot go back"):
             stepper.start(StepCall(0, 0, request.inputs(0, 0, {})))
     stepper.close(0)
