@@ -1,8 +1,9 @@
 """The rules of every artifact, as sentences. Each is checked after the stage that makes the artifact."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise, permutations
 from typing import Any
 
 from tessera.errors import RuleBroken
@@ -10,7 +11,7 @@ from tessera.ir.cluster import Cluster, Cost, Costs
 from tessera.ir.graph import Graph, WorkUnit
 from tessera.ir.plan import Free, Plan, Program, Recv, Run, Send
 from tessera.ir.timeline import ARRIVALS_RULES, Arrivals, Timeline
-from tessera.ir.trace import BufferKind, Trace, View, item_bytes
+from tessera.ir.trace import Access, BufferKind, Trace, View, item_bytes
 
 
 def _steps(unit: WorkUnit) -> tuple[Any, ...]:
@@ -30,16 +31,32 @@ def _one_size(plan: Plan) -> bool:
     )
 
 
-PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
+# (sentence, what must hold)
+Rule = tuple[str, Callable[[Any], bool]]
+# Of one buffer, or of a view's elements; of anything that is counted.
+MAX_BYTES, MAX_COUNT = 2**48, 2**32
+
+
+def _name(numbers: Iterable[int], items: Sequence[Any]) -> bool:
+    """True if every number is that of an item."""
+    return all(0 <= number < len(items) for number in numbers)
+
+
+def _unique(items: Iterable[Any]) -> bool:
+    listed = list(items)
+    return len(listed) == len(set(listed))
+
+
+PLAN_RULES: list[Rule] = [
     ("a plan has a lane", lambda p: len(p.lanes) > 0),
     (
         "every lane follows a variant of the plan",
-        lambda p: all(0 <= lane.variant < len(p.every_variant) for lane in p.lanes),
+        lambda p: _name((lane.variant for lane in p.lanes), p.every_variant),
     ),
     (
         "the variants are the same steps at different batches",
         lambda p: (
-            len({(v.batch, v.unit.prefill_batch) for v in p.every_variant}) == len(p.every_variant)
+            _unique((v.batch, v.unit.prefill_batch) for v in p.every_variant)
             and len({_steps(variant.unit) for variant in p.every_variant}) == 1
         ),
     ),
@@ -58,19 +75,14 @@ PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
     ),
     (
         "every launch is placed on a device of the cluster",
-        lambda p: all(
-            0 <= d < len(p.cluster.devices)
-            for lane in p.lanes
-            for step in lane.placement.devices
-            for d in step
-        ),
+        lambda p: all(_name(step, p.cluster.devices) for x in p.lanes for step in x.placement.devices),
     ),
     (
         "launches that share state share a device",
         lambda p: all(
-            len({lane.placement.devices[s][x] for x in group}) == 1
+            len({step[x] for x in group}) == 1
             for lane in p.lanes
-            for s, g in enumerate(p.unit_of(lane).graphs)
+            for step, g in zip(lane.placement.devices, p.unit_of(lane).graphs, strict=True)
             for group in g.groups
         ),
     ),
@@ -95,23 +107,23 @@ PLAN_RULES: list[tuple[str, Callable[[Any], bool]]] = [
 ]
 
 
-# (sentence, what must hold)
-Rule = tuple[str, Callable[[Any], bool]]
-# Of one buffer, or of a view's elements; of anything that is counted.
-MAX_BYTES, MAX_COUNT = 2**48, 2**32
+def _views(t: Trace) -> list[View]:
+    return [*(v for x in t.launches for v in x.views), *(v for _, v in t.outputs)]
 
 
-def _all(items: Iterable[bool]) -> bool:
-    return all(items)
+def _accesses(t: Trace) -> list[Access]:
+    return [a for x in t.launches for a in x.accesses]
 
 
 def _bad_view(t: Trace) -> str:
     """The first view that does not lie inside its buffer."""
-    named = [(f"launch {n}", view) for n, launch in enumerate(t.launches) for view in launch.views]
-    for place, view in [*named, *((f"output {name}", view) for name, view in t.outputs)]:
-        if 0 <= view.buffer < len(t.buffers) and not _lies_inside(view, t.buffers[view.buffer].size_bytes):
-            sizes = f"offset {_short(view.offset)}, shape {_short(view.shape)}, strides {_short(view.stride)}"
-            return f" ({place}: {view.dtype}, {sizes} of buffer {t.buffers[view.buffer].name})"
+    named = [(f"launch {n}", launch.views) for n, launch in enumerate(t.launches)]
+    for place, views in [*named, *((f"output {name}", [view]) for name, view in t.outputs)]:
+        for view in views:
+            if _name((view.buffer,), t.buffers) and not _lies_inside(view, t.buffers[view.buffer].size_bytes):
+                strides = f"shape {_short(view.shape)}, strides {_short(view.stride)}"
+                sizes = f"offset {_short(view.offset)}, {strides}"
+                return f" ({place}: {view.dtype}, {sizes} of buffer {t.buffers[view.buffer].name})"
     return ""
 
 
@@ -127,105 +139,89 @@ def _short(value: object) -> str:
     return text if len(text) < 80 else f"{text[:60]}..."
 
 
-def _accesses_fit(t: Trace) -> bool:
-    return _all(
-        0 <= a.region.start and a.region.stop <= t.buffers[a.buffer].size_bytes
-        for launch in t.launches
-        for a in launch.accesses
-    )
-
-
+NAMED = (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
 TRACE_RULES: list[Rule] = [
-    (
-        "every launch runs a kernel of the trace",
-        lambda t: _all(0 <= x.kernel < len(t.kernels) for x in t.launches),
-    ),
+    ("every launch runs a kernel of the trace", lambda t: _name((x.kernel for x in t.launches), t.kernels)),
     (
         "every view and access names a buffer of the trace",
         lambda t: (
-            _all(0 <= v.buffer < len(t.buffers) for x in t.launches for v in x.views)
-            and _all(0 <= a.buffer < len(t.buffers) for x in t.launches for a in x.accesses)
-            and _all(0 <= v.buffer < len(t.buffers) for _, v in t.outputs)
+            _name((v.buffer for v in _views(t)), t.buffers)
+            and _name((a.buffer for a in _accesses(t)), t.buffers)
         ),
     ),
     (
         "every view has as many strides as dimensions",
-        lambda t: _all(
-            len(v.shape) == len(v.stride)
-            for v in (*(v for x in t.launches for v in x.views), *(v for _, v in t.outputs))
-        ),
+        lambda t: all(len(v.shape) == len(v.stride) for v in _views(t)),
     ),
     (
         f"every buffer has 0 to {MAX_BYTES:,} bytes",
-        lambda t: _all(0 <= b.size_bytes <= MAX_BYTES for b in t.buffers),
+        lambda t: all(0 <= b.size_bytes <= MAX_BYTES for b in t.buffers),
     ),
     ("every view lies inside its buffer", lambda t: not _bad_view(t)),
     (
         "every region has a positive size, with positive counts and strides",
-        lambda t: _all(
-            a.region.item_bytes > 0 and _all(n > 0 and stride > 0 for n, stride in a.region.dims)
-            for x in t.launches
-            for a in x.accesses
+        lambda t: all(
+            a.region.item_bytes > 0 and all(n > 0 and stride > 0 for n, stride in a.region.dims)
+            for a in _accesses(t)
         ),
     ),
     (
         "every access reads, writes or updates something",
-        lambda t: _all(a.read or a.write or a.atomic for x in t.launches for a in x.accesses),
+        lambda t: all(a.read or a.write or a.atomic for a in _accesses(t)),
     ),
-    ("every access lies inside its buffer", _accesses_fit),
+    (
+        "every access lies inside its buffer",
+        lambda t: all(
+            0 <= a.region.start and a.region.stop <= t.buffers[a.buffer].size_bytes for a in _accesses(t)
+        ),
+    ),
     (
         "weights are never written",
-        lambda t: _all(
-            not (a.write and t.buffers[a.buffer].kind is BufferKind.WEIGHT)
-            for x in t.launches
-            for a in x.accesses
-        ),
+        lambda t: all(not (a.write and t.buffers[a.buffer].kind is BufferKind.WEIGHT) for a in _accesses(t)),
     ),
     (
         "weights, inputs and state have unique names",
-        lambda t: _unique(
-            b.name for b in t.buffers if b.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
-        ),
+        lambda t: _unique(b.name for b in t.buffers if b.kind in NAMED),
     ),
-    ("every undeclared alias was seen at least once", lambda t: _all(times > 0 for _, times in t.aliases)),
+    ("every undeclared alias was seen at least once", lambda t: all(times > 0 for _, times in t.aliases)),
     (
         "batch and context of the step are positive, and its numbers are possible",
         lambda t: (
-            0 < t.step.batch <= MAX_COUNT
-            and 0 < t.step.context <= MAX_COUNT
-            and 0 <= t.step.reserve <= MAX_COUNT
+            0 < min(t.step.batch, t.step.context)
+            and 0 <= t.step.reserve
+            and max(t.step.batch, t.step.context, t.step.reserve) <= MAX_COUNT
         ),
     ),
     (
         "grids and blocks have possible sizes",
-        lambda t: _all(0 <= n <= MAX_COUNT for x in t.launches for n in (*x.grid, *x.block)),
+        lambda t: all(0 <= n <= MAX_COUNT for x in t.launches for n in (*x.grid, *x.block)),
     ),
 ]
 
 GRAPH_RULES: list[Rule] = [
     (
         "every edge points forward in the trace",
-        lambda g: _all(0 <= e.src < e.dst < len(g.trace.launches) for e in g.edges),
+        lambda g: all(0 <= e.src < e.dst < len(g.trace.launches) for e in g.edges),
     ),
     (
         "every value is made before it is read",
-        lambda g: _all(v.producer is None or _all(v.producer < r for r in v.readers) for v in g.values),
+        lambda g: all(v.producer is None or all(v.producer < r for r in v.readers) for v in g.values),
     ),
     (
         "every value names a buffer of the trace",
-        lambda g: _all(0 <= v.buffer < len(g.trace.buffers) for v in g.values),
+        lambda g: _name((v.buffer for v in g.values), g.trace.buffers),
     ),
     (
         "every value lies inside its buffer",
-        lambda g: _all(0 <= v.start <= v.stop <= g.trace.buffers[v.buffer].size_bytes for v in g.values),
+        lambda g: all(0 <= v.start <= v.stop <= g.trace.buffers[v.buffer].size_bytes for v in g.values),
     ),
     (
         "every value is read by launches of the trace",
-        lambda g: _all(0 <= r < len(g.trace.launches) for v in g.values for r in v.readers),
+        lambda g: all(_name(v.readers, g.trace.launches) for v in g.values),
     ),
     (
         "every group is of launches of the trace",
-        lambda g: _all(0 <= x < len(g.trace.launches) for group in g.groups for x in group),
+        lambda g: all(_name(group, g.trace.launches) for group in g.groups),
     ),
     ("no launch is in two groups", lambda g: _unique(x for group in g.groups for x in group)),
 ]
@@ -235,37 +231,33 @@ CLUSTER_RULES: list[Rule] = [
     ("device names are unique", lambda c: _unique(c.names)),
     (
         "every link joins two different devices of the cluster",
-        lambda c: _all(x.src != x.dst and x.src in c.names and x.dst in c.names for x in c.links),
+        lambda c: all(x.src != x.dst and {x.src, x.dst} <= set(c.names) for x in c.links),
     ),
     (
         "every link has a positive bandwidth and a latency that is not negative",
-        lambda c: _all(
-            x.gbps > 0 and x.latency_us >= 0 and math.isfinite(x.gbps + x.latency_us) for x in c.links
-        ),
+        lambda c: all(0 < x.gbps < math.inf and 0 <= x.latency_us < math.inf for x in c.links),
     ),
     (
         "every two devices are joined in both directions",
-        lambda c: _all(
-            a == b or any((x.src, x.dst) == (a, b) for x in c.links) for a in c.names for b in c.names
-        ),
+        lambda c: {(x.src, x.dst) for x in c.links} >= set(permutations(c.names, 2)),
     ),
 ]
 
 COSTS_RULES: list[Rule] = [
-    ("every launch is priced on every device", lambda c: _all(len(r) == len(c.devices) for r in c.costs)),
+    ("every launch is priced on every device", lambda c: all(len(r) == len(c.devices) for r in c.costs)),
     (
         "every time is finite, not negative and at most a day",
-        lambda c: _all(x.is_sane for row in c.costs for x in row),
+        lambda c: all(x.is_sane for row in c.costs for x in row),
     ),
     (
         "every relative error is finite and not negative",
-        lambda c: _all(_is_error(x) for row in c.costs for x in row),
+        lambda c: all(_is_error(x) for row in c.costs for x in row),
     ),
 ]
 
 
 def _is_error(cost: Cost) -> bool:
-    return math.isfinite(cost.rel_error) and cost.rel_error >= 0
+    return 0 <= cost.rel_error < math.inf
 
 
 def _bad_cost(costs: Costs) -> str:
@@ -283,50 +275,40 @@ UNIT_RULES: list[Rule] = [
     ("a work unit has a step", lambda u: len(u.graphs) > 0),
     (
         "every step has a multiplicity of at least one, and a possible one",
-        lambda u: len(u.counts) == len(u.graphs) and _all(1 <= n <= MAX_COUNT for n in u.counts),
+        lambda u: len(u.counts) == len(u.graphs) and all(1 <= n <= MAX_COUNT for n in u.counts),
     ),
 ]
 
 
-def _ends_meet(program: Program) -> bool:
-    """Each transfer has one send, on its source, and one receive, on its destination."""
-    sent: list[tuple[int, int]] = []
-    received: list[tuple[int, int]] = []
-    for device, column in enumerate(program.instructions):
-        for i in column:
-            if isinstance(i, Send):
-                sent.append((i.transfer, device))
-            elif isinstance(i, Recv):
-                received.append((i.transfer, device))
-    named = list(enumerate(program.transfers))
-    return sorted(sent) == [(n, t.src) for n, t in named] and sorted(received) == [
-        (n, t.dst) for n, t in named
-    ]
+def _ends(program: Program, kind: type[Send] | type[Recv]) -> list[tuple[int, int]]:
+    """(transfer, device) of every instruction of one kind, sorted."""
+    columns = enumerate(program.instructions)
+    return sorted((i.transfer, d) for d, column in columns for i in column if isinstance(i, kind))
 
 
 PROGRAM_RULES: list[Rule] = [
     (
         "every launch runs on exactly one device",
-        lambda p: _unique(i.launch for i in _flat(p) if isinstance(i, Run)),
+        lambda p: _unique(i.launch for column in p.instructions for i in column if isinstance(i, Run)),
     ),
     (
         "every transfer has one sender and one receiver, at its own ends",
-        _ends_meet,
+        lambda p: (
+            _ends(p, Send) == [(n, t.src) for n, t in enumerate(p.transfers)]
+            and _ends(p, Recv) == [(n, t.dst) for n, t in enumerate(p.transfers)]
+        ),
     ),
-    ("every transfer joins two different devices", lambda p: _all(t.src != t.dst for t in p.transfers)),
+    ("every transfer joins two different devices", lambda p: all(t.src != t.dst for t in p.transfers)),
     (
         "nothing is used after it is freed",
-        lambda p: _all(_unique(i.buffer for i in column if isinstance(i, Free)) for column in p.instructions),
+        lambda p: all(_unique(i.buffer for i in column if isinstance(i, Free)) for column in p.instructions),
     ),
 ]
 
 TIMELINE_RULES: list[Rule] = [
-    ("no span ends before it starts", lambda t: _all(s.stop_us >= s.start_us for s in t.spans)),
-    (
-        "spans are sorted by start",
-        lambda t: _all(a.start_us <= b.start_us for a, b in zip(t.spans, t.spans[1:], strict=False)),
-    ),
-    ("no request completes before it arrives", lambda t: _all(a <= b for _, a, b in t.requests)),
+    ("no span ends before it starts", lambda t: all(s.stop_us >= s.start_us for s in t.spans)),
+    ("spans are sorted by start", lambda t: all(a.start_us <= b.start_us for a, b in pairwise(t.spans))),
+    ("no request completes before it arrives", lambda t: all(a <= b for _, a, b in t.requests)),
     (
         "every request has a weight above zero, or none has one",
         lambda t: not t.weights or (len(t.weights) == len(t.requests) and min(t.weights) > 0),
@@ -362,13 +344,3 @@ def verify(record: Any) -> None:
         if not holds(record):
             where = PLACES.get(type(record), lambda _: "")(record)
             raise RuleBroken(f"{type(record).__name__.lower()} breaks the rule: {sentence}{where}")
-
-
-def _flat(program: Program) -> Iterator[Any]:
-    for column in program.instructions:
-        yield from column
-
-
-def _unique(items: Iterable[Any]) -> bool:
-    listed = list(items)
-    return len(listed) == len(set(listed))
