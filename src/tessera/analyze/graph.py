@@ -436,11 +436,7 @@ def values(trace: Trace) -> tuple[Value, ...]:
 
 
 def _touch(
-    trace: Trace,
-    newest: list[_Version],
-    versions: list[list[_Version]],
-    index: int,
-    accesses: list[Access],
+    trace: Trace, newest: list[_Version], versions: list[list[_Version]], index: int, accesses: list[Access]
 ) -> None:
     buffer = accesses[0].buffer
     size = trace.buffers[buffer].size_bytes

@@ -44,11 +44,7 @@ PROPERTIES = SimpleNamespace(
 
 # Off: passes that run or time operators on the device while compiling, and compiling in other processes,
 # which know nothing of this one's make-believe.
-CONFIG: dict[str, Any] = {
-    "joint_graph_constant_folding": False,
-    "shape_padding": False,
-    "compile_threads": 1,
-}
+CONFIG: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding": False, "compile_threads": 1}
 
 
 @contextlib.contextmanager

@@ -268,7 +268,12 @@ def check_operator(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
 ) -> None:
     """Refuses host reads of what varies, which would decide what runs, and writes that no schema declares."""
-    check_honest(func, args, kwargs)
+    is_silent = func._schema.name in SILENT_WRITERS and given(func, "training", args, kwargs)
+    if is_silent and given(func, "running_mean", args, kwargs) is not None:
+        fail(
+            f"{func} changes its running statistics, which its schema does not say",
+            "Call the model's eval() first.",
+        )
     if _answers_the_host(func) and _any_varies((args, kwargs), varies):
         refuse_read(str(func))
     if _sizes_by_value(func) and _any_varies(_deciding(func, args, kwargs), varies):
@@ -304,17 +309,6 @@ def _answers_the_host(func: Any) -> bool:
         return False
     returns = func._schema.returns
     return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
-
-
-def check_honest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a call that writes more than its schema says."""
-    if func._schema.name not in SILENT_WRITERS:
-        return
-    if given(func, "training", args, kwargs) and given(func, "running_mean", args, kwargs) is not None:
-        fail(
-            f"{func} changes its running statistics, which its schema does not say",
-            "Call the model's eval() first.",
-        )
 
 
 def check_tensor(tensor: torch.Tensor) -> None:

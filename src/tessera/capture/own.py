@@ -347,11 +347,17 @@ def own_launches(see: See | None = None) -> Iterator[None]:
             stack.enter_context(triton_anywhere())
         if see is not None:
             stack.enter_context(_unknown_refused())
-        _seeing.append(see)
-        try:
-            yield
-        finally:
-            _seeing.pop()
+        stack.enter_context(_shown_to(see))
+        yield
+
+
+@contextlib.contextmanager
+def _shown_to(see: See | None) -> Iterator[None]:
+    _seeing.append(see)
+    try:
+        yield
+    finally:
+        _seeing.pop()
 
 
 @contextlib.contextmanager
@@ -401,12 +407,8 @@ def triton_anywhere() -> Iterator[None]:
 @contextlib.contextmanager
 def inside_operator() -> Iterator[None]:
     """While entered, an operator's own code runs: it is one launch, whatever it launches and reads."""
-    _seeing.append(None)
-    try:
-        with reads_allowed():
-            yield
-    finally:
-        _seeing.pop()
+    with _shown_to(None), reads_allowed():
+        yield
 
 
 @contextlib.contextmanager

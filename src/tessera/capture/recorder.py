@@ -36,7 +36,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,19 +75,7 @@ from tessera.capture.own import AccessesOf, OwnLaunch, inside_operator, prove, t
 from tessera.capture.reads import reads_refused
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.errors import CaptureError
-from tessera.ir import (
-    Access,
-    Arg,
-    Buffer,
-    BufferKind,
-    Kernel,
-    Launch,
-    Origin,
-    Region,
-    Step,
-    Trace,
-    View,
-)
+from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
 
 
 class Ledger:
@@ -267,7 +254,7 @@ class Scopes:
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(m): name for name, m in module.named_modules()}
         self._stack: list[str] = []
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._by_number: dict[int, str] = {}
 
     @property
@@ -285,17 +272,12 @@ class Scopes:
         return self.current
 
     def __enter__(self) -> "Scopes":
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), self.current))

@@ -60,11 +60,6 @@ def digest(record: Any) -> str:
     return hashlib.sha256(body_of(record)).hexdigest()
 
 
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
 def _is_union(tp: Any) -> bool:
     return get_origin(tp) in (Union, types.UnionType)
 
@@ -78,27 +73,15 @@ def _encoder(tp: Any) -> Convert:
     if get_origin(tp) is tuple:
         items = get_args(tp)
         if len(items) == 2 and items[1] is Ellipsis:
-            each = _late(_encoder, items[0])
+            each = _encoder(items[0])
             return lambda value: [each(x) for x in value]
-        parts = [_late(_encoder, item) for item in items]
+        parts = [_encoder(item) for item in items]
         return lambda value: [f(x) for f, x in zip(parts, value, strict=True)]
     if tp is float:
         return _encode_float
     if isinstance(tp, type) and issubclass(tp, Enum):
         return lambda value: value.value
     return lambda value: value
-
-
-def _late(build: Callable[[Any], Convert], tp: Any) -> Convert:
-    """Builds on first use, so that recursive types end."""
-    built: list[Convert] = []
-
-    def call(value: Any) -> Any:
-        if not built:
-            built.append(build(tp))
-        return built[0](value)
-
-    return call
 
 
 def _encode_float(value: float) -> Any:
@@ -118,8 +101,8 @@ def _encode_any(value: Any) -> Any:
 
 
 def _encode_dataclass(cls: type) -> Convert:
-    hints = _hints(cls)
-    fields = [(f.name, f.default, _late(_encoder, hints[f.name])) for f in dataclasses.fields(cls)]
+    hints = get_type_hints(cls)
+    fields = [(f.name, f.default, _encoder(hints[f.name])) for f in dataclasses.fields(cls)]
 
     def call(record: Any) -> dict[str, Any]:
         plain = {}
@@ -141,9 +124,9 @@ def _decoder(tp: Any) -> Convert:
     if get_origin(tp) is tuple:
         items = get_args(tp)
         if len(items) == 2 and items[1] is Ellipsis:
-            each = _late(_decoder, items[0])
+            each = _decoder(items[0])
             return lambda plain: tuple(each(x) for x in _need(list, plain))
-        parts = [_late(_decoder, item) for item in items]
+        parts = [_decoder(item) for item in items]
         return lambda plain: tuple(f(x) for f, x in zip(parts, _need(list, plain), strict=True))
     if tp is float:
         return _decode_float
@@ -169,8 +152,8 @@ def _decode_float(plain: Any) -> float:
 
 
 def _decode_dataclass(cls: type) -> Convert:
-    hints = _hints(cls)
-    fields = {f.name: _late(_decoder, hints[f.name]) for f in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
+    fields = {f.name: _decoder(hints[f.name]) for f in dataclasses.fields(cls)}
     old = {before: now for before, now in RENAMED.items() if now in fields and before not in fields}
 
     def call(plain: Any) -> Any:
@@ -180,21 +163,12 @@ def _decode_dataclass(cls: type) -> Convert:
     return call
 
 
-def _resolve(item: Any, union: Any) -> Any:
-    """A forward reference inside a recursive union means the union itself."""
-    if get_origin(item) is tuple and any(isinstance(x, str | typing.ForwardRef) for x in get_args(item)):
-        return tuple[union, ...]
-    return item
-
-
-def _name(tp: Any) -> str:
-    return str(tp.__name__)
-
-
 def _decode_union(tp: Any) -> Convert:
-    options: list[Any] = [_resolve(item, tp) for item in get_args(tp)]
-    records = {_name(o): _late(_decoder, o) for o in options if dataclasses.is_dataclass(o)}
-    sequence = next((_late(_decoder, o) for o in options if get_origin(o) is tuple), None)
+    """A tuple among the options is one of the union's own kind: unions are nested, or hold none."""
+    options = get_args(tp)
+    kinds: list[Any] = [option for option in options if dataclasses.is_dataclass(option)]
+    records = {kind.__name__: _decoder(kind) for kind in kinds}
+    is_nested = any(get_origin(o) is tuple for o in options)
     plain_types = tuple(o for o in options if o in (bool, int, float, str, NONE_TYPE))
 
     def call(plain: Any) -> Any:
@@ -203,8 +177,8 @@ def _decode_union(tp: Any) -> Convert:
             if rest:
                 raise TypeError("one tag expected")
             return _decode_float(plain) if tag == "float" and float in options else records[tag](body)
-        if isinstance(plain, list) and sequence is not None:
-            return sequence(plain)
+        if isinstance(plain, list) and is_nested:
+            return tuple(map(call, plain))
         if type(plain) is int and int not in plain_types and float in plain_types:
             return float(plain)
         if type(plain) not in plain_types:

@@ -26,7 +26,7 @@ Refused: reading a tensor's value on the host.
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,16 +34,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.capture.inductor.compile import Around, CompiledStep, compile_step
+from tessera.capture.inductor.compile import CompiledStep, compile_step
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import fake_like, offline
 from tessera.capture.operators import check_operator
-from tessera.capture.own import (
-    AccessesOf,
-    Relaunch,
-    TritonLaunch,
-    inductor_launches,
-)
+from tessera.capture.own import AccessesOf, Relaunch, TritonLaunch, inductor_launches
 from tessera.capture.recorder import Ledger
 from tessera.capture.rng import generator_of
 from tessera.capture.workload import Tensors, Workload
@@ -125,17 +120,11 @@ def record_code(
     ledger.declare(BufferKind.STATE, state)
     kernels: dict[int, Relaunch] = {}
 
-    def see(launch: TritonLaunch) -> None:
-        kernels[note(ledger, launch, accesses_of)] = launch.relaunch
+    def see(seen: TritonLaunch) -> None:
+        launch = ledger.kernel_launch(seen, accesses_of or _not_analyzed)
+        ledger.launch(launch)
+        kernels[launch.kernel] = seen.relaunch
 
-    with code.watched(_watcher(ledger, see)):
-        outputs = code.run(weights, inputs, state)
-    trace = scoped(ledger.trace(step, outputs))
-    verify(trace)
-    return Recording(trace, kernels, code)
-
-
-def _watcher(ledger: Ledger, see: Callable[[TritonLaunch], None]) -> Around:
     @contextlib.contextmanager
     def around(constants: Sequence[torch.Tensor]) -> Iterator[None]:
         for constant in constants:
@@ -143,14 +132,10 @@ def _watcher(ledger: Ledger, see: Callable[[TritonLaunch], None]) -> Around:
         with inductor_launches(see), ExternCalls(ledger):
             yield
 
-    return around
-
-
-def note(ledger: Ledger, seen: TritonLaunch, accesses_of: AccessesOf | None) -> int:
-    """Writes a Triton launch into the ledger; returns its kernel's number."""
-    launch = ledger.kernel_launch(seen, accesses_of or _not_analyzed)
-    ledger.launch(launch)
-    return launch.kernel
+    outputs = code.run(weights, inputs, state, around)
+    trace = scoped(ledger.trace(step, outputs))
+    verify(trace)
+    return Recording(trace, kernels, code)
 
 
 def _not_analyzed(*_: Any) -> tuple[tuple[Access, ...], str]:

@@ -2,7 +2,7 @@
 
 The step is traced (see `trace_step`) and cut. A region is compiled when it is first called: AOTAutograd makes
 it functional and Inductor compiles it, once for all regions that are alike. `CompiledStep.run` calls one
-after another as any compiled model is called; `CompiledStep.watched` does so with a context around each.
+after another as any compiled model is called, with a context around each where one is given.
 
 Settings that differ from Inductor's own: the static launcher is off (it drops the PTX), caches are off (a
 cached kernel may have been made with other settings), and no memory is used twice (`allow_buffer_reuse`,
@@ -249,32 +249,24 @@ class CompiledStep:
     ) -> None:
         self._names, self._regions, self._outputs, self._settings = names, regions, outputs, settings
         self._compiled: dict[Any, _Compiled] = {}
-        self._around: Around = lambda _: contextlib.nullcontext()
 
-    def run(self, weights: Tensors, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """Calls the compiled step."""
+    def run(
+        self, weights: Tensors, inputs: Tensors, state: Tensors, around: Around = contextlib.nullcontext
+    ) -> dict[str, torch.Tensor]:
+        """Calls the compiled step; `around(its constants)` is entered for each call of compiled code."""
         groups = zip(self._names, (weights, inputs, state), strict=True)
         values = dict(enumerate(tensors[name] for names, tensors in groups for name in names))
         with torch.no_grad():
             for region in self._regions:
                 args = [values[number] for number in region.takes]
                 compiled = self._compile(region, args)
-                with self._around(compiled.constants):
+                with around(compiled.constants):
                     made = compiled.call(*args)
                 _check_views(region, args, made)
                 values.update(zip(region.gives, made, strict=True))
                 for number in region.frees:
                     del values[number]
         return {name: values[number] for name, number in self._outputs.items()}
-
-    @contextlib.contextmanager
-    def watched(self, around: Around) -> Iterator[None]:
-        """While active, `around(its constants)` is entered for each call of compiled code."""
-        before, self._around = self._around, around
-        try:
-            yield
-        finally:
-            self._around = before
 
     def _compile(self, region: GraphRegion, args: Sequence[torch.Tensor]) -> _Compiled:
         key = region.key, alike(args)
@@ -287,13 +279,11 @@ def inductor_config(**changes: Any) -> AbstractContextManager[Any]:
     """Inductor's settings for a recording, with changes; unknown names are another version's."""
     from torch._inductor import config
 
-    wanted = {k: v for k, v in {**CONFIG, **changes}.items() if _has(config, k)}
-    patch: AbstractContextManager[Any] = config.patch(wanted)
+    known: Any = config._config  # type: ignore[attr-defined]
+    patch: AbstractContextManager[Any] = config.patch(
+        {k: v for k, v in {**CONFIG, **changes}.items() if k in known}
+    )
     return patch
-
-
-def _has(config: Any, name: str) -> bool:
-    return name in config._config
 
 
 def compile_step(
@@ -465,16 +455,11 @@ def _borders(module: torch.nn.Module, tracer: _Tracer) -> Iterator[None]:
     def note(*_: Any) -> None:
         tracer.borders.append(tracer.length)
 
-    handles = [
-        handle
-        for block in _blocks(module)
-        for handle in (block.register_forward_pre_hook(note), block.register_forward_hook(note))
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for block in _blocks(module):
+            stack.callback(block.register_forward_pre_hook(note).remove)
+            stack.callback(block.register_forward_hook(note).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -17,7 +17,7 @@ run, as where a result is viewed in a way that only whole tensors can be.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,12 +167,10 @@ def _called(layers: dict[str, torch.nn.Linear]) -> Iterator[list[tuple[str, torc
     def note(path: str) -> Callable[[torch.nn.Module, Any], None]:
         return lambda _, given: inputs.append((path, given[0], given[0]._version))
 
-    handles = [layer.register_forward_pre_hook(note(path)) for path, layer in layers.items()]
-    try:
+    with ExitStack() as stack:
+        for path, layer in layers.items():
+            stack.callback(layer.register_forward_pre_hook(note(path)).remove)
         yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _groups(

@@ -287,10 +287,7 @@ def attend_pages(
 @contextmanager
 def exchanged_attention(cache: PagedCache, is_dense: bool) -> Iterator[None]:
     """While entered, registered attention reads pages and masks are rules; over dense rows, they are made."""
-    attention, masks = (
-        modeling_utils.ALL_ATTENTION_FUNCTIONS,
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
-    )
+    attention, masks = (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any

@@ -78,13 +78,9 @@ def _encode(model: Any, step: Step) -> Workload:
     def make_inputs(seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
         patches = torch.randn((step.batch * num_patches, patch), generator=random).to(model.dtype)
-        return {"patches": patches, "places": _plain(places), "window_index": _plain(index)}
+        return {"patches": patches, "places": places.clone(), "window_index": index.clone()}
 
     return Workload(step, model, call, make_inputs, lambda seed: {}, lambda first, run, last: dict(first))
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
 
 
 def _patch_places(height: int, width: int, merge: int) -> torch.Tensor:
