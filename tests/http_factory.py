@@ -10,9 +10,9 @@ from typing import Any
 
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.serve.app import create_app
-from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
+from tessera.serve.openai.read import Endpoint, ModelCard
 from tessera.serve.records import AnswerPiece, Ask, DeviceView, Event, Finish, Latency, Snapshot, Token
 from tessera.serve.server import HttpServer, bind, url_of
 from tessera.serve.text import ByteText
@@ -128,7 +128,7 @@ def running(
     is_local: bool = False,
 ) -> Iterator[Running]:
     """Serves a scripted service until the end of the block."""
-    endpoint = Endpoint(MODEL, service, ByteText(), CAPACITY, 258, 1_700_000_000, lambda: plans)
+    endpoint = Endpoint(ModelCard(MODEL, ByteText(), CAPACITY, 258), service, 1_700_000_000, lambda: plans)
 
     async def stop() -> None:
         service.is_stopped = True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
     from tessera.ir import Cluster, Device
     from tessera.serve.limits import HttpLimits
-    from tessera.serve.start import RunningAlone, RunningService, ServeOptions
+    from tessera.serve.start import RunningService, ServeOptions
 
 # The engine wants the interpreter right after every step, while HTTP writes what the step before gave: with
 # Python's own 5 ms it waited that long, a fifth of the tokens a second at steps of 10 ms.
@@ -163,8 +163,8 @@ def _options(
     plan_cache: bool,
 ) -> "ServeOptions":
     from tessera.execute.transport import check_name
-    from tessera.serve.auth import read_keys
     from tessera.serve.kept_plans import default_folder
+    from tessera.serve.limits import read_keys
     from tessera.serve.planning import ServeSpec, objectives_of
     from tessera.serve.server import is_loopback
     from tessera.serve.start import ServeOptions
@@ -220,7 +220,7 @@ def _serve(
     hub: "MakeHub | None" = None,
 ) -> None:
     from tessera.serve.server import HttpServer, bind, url_of
-    from tessera.serve.start import RunningAlone, is_alone, started, started_alone
+    from tessera.serve.start import started
 
     sys.setswitchinterval(SWITCH_S)
     bound = bind(*address)
@@ -230,60 +230,25 @@ def _serve(
         )
     with _stoppable(), bound, ExitStack() as stack:
         with progress(f"serving {model}") as advance:
-            ready: RunningAlone | RunningService
-            if is_alone(model):
-                ready = stack.enter_context(started_alone(model, cluster, options, advance=advance))
-            else:
-                ready = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
+            ready = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
 
         async def stop() -> None:
             await asyncio.to_thread(ready.service.stop, 0.0)
 
         def announce() -> None:
-            seconds = time.perf_counter() - started_s
-            if isinstance(ready, RunningAlone):
-                _announce_alone(ready, url_of(bound), seconds, as_json)
-            else:
-                _announce(ready, cluster.names, url_of(bound), seconds, as_json)
+            _announce(ready, url_of(bound), time.perf_counter() - started_s, as_json)
 
         HttpServer(ready.app, options.limits, stop, _say, announce).run(sockets=[bound])
 
 
-def _announce(ready: "RunningService", names: Sequence[str], url: str, seconds: float, as_json: bool) -> None:
+def _announce(ready: "RunningService", url: str, seconds: float, as_json: bool) -> None:
     """One line, when the first request would be answered."""
-    if not as_json:
-        for line in ready.summary:
-            _say(line)
-        console().print(f"{ready.name} at {url} after {seconds:.1f} s", markup=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps({"url": url, **ready.facts, "seconds": round(seconds, 3)}))
         return
-    shape = ready.service.shape
-    document = {
-        "url": url,
-        "model": ready.name,
-        "devices": list(names),
-        "policies": list(ready.service.snapshot().policies),
-        "microbatches": shape.microbatches,
-        "seqs": shape.rows,
-        "max_model_len": shape.capacity,
-        # Their names of before, for one release.
-        "slots": shape.microbatches,
-        "rows": shape.rows,
-        "max_len": shape.capacity,
-        "step_tokens": list(shape.sizes),
-        "pool_tokens": shape.pool_tokens,
-        "seconds": round(seconds, 3),
-    }
-    typer.echo(json.dumps(document))
-
-
-def _announce_alone(ready: "RunningAlone", url: str, seconds: float, as_json: bool) -> None:
-    """The same of what is served on one device."""
-    if not as_json:
-        told = f"{ready.name} ({ready.summary}) at {url} after {seconds:.1f} s"
-        console().print(told, markup=False, soft_wrap=True)
-        return
-    document = {"url": url, "model": ready.name, "devices": [ready.device], **ready.sizes}
-    typer.echo(json.dumps({**document, "seconds": round(seconds, 3)}))
+    for line in ready.summary:
+        _say(line)
+    console().print(f"{ready.title} at {url} after {seconds:.1f} s", markup=False, soft_wrap=True)
 
 
 def _http_limits(body_bytes: int, requests: int, drain_s: float) -> "HttpLimits":

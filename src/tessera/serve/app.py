@@ -13,13 +13,22 @@
 The application only translates: the endpoint is handed in; `start` makes it and ends it, `server` listens.
 Bodies are taken here, not by FastAPI, and read by `reading`: within limits, strictly, and only as
 application/json, which a page of another site cannot send to a server on this machine unasked.
+
+The live page is one HTML file without a byte from elsewhere. It reads the state every second, and the plan
+when the policy changes. Utilisation in the state is measured here over the last seconds; every figure of a
+plan is modelled. The page's script and style are named by their hashes in the Content-Security-Policy, so
+that the browser runs nothing else, whatever a name may hold.
 """
 
 import asyncio
+import base64
+import hashlib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -29,12 +38,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
-from tessera.ir import Plan
-from tessera.serve.auth import CLIENT, Keys
-from tessera.serve.endpoint import Endpoint
-from tessera.serve.limits import ClientGone, HeldBody, HttpLimits, RequestLimiter, while_there
+from tessera.ir import Lane, Plan
+from tessera.serve.limits import CLIENT, ClientGone, HeldBody, HttpLimits, Keys, RequestLimiter, while_there
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
-from tessera.serve.openai.asking import make_asks
 from tessera.serve.openai.bodies import (
     ChatRequest,
     CompletionRequest,
@@ -45,7 +51,7 @@ from tessera.serve.openai.bodies import (
     no_such_model,
 )
 from tessera.serve.openai.errors import ApiError, JsonResponse, add_handlers
-from tessera.serve.openai.read import EmbeddingDraft, ModelCard
+from tessera.serve.openai.read import EmbeddingDraft, Endpoint, make_asks
 from tessera.serve.openai.write import (
     Writer,
     answer_embedding,
@@ -54,9 +60,51 @@ from tessera.serve.openai.write import (
     send_document,
     stream,
 )
-from tessera.serve.page import live_page, plan_document, state_document
 from tessera.serve.reading import Reading
-from tessera.serve.records import ImageDraft
+from tessera.serve.records import ImageDraft, Snapshot, step_name
+
+
+class BodyRoute(NamedTuple):
+    """A path that takes a body: how it is read (`reading.READERS`), and what models it is for."""
+
+    path: str
+    kind: str
+    body: type[BaseModel]
+    makes: tuple[str, ...]
+    about: str
+
+
+ROUTES = (
+    BodyRoute(
+        "/v1/chat/completions", "chat", ChatRequest, ("text",),
+        "Answers a conversation, whole or as a stream of server-sent events.",
+    ),
+    BodyRoute(
+        "/v1/completions", "completion", CompletionRequest, ("text",),
+        "Goes on with one or more prompts, whole or as a stream of server-sent events.",
+    ),
+    BodyRoute(
+        "/v1/embeddings", "embedding", EmbeddingRequest, ("vectors",),
+        "Vectors of texts, where the model is an encoder.",
+    ),
+    BodyRoute(
+        "/v1/images/generations", "image", ImageRequest, ("pictures",),
+        "Pictures from words, where the model is a pipeline for them.",
+    ),
+    BodyRoute(
+        "/tokenize", "tokenize", TokenizeRequest, ("text", "vectors"),
+        "The tokens of a prompt or a conversation.",
+    ),
+    BodyRoute("/detokenize", "detokenize", DetokenizeRequest, ("text", "vectors"), "The text of tokens."),
+)  # fmt: skip
+# What a model makes -> what is told of it to who asks for something else.
+DOES = {
+    "text": "generates text only",
+    "vectors": "makes embeddings only; use /v1/embeddings",
+    "pictures": "makes pictures only; use /v1/images/generations",
+}
+# Decisions that the state shows, the last ones.
+NUM_DECISIONS = 20
 
 
 class ErrorBody(BaseModel):
@@ -111,62 +159,32 @@ def create_app(
     app = FastAPI(title="Tessera", version=__version__, docs_url=None, redoc_url=None)
     limits = limits or HttpLimits()
     limiter = app.state.limiter = RequestLimiter(limits)
-    reading = app.state.reading = Reading(_card(endpoint))
+    reading = app.state.reading = Reading(endpoint.card)
     add_handlers(app)
-    _add_openai(app, endpoint, Intake(limits, limiter, reading))
+    intake = Intake(endpoint, limits, limiter, reading)
+    for route in ROUTES:
+        _add_route(app, route, intake)
+    _add_models(app, endpoint)
     _add_views(app, endpoint, metrics, limiter)
     app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
 
-def _card(endpoint: Endpoint) -> ModelCard:
-    mark = endpoint.eyes.mark if endpoint.eyes is not None else ""
-    sizes = (endpoint.capacity, endpoint.vocab_size)
-    if endpoint.embeddings is None:
-        return ModelCard(endpoint.model, endpoint.text, *sizes, mark)
-    pooling = endpoint.embeddings.encoder.pooling
-    return ModelCard(endpoint.model, endpoint.text, *sizes, mark, pooling.prompt, pooling.sizes)
-
-
 @dataclass(frozen=True)
 class Intake:
+    endpoint: Endpoint
     limits: HttpLimits
     limiter: RequestLimiter
     reading: Reading
 
 
-# Kind of body -> the kinds of model that it is for.
-FOR = {
-    "chat": ("text",),
-    "completion": ("text",),
-    "embedding": ("vectors",),
-    "image": ("pictures",),
-    "tokenize": ("text", "vectors"),
-    "detokenize": ("text", "vectors"),
-}
-# Kind of model -> what it does.
-DOES = {
-    "text": "generates text only",
-    "vectors": "makes embeddings only; use /v1/embeddings",
-    "pictures": "makes pictures only; use /v1/images/generations",
-}
-
-
-def check_kind(kind: str, endpoint: Endpoint) -> None:
-    """Refuses what another kind of model is for."""
-    own = "text" if endpoint.embeddings is None else "vectors"
-    own = own if endpoint.images is None else "pictures"
-    if own not in FOR[kind]:
-        raise ApiError(400, f"'{endpoint.model}' {DOES[own]}", "model", "unsupported_model")
-
-
 class BodyResponse(Response):
-    """An answer to a body, worked out while it is sent. `kind` says how the body is read."""
+    """An answer to a body, worked out while it is sent."""
 
-    def __init__(self, kind: str, endpoint: Endpoint, intake: Intake) -> None:
+    def __init__(self, route: BodyRoute, intake: Intake) -> None:
         super().__init__()
-        self._kind, self._endpoint, self._intake = kind, endpoint, intake
+        self._route, self._intake = route, intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Takes the body, asks, and sends; a client that has gone is sent nothing."""
@@ -182,72 +200,55 @@ class BodyResponse(Response):
             return
 
     async def _respond(self, body: HeldBody, scope: Scope, send: Send) -> None:
-        check_kind(self._kind, self._endpoint)
-        draft = await self._intake.reading.read(self._kind, body.raw)
+        endpoint = self._intake.endpoint
+        if endpoint.card.makes not in self._route.makes:
+            message = f"'{endpoint.card.model}' {DOES[endpoint.card.makes]}"
+            raise ApiError(400, message, "model", "unsupported_model")
+        draft = await self._intake.reading.read(self._route.kind, body.raw)
         body.drop()
         if isinstance(draft, bytes):
-            await send_document(draft, send)
-            return
-        if isinstance(draft, EmbeddingDraft):
-            await send_document(await answer_embedding(self._endpoint, draft), send)
-            return
-        if isinstance(draft, ImageDraft):
-            await send_document(await answer_image(self._endpoint, draft), send)
-            return
-        service = self._endpoint.service
-        batch = await make_asks(draft, self._endpoint, str(scope.get(CLIENT, "")))
-        writer = Writer(self._endpoint, batch)
-        if draft.is_stream:
-            await stream(service, batch, writer, send)
+            document = draft
+        elif isinstance(draft, EmbeddingDraft):
+            document = await answer_embedding(endpoint, draft)
+        elif isinstance(draft, ImageDraft):
+            document = await answer_image(endpoint, draft)
         else:
-            await send_document(await answer_whole(service, batch, writer), send)
+            batch = await make_asks(draft, endpoint, str(scope.get(CLIENT, "")))
+            writer = Writer(endpoint.card, batch)
+            if draft.is_stream:
+                await stream(endpoint.service, batch, writer, send)
+                return
+            document = await answer_whole(endpoint.service, batch, writer)
+        await send_document(document, send)
 
 
-def _add_openai(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
-    def shown_as(kind: type[BaseModel], *tags: str) -> dict[str, Any]:
-        """For the OpenAPI page: the body, which FastAPI cannot see, and the answers."""
-        ref = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        answers = (STREAMS if kind in (ChatRequest, CompletionRequest) else {}) | ERRORS
-        shown = {"tags": list(tags) or ["OpenAI"], "responses": answers}
-        return {**shown, "openapi_extra": {"requestBody": body}}
+def _add_route(app: FastAPI, route: BodyRoute, intake: Intake) -> None:
+    """With what FastAPI cannot see, for the OpenAPI page: the body, and the answers."""
 
-    @app.post("/v1/chat/completions", **shown_as(ChatRequest))
-    async def chat_completions() -> Response:
-        """Answers a conversation, whole or as a stream of server-sent events."""
-        return BodyResponse("chat", endpoint, intake)
+    async def respond() -> Response:
+        return BodyResponse(route, intake)
 
-    @app.post("/v1/completions", **shown_as(CompletionRequest))
-    async def completions() -> Response:
-        """Goes on with one or more prompts, whole or as a stream of server-sent events."""
-        return BodyResponse("completion", endpoint, intake)
+    ref = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+    body = {"required": True, "content": {"application/json": {"schema": ref}}}
+    app.add_api_route(
+        route.path,
+        respond,
+        methods=["POST"],
+        name=route.kind,
+        description=route.about,
+        tags=["OpenAI" if route.path.startswith("/v1/") else "tokens"],
+        responses=(STREAMS if route.makes == ("text",) else {}) | ERRORS,
+        openapi_extra={"requestBody": body},
+    )
 
-    @app.post("/v1/embeddings", **shown_as(EmbeddingRequest))
-    async def embeddings() -> Response:
-        """Vectors of texts, where the model is an encoder."""
-        return BodyResponse("embedding", endpoint, intake)
 
-    @app.post("/v1/images/generations", **shown_as(ImageRequest))
-    async def images() -> Response:
-        """Pictures from words, where the model is a pipeline for them."""
-        return BodyResponse("image", endpoint, intake)
-
-    @app.post("/tokenize", **shown_as(TokenizeRequest, "tokens"))
-    async def tokenize() -> Response:
-        """The tokens of a prompt or a conversation."""
-        return BodyResponse("tokenize", endpoint, intake)
-
-    @app.post("/detokenize", **shown_as(DetokenizeRequest, "tokens"))
-    async def detokenize() -> Response:
-        """The text of tokens."""
-        return BodyResponse("detokenize", endpoint, intake)
-
+def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
     card = {
-        "id": endpoint.model,
+        "id": endpoint.card.model,
         "object": "model",
         "created": endpoint.created,
         "owned_by": "tessera",
-        "max_model_len": endpoint.capacity,
+        "max_model_len": endpoint.card.capacity,
     }
 
     @app.get("/v1/models", tags=["OpenAI"], responses=NEEDS_KEY)
@@ -258,19 +259,19 @@ def _add_openai(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
     @app.get("/v1/models/{name:path}", tags=["OpenAI"], responses=NEEDS_KEY | {404: ERRORS[404]})
     async def model(name: str) -> Response:
         """Says what is known of a model."""
-        if name != endpoint.model:
-            raise no_such_model(name, endpoint.model)
+        if name != endpoint.card.model:
+            raise no_such_model(name, endpoint.card.model)
         return JsonResponse(card)
 
 
 def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: RequestLimiter) -> None:
-    page = live_page()
+    html, policy = live_page()
     explained: list[tuple[Plan, dict[str, Any]]] = []
 
     @app.get("/", tags=["live"])
     async def live() -> Response:
         """The live page."""
-        return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy})
+        return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["live"], responses={503: ERRORS[503]})
@@ -309,9 +310,7 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    texts = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-    kinds: tuple[type[BaseModel], ...] = (*texts, EmbeddingRequest, ImageRequest)
-    bodies = [(kind, "validation") for kind in kinds]
+    bodies = [(route.body, "validation") for route in ROUTES]
     _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     page["components"]["schemas"] |= found["$defs"]
     for path in page["paths"].values():  # FastAPI's own errors, which are never sent
@@ -320,3 +319,82 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         page["components"]["schemas"].pop(name, None)
     return page
+
+
+def live_page() -> tuple[str, str]:
+    """The page, and what its browser may do."""
+    html = files("tessera.serve").joinpath("page.html").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src {_hashes(html, 'script')}; style-src {_hashes(html, 'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+def _hashes(html: str, tag: str) -> str:
+    bodies = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in bodies]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def state_document(snapshot: Snapshot) -> dict[str, Any]:
+    found = asdict(snapshot)
+    del found["decided"]
+    names = ("source", "destination", "utilisation", "bytes")
+    found["links"] = [dict(zip(names, link, strict=True)) for link in snapshot.links]
+    found["decisions"] = found["decisions"][-NUM_DECISIONS:]
+    return found
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """One plan: where every step runs, what that should give, and why."""
+    from tessera.plan import explain  # slow to import, and a start does not need it
+
+    found = explain(plan, is_brief=True)
+    names = plan.cluster.names
+    total = sum(lane.rate_per_s for lane in plan.lanes)
+    return {
+        "policy": plan.policy,
+        "objective": plan.objective.value,
+        "modelled": True,
+        "devices": list(names),
+        "lanes": [
+            {"share": lane.rate_per_s / total, "steps": _steps(plan, lane, names)} for lane in plan.lanes
+        ],
+        "utilisation": {use.name: use.utilisation for use in found.devices},
+        "link_utilisation": {use.name: use.utilisation for use in found.links},
+        "bottleneck": found.bottleneck,
+        "simulated_per_s": plan.simulated_per_s,
+        "bound_per_s": plan.bound_per_s,
+        "latency_us": plan.latency_us,
+        "baselines": {b.name: b.throughput_per_s for b in plan.baselines},
+        "layer": _layer(plan),
+        "why": [found.verdict, *(reason.sentence for reason in found.reasons), *found.remarks],
+    }
+
+
+def _layer(plan: Plan) -> dict[str, Any]:
+    """Where one layer of the step that runs most often is placed, along the lane that most work follows."""
+    from tessera.report import main_lane
+    from tessera.report.picture import picture
+
+    step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
+    found = picture(plan, main_lane(plan), step)
+    return {
+        "subject": found.subject,
+        "step": found.step,
+        "lane": found.lane,
+        "columns": list(found.devices),
+        "hidden_after": found.hidden_after,
+        "num_hidden": found.num_hidden,
+        "rows": [asdict(row) for row in found.rows],
+    }
+
+
+def _steps(plan: Plan, lane: Lane, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each step of a lane: how many launches every device runs."""
+    found = []
+    for graph, runs, placed in zip(plan.unit.graphs, plan.unit.counts, lane.placement.devices, strict=True):
+        launches = {name: placed.count(i) for i, name in enumerate(names)}
+        found.append({"step": step_name(graph.trace.step), "runs": runs, "launches": launches})
+    return found

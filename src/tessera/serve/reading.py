@@ -240,7 +240,7 @@ def _answer(kind: str, raw: bytes, card: ModelCard) -> ReadBody:
     except MemoryError:
         return _TOO_LARGE
     except (ApiError, TesseraError) as error:
-        told = error if isinstance(error, ApiError) else api_error(error)
+        told = api_error(error)
         return _Refusal(told.status, told.message, told.param, told.code)
     except Exception:  # noqa: BLE001 - the edge of a process: the server's log tells
         what = "an error inside the server; its log says more"

@@ -4,7 +4,7 @@
         running.app, running.service
 
 Puts together what the other modules make: plans (`planning`, `gpu`), workers, text, engine, HTTP.
-Encoders (`embedding`) and pipelines (`images`) are served without plans and workers: `started_alone`.
+Encoders and pipelines are served on the first device, without plans and workers (`single_device`).
 """
 
 import time
@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import AWAY, Cluster, DeviceKind, Objective, Plan
 from tessera.kernels import PAGE
-from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Average, Prepared, ServeSpec, prepare
 from tessera.serve.service import Service
@@ -28,8 +27,9 @@ from tessera.serve.tokenizer import open_text
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from tessera.serve.embedding import EmbeddingService
-    from tessera.serve.images import ImageService
+    from tessera.serve.metrics import Metrics
+    from tessera.serve.openai.read import Endpoint
+    from tessera.serve.single_device import EmbeddingService, ImageService
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,14 @@ class ServeOptions:
 class RunningService:
     """A service that answers, and the application in front of it."""
 
-    name: str
-    service: Service
+    # With what it makes, if that is not text.
+    title: str
+    service: "Service | EmbeddingService | ImageService"
     app: "FastAPI"
-    # Three lines: what was chosen, what is expected, what another device would add.
+    # Of one that is planned, three lines: what was chosen, what is expected, what another device would add.
     summary: tuple[str, ...]
+    # What else there is to say of it, for programs.
+    facts: dict[str, Any]
 
 
 @contextmanager
@@ -75,11 +78,48 @@ def started(
     `hub` makes the way to workers that are not processes of this machine.
     """
     from tessera.serve.app import create_app
-    from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
-    from tessera.serve.replan import PreparedPlanner
 
     options = options or ServeOptions()
+    name = options.name or (Path(model).name if Path(model).is_dir() else model)
+    metrics = Metrics(name, lambda: made.service.snapshot())  # noqa: PLW0108 - each needs the other
+    with ExitStack() as stack:
+        if is_single_device(model):
+            advance(f"building {model}")
+            made = _single_device(model, name, cluster, options, stack)
+        else:
+            made = _planned(model, name, cluster, options, stack, metrics, hub, advance)
+        app = create_app(made.endpoint, metrics, options.limits, options.keys, options.is_local)
+        stack.enter_context(closing(app.state.reading)).start()
+        facts = {"model": name, **made.facts}
+        yield RunningService(f"{name}{made.title}", made.service, app, made.summary, facts)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What is served, and what is told of it."""
+
+    endpoint: "Endpoint"
+    service: "Service | EmbeddingService | ImageService"
+    facts: dict[str, Any]
+    title: str = ""
+    summary: tuple[str, ...] = ()
+
+
+def _planned(
+    model: str,
+    name: str,
+    cluster: Cluster,
+    options: ServeOptions,
+    stack: ExitStack,
+    metrics: "Metrics",
+    hub: MakeHub | None,
+    advance: Callable[[str], None],
+) -> _Made:
+    from tessera.serve.grammar import open_grammars
+    from tessera.serve.openai.read import Endpoint, ModelCard
+    from tessera.serve.replan import PreparedPlanner
+
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         from tessera.serve.gpu import prepare_on_gpus
 
@@ -87,106 +127,72 @@ def started(
     else:
         prepared = prepare(model, cluster, options.spec, kept=options.kept, advance=advance)
     advance("starting workers")
-    made, shape = prepared.model, prepared.model.shape
-    name = options.name or (Path(model).name if Path(model).is_dir() else model)
-    text, created = open_text(place_of(model)), int(time.time())
-    sight, eyes = made.senses() or (None, None)
-    metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
-    with prepared.workers(options.transport, hub) as stepper:
-        service = Service(
-            stepper,
-            shape,
-            text,
-            model=name,
-            max_waiting=options.max_waiting,
-            prefix_caching=options.prefix_caching,
-            observer=metrics,
-            sight=sight,
-            planner=PreparedPlanner(prepared),
-        )
-        sizes, grammars = (shape.max_tokens, shape.vocab_size), open_grammars(text, shape.vocab_size)
-        endpoint = Endpoint(name, service, text, *sizes, created, lambda: stepper.plans, eyes, grammars)
-        with service:
-            app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
-            with closing(app.state.reading) as reading:
-                reading.start()
-                yield RunningService(name, service, app, lines_of(prepared, options.spec.average))
+    shape, text = prepared.model.shape, open_text(place_of(model))
+    sight, eyes = prepared.model.senses() or (None, None)
+    stepper = stack.enter_context(prepared.workers(options.transport, hub))
+    service = Service(
+        stepper,
+        shape,
+        text,
+        model=name,
+        max_waiting=options.max_waiting,
+        prefix_caching=options.prefix_caching,
+        observer=metrics,
+        sight=sight,
+        planner=PreparedPlanner(prepared),
+    )
+    card = ModelCard(name, text, shape.max_tokens, shape.vocab_size, eyes.mark if eyes else "")
+    grammars = open_grammars(text, shape.vocab_size)
+    endpoint = Endpoint(card, service, int(time.time()), lambda: stepper.plans, eyes, grammars)
+    stack.enter_context(service)
+    facts = {
+        "devices": list(cluster.names),
+        "policies": list(service.snapshot().policies),
+        "microbatches": shape.microbatches,
+        "seqs": shape.rows,
+        "max_model_len": shape.capacity,
+        # Their names of before, for one release.
+        "slots": shape.microbatches,
+        "rows": shape.rows,
+        "max_len": shape.capacity,
+        "step_tokens": list(shape.sizes),
+        "pool_tokens": shape.pool_tokens,
+    }
+    return _Made(endpoint, service, facts, summary=lines_of(prepared, options.spec.average))
 
 
-@dataclass(frozen=True)
-class RunningAlone:
-    """An encoder or a pipeline that is served on one device, and the application in front of it."""
-
-    name: str
-    service: "EmbeddingService | ImageService"
-    app: "FastAPI"
-    device: str
-    # What else there is to say of it: a line, and figures by name.
-    summary: str
-    sizes: dict[str, int]
-
-
-def is_alone(model: str) -> bool:
-    """True for a model that is served on one device: `started_alone` is for it."""
-    from tessera.serve.embedding import embeds
-    from tessera.serve.images import makes_images
+def is_single_device(model: str) -> bool:
+    """True for an encoder or a pipeline."""
+    from tessera.serve.single_device import embeds, makes_images
 
     return makes_images(model) or embeds(model)
 
 
-@contextmanager
-def started_alone(
-    model: str,
-    cluster: Cluster,
-    options: ServeOptions | None = None,
-    *,
-    advance: Callable[[str], None] = lambda what: None,
-) -> Iterator[RunningAlone]:
-    """Serves the embeddings or the pictures of a folder on the first device."""
-    from tessera.serve.app import create_app
-    from tessera.serve.images import makes_images
-    from tessera.serve.metrics import Metrics
+def _single_device(model: str, name: str, cluster: Cluster, options: ServeOptions, stack: ExitStack) -> _Made:
+    from tessera.serve.openai.read import Endpoint, ModelCard
+    from tessera.serve.single_device import (
+        EmbeddingService,
+        Encoder,
+        ImageService,
+        TextToImage,
+        makes_images,
+    )
+    from tessera.serve.text import ByteText
 
-    options = options or ServeOptions()
-    name = options.name or Path(place_of(model)).name
-    advance(f"building {model}")
-    first = cluster.devices[0]
+    first, created = cluster.devices[0], int(time.time())
     device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
-    with ExitStack() as stack:
-        make = _pictures if makes_images(model) else _vectors
-        endpoint, summary, sizes = make(model, name, device, options, stack)
-        service = endpoint.images or endpoint.embeddings
-        assert service is not None, "one of them was made"
-        metrics = Metrics(name, service.snapshot)
-        app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
-        stack.enter_context(closing(app.state.reading)).start()
-        yield RunningAlone(name, service, app, device, summary, sizes)
-
-
-def _vectors(
-    model: str, name: str, device: str, options: ServeOptions, stack: ExitStack
-) -> tuple[Endpoint, str, dict[str, int]]:
-    from tessera.serve.embedding import EmbeddingService, Encoder
-
+    if makes_images(model):
+        images = stack.enter_context(ImageService(TextToImage.open(model, device), name))
+        card = ModelCard(name, ByteText(), 0, 0, makes="pictures")
+        return _Made(Endpoint(card, images, created), images, {"devices": [device]}, " (pictures from words)")
     encoder = Encoder.open(model, device, options.spec.random_weights)
     service = stack.enter_context(EmbeddingService(encoder, name))
     capacity = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens)
-    text = open_text(place_of(model))
-    sizes = (capacity, encoder.vocab_size, int(time.time()))
-    endpoint = Endpoint(name, service, text, *sizes, embeddings=service)
-    told = {"max_len": capacity, "dimensions": encoder.size}
-    return endpoint, f"embeddings of {encoder.size} numbers", told
-
-
-def _pictures(
-    model: str, name: str, device: str, options: ServeOptions, stack: ExitStack
-) -> tuple[Endpoint, str, dict[str, int]]:
-    from tessera.serve.images import ImageService, TextToImage
-    from tessera.serve.text import ByteText
-
-    service = stack.enter_context(ImageService(TextToImage.open(model, device), name))
-    endpoint = Endpoint(name, service, ByteText(), 0, 0, int(time.time()), images=service)
-    return endpoint, "pictures from words", {}
+    text, pooling = open_text(place_of(model)), encoder.pooling
+    card = ModelCard(name, text, capacity, encoder.vocab_size, "", pooling.prompt, pooling.sizes, "vectors")
+    facts = {"devices": [device], "max_len": capacity, "dimensions": encoder.size}
+    title = f" (embeddings of {encoder.size} numbers)"
+    return _Made(Endpoint(card, service, created), service, facts, title)
 
 
 # For people. Rates are modelled, at full load: the plan's own simulated one, or where plans were rehearsed

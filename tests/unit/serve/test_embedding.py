@@ -18,11 +18,14 @@ openai = pytest.importorskip("openai", reason="needs openai")
 
 from http_factory import Running, Scripted, running, serving, wait_until  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
-from tessera.serve.embedding import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
-from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.openai.read import ModelCard, read_embedding  # noqa: E402
+from tessera.serve.openai.read import (  # noqa: E402
+    Endpoint,
+    ModelCard,
+    read_embedding,
+)
+from tessera.serve.single_device import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 from tessera.serve.tokenizer import open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
@@ -163,7 +166,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingServi
 def server(service: EmbeddingService) -> Iterator[Running]:
     text = open_text(str(service.folder))  # type: ignore[attr-defined]
     sizes = (service.encoder.max_tokens, service.encoder.vocab_size)
-    endpoint = Endpoint(MODEL, service, text, *sizes, 1_700_000_000, embeddings=service)
+    card = ModelCard(MODEL, text, *sizes, vector_sizes=service.encoder.pooling.sizes, makes="vectors")
+    endpoint = Endpoint(card, service, 1_700_000_000)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
 

@@ -16,11 +16,11 @@ pytest.importorskip("fastapi")
 import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper, service_of
-from tessera.serve.endpoint import Endpoint
 from tessera.serve.limits import HttpLimits
 from tessera.serve.load import LoadOptions, LoadRun, figures, measure
 from tessera.serve.load_client import parse_address
 from tessera.serve.metrics import Metrics
+from tessera.serve.openai.read import Endpoint, ModelCard
 from tessera.serve.records import Shape
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
@@ -58,7 +58,9 @@ async def _meet(url: str) -> tuple[Counts, LoadRun]:
 @pytest.fixture(scope="module")
 def met() -> Iterator[Met]:
     with service_of(ToyStepper(SHAPE)) as service:
-        endpoint = Endpoint("toy", service, ByteText(), SHAPE.capacity, SHAPE.vocab_size, 1_700_000_000)
+        endpoint = Endpoint(
+            ModelCard("toy", ByteText(), SHAPE.capacity, SHAPE.vocab_size), service, 1_700_000_000
+        )
         with http_factory.serving(endpoint, Metrics("toy", service.snapshot), LIMITS) as server:
             counts, good = asyncio.run(_meet(server.url))
             yield Met(service, server.url, counts, good)

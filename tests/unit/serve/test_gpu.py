@@ -135,6 +135,7 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "prepare_on_gpus", partial(prepare_on_gpus, is_compiled=False))
     options = ServeOptions(spec=ServeSpec(1, 2, 32, 8))
     with started("tiny-llama", make_devices("cuda:0"), options) as ready:
+        assert isinstance(ready.service, Service)
         told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))
 
         assert ("length", 4) == (told.finish.reason, len(told.numbers))

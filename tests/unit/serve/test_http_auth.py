@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from http_factory import Running, Scripted, running  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
-from tessera.serve.auth import is_local_name, read_keys  # noqa: E402
+from tessera.serve.limits import is_local_name, read_keys  # noqa: E402
 
 KEYS = ("first-secret", "second-secret")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

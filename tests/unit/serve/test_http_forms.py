@@ -15,9 +15,9 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
 from http_factory import Running, Scripted, running, serving  # noqa: E402
 from serving_factory import ToyStepper, service_of  # noqa: E402
-from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.grammar import GrammarCompiler  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
+from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
 from tessera.serve.records import Shape  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
@@ -64,7 +64,7 @@ def service() -> Iterator[Service]:
 def server(service: Service) -> Iterator[Running]:
     sizes = (SHAPE.capacity, SHAPE.vocab_size)
     grammars = GrammarCompiler(ByteText(), SHAPE.vocab_size)
-    endpoint = Endpoint(MODEL, service, ByteText(), *sizes, 1_700_000_000, grammars=grammars)
+    endpoint = Endpoint(ModelCard(MODEL, ByteText(), *sizes), service, 1_700_000_000, grammars=grammars)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
 

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from http_factory import Running, serving, wait_until  # noqa: E402
 from own_code import reference  # noqa: E402
 from sampling import examples  # noqa: E402
-from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
+from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.steps import served  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
@@ -41,7 +41,9 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def server(service: Service) -> Iterator[Running]:
-    endpoint = Endpoint(MODEL, service, service.text, CAPACITY, service.shape.vocab_size, 1_700_000_000)
+    endpoint = Endpoint(
+        ModelCard(MODEL, service.text, CAPACITY, service.shape.vocab_size), service, 1_700_000_000
+    )
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
 

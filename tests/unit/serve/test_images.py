@@ -20,10 +20,10 @@ image = pytest.importorskip("PIL.Image", reason="needs pillow")
 
 from http_factory import Running, serving, wait_until  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
-from tessera.serve.endpoint import Endpoint  # noqa: E402
-from tessera.serve.images import ImageService, TextToImage, makes_images  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
-from tessera.serve.start import is_alone, started_alone  # noqa: E402
+from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
+from tessera.serve.single_device import ImageService, TextToImage, makes_images  # noqa: E402
+from tessera.serve.start import is_single_device, started  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL = "small-diffusion"
@@ -90,7 +90,7 @@ def service(folder: Path) -> Iterator[ImageService]:
 
 @pytest.fixture(scope="module")
 def server(service: ImageService) -> Iterator[Running]:
-    endpoint = Endpoint(MODEL, service, ByteText(), 0, 0, 1_700_000_000, images=service)
+    endpoint = Endpoint(ModelCard(MODEL, ByteText(), 0, 0, makes="pictures"), service, 1_700_000_000)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
 
@@ -186,7 +186,7 @@ def test_a_pipelines_folder_is_served(folder: Path) -> None:
     """From its folder to an application, on the CPU."""
     from tessera.profile import parse_devices, wire
 
-    assert is_alone(str(folder))
-    with started_alone(str(folder), wire(parse_devices("cpu"), [])) as running:
-        assert (MODEL, "cpu") == (running.name, running.device)
+    assert is_single_device(str(folder))
+    with started(str(folder), wire(parse_devices("cpu"), [])) as running:
+        assert {"model": MODEL, "devices": ["cpu"]} == running.facts
         assert "single-device" == running.service.snapshot().policy

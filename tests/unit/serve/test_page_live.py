@@ -13,7 +13,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from browser import PHONE, browser, width_of  # noqa: E402
 from http_factory import MODEL, Scripted, running, wait_until  # noqa: E402
 from report_factory import make_plan  # noqa: E402
-from tessera.serve.page import (  # noqa: E402
+from tessera.serve.app import (  # noqa: E402
     live_page,
     plan_document,
     state_document,
@@ -30,11 +30,11 @@ def opened() -> Iterator[Any]:
 
 def test_page_loads_nothing_from_elsewhere() -> None:
     """No address, no event attribute; and the policy lets nothing else run than the page's own script."""
-    page = live_page()
+    html, policy = live_page()
 
-    assert not re.search(r"https?://|@import|\ssrc=|\son\w+=", page.html)
-    assert "unsafe" not in page.policy
-    assert page.policy.count("'sha256-") == 2
+    assert not re.search(r"https?://|@import|\ssrc=|\son\w+=", html)
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
 
 
 def test_plan_document_says_where_every_step_runs() -> None:

@@ -21,8 +21,8 @@ import http_factory
 from http_factory import Scripted
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
-from tessera.serve.endpoint import Endpoint
 from tessera.serve.metrics import Metrics
+from tessera.serve.openai.read import Endpoint, ModelCard
 from tessera.serve.sight import MARK, Eyes
 from tessera.serve.text import ByteText
 
@@ -108,7 +108,7 @@ def test_each_picture_is_in_its_place() -> None:
 def asked() -> Iterator[tuple[Any, Scripted]]:
     """Asks a server whose model sees; the service remembers what it was asked."""
     service = Scripted()
-    endpoint = Endpoint("scripted", service, ByteText(), 256, 258, 1, eyes=EYES)
+    endpoint = Endpoint(ModelCard("scripted", ByteText(), 256, 258, EYES.mark), service, 1, eyes=EYES)
     with http_factory.serving(endpoint, Metrics("scripted", service.snapshot)) as server:
 
         def ask(path: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -20,10 +20,13 @@ httpx = pytest.importorskip("httpx", reason="needs httpx")
 from http_factory import MODEL, Running, Scripted, serving, wait_until  # noqa: E402
 from tessera.errors import AskError  # noqa: E402
 from tessera.serve import reading  # noqa: E402
-from tessera.serve.endpoint import Endpoint  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.openai.read import Draft, ModelCard  # noqa: E402
+from tessera.serve.openai.read import (  # noqa: E402
+    Draft,
+    Endpoint,
+    ModelCard,
+)
 from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
 from tessera.serve.text import ByteText, Text  # noqa: E402
 from tessera.serve.tokenizer import open_text  # noqa: E402
@@ -141,7 +144,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """With a folder's tokenizer and a scripted service."""
     service = Scripted()
     text = text_of(tmp_path_factory.mktemp("checkpoint"))
-    endpoint = Endpoint(MODEL, service, text, CAPACITY, 512, 1_700_000_000)
+    endpoint = Endpoint(ModelCard(MODEL, text, CAPACITY, 512), service, 1_700_000_000)
     with serving(endpoint, Metrics(MODEL, service.snapshot)) as found:
         yield found
 

@@ -70,8 +70,10 @@ class JsonResponse(Response):
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
-def api_error(error: TesseraError) -> ApiError:
-    """What the engine or the tokenizer refused."""
+def api_error(error: ApiError | TesseraError) -> ApiError:
+    """What was refused, here or by the engine or the tokenizer."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, ServiceBusy):
         return ApiError(429, str(error), code="rate_limit_exceeded")
     if isinstance(error, ServiceClosing):
@@ -83,9 +85,7 @@ def api_error(error: TesseraError) -> ApiError:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
-    if isinstance(error, ApiError):
-        return error.response
-    if isinstance(error, TesseraError):
+    if isinstance(error, ApiError | TesseraError):
         return api_error(error).response
     if isinstance(error, HTTPException):  # a path that is not there, or one that takes another method
         message = f"{HTTPStatus(error.status_code).phrase}: {what}. GET /openapi.json lists what there is."

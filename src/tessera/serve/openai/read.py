@@ -1,22 +1,29 @@
-"""From a body to a draft: what a client asks for, in tokens.
+"""From a body to a draft, in tokens, and from a draft to asks.
 
     read_chat, read_completion, read_embedding, read_image    (raw body, card) -> a draft
     tokenize, detokenize                                      (raw body, card) -> the answer itself
+    make_asks                                                 (draft, endpoint, client) -> asks
 
-These run beside the event loop, in a thread or in a process of their own (`reading`); `asking` makes asks of
-a draft. Prompts and choices multiply: two prompts with n = 3 are six asks, in OpenAI's order.
+All but the last run beside the event loop, in a thread or in a process of their own (`reading`). Asks are
+made where the engine is: pictures are looked at and grammars compiled in threads, which do not hold the
+interpreter meanwhile. Prompts and choices multiply: two prompts with n = 3 are six asks, in OpenAI's order.
 
 A message's parts are joined as they come; a mark stands for a picture until the prompt is in tokens.
 """
 
+import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tessera.errors import MissingExtra
+from tessera.ir import Plan
+from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai.bodies import (
+    MAX_INT,
     ROLES,
     ChatRequest,
     CompletionRequest,
@@ -35,13 +42,20 @@ from tessera.serve.openai.bodies import (
 )
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
-from tessera.serve.records import ImageDraft, Sampling
+from tessera.serve.records import AnswerService, Ask, ImageDraft, PromptPicture, Sampling
 from tessera.serve.text import Text
+
+if TYPE_CHECKING:
+    from tessera.serve.sight import Eyes
 
 # Of a request: pictures that it shows, answers (each takes a place in the queue), and texts to embed.
 MAX_PICTURES, MAX_ASKS, MAX_INPUTS = 16, 128, 2048
 # Of one picture that is made.
 MAX_PIXELS = 2**22
+# OpenAI's default for /v1/completions; a chat's answer may be as long as the model allows.
+COMPLETION_TOKENS = 16
+# Logprobs of prompts that one request may ask for.
+MAX_NOTED = 2**19
 UNKNOWN = "\ufffd"
 # Of a tool without parameters.
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -59,6 +73,7 @@ SAMPLED = (
 class ModelCard:
     """What reading has to know of the model behind the address."""
 
+    # What clients call it.
     model: str
     text: Text
     # Tokens of a prompt and its answer together, at most; tokens have numbers below this.
@@ -69,6 +84,24 @@ class ModelCard:
     # Of an encoder: stands before every text, and the lengths that a vector may be cut to (0: any).
     prefix: str = ""
     vector_sizes: tuple[int, ...] = ()
+    # text, vectors or pictures.
+    makes: str = "text"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What HTTP needs of the rest, handed in so that it can be tested without a model."""
+
+    card: ModelCard
+    service: AnswerService
+    # Whole seconds since 1970.
+    created: int
+    # The plans that the policies follow now: a lost device may have changed them. None if there are none.
+    plans: Callable[[], Sequence[Plan]] = tuple
+    # Of a model that sees; None: it reads text only.
+    eyes: "Eyes | None" = None
+    # For answers of a form; None: the extra 'grammar' is not installed.
+    grammars: GrammarCompiler | None = None
 
 
 class Draft(msgspec.Struct, frozen=True, tag=True):
@@ -321,3 +354,92 @@ def _sampling(request: ChatRequest | CompletionRequest, logprobs: int | None) ->
     given = {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
     bias = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
     return Sampling(top_k=max(0, request.top_k or 0), logprobs=logprobs, logit_bias=bias, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class AskBatch:
+    """One request: its asks, `n` a prompt, and what it says of how they are to be told."""
+
+    asks: tuple[Ask, ...]
+    draft: Draft
+
+    @property
+    def prompts(self) -> tuple[Ask, ...]:
+        """The first ask of every prompt."""
+        return self.asks[:: self.draft.n]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(ask.prompt) for ask in self.prompts)
+
+
+async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
+    """The asks of a request; ApiError or AskError if this model cannot answer them."""
+    prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
+    if draft.urls:
+        prompt, pictures = await _seen(draft, endpoint)
+        prompts = (prompt,)
+    most = _max_tokens(draft, endpoint, prompts)
+    grammar = await _grammar(draft, endpoint) if draft.grammar else None
+    # Choices of one seed differ from one another, and each is the same every time.
+    seed = draft.sampling.seed
+    seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
+    samplings = [replace(draft.sampling, seed=own) for own in seeds]
+    notes = _prompt_logprobs(draft, prompts)
+    most = most if notes is None else max(1, most)
+    ends = (draft.stop, draft.stop_tokens, draft.ignores_end, draft.min_tokens)
+    asks = [
+        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes)
+        for prompt in prompts
+        for choice, sampling in enumerate(samplings)
+    ]
+    return AskBatch(tuple(asks), draft)
+
+
+async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
+    assert endpoint.eyes is not None, "only a model that sees is sent pictures"
+    patches = [await asyncio.to_thread(endpoint.eyes.look, url) for url in draft.urls]
+    prompt, pictures = endpoint.eyes.placed(draft.prompts[0], patches)
+    return tuple(prompt), pictures
+
+
+async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
+    if endpoint.grammars is None:
+        missing = MissingExtra("llguidance", "grammar")
+        raise ApiError(400, f"{draft.place}: {missing}", draft.place, "missing_extra")
+    return await endpoint.grammars.compiled(draft.grammar, draft.place)
+
+
+def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
+    """Alternatives that are noted for the tokens of a prompt, once for all its answers; None: none."""
+    wanted = [draft.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
+    listed = [number for number in wanted if number is not None]
+    if not listed:
+        return None
+    num = sum(map(len, prompts)) * (1 + max(listed))
+    if num > MAX_NOTED:
+        field = "logprobs" if draft.prompt_logprobs is None else "prompt_logprobs"
+        message = f"{field}: {num:,} logprobs of prompts in one request; the most are {MAX_NOTED:,}"
+        raise ApiError(400, message, field, "invalid_value")
+    return max(listed)
+
+
+def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of an answer, at most; refuses what does not fit."""
+    longest = max(map(len, prompts))
+    most = draft.max_tokens
+    if most is None:
+        room = max(1, endpoint.card.capacity - longest)  # at least one, which is then refused by name
+        most = room if draft.is_chat else min(COMPLETION_TOKENS, room)
+    if draft.min_tokens > most:
+        message = f"min_tokens: {draft.min_tokens} are more than the {most} allowed"
+        raise ApiError(400, message, "min_tokens", "invalid_value")
+    if longest + most <= endpoint.card.capacity:
+        return most
+    has = f"more than {endpoint.card.capacity}" if longest > endpoint.card.capacity else str(longest)
+    message = (
+        f"This model's maximum context length is {endpoint.card.capacity} tokens. The prompt has {has} "
+        f"and {most} are asked for. Shorten the prompt or ask for fewer."
+    )
+    field = "max_tokens" if longest < endpoint.card.capacity else None
+    raise ApiError(400, message, field, "context_length_exceeded")

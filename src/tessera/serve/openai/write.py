@@ -2,13 +2,11 @@
 
 The head of a stream is sent with its first event, so that what is refused has its own status. An error
 after that is an event of its own, as OpenAI's clients expect. When the client goes, the answers are closed,
-which cancels them. What is the same in all chunks of a stream is encoded once. JSON is ASCII: text is
-escaped, never cut inside a character. Documents are put together of parts that are encoded one by one, and
-large ones in a thread: nobody else waits for an answer with many logprobs.
+which cancels them. Documents with many logprobs are put together in a thread, of parts that are encoded one
+by one: nobody else waits for them.
 """
 
 import asyncio
-import json
 import secrets
 import time
 from base64 import b64encode
@@ -18,15 +16,15 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tessera import __version__
 from tessera.errors import TesseraError
-from tessera.serve.embedding import cut
-from tessera.serve.endpoint import Endpoint
-from tessera.serve.openai.asking import AskBatch
 from tessera.serve.openai.errors import ApiError, api_error
-from tessera.serve.openai.read import EmbeddingDraft
+from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
 from tessera.serve.openai.tools import ForcedCalls, FoundCalls, Told
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
+from tessera.serve.single_device import EmbeddingService, ImageService, cut
 
 if TYPE_CHECKING:
     import torch
@@ -40,29 +38,31 @@ STREAM_HEADERS = [
 ]
 # Larger documents are sent in such parts, others between them.
 PART_BYTES = 2**18
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
 # Tokens and alternatives that are put into a document on the event loop.
 FEW_LOGPROBS = 512
 
+Document = dict[str, Any]
+_encode = msgspec.json.encode
+
+
+def _encoded(part: Any) -> msgspec.Raw:
+    """A part of a larger document: others take the interpreter between two of them."""
+    return msgspec.Raw(_encode(part))
+
 
 class Writer:
-    def __init__(self, endpoint: Endpoint, batch: AskBatch) -> None:
-        self._text, self._batch, self._draft = endpoint.text, batch, batch.draft
+    def __init__(self, card: ModelCard, batch: AskBatch) -> None:
+        self._text, self._batch, self._draft = card.text, batch, batch.draft
         self._num_top = batch.asks[0].sampling.logprobs
-        self._has_logprobs = self._num_top is not None
         is_chat = self._draft.is_chat
         prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
-        head = {
+        self._head: Document = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": f"{kind}.chunk" if is_chat and self._draft.is_stream else kind,
             "created": int(time.time()),
-            "model": endpoint.model,
+            "model": card.model,
             "system_fingerprint": FINGERPRINT,
         }
-        self._open = _encode(head)[:-1] + ',"choices":['
-        self._shut = "]" + (',"usage":null' if self._draft.includes_usage else "") + "}\n\n"
         # Of each choice of a completion: characters of the tokens told so far.
         self._offsets: Counter[int] = Counter()
         # Of each choice of a chat with tools: who looks for calls in it.
@@ -72,20 +72,20 @@ class Writer:
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
         """All choices at once, each with the events of its answer."""
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
-        firsts = finishes[:: self._draft.n]
-        noted = [self._noted(ask, finish) for ask, finish in zip(self._batch.prompts, firsts, strict=True)]
+        firsts = zip(self._batch.prompts, finishes[:: self._draft.n], strict=True)
+        # Nothing is known of a prompt's first token.
+        noted = [[Token(ask.prompt[0]), *finish.prompt] for ask, finish in firsts]
         choices = [
             self._whole_choice(index, events, finishes[index], noted[index // self._draft.n])
             for index, events in enumerate(answers)
         ]
         num = 0 if self._says_nothing else sum(finish.output_tokens for finish in finishes)
-        shared = self._prompt_notes(noted[0]) if self._draft.is_chat else ""
-        usage = _encode(self._usage(num))
-        return f'{self._open}{",".join(choices)}],"usage":{usage}{shared}}}'.encode()
+        shared = self._prompt_notes(noted[0]) if self._draft.is_chat else {}
+        return _encode({**self._head, "choices": choices, "usage": self._usage(num), **shared})
 
     def _whole_choice(
         self, index: int, events: Sequence[Event], finish: Finish, prompt: Sequence[Token]
-    ) -> str:
+    ) -> Document:
         pieces = [] if self._says_nothing else [x for x in events if isinstance(x, AnswerPiece)]
         text, tokens = "".join(x.text for x in pieces), [token for x in pieces for token in x.tokens]
         if self._draft.is_chat:
@@ -94,23 +94,19 @@ class Writer:
         echo = self._draft.echoes[index] if self._draft.echoes else ""
         given = [*prompt, *tokens] if self._draft.echoes_logprobs else tokens
         reason = "length" if self._says_nothing else finish.reason
-        return self._choice(index, {"text": echo + text}, given, reason, self._prompt_notes(prompt))
-
-    def _noted(self, ask: Ask, finish: Finish) -> list[Token]:
-        """A prompt's tokens; nothing is known of the first."""
-        return [Token(ask.prompt[0]), *finish.prompt]
+        return self._choice(index, {"text": echo + text}, given, reason) | self._prompt_notes(prompt)
 
     @property
     def _says_nothing(self) -> bool:
         """True if only the prompt is wanted; the engine says one token all the same."""
         return self._draft.max_tokens == 0
 
-    def _prompt_notes(self, prompt: Sequence[Token]) -> str:
-        """vLLM's field with the logprobs of a prompt's tokens; empty if nobody asked."""
+    def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
+        """vLLM's field with the logprobs of a prompt's tokens; nothing if nobody asked."""
         most = self._draft.prompt_logprobs
         if most is None:
-            return ""
-        noted = ["null"]
+            return {}
+        noted: list[msgspec.Raw | None] = [None]
         for token in prompt[1:]:
             ranks = {number: rank for rank, (number, _) in enumerate(token.top, 1)}
             listed = dict(token.top[:most]) | {token.number: token.logprob}
@@ -122,16 +118,16 @@ class Writer:
                 }
                 for number, logprob in listed.items()
             }
-            noted.append(_encode(entries))
-        return f',"prompt_logprobs":[{",".join(noted)}]'
+            noted.append(_encoded(entries))
+        return {"prompt_logprobs": noted}
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
+    def _message(self, index: int, text: str) -> Document:
         """What the assistant said; with its calls, if there are any."""
         told = [Told(text)]
         if self._readers:
             told = self._readers[index].feed(text) + self._readers[index].finish()
         content = "".join(x.text for x in told if x.call is None)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: Document = {"role": "assistant", "content": content, "refusal": None}
         calls = [
             _call(x.name, "".join(y.text for y in told if y.call == x.call and not y.name))
             for x in told
@@ -156,12 +152,12 @@ class Writer:
 
     def _told(self, index: int, told: Sequence[Told], tokens: Sequence[Token]) -> bytes:
         shown = [self._delta(x) for x in told if x.text or x.name]
-        if not shown and self._has_logprobs and tokens:
+        if not shown and self._num_top is not None and tokens:
             shown = [self._delta(Told())]
         # The tokens are told of once, with the first.
         return b"".join(self._chunk(index, x, () if i else tokens) for i, x in enumerate(shown))
 
-    def _delta(self, told: Told) -> dict[str, Any]:
+    def _delta(self, told: Told) -> Document:
         if not self._draft.is_chat:
             return {"text": told.text}
         if told.call is None:
@@ -172,67 +168,59 @@ class Writer:
     def end(self, index: int, reason: str) -> bytes:
         """What was held back, and the chunk that says why it ended."""
         rest = self._told(index, self._readers[index].finish(), ()) if self._readers else b""
-        shown: dict[str, Any] = {"delta": {}} if self._draft.is_chat else {"text": ""}
+        shown: Document = {"delta": {}} if self._draft.is_chat else {"text": ""}
         return rest + self._chunk(index, shown, None, self._reason(index, reason))
 
     def usage_chunk(self, output_tokens: int) -> bytes:
         """The last chunk of a stream with its usage: no choices."""
-        return f'data: {self._open}],"usage":{_encode(self._usage(output_tokens))}}}\n\n'.encode()
+        return _event({**self._head, "choices": [], "usage": self._usage(output_tokens)})
 
     def _chunk(
-        self,
-        index: int,
-        shown: dict[str, Any],
-        tokens: Sequence[Token] | None = None,
-        reason: str | None = None,
+        self, index: int, shown: Document, tokens: Sequence[Token] | None = None, reason: str | None = None
     ) -> bytes:
-        return f"data: {self._open}{self._choice(index, shown, tokens, reason)}{self._shut}".encode()
+        chunk = {**self._head, "choices": [self._choice(index, shown, tokens, reason)]}
+        return _event(chunk | {"usage": None} if self._draft.includes_usage else chunk)
 
     def _choice(
-        self,
-        index: int,
-        shown: dict[str, Any],
-        tokens: Sequence[Token] | None,
-        reason: str | None,
-        more: str = "",
-    ) -> str:
-        logprobs = "null"
-        if self._has_logprobs and tokens is not None:
+        self, index: int, shown: Document, tokens: Sequence[Token] | None, reason: str | None
+    ) -> Document:
+        logprobs = None
+        if self._num_top is not None and tokens is not None:
             logprobs = self._chat_logprobs(tokens) if self._draft.is_chat else self._logprobs(index, tokens)
-        head = _encode({"index": index, **shown})[:-1]
-        return f'{head},"logprobs":{logprobs},"finish_reason":{_encode(reason)}{more}}}'
+        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, output_tokens: int) -> dict[str, int]:
         prompt = self._batch.prompt_tokens
         total = prompt + output_tokens
         return {"prompt_tokens": prompt, "completion_tokens": output_tokens, "total_tokens": total}
 
-    def _chat_logprobs(self, tokens: Sequence[Token]) -> str:
-        shown = (
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> Document:
+        shown = [
             self._shown(token.number, token.logprob)
             | {"top_logprobs": [self._shown(number, logprob) for number, logprob in token.top]}
             for token in tokens
-        )
-        return f'{{"content":[{",".join(map(_encode, shown))}],"refusal":null}}'
+        ]
+        return {"content": [_encoded(token) for token in shown], "refusal": None}
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> str:
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> Document:
         texts, tops, offsets = [], [], []
         for token in tokens:
             texts.append(self._shown(token.number, None)["token"])
             listed = (*token.top[: self._num_top], (token.number, token.logprob))
             shown = {self._shown(n, None)["token"]: _finite(p) for n, p in listed}
-            tops.append("null" if token.logprob is None else _encode(shown))
+            tops.append(None if token.logprob is None else _encoded(shown))
             offsets.append(self._offsets[index])
             self._offsets[index] += len(texts[-1])
         own = [_finite(token.logprob) for token in tokens]
-        return (
-            f'{{"tokens":{_encode(texts)},"token_logprobs":{_encode(own)},'
-            f'"top_logprobs":[{",".join(tops)}],"text_offset":{_encode(offsets)}}}'
-        )
+        return {"tokens": texts, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
-    def _shown(self, number: int, logprob: float | None) -> dict[str, Any]:
+    def _shown(self, number: int, logprob: float | None) -> Document:
         raw = self._text.token_bytes(number)
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _event(document: Document) -> bytes:
+    return b"data: " + _encode(document) + b"\n\n"
 
 
 def _finite(logprob: float | None) -> float | None:
@@ -240,7 +228,7 @@ def _finite(logprob: float | None) -> float | None:
     return logprob if logprob is None else max(logprob, -9999.0)
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
+def _call(name: str, arguments: str) -> Document:
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
@@ -265,9 +253,9 @@ async def _beside(num_tokens: int, batch: AskBatch, write: Callable[[], bytes]) 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
     """The document of all vectors; written in a thread, as many of them have many numbers."""
-    assert endpoint.embeddings is not None, "only an encoder is asked for vectors"
-    vectors = await endpoint.embeddings.embed(draft.inputs)
-    return await asyncio.to_thread(_vectors, endpoint.model, draft, vectors)
+    assert isinstance(endpoint.service, EmbeddingService), "only an encoder is asked for vectors"
+    vectors = await endpoint.service.embed(draft.inputs)
+    return await asyncio.to_thread(_vectors, endpoint.card.model, draft, vectors)
 
 
 def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]") -> bytes:
@@ -275,18 +263,17 @@ def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]
     for index, vector in enumerate(vectors):
         numbers = cut(vector, draft.size)
         value = b64encode(numbers.numpy().tobytes()).decode() if draft.is_base64 else numbers.tolist()
-        shown.append(_encode({"object": "embedding", "index": index, "embedding": value}))
+        shown.append(_encoded({"object": "embedding", "index": index, "embedding": value}))
     num = sum(map(len, draft.inputs))
-    rest = {"model": model, "usage": {"prompt_tokens": num, "total_tokens": num}}
-    return f'{{"object":"list","data":[{",".join(shown)}],{_encode(rest)[1:]}'.encode()
+    usage = {"prompt_tokens": num, "total_tokens": num}
+    return _encode({"object": "list", "data": shown, "model": model, "usage": usage})
 
 
 async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
-    assert endpoint.images is not None, "only a pipeline is asked for pictures"
-    pictures = await endpoint.images.generate(draft)
+    assert isinstance(endpoint.service, ImageService), "only a pipeline is asked for pictures"
+    pictures = await endpoint.service.generate(draft)
     shown = [{"b64_json": b64encode(picture).decode()} for picture in pictures]
-    rest = {"output_format": draft.form, "data": shown}
-    return _encode({"created": int(time.time()), **rest}).encode()
+    return _encode({"created": int(time.time()), "output_format": draft.form, "data": shown})
 
 
 async def send_document(document: bytes, send: Any) -> None:
@@ -324,8 +311,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
                     out = b""
                 first = await anext(events, None)
         except (ApiError, TesseraError) as error:
-            told = error if isinstance(error, ApiError) else api_error(error)
-            out += b"data: " + _encode(told.shape).encode() + b"\n\n"
+            out += _event(api_error(error).shape)
         else:
             out += writer.usage_chunk(output_tokens) if batch.draft.includes_usage else b""
     await body(out + DONE, is_last=True)

@@ -1,0 +1,429 @@
+"""Models on one device: encoders that make vectors of texts, and pipelines that make pictures from words.
+
+    with EmbeddingService(Encoder.open(folder), name) as service:
+        vectors = await service.embed(inputs)
+    with ImageService(TextToImage.open(folder), name) as service:
+        pictures = await service.generate(draft)
+
+They are computed on the first of the devices named, by a thread of this process: an encoder has no state to
+place, and small ones fit anywhere. Plans, workers and emulated times are for models that generate text. What
+they do they show as any service does.
+
+An encoder is one from its folder. The last hidden states of an input's tokens become one vector as the folder
+says in the files of sentence-transformers (modules.json): the mean, the largest of each number, or the state
+of the first or the last token, of length 1 if it says so. Without these files it is the mean, as that library
+does. Inputs of all clients that wait are computed together, those of one request from the shortest to the
+longest. Not handled: modules behind the pooling other than Normalize, and models that generate as encoders.
+
+A pipeline is diffusers' own for pictures from text, from a folder with all its parts, whatever its encoders,
+denoiser and decoder are; it is built from safetensors and from classes of the libraries, never from code that
+a folder brings. One request is computed after the other: a client that goes stops its picture at the next
+step. `tessera run` places a denoiser on several devices. Not handled: pictures that are changed or filled in,
+and pipelines for video or sound.
+"""
+
+import asyncio
+import inspect
+import io
+import json
+import re
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+
+from tessera.capture import build, place_of
+from tessera.capture.models import steps_of_model
+from tessera.capture.models.checkpoint import blamed, blamed_for_run, first_line, read_json
+from tessera.capture.models.denoisers import PIPELINE
+from tessera.capture.models.hf import config_of
+from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
+from tessera.ir import Step
+from tessera.serve.records import Ask, DeviceView, Events, ImageDraft, Snapshot
+
+# Of one computation: inputs, and tokens with those that fill shorter inputs up.
+MAX_ROWS, MAX_PADDED = 64, 8192
+# Inputs, and requests for pictures, that may wait.
+MAX_INPUTS, MAX_REQUESTS = 2**16, 64
+# Larger figures mean that a tokenizer knows no limit.
+NO_LIMIT = 2**20
+POOLINGS = ("mean", "cls", "max", "lasttoken")
+# Folders of modules, as sentence-transformers names them.
+MODULE = re.compile(r"\d+_\w+")
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+@dataclass(slots=True, eq=False)
+class Waiting(Generic[Given, Made]):
+    given: Given
+    future: "Future[Made]" = field(default_factory=Future)
+    # True if nobody waits for what is made of it any more.
+    is_gone: bool = False
+
+
+class SingleDeviceService(ABC, Generic[Given, Made]):
+    """Computes what waits, in batches, from any event loop. Use it in a `with` statement.
+
+    makes     what it makes, and the path that is for it: it takes no asks
+    max_rows  what one batch has at most
+    """
+
+    failure = ""
+
+    def __init__(self, model: str, device: str, makes: str, max_waiting: int, max_rows: int = 1) -> None:
+        self._model, self._device, self._makes = model, device, makes
+        self._max_waiting, self._max_rows = max_waiting, max_rows
+        self._waiting: deque[Waiting[Given, Made]] = deque()
+        self._lock, self._is_closed = threading.Lock(), False
+        self._thread = ThreadPoolExecutor(1, "tessera-single-device")
+        self._running = self._tokens = 0
+        self._busy_s, self._begun_s = 0.0, time.monotonic()
+        self._finished = dict.fromkeys(("stop", "cancelled"), 0)
+
+    @abstractmethod
+    def _make(self, batch: Sequence[Waiting[Given, Made]]) -> Sequence[Made]:
+        """What is made of each; on the thread."""
+
+    def _fits(self, batch: Sequence[Waiting[Given, Made]], more: Given) -> bool:
+        """Whether one more can be computed with a batch that is not empty."""
+        return len(batch) < self._max_rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Refuses what comes and what waits; what is being computed is waited for."""
+        with self._lock:
+            self._is_closed = True
+            for one in self._waiting:
+                one.future.cancel()
+        self._thread.shutdown()
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that are not being computed yet."""
+        return sum(not one.is_gone for one in list(self._waiting))
+
+    async def _made_of(
+        self, inputs: Sequence[Given], order: Callable[[Given], int] = lambda one: 0
+    ) -> list[Made]:
+        """One for each input. Cancelled, those that are not being computed yet are left out."""
+        waiting = [Waiting[Given, Made](one) for one in inputs]
+        with self._lock:
+            if self._is_closed:
+                raise ServiceClosing("the service is stopping", "Ask another one.")
+            if len(self._waiting) + len(waiting) > self._max_waiting < self.num_waiting + len(waiting):
+                raise ServiceBusy(f"{self.num_waiting} inputs wait", "Try again later.")
+            self._waiting.extend(sorted(waiting, key=lambda one: order(one.given)))
+            self._thread.submit(self._compute)
+        try:
+            return [await asyncio.wrap_future(one.future) for one in waiting]
+        finally:
+            for one in waiting:
+                one.is_gone = True
+                one.future.cancel()
+
+    def _compute(self) -> None:
+        """All that wait."""
+        while batch := self._next():
+            begun_s, self._running = time.monotonic(), len(batch)
+            try:
+                made = self._make(batch)
+            except Exception as error:  # noqa: BLE001 - refused, a bug, or memory: these are told, others go on
+                for one in batch:
+                    one.future.set_exception(error)
+                made = ()
+            self._finished["stop" if made else "cancelled"] += len(batch)
+            self._running, self._busy_s = 0, self._busy_s + time.monotonic() - begun_s
+            for one, value in zip(batch, made, strict=False):
+                one.future.set_result(value)
+
+    def _next(self) -> list[Waiting[Given, Made]]:
+        """Those at the front that are computed together; who has gone is left out."""
+        batch: list[Waiting[Given, Made]] = []
+        with self._lock:
+            while self._waiting and (not batch or self._fits(batch, self._waiting[0].given)):
+                one = self._waiting.popleft()
+                if one.future.set_running_or_notify_cancel():
+                    batch.append(one)
+                else:
+                    self._finished["cancelled"] += 1
+        return batch
+
+    def answer(self, ask: Ask) -> Events:
+        raise AskError(f"this model makes {self._makes}.", place="model")
+
+    def snapshot(self) -> Snapshot:
+        share = self._busy_s / max(1e-9, time.monotonic() - self._begun_s)
+        return Snapshot(
+            model=self._model,
+            policy="single-device",
+            policies=("single-device",),
+            devices=(DeviceView(self._device, share, 0),),
+            links=(),
+            running=self._running,
+            waiting=self.num_waiting,
+            prompt_tokens=self._tokens,
+            finished=dict(self._finished),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the states of an input's tokens become one vector."""
+
+    mode: str = "mean"
+    is_normal: bool = False
+    # Tokens of an input, at most; None: as many as the model has positions.
+    max_tokens: int | None = None
+    # Stands before every text.
+    prompt: str = ""
+    # Lengths that a vector may be cut to; empty: none. 0: any.
+    sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> "Pooling":
+        """As a folder says; ArtifactError for what is not handled."""
+        mode, is_normal = "mean", False
+        for kind, path in _modules(folder)[1:]:
+            if kind == "Pooling":
+                mode = _mode(path)
+            elif kind == "Normalize":
+                is_normal = True
+            else:
+                raise ArtifactError(f"its module {kind} is not supported", "Use another model.", str(folder))
+        settings = _read(folder / "config.json")
+        sizes = settings.get("matryoshka_dimensions") or ([0] if settings.get("is_matryoshka") else [])
+        most = _read(folder / "sentence_bert_config.json").get("max_seq_length")
+        told = _read(folder / "config_sentence_transformers.json")
+        prompt = (told.get("prompts") or {}).get(told.get("default_prompt_name") or "", "")
+        return cls(mode, is_normal, most, str(prompt), tuple(int(size) for size in sizes))
+
+    def pooled(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Vectors [inputs, size] of states [inputs, tokens, size]; the mask is 1 for tokens of an input."""
+        there = mask[:, :, None].to(states.dtype)
+        if self.mode == "cls":
+            found = states[:, 0]
+        elif self.mode == "lasttoken":
+            found = states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+        elif self.mode == "max":
+            found = states.masked_fill(there == 0, -torch.inf).amax(1)
+        else:
+            found = (states * there).sum(1) / there.sum(1)
+        return torch.nn.functional.normalize(found, dim=-1) if self.is_normal else found
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """(kind, folder) of each module of a folder; a plain encoder has none but itself."""
+    path = folder / "modules.json"
+    if not path.exists():
+        return [("Transformer", folder)]
+    found = []
+    try:
+        for module in json.loads(path.read_text()):
+            place = str(module["path"])
+            if place and not MODULE.fullmatch(place):
+                raise ValueError(f"no folder is called {place!r}")
+            found.append((str(module["type"]).rpartition(".")[2], folder / place))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"cannot be read: {error}", "Download the model again.", str(path)) from error
+    if not found or found[0][0] != "Transformer":
+        raise ArtifactError("its first module is no Transformer", "Use another model.", str(path))
+    return found
+
+
+def _mode(folder: Path) -> str:
+    settings = _read(folder / "config.json")
+    named = settings.get("pooling_mode")
+    flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
+    words = [
+        name.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens") for name in flags
+    ]
+    modes = [named] if named else words
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        remedy = f"One of {', '.join(POOLINGS)} is."
+        raise ArtifactError(
+            f"pooling by {' and '.join(map(str, modes))} is not supported", remedy, str(folder)
+        )
+    return str(modes[0])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+class Encoder:
+    def __init__(self, module: Any, pooling: Pooling, device: str = "cpu") -> None:
+        self._module, self.pooling, self.device = module.to(device), pooling, device
+        config = module.config
+        self.vocab_size, self.size = int(config.vocab_size), int(config.hidden_size)
+        self._pad = int(getattr(config, "pad_token_id", None) or 0)
+        self.max_tokens = min(pooling.max_tokens or NO_LIMIT, self._positions(config))
+
+    @classmethod
+    def open(cls, model: str, device: str = "cpu", random_weights: bool = False) -> "Encoder":
+        """The encoder of a folder; what a class puts on top of it is left out."""
+        folder = place_of(model)
+        module = build(Step(folder, "call", 1, 8, random_weights=random_weights)).module.base_model
+        made = cls(module, Pooling.of(Path(folder)), device)
+        with blamed_for_run(folder):  # at its full length, so that no input fails later
+            made.encode([(0,) * made.max_tokens])
+        return made
+
+    def _positions(self, config: Any) -> int:
+        """Tokens that it has positions for; some count them from behind the number that stands for none."""
+        most = int(getattr(config, "max_position_embeddings", NO_LIMIT))
+        layer = getattr(getattr(self._module, "embeddings", None), "position_embeddings", None)
+        skipped = getattr(layer, "padding_idx", None)
+        return most if skipped is None else most - skipped - 1
+
+    def encode(self, inputs: Sequence[Sequence[int]]) -> torch.Tensor:
+        longest = max(map(len, inputs))
+        rows = [[*tokens, *[self._pad] * (longest - len(tokens))] for tokens in inputs]
+        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in inputs]
+        tokens, there = (torch.tensor(x, device=self.device) for x in (rows, mask))
+        with torch.inference_mode():
+            states = self._module(input_ids=tokens, attention_mask=there).last_hidden_state
+            return self.pooling.pooled(states, there).float().cpu()
+
+
+def cut(vector: torch.Tensor, size: int | None) -> torch.Tensor:
+    """The first numbers of a vector, which is of length 1 again; all of them if no size is given."""
+    return vector if size is None else torch.nn.functional.normalize(vector[:size], dim=-1)
+
+
+def embeds(model: str) -> bool:
+    """True if a model is a folder that makes embeddings: it reads text and cannot generate."""
+    folder = Path(place_of(model))
+    if not (folder / "config.json").exists() or steps_of_model(model) != ("call",):
+        return False
+    return hasattr(config_of(folder), "vocab_size")
+
+
+class EmbeddingService(SingleDeviceService[Sequence[int], torch.Tensor]):
+    """Answers requests for embeddings."""
+
+    def __init__(self, encoder: Encoder, model: str) -> None:
+        makes = "embeddings and says nothing. Use /v1/embeddings"
+        super().__init__(model, encoder.device, makes, MAX_INPUTS, MAX_ROWS)
+        self.encoder = encoder
+
+    async def embed(self, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return await self._made_of(inputs, len)
+
+    def _fits(self, batch: Sequence[Waiting[Sequence[int], torch.Tensor]], more: Sequence[int]) -> bool:
+        longest = max(len(more), *(len(one.given) for one in batch))
+        return super()._fits(batch, more) and (len(batch) + 1) * longest <= MAX_PADDED
+
+    def _make(self, batch: Sequence[Waiting[Sequence[int], torch.Tensor]]) -> Sequence[torch.Tensor]:
+        vectors = self.encoder.encode([one.given for one in batch])
+        self._tokens += sum(len(one.given) for one in batch)
+        return list(vectors)
+
+
+class _Gone(Exception):
+    """Nobody waits for the picture any more."""
+
+
+class TextToImage:
+    def __init__(self, pipeline: Any, device: str = "cpu") -> None:
+        self._pipeline, self.device = pipeline.to(device), device
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._takes = inspect.signature(type(pipeline).__call__).parameters
+
+    @classmethod
+    def open(cls, model: str, device: str = "cpu") -> "TextToImage":
+        folder = Path(place_of(model))
+        check_parts(folder)
+        library = extra_module("diffusers", "diffusers")
+        library.utils.logging.disable_progress_bar()
+        with blamed(folder, "its pipeline cannot be built"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # that options will be called otherwise
+            pipeline = library.AutoPipelineForText2Image.from_pretrained(
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                torch_dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+            )
+        return cls(pipeline, device)
+
+    def generate(self, draft: ImageDraft, is_gone: Callable[[], bool]) -> list[bytes]:
+        """The pictures of a request, one after the other; AskError for what the pipeline does not take."""
+        options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
+        for name in options:
+            if name not in self._takes:
+                raise AskError(f"{type(self._pipeline).__name__} takes none", "Leave it out.", name)
+        if "callback_on_step_end" in self._takes:
+            options["callback_on_step_end"] = _watch(is_gone)
+        pictures = []
+        for number in range(draft.n):
+            if is_gone():
+                raise _Gone
+            if draft.seed is not None:
+                options["generator"] = torch.Generator().manual_seed(draft.seed + number)
+            pictures.append(_written(self._draw(draft.prompt, options), draft.form))
+        return pictures
+
+    def _draw(self, prompt: str, options: dict[str, Any]) -> Any:
+        try:
+            return self._pipeline(prompt=prompt, **options).images[0]
+        except ValueError as error:  # how pipelines refuse what they are asked for
+            raise AskError(f"the pipeline refuses this: {first_line(error)}", "", "prompt") from error
+
+
+def _watch(is_gone: Callable[[], bool]) -> Any:
+    def look(pipeline: Any, step: int, moment: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if is_gone():
+            raise _Gone
+        return values
+
+    return look
+
+
+def _written(picture: Any, form: str) -> bytes:
+    target = io.BytesIO()
+    picture.convert("RGB").save(target, form.upper())
+    return target.getvalue()
+
+
+def makes_images(model: str) -> bool:
+    return (Path(place_of(model)) / PIPELINE).is_file()
+
+
+def check_parts(folder: Path) -> None:
+    """Raises unless all parts are there that the pipeline's folder lists."""
+    listed = read_json(folder / PIPELINE)
+    parts = [name for name, value in listed.items() if isinstance(value, list) and value and value[0]]
+    missing = [name for name in parts if not (folder / name).is_dir()]
+    if missing:
+        remedy = "Download the whole pipeline; `tessera run` runs a denoiser alone."
+        raise ArtifactError(f"it lacks its parts {', '.join(missing)}", remedy, str(folder))
+
+
+class ImageService(SingleDeviceService[ImageDraft, list[bytes]]):
+    """Answers requests for pictures, one at a time."""
+
+    def __init__(self, pipeline: TextToImage, model: str) -> None:
+        super().__init__(model, pipeline.device, "pictures. Use /v1/images/generations", MAX_REQUESTS)
+        self.pipeline = pipeline
+
+    async def generate(self, draft: ImageDraft) -> list[bytes]:
+        """The pictures of one request, encoded. Cancelled, it is left out or stopped at its next step."""
+        return (await self._made_of([draft]))[0]
+
+    def _make(self, batch: Sequence[Waiting[ImageDraft, list[bytes]]]) -> Sequence[list[bytes]]:
+        (one,) = batch
+        return [self.pipeline.generate(one.given, lambda: one.is_gone)]
