@@ -24,8 +24,7 @@ from typing import Any
 
 from benchmarks.serve_process import Server, Watched, environment
 
-from tessera.serve.load import LoadOptions, figures, measure
-from tessera.serve.load_client import parse_address
+from tessera.serve.load import LoadOptions, figures, measure, parse_address
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"

@@ -139,7 +139,7 @@ def _serve(row: Row, folder: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from own_code import reference
     from tessera.errors import TesseraError
-    from tessera.serve.records import AnswerPiece, Ask, Sampling, step_name
+    from tessera.serve.records import AnswerPiece, Ask, Sampling, ServeSpec, step_name
     from tessera.serve.service import Service
     from tessera.serve.steps import served
     from tessera.serve.text import ByteText
@@ -148,8 +148,8 @@ def _serve(row: Row, folder: str) -> None:
         raise TesseraError("it generates no text")
     if "encode" in row["steps"]:
         raise TesseraError("what it encodes is no prompt of text")
-    sizes: dict[str, Any] = {"slots": 1, "rows": BATCH, "capacity": 32, "max_batch_tokens": 8}
-    model = served(folder, **sizes, random_weights=True, joined=False)
+    sizes: dict[str, Any] = {"microbatches": 1, "rows": BATCH, "capacity": 32, "max_batch_tokens": 8}
+    model = served(folder, ServeSpec(**sizes, random_weights=True, joined=False))
     for workload in model.workloads:
         try:
             workload.run(workload.make_inputs(0), workload.make_state(0))

@@ -99,8 +99,7 @@ def limit_per_s(load: Load, sizes: Sizes, found: dict[str, float]) -> float:
 
 def ask(url: str, load: Load, seed: int) -> dict[str, Any]:
     """One load over HTTP."""
-    from tessera.serve.load import LoadOptions, figures, measure
-    from tessera.serve.load_client import parse_address
+    from tessera.serve.load import LoadOptions, figures, measure, parse_address
 
     options = LoadOptions(
         num_requests=load.num,

@@ -143,7 +143,7 @@ def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace)
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
     from tessera.ir import Objective
     from tessera.serve.gpu import prepare_on_gpus
-    from tessera.serve.planning import Average, ServeSpec
+    from tessera.serve.records import Average, ServeSpec
 
     began, moments = time.monotonic(), list[Any]()
     prepared = prepare_on_gpus(
@@ -160,12 +160,12 @@ def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coar
         coarse=coarse,
         advance=lambda what: moments.append([_since(began), what]),
     )
-    launches = [len(g.trace.launches) for g in prepared.unit.graphs]
-    totals = [[round(c.total_us(d), 1) for d in range(len(cluster.devices))] for c in prepared.costs]
+    launches = [len(g.trace.launches) for g in prepared.plans[0].unit.graphs]
+    totals = [[round(c.total_us(d), 1) for d in range(len(cluster.devices))] for c in prepared.plans[0].costs]
     rehearsed = {name: round(rate, 1) for name, rate in prepared.rehearsed.items()}
     log.put("rehearsed, tokens per s", rehearsed)
     more = {"prepared s": _since(began), "moments": moments, "launches": launches, "steps us": totals}
-    log.put("model", {**sizes(args), **more, "counts": prepared.unit.counts})
+    log.put("model", {**sizes(args), **more, "counts": prepared.plans[0].unit.counts})
     return prepared
 
 

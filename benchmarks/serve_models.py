@@ -36,7 +36,8 @@ Tokens = list[int]
 def check(model: Model) -> Row:
     """One architecture."""
     from tessera.profile import make_cluster, parse_devices
-    from tessera.serve.planning import ServeSpec, prepare
+    from tessera.serve.planning import prepare
+    from tessera.serve.records import ServeSpec
     from tessera.serve.service import Service
     from tessera.serve.text import ByteText
 
@@ -79,9 +80,14 @@ def _generated(folder: str, prompts: Sequence[Tokens]) -> list[Tokens]:
     import torch
     import transformers
 
+    from tessera.serve.records import ServeSpec
     from tessera.serve.steps import served
 
-    module: Any = served(folder, rows=1, capacity=128, random_weights=True, joined=False).workloads[-1].module
+    module: Any = (
+        served(folder, ServeSpec(rows=1, capacity=128, random_weights=True, joined=False))
+        .workloads[-1]
+        .module
+    )
     config = type(module.config).from_dict(module.config.to_dict())
     plain = getattr(transformers, type(module).__name__)._from_config(
         config, attn_implementation="eager", dtype=torch.float32

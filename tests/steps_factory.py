@@ -12,7 +12,8 @@ from tessera.execute.stepper import StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Objective, Plan
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.planning import POLICIES, Average, Prepared, ServeSpec, prepare
+from tessera.serve.planning import Prepared, prepare
+from tessera.serve.records import POLICIES, Average, ServeSpec
 from tessera.serve.sequences import Steps
 from tessera.serve.steps import ServedModel
 
@@ -38,7 +39,8 @@ def prepared(model: str = "tiny-llama", policies: tuple[Objective, ...] = POLICI
 def plan_by(policy: str, model: str = "tiny-llama") -> Plan:
     """A coarser policy's plan of the same unit."""
     made = prepared() if model == "tiny-llama" else prepared(model, (Objective.THROUGHPUT,))
-    return flow.make_plan(made.unit, made.costs, made.cluster, Objective.THROUGHPUT, 2, policy)
+    first = made.plans[0]
+    return flow.make_plan(first.unit, first.costs, first.cluster, Objective.THROUGHPUT, 2, policy)
 
 
 def over_both() -> Prepared:

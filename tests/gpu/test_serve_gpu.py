@@ -17,8 +17,8 @@ from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.gpu import prepare_on_gpus
-from tessera.serve.planning import Average, Prepared, ServeSpec
-from tessera.serve.records import Ask
+from tessera.serve.planning import Prepared
+from tessera.serve.records import Ask, Average, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
@@ -141,7 +141,7 @@ def test_a_service_answers_the_same_under_every_policy(local: Local) -> None:
 def test_a_service_whose_worker_is_killed_answers_the_same(local: Local) -> None:
     """The requests that it had start anew; no client sees more than a pause."""
     wanted = [t.what for t in answers(local, random_asks(8), CROSSING)]
-    name = local.prepared.cluster.names[1]
+    name = local.prepared.plans[0].cluster.names[1]
     pid = local.stepper.use().devices[name].pid
     assert pid is not None
 

@@ -283,8 +283,7 @@ def _arrivals(text: str | None, requests: int | None, seed: int, speed: float) -
 
 
 def _run(url: str, api_key: str | None, options: "LoadOptions") -> dict[str, Any]:
-    from tessera.serve.load import figures, measure
-    from tessera.serve.load_client import parse_address
+    from tessera.serve.load import figures, measure, parse_address
 
     total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
     total += min(total, options.num_distinct or 0)

@@ -163,9 +163,9 @@ def _options(
     plan_cache: bool,
 ) -> "ServeOptions":
     from tessera.execute.transport import check_name
-    from tessera.serve.kept_plans import default_folder
     from tessera.serve.limits import read_keys
-    from tessera.serve.planning import ServeSpec, objectives_of
+    from tessera.serve.planning import default_folder, objectives_of
+    from tessera.serve.records import ServeSpec
     from tessera.serve.server import is_loopback
     from tessera.serve.start import ServeOptions
 

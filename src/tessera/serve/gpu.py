@@ -32,11 +32,11 @@ from tessera.execute.cuda.measure import measure, scale_of
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, Cluster, Costs, DeviceKind, Objective, Plan, Trace, WorkUnit
 from tessera.profile.measured import combine
-from tessera.serve.kept_plans import find, keep, key_of
 from tessera.serve.pages import steady
-from tessera.serve.planning import Prepared, ServeSpec, counts_of, prepared_from, warn_kept
+from tessera.serve.planning import Prepared, counts_of, kept_or_planned, key_of
+from tessera.serve.records import ServeSpec
 from tessera.serve.replan import best_served
-from tessera.serve.steps import ServedModel, weight_bytes
+from tessera.serve.steps import ServedModel, served, weight_bytes
 
 # Plans that are rehearsed against the plan for throughput.
 RIVALS = ("single-placement", "data-parallel", "layer-pipeline")
@@ -92,14 +92,25 @@ def prepare_on_gpus(
     card = str(driver.card(cluster.devices[0].ordinal))
     room_bytes = [steady(spec.memory_share * room) for room in _room_bytes(cluster)]
     key = key_of(place_of(model), spec, cluster, room_bytes, tuple(coarse), is_compiled)
-    again = find(key, kept) if kept is not None else None
-    if again is not None and again.model is not None:
-        return prepared_from(again.model, cluster, again)
-    advance(f"building {model}")
-    microbatches = spec.microbatches
-    made = _built(model, spec, card, room_bytes)
-    if again is not None:
-        return prepared_from(made, cluster, again)
+
+    def build() -> ServedModel:
+        advance(f"building {model}")
+        return _built(model, spec, card, room_bytes)
+
+    def plan(made: ServedModel) -> Prepared:
+        return _planned(made, cluster, spec, coarse, is_compiled, advance)
+
+    return kept_or_planned(key, kept, build, plan)
+
+
+def _planned(
+    made: ServedModel,
+    cluster: Cluster,
+    spec: ServeSpec,
+    coarse: Sequence[str],
+    is_compiled: bool,
+    advance: Callable[[str], None],
+) -> Prepared:
     advance(f"capturing {len(made.workloads)} steps")
     begun_s = time.perf_counter()
     traces, kernels = _captured(made, is_compiled, len(cluster.devices) > 1)
@@ -109,32 +120,34 @@ def prepare_on_gpus(
     advance("pricing its launches")
     costs = _prices(unit, cluster, made.weights(), still, kernels)
     advance("planning")
-    policies = spec.policies if len(cluster.devices) > 1 else spec.policies[:1]
-    plans = tuple(flow.make_plan(unit, costs, cluster, x, microbatches) for x in policies)
+
+    def planned(objective: Objective, policy: str | None = None) -> Plan:
+        return flow.make_plan(unit, costs, cluster, objective, spec.microbatches, policy)
+
+    def others(names: Sequence[str]) -> Iterator[Plan]:
+        """Plans by name, of those that there are for this work."""
+        for name in names:
+            with suppress(PlanInfeasible):
+                yield planned(Objective.THROUGHPUT, name)
+
+    is_single = len(cluster.devices) == 1
+    plans = tuple(planned(x) for x in (spec.policies[:1] if is_single else spec.policies))
     rehearsed: dict[str, float] = {}
-    if len(cluster.devices) > 1 and plans[0].objective is Objective.THROUGHPUT:
+    if not is_single and plans[0].objective is Objective.THROUGHPUT:
         advance("rehearsing")
-        rivals = (plans[0], *_others(unit, costs, cluster, microbatches, RIVALS))
-        best, rehearsed = best_served(rivals, made.shape, spec.average)
+        best, rehearsed = best_served((plans[0], *others(RIVALS)), made.shape, spec.average)
         plans = (best, *plans[1:])
-    plans += _others(unit, costs, cluster, microbatches, [name for name in coarse if name != plans[0].policy])
+    plans += tuple(others([name for name in coarse if name != plans[0].policy]))
     scale = scale_of(plans[0], made.weights(), still, kernels).factor
     torch.cuda.empty_cache()  # what was needed for capture and measurement is the workers'
-    prepared = Prepared(made, cluster, unit, costs, plans, scale, rehearsed, capture_s)
-    if kept is not None:
-        keep(key, prepared.kept, kept, warn_kept)
-    return prepared
+    return Prepared(made, plans, scale, rehearsed, capture_s)
 
 
 def _built(model: str, spec: ServeSpec, card: str, room_bytes: Sequence[float]) -> ServedModel:
     """The model on a card, with pages for what the devices have room for."""
     with _made_on(card, model, spec.seed):
-        plain = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS).build(
-            model,
-            min_size=MIN_SIZE,
-            room_bytes=room_bytes,
-            pool_bytes=float("inf"),
-        )
+        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
+        plain = served(model, sizes, min_size=MIN_SIZE, room_bytes=room_bytes, pool_bytes=float("inf"))
     if plain.encode is not None:
         raise TesseraError(
             "models that see are served on worker processes", "Name cpu or emu: devices.", PLACE
@@ -150,17 +163,6 @@ def _room_bytes(cluster: Cluster) -> list[float]:
         parts = sum(other.ordinal == device.ordinal for other in cluster.devices)
         found.append(float(min(device.memory_bytes, free / parts)))
     return found
-
-
-def _others(
-    unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster, microbatches: int, names: Sequence[str]
-) -> tuple[Plan, ...]:
-    """Plans by name, of those that there are for this work."""
-    found = []
-    for name in names:
-        with suppress(PlanInfeasible):
-            found.append(flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, microbatches, name))
-    return tuple(found)
 
 
 def blank(workload: Workload) -> Workload:

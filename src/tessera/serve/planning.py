@@ -12,31 +12,50 @@ There is a plan for every policy wanted, over the same unit and costs; on one de
 decided, there is the first one's only. Devices that keep their own time are measured, from the store where
 they were measured before; a store that cannot be used is done without. Devices that compute on this
 machine's CPU need the model to fit in it.
+
+What was planned lies under `$XDG_CACHE_HOME/tessera/plans` for the next start of the same model on the same
+devices, in a folder named by a hash of everything that it depends on: this package's own code, the versions
+of torch, transformers and Triton, the model's files, the sizes, the devices and the memory that pages are
+given. So nothing in it can be out of date; what cannot be read is made again, and a folder that cannot be
+written is done without. The newest `MAX_KEPT` are kept. A small model's weights lie beside them, as its steps
+read them, so that it is served without being built: to import what builds it takes longer than everything
+else. Larger ones are built at every start.
 """
 
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+import tessera
 from tessera.adapt.drift import without_devices
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
-from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
+from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.pipes import FORKSERVER, warm_up
 from tessera.execute.setups import interprets
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit
-from tessera.serve.kept_plans import KeptModel, KeptPlans, ServableModel, find, keep, key_of
+from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.serve.pages import modest_bytes
-from tessera.serve.records import MICROBATCHES, ROWS, Shape, step_name
+from tessera.serve.records import POLICIES, Average, ServeSpec, Shape, step_name
 
 if TYPE_CHECKING:
+    from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
 # Hears one line.
@@ -45,57 +64,17 @@ Told = Callable[[str], None]
 MAX_BYTES = 4 << 30
 # A step that takes longer than this will never end.
 STEP_TIMEOUT_S = 60.0
-POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
 # Policy that a service can be told to follow -> what it is planned for; auto has both, the monitor decides.
 OBJECTIVES = {"auto": POLICIES, "throughput": POLICIES[:1], "latency": POLICIES[1:]}
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """An average request, in tokens: what the plans are made for."""
-
-    prompt: int = 128
-    output: int = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ServeSpec:
-    """What a service is planned for; None: a size that suits the model."""
-
-    microbatches: int = MICROBATCHES
-    rows: int = ROWS
-    capacity: int | None = None
-    max_batch_tokens: int | None = None
-    # Of a microbatch's pages.
-    pool_tokens: int | None = None
-    # Of a device's memory, for weights and pages together; the rest is for temporaries.
-    memory_share: float = 0.9
-    average: Average = Average()
-    # One plan each.
-    policies: tuple[Objective, ...] = POLICIES
-    # Of random weights; those of a folder are taken only if they are asked for.
-    seed: int = 0
-    random_weights: bool = False
-    # Products of the same input are one.
-    joined: bool = True
-
-    def build(self, model: str, **limits: Any) -> "ServedModel":
-        """The model in these sizes, within the limits of `served`."""
-        from tessera.serve.steps import served
-
-        return served(
-            model,
-            microbatches=self.microbatches,
-            rows=self.rows,
-            capacity=self.capacity,
-            max_batch_tokens=self.max_batch_tokens,
-            pool_tokens=self.pool_tokens,
-            expected_length=self.average.prompt + self.average.output // 2,
-            seed=self.seed,
-            random_weights=self.random_weights,
-            joined=self.joined,
-            **limits,
-        )
+MAX_KEPT = 32
+# Of weights that are kept.
+MAX_WEIGHT_BYTES = 64 << 20
+# What captured steps and their costs come from, besides this package.
+PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
+_MORE, _WEIGHTS = "more.json", "weights.pt"
+_UNREADABLE = (
+    OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError, TesseraError,
+)  # fmt: skip
 
 
 def objectives_of(policy: str) -> tuple[Objective, ...]:
@@ -105,14 +84,50 @@ def objectives_of(policy: str) -> tuple[Objective, ...]:
     return OBJECTIVES[policy]
 
 
+class ServableModel(Protocol):
+    """What a service needs to know of a model: built (`steps.ServedModel`), or kept from an earlier start."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one microbatch."""
+
+    def weights(self) -> "dict[str, torch.Tensor]":
+        """By name."""
+
+    def senses(self) -> "tuple[Sight, Eyes] | None":
+        """How it sees; None for one that does not."""
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    shape: Shape
+    state_bytes: int
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: ServableModel) -> "KeptModel | None":
+        """What is worth keeping; None for large ones, and for those that see: their eyes are not kept."""
+        weights = model.weights()
+        if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
+            return None
+        return cls(model.shape, model.state_bytes, weights)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.tensors)
+
+    def senses(self) -> "tuple[Sight, Eyes] | None":
+        return None
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """A model with the plans to serve it by."""
+    """A model with the plans to serve it by; all are of one cluster, unit and costs."""
 
     model: ServableModel
-    cluster: Cluster
-    unit: WorkUnit
-    costs: tuple[Costs, ...]
     plans: tuple[Plan, ...]
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
@@ -120,11 +135,6 @@ class Prepared:
     rehearsed: Mapping[str, float] = field(default_factory=dict)
     # What it took to capture the steps.
     capture_s: float = 0.0
-
-    @property
-    def kept(self) -> KeptPlans:
-        """What another start needs of it."""
-        return KeptPlans(self.plans, self.scale, self.rehearsed, KeptModel.of(self.model))
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
         """A worker for every device, of this machine or as `hub` has them; not started yet."""
@@ -141,17 +151,15 @@ class Prepared:
 
     def without(self, lost: Sequence[str]) -> "Prepared":
         """The same service on the other devices, planned anew."""
-        cluster, costs = without_devices(self.cluster, self.costs, lost)
-        return self._planned_anew(cluster, costs)
+        return self._planned_anew(*without_devices(self.plans[0].cluster, self.plans[0].costs, lost))
 
     def at(self, costs: tuple[Costs, ...]) -> "Prepared":
         """The same service planned anew at other costs."""
-        return self._planned_anew(self.cluster, costs)
+        return self._planned_anew(self.plans[0].cluster, costs)
 
     def _planned_anew(self, cluster: Cluster, costs: tuple[Costs, ...]) -> "Prepared":
         policies = tuple(plan.objective for plan in self.plans)
-        made = _planned(self.model, cluster, self.unit, costs, policies)
-        return replace(made, scale=self.scale, capture_s=self.capture_s)
+        return replace(self, plans=_planned(self.model.shape, cluster, self.plans[0].unit, costs, policies))
 
 
 def prepare(
@@ -166,50 +174,52 @@ def prepare(
     """Plans a service; `advance` hears what is done next, `store` keeps measurements, `kept` plans."""
     warm_up()  # beside the capture and the planning
     pool_bytes = modest_bytes(spec.microbatches)
-    key = key_of(place_of(model), spec, cluster, pool_bytes)
-    found = find(key, kept) if kept is not None else None
-    if found is not None and found.model is not None:
-        return prepared_from(found.model, cluster, found)
-    from tessera import flow
-    from tessera.profile.measured import default_store
-    from tessera.serve.steps import for_cpu
 
-    advance(f"building {model}")
-    with blamed_for_run(model):
+    def build() -> "ServedModel":
+        from tessera.serve.steps import for_cpu, served
+
+        advance(f"building {model}")
         room_bytes = [spec.memory_share * device.memory_bytes for device in cluster.devices]
-        made = spec.build(model, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
-        for_cpu(made)
-        if found is not None:
-            return prepared_from(made, cluster, found)
+        with blamed_for_run(model):
+            return for_cpu(
+                served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
+            )
+
+    def plan(made: "ServedModel") -> Prepared:
+        from tessera import flow
+        from tessera.profile.measured import default_store
+
         advance(f"capturing {len(made.workloads)} steps")
         begun_s = time.perf_counter()
-        traces = [record(workload) for workload in made.workloads]
+        with blamed_for_run(model):
+            traces = [record(workload) for workload in made.workloads]
         capture_s = time.perf_counter() - begun_s
-    unit = flow.make_unit(traces, counts_of(made.shape, spec.average, made.encode is not None))
-    advance("pricing its launches")
+        unit = flow.make_unit(traces, counts_of(made.shape, spec.average, made.encode is not None))
+        advance("pricing its launches")
 
-    @cache
-    def warn(what: str) -> None:
-        print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
+        @cache
+        def warn(what: str) -> None:
+            print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
 
-    costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
-    advance("planning")
-    planned = replace(_planned(made, cluster, unit, costs, spec.policies), capture_s=capture_s)
-    if kept is not None:
-        keep(key, planned.kept, kept, warn_kept)
-    return planned
+        costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
+        advance("planning")
+        plans = _planned(made.shape, cluster, unit, costs, spec.policies)
+        return Prepared(made, plans, capture_s=capture_s)
 
-
-def warn_kept(what: str) -> None:
-    print(f"warning: {what}; plans are not kept for the next start", file=sys.stderr)
+    return kept_or_planned(key_of(place_of(model), spec, cluster, pool_bytes), kept, build, plan)
 
 
-def prepared_from(model: ServableModel, cluster: Cluster, found: KeptPlans) -> Prepared:
-    plans = found.plans
-    traces = [graph.trace for graph in plans[0].graphs]
-    if any(interprets(device, traces) for device in cluster.devices):
-        import_module("tessera.flow")  # hands in the interpreter
-    return Prepared(model, cluster, plans[0].unit, plans[0].costs, plans, found.scale, found.rehearsed)
+def kept_or_planned(
+    key: str, kept: Path | None, build: "Callable[[], ServedModel]", plan: "Callable[[ServedModel], Prepared]"
+) -> Prepared:
+    """What was kept under this name, or else planned, and kept for the next start."""
+    if kept is None:
+        return plan(build())
+    found = find(key, kept, build)
+    if found is None:
+        found = plan(build())
+        keep(key, found, kept)
+    return found
 
 
 def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, ...]:
@@ -246,23 +256,116 @@ def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Tol
 
 
 def _planned(
-    model: ServableModel,
-    cluster: Cluster,
-    unit: WorkUnit,
-    costs: tuple[Costs, ...],
-    policies: tuple[Objective, ...],
-) -> Prepared:
+    shape: Shape, cluster: Cluster, unit: WorkUnit, costs: tuple[Costs, ...], policies: tuple[Objective, ...]
+) -> tuple[Plan, ...]:
     from tessera import flow
 
     policies = policies if len(cluster.devices) > 1 else policies[:1]
     try:
-        plans = tuple(flow.make_plan(unit, costs, cluster, x, model.shape.microbatches) for x in policies)
+        plans = tuple(flow.make_plan(unit, costs, cluster, x, shape.microbatches) for x in policies)
         check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
     except (PlanInfeasible, DeviceMemoryError) as error:
-        shape = model.shape
         now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
         remedy = (
             f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or add a device."
         )
         raise type(error)(error.message, remedy, error.place) from error
-    return Prepared(model, cluster, unit, costs, plans)
+    return plans
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "plans"
+
+
+def key_of(place: str, *given: object) -> str:
+    """Names the plans of a model (a built-in name or a folder) for what is given, by its `repr`."""
+    digest = hashlib.sha256(repr((_code(), _versions(), place, given)).encode())
+    folder = Path(place)
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                stamp = path.stat()
+                digest.update(repr((path.name, stamp.st_size, stamp.st_mtime_ns)).encode())
+    return digest.hexdigest()[:32]
+
+
+def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
+    """What was kept under this name, with its model, which is built where it was not kept."""
+    own = folder / key
+    try:
+        more = json.loads((own / _MORE).read_text())
+        plans = tuple(load(Plan, own / f"{n}.plan") for n in range(int(more["plans"])))
+        scale, rehearsed, model = float(more["scale"]), dict(more["rehearsed"]), _find_model(own, more)
+        traces = [graph.trace for graph in plans[0].graphs]
+        os.utime(own)
+    except _UNREADABLE:
+        return None
+    if any(interprets(device, traces) for device in plans[0].cluster.devices):
+        import_module("tessera.flow")  # hands in the interpreter
+    return Prepared(model or build(), plans, scale, rehearsed)
+
+
+def _find_model(own: Path, more: Mapping[str, Any]) -> KeptModel | None:
+    if more["shape"] is None:
+        return None
+    shape = Shape(**{**more["shape"], "sizes": tuple(more["shape"]["sizes"])})
+    return KeptModel(shape, int(more["state_bytes"]), torch.load(own / _WEIGHTS, weights_only=True))
+
+
+def keep(key: str, found: Prepared, folder: Path) -> None:
+    """Keeps plans under this name, whole or not at all; standard error hears why not."""
+    model = KeptModel.of(found.model)
+    more = {
+        "plans": len(found.plans),
+        "scale": found.scale,
+        "rehearsed": dict(found.rehearsed),
+        "shape": None if model is None else asdict(model.shape),
+        "state_bytes": 0 if model is None else model.state_bytes,
+    }
+    part = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+        for number, plan in enumerate(found.plans):
+            save(plan, part / f"{number}.plan")
+        if model is not None:
+            torch.save(dict(model.tensors), part / _WEIGHTS)
+        (part / _MORE).write_text(json.dumps(more))
+        shutil.rmtree(folder / key, ignore_errors=True)
+        part.rename(folder / key)
+    except (OSError, RuntimeError, TesseraError) as error:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+        why = getattr(error, "message", None) or getattr(error, "strerror", None) or error
+        print(f"warning: {folder}: {why}; plans are not kept for the next start", file=sys.stderr)
+        return
+    _drop_old(folder)
+
+
+def _drop_old(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        own = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        for path in sorted(own, key=lambda p: p.stat().st_mtime, reverse=True)[MAX_KEPT:]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@cache
+def _code() -> str:
+    """Of this package's own source."""
+    root = Path(tessera.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> Sequence[str]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(name)
+    return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from tessera.ir import Cluster, Decision, DeviceKind, Step
+from tessera.ir import Cluster, Decision, DeviceKind, Objective, Step
 from tessera.kernels import PAGE
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Microbatches, and rows of each, where nobody says otherwise.
 MICROBATCHES, ROWS, GPU_ROWS = 2, 8, 64
+# What a service is planned for, where nobody says otherwise.
+POLICIES = (Objective.THROUGHPUT, Objective.LATENCY)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -74,6 +76,36 @@ def sizes_for(cluster: Cluster) -> tuple[int, int]:
     if any(device.kind is not DeviceKind.CUDA for device in cluster.devices):
         return MICROBATCHES, ROWS
     return min(MICROBATCHES, len(cluster.devices)), GPU_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """An average request, in tokens: what the plans are made for."""
+
+    prompt: int = 128
+    output: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSpec:
+    """What a service is planned for; None: a size that suits the model."""
+
+    microbatches: int = MICROBATCHES
+    rows: int = ROWS
+    capacity: int | None = None
+    max_batch_tokens: int | None = None
+    # Of a microbatch's pages.
+    pool_tokens: int | None = None
+    # Of a device's memory, for weights and pages together; the rest is for temporaries.
+    memory_share: float = 0.9
+    average: Average = Average()
+    # One plan each.
+    policies: tuple[Objective, ...] = POLICIES
+    # Of random weights; those of a folder are taken only if they are asked for.
+    seed: int = 0
+    random_weights: bool = False
+    # Products of the same input are one.
+    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Costs, Objective, Plan, verify
 from tessera.serve.engine import Engine
 from tessera.serve.keeper import Plans
-from tessera.serve.planning import Average, Prepared
-from tessera.serve.records import Ask, Sampling, Shape
+from tessera.serve.planning import Prepared
+from tessera.serve.records import Ask, Average, Sampling, Shape
 from tessera.serve.sequences import ActiveRequest
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
@@ -40,8 +40,8 @@ class PreparedPlanner:
     def without(self, lost: Iterable[str]) -> Plans:
         """Planned for the others, and put back among all devices."""
         made = self._prepared.without(sorted(lost))
-        cluster, costs = self._prepared.cluster, self._prepared.costs
-        found = tuple(widened(plan, cluster, costs) for plan in made.plans)
+        whole = self._prepared.plans[0]
+        found = tuple(widened(plan, whole.cluster, whole.costs) for plan in made.plans)
         for plan in found:
             verify(plan)
         return found
@@ -49,9 +49,9 @@ class PreparedPlanner:
     def corrected(self, plans: Sequence[Plan], factors: Factors) -> Plans:
         """Each plan, or a better one, with the costs as they were measured."""
         prepared = self._prepared
-        costs = factors.apply(prepared.unit, plans[0].costs)
+        costs = factors.apply(prepared.plans[0].unit, plans[0].costs)
         made = prepared.at(costs).plans
-        self._prepared = replace(prepared, costs=costs)
+        self._prepared = replace(prepared, plans=tuple(replace(x, costs=costs) for x in prepared.plans))
         return tuple(self._better(old, made, costs) for old in plans)
 
     def _better(self, old: Plan, made: Sequence[Plan], costs: tuple[Costs, ...]) -> Plan:

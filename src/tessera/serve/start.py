@@ -20,9 +20,10 @@ from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import AWAY, Cluster, DeviceKind, Objective, Plan
 from tessera.kernels import PAGE
 from tessera.serve.limits import HttpLimits
-from tessera.serve.planning import Average, Prepared, ServeSpec, prepare
+from tessera.serve.planning import Prepared, prepare
+from tessera.serve.records import Average, ServeSpec
 from tessera.serve.service import Service
-from tessera.serve.tokenizer import open_text
+from tessera.serve.text import open_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -27,7 +27,7 @@ from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Step
 from tessera.kernels import PAGE
 from tessera.serve.pages import modest_bytes, pages_for
-from tessera.serve.records import MICROBATCHES, ROWS, Shape
+from tessera.serve.records import ServeSpec, Shape
 from tessera.serve.sight import Eyes, Sight, sight_of
 
 # Tokens of the largest step, of a model that computes on a CPU.
@@ -72,36 +72,31 @@ class ServedModel:
 
 def served(
     model: str,
+    spec: ServeSpec,
     *,
-    microbatches: int = MICROBATCHES,
-    rows: int = ROWS,
-    capacity: int | None = None,
-    max_batch_tokens: int | None = None,
     min_size: int = MIN_SIZE,
-    pool_tokens: int | None = None,
-    expected_length: int = 128,
-    seed: int = 0,
-    random_weights: bool = False,
-    joined: bool = True,
     max_bytes: int | None = None,
     room_bytes: Sequence[float] = (),
     pool_bytes: float | None = None,
 ) -> ServedModel:
-    """Builds a model (a built-in name or a checkpoint folder) for serving; None: a size that suits it.
+    """Builds a model (a built-in name or a checkpoint folder) for serving.
 
-    A model with more than `max_bytes` of weights is refused before it is built. Where nobody says how many
-    tokens the pages of a microbatch hold, those of all take what `room_bytes` of the devices leave beside the
-    weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory. Steps are
-    priced for sequences of `expected_length`. `joined`: products of the same input are one.
+    A model with more than `max_bytes` of weights is refused before it is built. Where the spec does not say
+    how many tokens the pages of a microbatch hold, those of all take what `room_bytes` of the devices leave
+    beside the weights, but no more than `pool_bytes` each: by default a modest part of this machine's memory.
+    Steps are priced for sequences in the middle of an average answer.
     """
-    _check_counts(microbatches, rows, capacity, max_batch_tokens, pool_tokens)
+    microbatches, rows, capacity, pool_tokens = spec.microbatches, spec.rows, spec.capacity, spec.pool_tokens
+    _check_counts(spec)
     if model in known_models() and model not in servable_models():
         raise UnknownName("model to serve", model, servable_models())
     place = place_of(model)
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
     # The model once, for the smallest of steps: how its state is kept is known from its configuration.
-    smallest = Step(place, "tokens", 1, 1, seed, 2 * PAGE, random_weights, joined_products=joined)
+    smallest = Step(
+        place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined
+    )
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
     sees = _sees(config, model)
@@ -109,7 +104,7 @@ def served(
     found = layout_of(first.module)
     layout, parts, is_flat = found.kind, found.parts, found.kind == FLAT
     size = _length(model, capacity, max_positions(first.module))
-    most_tokens = max_batch_tokens or MAX_BATCH_TOKENS
+    most_tokens = spec.max_batch_tokens or MAX_BATCH_TOKENS
     sizes = sizes_of(rows, most_tokens if is_flat else min(most_tokens, parts.most), is_flat, min_size)
     if pool_tokens is None:
         pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
@@ -118,7 +113,8 @@ def served(
         pool_tokens = _pool_tokens(room / each if each else float("inf"), rows, size, capacity)
     steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
     pool_tokens = PAGE * pages_for(pool_tokens)
-    pages = replace(smallest, reserve=pool_tokens, rows=rows, length=min(expected_length, size))
+    length = min(size, spec.average.prompt + spec.average.output // 2)
+    pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
     if layout == DENSE:  # a row sees so many tokens and no more
         size = min(size, num_dense(first.module, pages))
         if capacity is not None and size < capacity:
@@ -132,12 +128,12 @@ def served(
     return ServedModel(model, shape, tuple(another(first, step) for step in steps))
 
 
-def _check_counts(
-    microbatches: int, rows: int, capacity: int | None, max_batch_tokens: int | None, pool_tokens: int | None
-) -> None:
-    if min(microbatches, rows, capacity or 1, max_batch_tokens or 1, pool_tokens or 1) < 1:
+def _check_counts(spec: ServeSpec) -> None:
+    limits = (spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
+    if min(spec.microbatches, spec.rows, *(limit for limit in limits if limit is not None)) < 1:
         sizes = (
-            f"{microbatches} microbatches of {rows} sequences, length {capacity}, steps of {max_batch_tokens}"
+            f"{spec.microbatches} microbatches of {spec.rows} sequences, length {spec.capacity}, "
+            f"steps of {spec.max_batch_tokens}"
         )
         raise CaptureError(f"{sizes} make no service", "Use at least 1 of each.")
 

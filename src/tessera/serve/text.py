@@ -2,18 +2,32 @@
 
     text.encode, text.chat        a prompt, a conversation -> tokens; of one that is too long only a part
     text.reader()                 tokens one by one -> text that can no longer change
+    open_text(model)              the text of a folder, or bytes for a built-in model
 
 Built-in models have random weights and no tokenizer: their tokens are the 256 bytes, a begin (256) and an end
 (257), and conversations follow a plain template of our own. A token of a larger vocabulary has no text; it is
-shown as its number. Folders are read by `tokenizer`.
+shown as its number.
+
+The tokenizer and the chat template of a checkpoint folder are read with Hugging Face transformers, from local
+files only; no code that a folder brings along is run. Text of a client cannot become a special token: where a
+message holds the words of one (such as "<|im_end|>"), those words are read letter by letter. Nor do special
+tokens show in an answer. Text of tokens is found by decoding a short window of the newest ones, as a token's
+text can depend on those before it. What may yet change is held back: at most three U+FFFD at the end, which
+stand for the beginning of a character.
 """
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from tessera.errors import AskError
+from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
+from tessera.serve.templates import ChatTemplate, Template, TemplateHere
 
 BEGIN, END = 256, 257
 # A conversation's turns as chat templates know them: {"role": ..., "content": ...}; of an assistant that
@@ -24,6 +38,22 @@ Tools = Sequence[Mapping[str, Any]]
 # Longer texts are looked at piece by piece first: one that is far too long is not read to its end.
 PIECE_CHARS = 2**14
 NO_LIMIT = 2**62
+UNSURE = "\ufffd"
+# Incomplete characters of UTF-8 have up to three bytes.
+MAX_UNSURE = 3
+# Tokens of a window that never ends in a whole character: then the text is given as it is.
+MAX_WINDOW = 32
+# Stand for the words of special tokens while a template is filled in: characters of no language.
+FIRST, LAST = "\U00100000", "\U0010fffd"
+MARKS = re.compile(f"([{FIRST}-{LAST}])")
+MAX_WORDS = ord(LAST) - ord(FIRST) + 1
+# How tokenizers with a fallback to bytes write one, and how some write a space.
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+SPACE = "\u2581"
+# Letter -> byte, as byte-level tokenizers write them: as itself if it prints, else from 256 on.
+PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+OTHERS = (byte for byte in range(256) if byte not in PRINTED)
+LETTERS = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
 class Reader(Protocol):
@@ -177,3 +207,265 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """What is read of a folder, once. Another process makes the same text of it, without transformers."""
+
+    folder: Path
+    # As the library `tokenizers` writes it; empty: the folder's tokenizer is another one, read again.
+    tokenizer: str
+    # The words of special tokens, the longest first, and their numbers.
+    words: tuple[str, ...]
+    special: frozenset[int]
+    end: tuple[int, ...]
+    # The chat template and its variables; empty: there is none.
+    template: str
+    variables: dict[str, Any]
+
+
+class FolderText:
+    """Text by a folder's own tokenizer.
+
+    template  fills in the chat template; None: one in a process with limits
+    """
+
+    def __init__(self, parts: TextParts, template: Template | None = None) -> None:
+        self.parts, self.end = parts, parts.end
+        with _told(parts.folder):
+            self._tokenizer = (
+                FastTokenizer(parts.tokenizer) if parts.tokenizer else SlowTokenizer(_read(parts.folder))
+            )
+        self._numbers = {word: chr(ord(FIRST) + number) for number, word in enumerate(parts.words)}
+        self._marked = _marked(parts.words)
+        self._lock = threading.Lock()  # how special words are read is a setting of the whole tokenizer
+        self._template = template
+        if template is None and parts.template:
+            self._template = ChatTemplate(parts.template)
+
+    def __reduce__(self) -> tuple[Callable[[TextParts], "FolderText"], tuple[TextParts]]:
+        return _elsewhere, (self.parts,)
+
+    @classmethod
+    def open(cls, folder: Path) -> "FolderText":
+        return cls(read_parts(folder))
+
+    def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
+        """A prompt, with what the tokenizer puts before it; its words are never special tokens."""
+        with self._lock:
+            return self._ids(text, adds=adds, plain=True, most=most)
+
+    def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
+        """A conversation by the folder's template."""
+        if self._template is None:
+            remedy = "Use /v1/completions, or add a chat_template to tokenizer_config.json."
+            raise AskError("this model has no chat template", remedy, "messages")
+        given = {"messages": self._mark(messages), "tools": self._mark(tools) if tools else None}
+        text = self._template.render({**self.parts.variables, **given})
+        tokens: list[int] = []
+        with self._lock:
+            for part in MARKS.split(text):
+                is_word = FIRST <= part <= LAST
+                read = self._word(part) if is_word else part
+                tokens += self._ids(read, adds=False, plain=is_word, most=most)
+                if len(tokens) > most:
+                    break
+        return tokens
+
+    def _mark(self, value: Any) -> Any:
+        """The words of special tokens in all texts, each as its own character."""
+        if isinstance(value, str):
+            return self._marked.sub(lambda found: self._numbers.get(found.group(), UNSURE), value)
+        if isinstance(value, Mapping):
+            return {self._mark(key): self._mark(x) for key, x in value.items()}
+        return [self._mark(x) for x in value] if isinstance(value, list | tuple) else value
+
+    def _word(self, mark: str) -> str:
+        number = ord(mark) - ord(FIRST)
+        return self.parts.words[number] if number < len(self.parts.words) else UNSURE
+
+    def _ids(self, text: str, adds: bool, plain: bool, most: int) -> list[int]:
+        if not text and not adds:
+            return []
+        try:
+            return within(lambda piece: self._tokenizer.encode(piece, adds, plain), text, most)
+        except UnicodeEncodeError as error:
+            raise AskError("half a surrogate pair is no text", "Send valid Unicode.", "prompt") from error
+
+    def reader(self) -> Reader:
+        return WindowReader(self)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # A model's last rows may have no token: its vocabulary is often rounded up.
+        size = self._tokenizer.size
+        return self._tokenizer.decode([token for token in tokens if token < size])
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself; of tokenizers that know bytes, its very bytes."""
+        if token >= self._tokenizer.size or token in self.parts.special:
+            return b""
+        return self._tokenizer.token_bytes(token)
+
+
+def _elsewhere(parts: TextParts) -> FolderText:
+    """The same text in another process, which has limits: its template is filled in there."""
+    return FolderText(parts, TemplateHere(parts.template) if parts.template else None)
+
+
+class FastTokenizer:
+    def __init__(self, written: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._made = Tokenizer.from_str(written)
+        self._made.no_truncation()
+        self._made.no_padding()
+        self.size = self._made.get_vocab_size(with_added_tokens=True)
+        decoder = json.dumps(json.loads(written).get("decoder"), ensure_ascii=False)
+        self._by_letter = LETTERS if "ByteLevel" in decoder else {}
+        self._space = SPACE if SPACE in decoder or "Metaspace" in decoder else ""
+
+    def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
+        """The tokens of a text; `adds` what stands before every text, `plain`: no word is a special token."""
+        text.encode()  # the library's own complaint about half a surrogate pair is no better
+        self._made.encode_special_tokens = plain
+        return list(self._made.encode(text, add_special_tokens=adds).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._made.decode(tokens, skip_special_tokens=True))
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._made.id_to_token(token) or ""
+        if self._by_letter and all(letter in self._by_letter for letter in piece):
+            return bytes(self._by_letter[letter] for letter in piece)
+        if BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        if self._space:
+            return piece.replace(self._space, " ").encode()
+        return self.decode([token]).encode()
+
+
+class SlowTokenizer:
+    """Any other tokenizer of transformers."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self.size = made, len(made)
+
+    def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
+        return list(self._made(text, add_special_tokens=adds, split_special_tokens=plain)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._made.decode(list(tokens), **options))
+
+    def token_bytes(self, token: int) -> bytes:
+        """As above; a space before a word may be lost."""
+        piece = str(self._made.convert_ids_to_tokens(token))
+        return bytes.fromhex(piece[3:5]) if BYTE_TOKEN.fullmatch(piece) else self.decode([token]).encode()
+
+
+class WindowReader:
+    """Reads tokens one by one; decodes a window of the newest."""
+
+    __slots__ = ("_given", "_num_old", "_text", "_window")
+
+    def __init__(self, text: FolderText) -> None:
+        self._text = text
+        self._window: list[int] = []
+        # Tokens of the window that are there only for those behind them; characters given of its text.
+        self._num_old = self._given = 0
+
+    def feed(self, token: int) -> str:
+        self._window.append(token)
+        text = self._text.decode(self._window)
+        sure = len(text)
+        if len(self._window) - self._num_old < MAX_WINDOW:
+            while sure > max(0, len(text) - MAX_UNSURE) and text[sure - 1] == UNSURE:
+                sure -= 1
+        new = text[self._given : sure]
+        self._given = max(self._given, sure)
+        if sure == len(text) and new:
+            del self._window[: self._num_old]
+            self._num_old = len(self._window)
+            self._given = len(self._text.decode(self._window))
+        return new
+
+    def flush(self) -> str:
+        return self._text.decode(self._window)[self._given :]
+
+
+def read_parts(folder: Path) -> TextParts:
+    """Reads a folder with transformers; no code of it is run."""
+    with _told(folder):
+        made = _read(folder)
+        words = sorted({str(w) for w in made.all_special_tokens if w}, key=len, reverse=True)
+        named = {name: str(word) for name, word in made.special_tokens_map.items() if isinstance(word, str)}
+        fixed = {"tools": None, "documents": None, "add_generation_prompt": True}
+        fast = getattr(made, "backend_tokenizer", None)
+        return TextParts(
+            folder,
+            "" if fast is None else str(fast.to_str()),
+            tuple(words[:MAX_WORDS]),
+            frozenset(made.all_special_ids),
+            _ends(folder, made),
+            str(made.get_chat_template()) if made.chat_template else "",
+            {**fixed, **named},
+        )
+
+
+def _read(folder: Path) -> Any:
+    transformers = extra_module("transformers", "serve")
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        remedy = "Save its tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
+        raise ArtifactError("this folder holds no tokenizer", remedy, str(folder))
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _marked(words: Sequence[str]) -> re.Pattern[str]:
+    """Finds special words and the characters that stand for them; quickly where there are none."""
+    stand_in = f"{FIRST}-{LAST}"
+    first = stand_in + "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
+    return re.compile(f"(?=[{first}])(?:{'|'.join([f'[{stand_in}]', *map(re.escape, words)])})")
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Whatever the files of a tokenizer make a library raise is one line about the folder."""
+    try:
+        yield
+    except TesseraError:
+        raise
+    except BaseException as error:  # a stranger's files in a library's code: anything can come
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
+            raise
+        from tessera.capture.models.checkpoint import first_line
+
+        remedy = "Save it again with save_pretrained, as tokenizer.json."
+        message = f"its tokenizer cannot be read: {first_line(error)}"
+        raise ArtifactError(message, remedy, str(folder)) from error
+
+
+def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end, and those of generation_config.json or else config.json."""
+    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    for name in ("generation_config.json", "config.json"):
+        listed = _listed(folder / name)
+        if listed:
+            return tuple(dict.fromkeys([*found, *listed]))
+    return tuple(found)
+
+
+def _listed(path: Path) -> list[int]:
+    from tessera.capture.models.checkpoint import read_json
+
+    value = read_json(path).get("eos_token_id") if path.exists() else None
+    listed = value if isinstance(value, list) else [value]
+    return [x for x in listed if isinstance(x, int) and x >= 0]
+
+
+def open_text(model: str) -> Text:
+    """The text of a model: a built-in name, or a folder with a tokenizer."""
+    if Path(model).is_dir():
+        return FolderText.open(Path(model))
+    return ByteText()

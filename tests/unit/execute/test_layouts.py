@@ -8,6 +8,7 @@ from tessera.errors import MismatchError
 from tessera.execute.memory import ready_programs
 from tessera.execute.setups import Setup, briefing_of, make_setups, pack_briefing, setup_of, unpack_briefing
 from tessera.ir import Plan
+from tessera.serve.records import ServeSpec
 from tessera.serve.steps import for_cpu, served
 
 
@@ -39,7 +40,7 @@ def test_strides_that_no_weight_has_are_refused() -> None:
 
 def test_laying_out_changes_no_value() -> None:
     """Only linear layers are stored transposed; their values and all others are as they were."""
-    plain, laid = (served("tiny-llama", rows=2, capacity=16) for _ in range(2))
+    plain, laid = (served("tiny-llama", ServeSpec(rows=2, capacity=16)) for _ in range(2))
     for_cpu(laid)
     wanted, found = plain.weights(), laid.weights()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

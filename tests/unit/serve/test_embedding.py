@@ -26,8 +26,7 @@ from tessera.serve.openai.read import (  # noqa: E402
     read_embedding,
 )
 from tessera.serve.single_device import EmbeddingService, Encoder, Pooling, embeds  # noqa: E402
-from tessera.serve.text import ByteText  # noqa: E402
-from tessera.serve.tokenizer import open_text  # noqa: E402
+from tessera.serve.text import ByteText, open_text  # noqa: E402
 from text_factory import make_text_folder  # noqa: E402
 
 MODEL = "encoder"

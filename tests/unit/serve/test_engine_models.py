@@ -15,7 +15,7 @@ from benchmarks.coverage_models import MODELS
 from own_code import reference as own_code
 from paged_mixer import plain_model
 from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
-from tessera.serve.records import Ask, Sampling
+from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import END, ByteText
@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 )
 def model(request: pytest.FixtureRequest) -> ServedModel:
     """Steps of 8 tokens, so that most prompts need several."""
-    return served(request.param, microbatches=2, rows=4, capacity=CAPACITY, max_batch_tokens=8)
+    return served(request.param, ServeSpec(microbatches=2, rows=4, capacity=CAPACITY, max_batch_tokens=8))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def service(model: ServedModel) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def reference(model: ServedModel) -> Any:
     """The same weights as Hugging Face runs them, product by product, with its own masks and attention."""
-    module: Any = served(model.model, rows=4, capacity=CAPACITY, joined=False).workloads[-1].module
+    module: Any = served(model.model, ServeSpec(rows=4, capacity=CAPACITY, joined=False)).workloads[-1].module
     if model.model == "tiny-mamba":
         return module
     made = transformers.AutoModelForCausalLM.from_config(
@@ -92,7 +92,9 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     lengths = (0, 1, 7, 2)
     prompts = [begin + tuple(rng.randrange(256) for _ in range(length)) for length in lengths]
     asks = [Ask(prompt, 24, GREEDY, ignores_end=True) for prompt in prompts]
-    few = served(model.model, microbatches=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 6)
+    few = served(
+        model.model, ServeSpec(microbatches=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=16 * 6)
+    )
     with own_code(few, num_threads=1) as stepper, Service(stepper, few.shape, ByteText()) as service:
         found = [told.numbers for _ in range(2) for told in wait_for(read_all(service, asks))]
         snapshot = service.snapshot()
@@ -120,9 +122,9 @@ def test_pages_behind_the_window_are_given_to_others(tmp_path: Path) -> None:
     mistral = next(model for model in MODELS if model.name == "mistral")
     dataclasses.replace(mistral, sizes={**mistral.sizes, "sliding_window": 20}).write(tmp_path)
     sizes: dict[str, Any] = {"capacity": 128, "max_batch_tokens": 8, "random_weights": True}
-    made = served(str(tmp_path), microbatches=1, rows=4, pool_tokens=16 * 14, **sizes)
+    made = served(str(tmp_path), ServeSpec(microbatches=1, rows=4, pool_tokens=16 * 14, **sizes))
     plain = plain_model(
-        served(str(tmp_path), microbatches=1, rows=4, joined=False, **sizes).workloads[-1].module
+        served(str(tmp_path), ServeSpec(microbatches=1, rows=4, joined=False, **sizes)).workloads[-1].module
     )
     rng = random.Random(5)
     asks = [

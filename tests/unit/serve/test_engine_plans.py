@@ -176,10 +176,10 @@ def test_a_planner_adopts_what_is_better_and_keeps_what_is_not() -> None:
     """A plan leaves a device that becomes twenty times as slow, and stays as it is where nothing changed."""
     made = steps_factory.prepared()
     planner = PreparedPlanner(made)
-    kernels = {k.name for graph in made.unit.graphs for k in graph.trace.kernels}
+    kernels = {k.name for graph in made.plans[0].unit.graphs for k in graph.trace.kernels}
     placed = [device for step in made.plans[1].lanes[0].placement.devices for device in step]
     used = max(set(placed), key=placed.count)
-    slow = Factors({(made.cluster.names[used], kernel): 20.0 for kernel in kernels})
+    slow = Factors({(made.plans[0].cluster.names[used], kernel): 20.0 for kernel in kernels})
     same = planner.corrected(made.plans, Factors({}))
     new = planner.corrected(made.plans, slow)
     ratio = new[0].costs[0].us(0, used) / made.plans[0].costs[0].us(0, used)

@@ -17,8 +17,7 @@ import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper, service_of
 from tessera.serve.limits import HttpLimits
-from tessera.serve.load import LoadOptions, LoadRun, figures, measure
-from tessera.serve.load_client import parse_address
+from tessera.serve.load import LoadOptions, LoadRun, figures, measure, parse_address
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
 from tessera.serve.records import Shape

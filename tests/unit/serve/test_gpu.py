@@ -22,8 +22,8 @@ from tessera.profile import make_cluster, parse_devices
 from tessera.profile.devices import Card
 from tessera.serve import gpu
 from tessera.serve.gpu import check_gpus, prepare_on_gpus
-from tessera.serve.planning import Average, Prepared, ServeSpec
-from tessera.serve.records import Ask
+from tessera.serve.planning import Prepared
+from tessera.serve.records import Ask, Average, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import served
@@ -70,7 +70,7 @@ def asks() -> list[Ask]:
 @functools.cache
 def wanted() -> list[Any]:
     """What the model itself answers."""
-    model = served("tiny-llama", **SIZES)
+    model = served("tiny-llama", ServeSpec(**SIZES))
     with reference(model) as whole, Service(whole, model.shape, ByteText()) as service:
         return [told.what for told in wait_for(read_all(service, asks()))]
 

@@ -21,6 +21,7 @@ from own_code import reference  # noqa: E402
 from sampling import examples  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
+from tessera.serve.records import ServeSpec  # noqa: E402
 from tessera.serve.service import Service  # noqa: E402
 from tessera.serve.steps import served  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
@@ -31,7 +32,7 @@ ROWS, CAPACITY = 8, 128
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    model = served(MODEL, microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32)
+    model = served(MODEL, ServeSpec(microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32))
     with (
         reference(model, num_threads=1) as stepper,
         Service(stepper, model.shape, ByteText(), model=MODEL) as found,
@@ -122,7 +123,9 @@ def test_logprobs_are_those_of_the_likeliest(client: Any) -> None:
 def model() -> Any:
     """The very model that is served, as transformers has it."""
     return (
-        served(MODEL, microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32).workloads[-1].module
+        served(MODEL, ServeSpec(microbatches=2, rows=ROWS, capacity=CAPACITY, max_batch_tokens=32))
+        .workloads[-1]
+        .module
     )
 
 

@@ -13,8 +13,17 @@ from load_factory import HEAD, Wire, answer, chunked, events, plain, prompt_of, 
 from tessera.cli import main
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
-from tessera.serve.load import LoadOptions, Ruler, _queries, figures, make_prompts, measure, send_times
-from tessera.serve.load_client import Generation, parse_address
+from tessera.serve.load import (
+    Generation,
+    LoadOptions,
+    Ruler,
+    _queries,
+    figures,
+    make_prompts,
+    measure,
+    parse_address,
+    send_times,
+)
 
 
 def run(url: str, **load: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from load_factory import HEAD, answer, chunked, plain, serving
 from tessera.errors import LoadError
-from tessera.serve.load_client import Reply, connected, parse_address
+from tessera.serve.load import Reply, connected, parse_address
 
 ASKED = {"messages": [{"role": "user", "content": "héllo ☃"}], "max_completion_tokens": 5}
 BODY = (

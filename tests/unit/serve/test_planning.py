@@ -17,7 +17,8 @@ from tessera.execute.pipes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Objective, verify
 from tessera.profile.devices import make_cluster, parse_devices
-from tessera.serve.planning import Average, ServeSpec, counts_of, prepare
+from tessera.serve.planning import counts_of, prepare
+from tessera.serve.records import Average, ServeSpec
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
 
@@ -30,9 +31,9 @@ def test_there_is_a_plan_for_each_policy_over_one_unit() -> None:
     """Steps of all sizes are planned together, once for throughput and once for latency."""
     made = factory.prepared()
     assert [plan.policy for plan in made.plans] == ["throughput", "latency"]
-    assert [g.trace.step.context for g in made.unit.graphs] == list(factory.SIZES)
-    assert made.unit.counts == (7, 3)
-    assert made.unit.is_served
+    assert [g.trace.step.context for g in made.plans[0].unit.graphs] == list(factory.SIZES)
+    assert made.plans[0].unit.counts == (7, 3)
+    assert made.plans[0].unit.is_served
     assert made.plans[1].latency_us <= made.plans[0].latency_us
 
 
@@ -58,18 +59,18 @@ def test_one_device_has_one_plan() -> None:
 def test_a_device_that_is_gone_is_planned_around() -> None:
     """The same service on the other device, under the same costs."""
     rest = factory.prepared().without(["emu:a100"])
-    assert rest.cluster.names == ("emu:l40s",)
+    assert rest.plans[0].cluster.names == ("emu:l40s",)
     assert rest.plans[0].used == (0,)
-    assert rest.costs[0].total_us(0) == factory.prepared().costs[0].total_us(1)
+    assert rest.plans[0].costs[0].total_us(0) == factory.prepared().plans[0].costs[0].total_us(1)
     with pytest.raises(PlanInfeasible, match="no device is left"):
         rest.without(["emu:l40s"])
 
 
 def test_sizes_that_nobody_names_suit_the_model() -> None:
     """A request may be as long as the model's positions; models that recur read parts of one prompt, too."""
-    assert served("tiny-llama").shape.capacity == 4096
-    assert served("tiny-llama", rows=8).shape.sizes == (8, 32, 128)
-    assert served("tiny-mamba", rows=8).shape.sizes == (8, 32, 128)
+    assert served("tiny-llama", ServeSpec()).shape.capacity == 4096
+    assert served("tiny-llama", ServeSpec(rows=8)).shape.sizes == (8, 32, 128)
+    assert served("tiny-mamba", ServeSpec(rows=8)).shape.sizes == (8, 32, 128)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
 def test_counts_follow_the_average_request() -> None:
     """Parts of prompts are rounded up; a recurrent model reads its prompt as it answers."""
     assert counts_of(factory.prepared().model.shape, Average(prompt=17, output=5)) == (4, 5)
-    shape = served("tiny-mamba", rows=2).shape
+    shape = served("tiny-mamba", ServeSpec(rows=2)).shape
     assert counts_of(dataclasses.replace(shape, sizes=(2,)), Average(prompt=10, output=5)) == (14,)
     assert (2, 32, 128) == shape.sizes
     assert counts_of(shape, Average(prompt=300, output=5)) == (4 + 12, 2, 4)
@@ -113,12 +114,12 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
     assert "tiny-llama" in servable_models()
     for model in ("tiny-sd3.5", "no-such-model"):
         with pytest.raises(UnknownName, match="tiny-llama"):
-            served(model)
+            served(model, ServeSpec())
     for name, size in (("microbatches", 0), ("rows", 0), ("capacity", -1), ("max_batch_tokens", -1)):
         with pytest.raises(CaptureError, match="make no service"):
-            served("tiny-llama", **{name: size})  # type: ignore[arg-type]
+            served("tiny-llama", ServeSpec(**{name: size}))  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="4096 positions"):
-        served("tiny-llama", capacity=5000)
+        served("tiny-llama", ServeSpec(capacity=5000))
 
 
 def test_too_little_memory_says_what_to_lower() -> None:
@@ -133,19 +134,19 @@ def test_too_little_memory_says_what_to_lower() -> None:
 def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path) -> None:
     """Also where nobody says how many pages there are."""
     next(model for model in MODELS if model.name == "falcon").write(tmp_path)
-    shape = served(str(tmp_path), rows=8, random_weights=True).shape
+    shape = served(str(tmp_path), ServeSpec(rows=8, random_weights=True)).shape
     assert shape.pool_tokens > 8 * 16
     assert shape.sizes == (8,)
 
 
 def test_pages_take_the_memory_that_is_left() -> None:
     """Those of all microbatches with the weights, but no more than all sequences can fill."""
-    weights = sum(tensor.nbytes for tensor in served("tiny-llama").weights().values())
+    weights = sum(tensor.nbytes for tensor in served("tiny-llama", ServeSpec()).weights().values())
     room = weights + 2 * 1024 * 4096 + 100
-    made = served("tiny-llama", microbatches=2, rows=4, room_bytes=[room], pool_bytes=1e12)
+    made = served("tiny-llama", ServeSpec(microbatches=2, rows=4), room_bytes=[room], pool_bytes=1e12)
     assert made.shape.pool_tokens == 1024
     assert state_bytes(made.workloads[-1]) == 1024 * 4096 + 4 * 8  # and the newest token of each row
-    made = served("tiny-llama", microbatches=2, rows=4, room_bytes=[1e12], pool_bytes=1e12)
+    made = served("tiny-llama", ServeSpec(microbatches=2, rows=4), room_bytes=[1e12], pool_bytes=1e12)
     assert made.shape.pool_tokens == 4 * 4096 + 16
 
 
@@ -166,9 +167,11 @@ def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> N
 
 def test_products_of_the_same_input_are_one_unless_told_otherwise() -> None:
     """Every step of a service says so, and the model has one set of weights."""
-    plain, joined = (served("tiny-llama", rows=2, capacity=16, joined=x).weights() for x in (False, True))
+    plain, joined = (
+        served("tiny-llama", ServeSpec(rows=2, capacity=16, joined=x)).weights() for x in (False, True)
+    )
 
-    assert {True} == {w.step.joined_products for w in served("tiny-llama", rows=2).workloads}
+    assert {True} == {w.step.joined_products for w in served("tiny-llama", ServeSpec(rows=2)).workloads}
     assert len(joined) < len(plain)
     assert sum(t.nbytes for t in joined.values()) == sum(t.nbytes for t in plain.values())
 
@@ -177,7 +180,7 @@ def test_products_of_the_same_input_are_one_unless_told_otherwise() -> None:
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in several safetensors files."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    module = served("tiny-llama", rows=2, capacity=16, seed=3, joined=False).workloads[-1].module
+    module = served("tiny-llama", ServeSpec(rows=2, capacity=16, seed=3, joined=False)).workloads[-1].module
     module.save_pretrained(folder, max_shard_size="4MB")  # type: ignore[operator]
     return folder
 
@@ -188,7 +191,7 @@ def test_a_sharded_checkpoint_is_served_with_its_own_weights(sharded: Path) -> N
     assert len(set(index["weight_map"].values())) > 1
     given = []
     for model, seed in ((str(sharded), 0), ("tiny-llama", 3)):
-        made = served(model, rows=2, capacity=factory.CAPACITY, seed=seed)
+        made = served(model, ServeSpec(rows=2, capacity=factory.CAPACITY, seed=seed))
         steps = factory.script(made, 1)
         with reference(made, 1) as stepper:
             factory.opened(stepper, 0)
@@ -201,13 +204,13 @@ def test_plans_around_a_device_are_plans_for_all_of_them() -> None:
     made = factory.prepared()
     around = PreparedPlanner(made).without(["emu:a100"])
 
-    assert made.cluster.names == around[0].cluster.names
+    assert made.plans[0].cluster.names == around[0].cluster.names
     for plan in around:
         verify(plan)
         assert {"emu:l40s"} == {name for i in range(len(plan.lanes)) for name in devices_of(plan, i)}
     check_alike([*made.plans, *around])
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        PreparedPlanner(made).without(made.cluster.names)
+        PreparedPlanner(made).without(made.plans[0].cluster.names)
 
 
 @pytest.mark.parametrize("model", [pytest.param("tiny-gpt-oss", marks=pytest.mark.slow), "tiny-mamba"])
@@ -247,8 +250,8 @@ def test_rows_of_gathered_keys_are_no_longer_than_what_is_gathered(tmp_path: Pat
     """A model with attention of its own sees a fixed number of tokens a row: what pages are shared to."""
     model = next(m for m in MODELS if m.name == "falcon")
     model.write(tmp_path)
-    made = served(str(tmp_path), rows=4, pool_tokens=128, random_weights=True)
+    made = served(str(tmp_path), ServeSpec(rows=4, pool_tokens=128, random_weights=True))
 
     assert 64 == made.shape.capacity
     with pytest.raises(CaptureError, match=r"4 sequences of .* have at most 64"):
-        served(str(tmp_path), rows=4, capacity=100, pool_tokens=128, random_weights=True)
+        served(str(tmp_path), ServeSpec(rows=4, capacity=100, pool_tokens=128, random_weights=True))

@@ -28,8 +28,11 @@ from tessera.serve.openai.read import (  # noqa: E402
     ModelCard,
 )
 from tessera.serve.reading import SMALL_BYTES, Found, Reading  # noqa: E402
-from tessera.serve.text import ByteText, Text  # noqa: E402
-from tessera.serve.tokenizer import open_text  # noqa: E402
+from tessera.serve.text import (  # noqa: E402
+    ByteText,
+    Text,
+    open_text,
+)
 from text_factory import TEMPLATE, make_text_folder  # noqa: E402
 
 CAPACITY = 100_000

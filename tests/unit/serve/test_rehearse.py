@@ -6,7 +6,8 @@ from tessera.capture import record
 from tessera.flow import make_plan, make_unit, price
 from tessera.ir import Objective, Plan, WorkUnit
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.planning import Average, counts_of
+from tessera.serve.planning import counts_of
+from tessera.serve.records import Average, ServeSpec
 from tessera.serve.replan import best_served, rehearse
 from tessera.serve.steps import ServedModel, served
 
@@ -17,7 +18,9 @@ ROWS = 4
 @functools.cache
 def model(microbatches: int) -> ServedModel:
     """The tiny Llama."""
-    return served("tiny-llama", microbatches=microbatches, rows=ROWS, capacity=32, max_batch_tokens=8)
+    return served(
+        "tiny-llama", ServeSpec(microbatches=microbatches, rows=ROWS, capacity=32, max_batch_tokens=8)
+    )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from own_code import reference
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
-from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, Shape
+from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, ServeSpec, Shape
 from tessera.serve.service import Service
 from tessera.serve.sight import GRID, rotary
 from tessera.serve.steps import ServedModel, served
@@ -29,7 +29,7 @@ NUM = 6
 @cache
 def model() -> ServedModel:
     """Steps shorter than a picture, so that one spans several."""
-    return served("tiny-qwen2.5-vl", microbatches=2, rows=2, capacity=240, max_batch_tokens=24)
+    return served("tiny-qwen2.5-vl", ServeSpec(microbatches=2, rows=2, capacity=240, max_batch_tokens=24))
 
 
 def make_ask(seed: int, *places: int) -> Ask:

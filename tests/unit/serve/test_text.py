@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import ArtifactError, AskError
-from tessera.serve.text import BEGIN, END, ByteText, Reader, Text
-from tessera.serve.tokenizer import open_text
+from tessera.serve.text import BEGIN, END, ByteText, Reader, Text, open_text
 from text_factory import make_text_folder
 
 

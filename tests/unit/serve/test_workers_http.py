@@ -9,7 +9,7 @@ import httpx
 
 from http_factory import listening
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.planning import ServeSpec
+from tessera.serve.records import ServeSpec
 from tessera.serve.start import ServeOptions, started
 
 # Within so long it answers again.
