@@ -12,7 +12,7 @@ import pytest
 from browser import PHONE, browser, width_of
 from sampling import is_whole
 from tessera.advise import search
-from tessera.advise.records import in_ms
+from tessera.advise.search import in_ms
 from tessera.capture import record_step
 from tessera.cli import main
 from tessera.flow import make_load_plan

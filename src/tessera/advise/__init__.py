@@ -4,8 +4,7 @@ Read `search` for the first, `owned` for the second.
 """
 
 from tessera.advise.owned import NextCard, OwnedAdvice, Regime, Way, use
-from tessera.advise.records import Advice, Choice, Load, Market
-from tessera.advise.search import advise
+from tessera.advise.search import Advice, Choice, Load, Market, advise
 
 __all__ = [
     "Advice", "Choice", "Load", "Market", "NextCard", "OwnedAdvice", "Regime", "Way", "advise", "use",

@@ -9,15 +9,13 @@ there, which any router can do; a plan over all of them is at least as good. All
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tessera.advise.records import Load, Market, check
-from tessera.advise.search import Size, offers_of, steps_of
+from tessera.advise.search import Load, Market, Size, check, cluster_of, offers_of, steps_of
 from tessera.errors import TesseraError
 from tessera.flow import LoadSteps, anchors_of, choose_launches, make_load_plan
-from tessera.ir import Cluster
 from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Target
-from tessera.profile import estimate, gpu, make_cluster, parse_devices, sureness
+from tessera.profile import estimate, gpu, parse_devices, sureness
 from tessera.report import round_limits
 
 # From the coarsest; other policies are splits.
@@ -112,7 +110,7 @@ def use(
     anchors = anchors_of(batches)
     is_compiled, note = choose_launches(steps, anchors, market.launches)
     target = Target(1 if load.is_image else load.output, load.tpot_ms, load.ttft_ms)
-    cluster = _cluster(names, market)
+    cluster = cluster_of(names, market)
     config = LoadConfig(batches, max_microbatches=market.microbatches, advance=advance)
     found = make_load_plan(steps, cluster, target, config, is_compiled)
     recorded = LoadSteps(steps, counts, anchors, advance, is_compiled)
@@ -136,12 +134,6 @@ def use(
         gpu(names[0]).price_source,
         note,
     )
-
-
-def _cluster(names: Sequence[str], market: Market) -> Cluster:
-    devices = parse_devices(",".join(f"emu:{name}" for name in names))
-    usable = tuple(replace(d, memory_bytes=int(d.memory_bytes * market.memory_share)) for d in devices)
-    return make_cluster(usable, market.link)
 
 
 def _rent(name: str, market: Market) -> float | None:

@@ -17,19 +17,163 @@ arrivals in bursts, for which `margin` is kept free.
 of each, and what each makes of it by itself.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tessera.advise.records import Advice, Choice, Load, Market, Times, check, in_ms
 from tessera.capture.models import steps_of_model
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.flow import ANCHORS, LoadSteps, choose_launches, make_batched_plan, plan_for
-from tessera.ir import Cluster, Costs, Objective, Step, Trace, Variant, WorkUnit
+from tessera.ir import Cluster, Costs, Objective, Plan, Step, Trace, Variant, WorkUnit
 from tessera.plan import BATCHES, LoadConfig, LoadPlan, PlanConfig, Target
 from tessera.plan.rent import Basket, Limit, Offer, alone_bytes, baskets, limit_of, shortest_us
 from tessera.profile import Gpu, estimate, gpu, known_gpus, make_cluster, parse_devices
+
+# Milliseconds to the first token, and of a token after it; None where there are no tokens.
+Times = tuple[float | None, float | None]
+
+# What is asked of a model where nothing is said: tokens of a prompt and of an answer; of a diffusion model
+# the tokens of an image of 1024 x 1024 pixels, and the steps that its makers recommend.
+TOKENS = (1024, 256)
+IMAGE = (4096, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be served."""
+
+    model: str
+    rate_per_s: float
+    # Tokens of a prompt and of an answer; of a diffusion model, tokens of an image and denoising steps.
+    prompt: int
+    output: int
+    # Objectives of latency; None: any.
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    # Share of the rate that is kept free above it.
+    margin: float = 0.1
+    # Is a request an image?
+    is_image: bool = False
+
+    @property
+    def needed_per_s(self) -> float:
+        """The rate with its margin."""
+        return self.rate_per_s * (1 + self.margin)
+
+    @property
+    def unit(self) -> str:
+        """What is counted, for people."""
+        return "images" if self.is_image else "requests"
+
+    @property
+    def words(self) -> str:
+        """What one of them is."""
+        if self.is_image:
+            return f"images of {self.prompt} tokens in {self.output} steps"
+        return f"{self.prompt} + {self.output} tokens"
+
+    def excess(self, times_ms: Times) -> float:
+        """The largest part of an objective that (first token, a token after it) take; above one: missed."""
+        pairs = zip((self.ttft_ms, self.tpot_ms), times_ms, strict=True)
+        return max((ms / slo for slo, ms in pairs if slo is not None and ms is not None), default=0.0)
+
+    def is_kept(self, times_ms: Times) -> bool:
+        """Do these times keep the objectives of latency?"""
+        return self.excess(times_ms) <= 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Market:
+    """What may be rented, and how it is used."""
+
+    # Names of GPUs; empty: all that have a price.
+    gpus: tuple[str, ...] = ()
+    max_devices: int = 4
+    provider: str = ""
+    link: str = "pcie4"
+    # Microbatches in flight, at most; None: as many as help.
+    microbatches: int | None = None
+    # Batches to choose among; empty: powers of two, as far as memory goes.
+    batches: tuple[int, ...] = ()
+    # Share of a GPU's memory that the model may fill; the rest is the driver's and the allocator's.
+    memory_share: float = 0.9
+    # "compiled", "eager", or empty: compiled where they are known.
+    launches: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A basket that carries the load, with its plan."""
+
+    basket: Basket
+    # Rows of a microbatch on each device, by the device's name.
+    batch: dict[str, int]
+    microbatches: int
+    plan: Plan
+    # Requests per second that it could carry.
+    capacity_per_s: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+    @property
+    def times_ms(self) -> Times:
+        """To the first token, and a token after it."""
+        return self.ttft_ms, self.tpot_ms
+
+    @property
+    def usd_per_1k_requests(self) -> float:
+        """Rent while a thousand requests are served at full load."""
+        return self.basket.usd_per_hour / 3.6 / self.capacity_per_s
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to rent, and what was passed over."""
+
+    choices: tuple[Choice, ...]
+    # (GPU, why it was not considered)
+    skipped: tuple[tuple[str, str], ...]
+    num_baskets: int
+    num_planned: int
+    price_source: str
+    # Empty, or why there may be something cheaper.
+    caveat: str = ""
+    is_compiled: bool = False
+    # Why launches are not compiled ones, if that was not asked for.
+    note: str = ""
+
+
+def in_ms(ms: float) -> str:
+    """For people: four digits, and never an exponent."""
+    return f"{ms:.4g} ms" if ms < 1e4 else f"{ms:.0f} ms"
+
+
+def check(load: Load, market: Market) -> None:
+    """Refuses what is no load or no market."""
+    for name, value in (("--rate", load.rate_per_s), ("--prompt", load.prompt), ("--output", load.output)):
+        if not 0 < value < math.inf:
+            raise TesseraError(f"{value} is no load", "Give a number above zero.", name)
+    for name, slo in (("--slo-ttft-ms", load.ttft_ms), ("--slo-tpot-ms", load.tpot_ms)):
+        if slo is not None and not 0 < slo < math.inf:
+            raise TesseraError(
+                f"{slo} ms is no objective", "Give a number above zero, or leave it out.", name
+            )
+    if load.is_image and (load.ttft_ms is not None or load.tpot_ms is not None):
+        raise TesseraError("an image has no tokens to wait for", "Leave the objectives of latency out.")
+    if market.max_devices < 1:
+        raise TesseraError(f"{market.max_devices} devices carry nothing", "Allow one.", "--max-devices")
+    if market.microbatches is not None and market.microbatches < 1:
+        raise TesseraError(
+            f"{market.microbatches} batches in flight carry nothing", "Allow one.", "--microbatches"
+        )
+    if market.batches and min(market.batches) < 1:
+        raise TesseraError("a batch has at least one request", "Write them as 1,4,16.", "--batches")
+    if not 0 < market.memory_share <= 1:
+        raise TesseraError(f"{market.memory_share} is no share", "Give 0 to 1.", "--memory-share")
+    if not 0 <= load.margin < math.inf:
+        raise TesseraError(f"{load.margin} is no margin", "Give zero or more, as 0.1.", "--margin")
 
 
 def offers_of(market: Market, traces: Sequence[Trace]) -> tuple[list[Offer], list[tuple[str, str]]]:
@@ -321,7 +465,7 @@ class _BasketSearch:
 
     def _apart(self, basket: Basket) -> Choice:
         """Every card with requests of its own: its figures are known, and its plan is the coarse policy's."""
-        cluster = _cluster(basket, self.market)
+        cluster = cluster_of(basket.gpus, self.market, basket.provider)
         per_s, chosen = apart(self.load, self.market, self.sizes, basket.gpus)
         sizes = {size.batch: size for size in self.sizes}
         variants = [Variant(sizes[b].unit, sizes[b].on(cluster)) for b in sorted({*chosen})]
@@ -337,7 +481,7 @@ class _BasketSearch:
         return Choice(basket, batch, len(chosen), made, per_s, first, each)
 
     def _planned(self, basket: Basket, batches: Sequence[int]) -> Choice:
-        cluster, load = _cluster(basket, self.market), self.load
+        cluster, load = cluster_of(basket.gpus, self.market, basket.provider), self.load
         sizes = {size.batch: size for size in self.sizes}
 
         def variant_at(batch: int) -> Variant:
@@ -392,11 +536,15 @@ class _BasketSearch:
         return PlanInfeasible(f"{what}: even with free transfers {name} carries {limit:.4g}", remedy)
 
 
-def _cluster(basket: Basket, market: Market) -> Cluster:
-    devices = parse_devices(",".join(f"emu:{name}" for name in basket.gpus))
-    rents = {name: dict(gpu(name).prices)[basket.provider] for name in basket.gpus}
+def cluster_of(gpus: Sequence[str], market: Market, provider: str = "") -> Cluster:
+    """Cards to plan for, at the rents of a provider if one is named."""
+    devices = parse_devices(",".join(f"emu:{name}" for name in gpus))
     usable = tuple(
-        replace(d, memory_bytes=int(d.memory_bytes * market.memory_share), usd_per_hour=rents[d.gpu])
+        replace(
+            d,
+            memory_bytes=int(d.memory_bytes * market.memory_share),
+            usd_per_hour=dict(gpu(d.gpu).prices)[provider] if provider else d.usd_per_hour,
+        )
         for d in devices
     )
     return make_cluster(usable, market.link)

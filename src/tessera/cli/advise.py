@@ -115,7 +115,7 @@ def _load(
 ) -> "Load":
     """What is to be carried, with the usual sizes of a chat or of an image where none were given."""
     from tessera.advise import Load
-    from tessera.advise.records import IMAGE, TOKENS
+    from tessera.advise.search import IMAGE, TOKENS
     from tessera.capture import place_of
     from tessera.capture.models import steps_of_model
 
@@ -219,7 +219,7 @@ def _choice(choice: "Choice") -> dict[str, Any]:
 
 
 def _show(load: "Load", found: "Advice", files: list[str]) -> None:
-    from tessera.advise.records import in_ms
+    from tessera.advise.search import in_ms
     from tessera.plan import explain
 
     title = f"{load.rate_per_s:g} {load.unit}/s of {load.model}, {load.words} (modelled)"

@@ -18,7 +18,7 @@ What is drawn is bounded: of a layer with more launches, the first MAX_LAUNCHES.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -143,16 +143,12 @@ def _tiles(plan: Plan, timeline: Timeline) -> str:
         ("latency, one alone", duration(plan.latency_us), "modelled"),
         ("in this run", rate(reached), f"requests, {timeline.clock.value}"),
     ]
-    return _joined(
+    return "\n".join(
         f"<div class='tile'><span>{escape(name)}</span><b>{escape(value)}</b>"
         f"<small>{escape(note)}</small></div>"
         for name, value, note in values
         if value
     )
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return "\n".join(parts)
 
 
 NUM_DEVICE_COLOURS = 6
@@ -170,46 +166,38 @@ def cut(text: str, limit: int = MAX_TEXT) -> str:
     return escape(text if len(text) <= limit else text[: limit - 1] + "…")
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One policy in the comparison."""
-
-    name: str
-    how: str
-    per_s: float | None
-    latency_us: float | None
-    style: str = ""
-    # How many times as good as the best baseline.
-    factor: float | None = None
+def bar(name: str, about: str, share: float, value: str, style: str = "") -> str:
+    """What it is of, how long it is, and what it says, in HTML."""
+    return (
+        f"<div class='bar {style}'><div class='name'>{cut(name)} <small>{cut(about)}</small></div>"
+        f"<div class='track'><i style='width:{100 * share:.2f}%'></i></div>"
+        f"<div class='value'>{value}</div></div>"
+    )
 
 
 def comparison(plan: Plan) -> str:
     """Bars of throughput: the plan, every baseline simulated alike, and the bound."""
-    bars = list(_bars(plan))
-    top = max(bar.per_s or 0.0 for bar in bars) or 1.0
-    return "\n".join(_bar(bar, top) for bar in bars)
+    baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
+    how, own = f"simulated, {plan.microbatches} in flight", gain(plan, plan)
+    # (name, how its rate is known, rate, latency, how many times as good as the best baseline, style)
+    shown = [
+        (f"{plan.policy} (this plan)", how, plan.simulated_per_s, plan.latency_us, own, "own"),
+        ("the same", "by busy time alone", plan.throughput_per_s, None, None, "own soft"),
+        *((b.name, "simulated", b.throughput_per_s, b.latency_us, gain(plan, b), "") for b in baselines),
+        ("upper bound", "of any mix, modelled", plan.bound_per_s, None, None, "bound"),
+    ]
+    top = max(per_s or 0.0 for _, _, per_s, *_ in shown) or 1.0
+    return "\n".join(
+        bar(name, how, (per_s or 0.0) / top, _rates(per_s, latency_us, factor), style)
+        for name, how, per_s, latency_us, factor, style in shown
+    )
 
 
-def _bars(plan: Plan) -> Iterator[Bar]:
-    how = f"simulated, {plan.microbatches} in flight"
-    own = plan.simulated_per_s
-    factor = gain(plan, plan)
-    yield Bar(f"{plan.policy} (this plan)", how, own, plan.latency_us, "own", factor)
-    yield Bar("the same", "by busy time alone", plan.throughput_per_s, None, "own soft")
-    for b in sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0)):
-        yield Bar(b.name, "simulated", b.throughput_per_s, b.latency_us, factor=gain(plan, b))
-    yield Bar("upper bound", "of any mix, modelled", plan.bound_per_s, None, "bound")
-
-
-def _bar(bar: Bar, top: float) -> str:
-    name = f"<div class='name'>{cut(bar.name)} <small>{escape(bar.how)}</small></div>"
-    width = 100 * (bar.per_s or 0.0) / top
-    against = f" <em>{ratio(bar.factor)}</em>" if bar.factor is not None else ""
-    wait = f"<small>{duration(bar.latency_us)} alone</small>" if bar.latency_us is not None else ""
-    number = f"<b>{rate(bar.per_s)}</b>" if bar.per_s is not None else "<small>does not apply</small>"
+def _rates(per_s: float | None, latency_us: float | None, factor: float | None) -> str:
+    number = f"<b>{rate(per_s)}</b>" if per_s is not None else "<small>does not apply</small>"
+    against = f" <em>{ratio(factor)}</em>" if factor is not None else ""
     return (
-        f"<div class='bar {bar.style}'>{name}<div class='track'><i style='width:{width:.2f}%'></i></div>"
-        f"<div class='value'>{number}{against}{wait}</div></div>"
+        number + against + (f"<small>{duration(latency_us)} alone</small>" if latency_us is not None else "")
     )
 
 
@@ -221,24 +209,21 @@ def devices(plan: Plan, timeline: Timeline, found: Sequence[Track]) -> str:
     parts = []
     for index, device in enumerate(plan.cluster.devices):
         facts = f"{placed[index]:,.0f} launches, {size(weights[index])} weights"
-        parts.append(_usage(device.name, device.gpu or "CPU", busy[device.name], device_class(index), facts))
+        parts.append(_usage(device.name, device.gpu or "CPU", busy[device.name], facts, device_class(index)))
     kinds = {f"{link.src} -> {link.dst}": link for link in plan.cluster.links}
     links = sorted((t for t in found if t.is_link), key=lambda t: -busy[t.name])
     for track in links[:MAX_LINKS]:
         wire = kinds.get(track.name)
         kind = f"{wire.name}, {wire.gbps:g} GB/s" if wire else "link"
-        parts.append(_usage(track.name, kind, busy[track.name], "link", f"{len(track.spans):,} transfers"))
+        parts.append(_usage(track.name, kind, busy[track.name], f"{len(track.spans):,} transfers", "link"))
     if len(links) > MAX_LINKS:
         parts.append(f"<p class='note'>{len(links) - MAX_LINKS} less busy links are not listed.</p>")
     return "\n".join(parts)
 
 
-def _usage(name: str, kind: str, busy: float, style: str, facts: str) -> str:
-    return (
-        f"<div class='bar {style}'><div class='name'>{cut(name)} <small>{cut(kind)}</small></div>"
-        f"<div class='track'><i style='width:{100 * min(1.0, busy):.2f}%'></i></div>"
-        f"<div class='value'><b>{percent(busy)}</b><small>{escape(facts)}</small></div></div>"
-    )
+def _usage(name: str, kind: str, busy: float, facts: str, style: str) -> str:
+    value = f"<b>{percent(busy)}</b><small>{escape(facts)}</small>"
+    return bar(name, kind, min(1.0, busy), value, style)
 
 
 def lanes(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from tessera.errors import ArtifactError
 from tessera.ir import Plan
 from tessera.report.figures import best_baseline, digits, gain, percent, rate, ratio
-from tessera.report.page import Shown, cut, headline_text, layers, plan_part, write_shell
+from tessera.report.page import Shown, bar, cut, headline_text, layers, plan_part, write_shell
 
 
 def write_report(
@@ -119,9 +119,7 @@ def _case(row: Row) -> str:
     top = max(values.values())
     note = f"{ratio(row['ratio_to_best_baseline'])} of {row['best_baseline']}; {row['source']}"
     bars = "".join(
-        f"<div class='bar {'own' if name == 'throughput' else ''}'><div class='name'>{cut(name)}</div>"
-        f"<div class='track'><i style='width:{100 * value / top:.2f}%'></i></div>"
-        f"<div class='value'><b>{rate(value)}</b></div></div>"
+        bar(name, "", value / top, f"<b>{rate(value)}</b>", "own" if name == "throughput" else "")
         for name, value in sorted(values.items(), key=lambda item: -item[1])
     )
     return f"{head}{escape(note)}</small></h3>{bars}"
@@ -204,13 +202,23 @@ def write_advice(
 ) -> None:
     """Writes one self-contained file; `regimes` are the cells of an evaluation's map, where there is one."""
     first, *others = answer
-    top = max(bar.value for bar in bars)
+    top = max(way.value for way in bars) or 1.0
+    ways = (
+        bar(
+            way.name,
+            way.about,
+            way.value / top,
+            f"<b>{digits(way.value)} {escape(way.unit)}</b><small>{escape(way.facts)}</small>",
+            "own" if way.is_advised else "",
+        )
+        for way in bars
+    )
     parts = [
         f"<header><h1 class='title'>{escape(title)}</h1></header>",
         f"<p class='headline'><b>{escape(first)}</b></p>",
         *(f"<p class='verdict'>{escape(text)}</p>" for text in others),
         f"<section><h2>The ways to go</h2><p class='note'>Each at its own best batch, within memory and "
-        f"the limits; simulated on modelled costs.</p>{''.join(_bar(bar, top) for bar in bars)}</section>",
+        f"the limits; simulated on modelled costs.</p>{''.join(ways)}</section>",
         *map(_table, tables),
         "<details><summary>Where one layer runs, if divided by kernel</summary>"
         f"<p class='note'>Times are modelled.</p>{layers(plan)}</details>",
@@ -223,16 +231,6 @@ def write_advice(
             f"{regimes_map(regimes)}</details>"
         )
     write_shell(path, title, "\n".join(parts), "All figures are modelled or simulated; none was measured.")
-
-
-def _bar(bar: AdviceBar, top: float) -> str:
-    style = "own" if bar.is_advised else ""
-    return (
-        f"<div class='bar {style}'><div class='name'>{cut(bar.name)} <small>{escape(bar.about)}</small></div>"
-        f"<div class='track'><i style='width:{100 * bar.value / (top or 1.0):.2f}%'></i></div>"
-        f"<div class='value'><b>{digits(bar.value)} {escape(bar.unit)}</b><small>{escape(bar.facts)}</small>"
-        "</div></div>"
-    )
 
 
 def _table(table: AdviceTable) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tessera.ir import Buffer, BufferKind, Graph, Hazard, Objective, Plan, Timeline
@@ -35,16 +35,15 @@ WORDS = {
 }
 
 
+def _number(header: str) -> Column:
+    return Column(header, justify="right")
+
+
 def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     """Devices with what is placed on them and how busy they are: in the timeline, or by the plan's rates."""
     clock = timeline.clock.value if timeline else "modelled"
-    table = Table(title=f"Devices (utilisation {clock})", title_justify="left")
-    table.add_column("device")
-    table.add_column("GPU")
-    table.add_column("launches / request", justify="right")
-    table.add_column("utilisation")
-    table.add_column("", justify="right")
-    table.add_column("weights", justify="right")
+    columns = ["device", "GPU", _number("launches / request"), "utilisation", _number(""), _number("weights")]
+    table = Table(*columns, title=f"Devices (utilisation {clock})", title_justify="left")
     busy = _utilisation(plan, timeline)
     placed, weights = launches_on(plan), weight_bytes(plan)
     for index, device in enumerate(plan.cluster.devices):
@@ -72,11 +71,9 @@ def _utilisation(plan: Plan, timeline: Timeline | None) -> tuple[float, ...]:
 def comparison_table(plan: Plan) -> Table:
     """The plan against every baseline under the same costs, both simulated alike."""
     title = f"Against coarser policies (modelled costs, simulated with {plan.microbatches} in flight)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    table.add_column("requests/s", justify="right")
-    table.add_column(f"{WORDS[plan.objective]} vs best baseline", justify="right")
-    table.add_column("latency", justify="right")
+    against = f"{WORDS[plan.objective]} vs best baseline"
+    columns = ["policy", *map(_number, ("requests/s", against, "latency"))]
+    table = Table(*columns, title=title, title_justify="left")
     own = gain(plan, plan)
     name = Text(f"{plan.policy} (this plan)", style="bold")
     table.add_row(name, rate(plan.simulated_per_s), _ratio(own), duration(plan.latency_us), style="bold")
@@ -101,11 +98,7 @@ def graph_table(graph: Graph) -> Table:
     trace = graph.trace
     step = trace.step
     title = Text(f"{step.model}: {step.kind}, batch {step.batch}, context {step.context}")
-    table = Table(title=title, title_justify="left")
-    table.add_column("what")
-    table.add_column("count", justify="right")
-    table.add_column("bytes", justify="right")
-    table.add_column("note")
+    table = Table("what", _number("count"), _number("bytes"), "note", title=title, title_justify="left")
     kernels = {launch.kernel for launch in trace.launches}
     table.add_row("launches", f"{len(trace.launches):,}", "", f"{len(kernels):,} kernels")
     table.add_row("views", f"{trace.num_views:,}", "", "need no launch")

@@ -32,7 +32,7 @@ class Delivery:
     def settle(self, batch: SequenceBatch, done: StepDone, looked_at: Due) -> Sequence[ActiveRequest]:
         """Chooses tokens, and frees the pages of answers that end by them; gives whose."""
         due = [(row, request) for row, request in looked_at if not _noted(batch, done, row, request)]
-        self._observer.stepped(batch.kind_of(done.step), done.seconds, len(due))
+        self._observer.stepped(batch.kind_of(done.step), done.seconds)
         if not due:
             return ()
         now, left = time.monotonic(), []

@@ -43,8 +43,8 @@ class Observer:
     def next_tokens(self, seconds: Sequence[float]) -> None:
         """Since the token before, for every token of a step that is not an answer's first."""
 
-    def stepped(self, kind: str, seconds: float, num_due: int) -> None:
-        """A step ended that gave so many tokens; its kind tells its size too."""
+    def stepped(self, kind: str, seconds: float) -> None:
+        """A step ended; its kind tells its size too."""
 
     def finished(self, finish: Finish, times: Times) -> None:
         """A request has left, for whatever reason."""

@@ -68,7 +68,7 @@ class Metrics(Observer):
         for one in seconds:
             self._between.observe(one)
 
-    def stepped(self, kind: str, seconds: float, num_due: int) -> None:
+    def stepped(self, kind: str, seconds: float) -> None:
         self._step.labels(self._model, kind).observe(seconds)
 
     def finished(self, finish: Finish, times: Times) -> None:

@@ -21,8 +21,7 @@ from tessera.adapt.drift import LEAST_GAIN, Factors, widened
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Costs, Objective, Plan, verify
-from tessera.serve.engine import Engine
-from tessera.serve.keeper import Plans
+from tessera.serve.engine import Engine, Plans
 from tessera.serve.planning import Prepared
 from tessera.serve.records import Ask, Average, Sampling, Shape
 from tessera.serve.sequences import ActiveRequest

@@ -22,12 +22,9 @@ from itertools import chain
 import numpy as np
 import torch
 
-from tessera.errors import AskError
 from tessera.serve.grammar import Guide
 from tessera.serve.records import Ask, Sampling, Token
 
-# Alternatives that may be reported for a token, as OpenAI's.
-MAX_LOGPROBS = 20
 # Bits of a draw: fewer than a double has, so that a draw times a sum is always below the sum.
 DRAW_BITS = 48
 # Largest logits that top-p looks at before it sorts a whole vocabulary.
@@ -114,34 +111,6 @@ class Pick:
             self.counts.add(number)
         if self.guide is not None:
             self.guide.add(number)
-
-
-# Field -> the least and the most that make sense; what lies outside is refused.
-BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),
-}
-
-
-def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """Refuses numbers that make no distribution."""
-    for name, (least, most) in BOUNDS.items():
-        value = getattr(sampling, name)
-        if not least <= value <= most:
-            raise AskError(f"{value} makes no sense", f"Use {least:g} to {most:g}.", name)
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise AskError(f"a share of {sampling.top_p} is none", "Use more than 0 and at most 1.", "top_p")
-    if sampling.top_k < 0:
-        raise AskError(f"{sampling.top_k} tokens are none", "Use 0 for all.", "top_k")
-    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
-        raise AskError(f"{sampling.logprobs} alternatives", f"Use 0 to {MAX_LOGPROBS}.", "logprobs")
-    for number, bias in sampling.logit_bias:
-        if not (0 <= number < vocab_size and math.isfinite(bias)):
-            message = f"{bias} for token {number}, which is no bias or no token"
-            raise AskError(message, f"Use finite numbers for tokens 0 to {vocab_size - 1}.", "logit_bias")
 
 
 def choose(

@@ -24,11 +24,9 @@ from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.kernels import PAGE
 from tessera.serve.answer import Answer
-from tessera.serve.engine import MAX_WAITING, Engine
-from tessera.serve.keeper import Planner, capabilities_of
+from tessera.serve.engine import MAX_WAITING, Engine, Planner, capabilities_of
 from tessera.serve.meters import Observer
 from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
-from tessera.serve.sampling import MAX_LOGPROBS, check_sampling
 from tessera.serve.sequences import ActiveRequest, SequenceBatch
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
@@ -183,30 +181,23 @@ class Service:
         return Answer(request.buffer, lambda: self._engine.cancel(request))
 
     def _check(self, ask: Ask) -> None:
+        """Refuses what this model cannot answer; what no model can, `openai.bodies` has refused."""
         shape = self.shape
         if not ask.prompt:
             raise AskError("there is nothing to read", "Send at least one token.", "prompt")
-        if ask.max_tokens < 1:
-            raise AskError(f"{ask.max_tokens} tokens are no answer", "Ask for at least 1.", "max_tokens")
         total = len(ask.prompt) + ask.max_tokens
         if total > shape.max_tokens:
             message = f"{len(ask.prompt)} tokens of prompt and {ask.max_tokens} of answer are {total}"
             remedy = f"This service has room for {shape.max_tokens}."
             raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < shape.max_tokens else "prompt")
-        if not 0 <= min(ask.prompt) <= max(ask.prompt) < shape.vocab_size:
-            raise AskError("a token is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", "prompt")
-        if ask.stop_tokens and not 0 <= min(ask.stop_tokens) <= max(ask.stop_tokens) < shape.vocab_size:
-            remedy = f"Use 0 to {shape.vocab_size - 1}."
-            raise AskError("a token is not in the vocabulary", remedy, "stop_token_ids")
-        if "" in ask.stop:
-            raise AskError("an empty stop string would end every answer", "Leave it out.", "stop")
-        if not 0 <= ask.min_tokens <= ask.max_tokens:
-            message = f"at least {ask.min_tokens} and at most {ask.max_tokens} tokens"
-            raise AskError(message, "Use 0 up to max_tokens.", "min_tokens")
-        if ask.prompt_logprobs is not None and not 0 <= ask.prompt_logprobs <= MAX_LOGPROBS:
-            message = f"{ask.prompt_logprobs} alternatives"
-            raise AskError(message, f"Use 0 to {MAX_LOGPROBS}.", "prompt_logprobs")
-        check_sampling(ask.sampling, shape.vocab_size)
+        biased = [number for number, _ in ask.sampling.logit_bias]
+        for place, tokens in (
+            ("prompt", ask.prompt),
+            ("stop_token_ids", ask.stop_tokens),
+            ("logit_bias", biased),
+        ):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < shape.vocab_size:
+                raise AskError("a token is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", place)
 
     def snapshot(self) -> Snapshot:
         scheduler, meters, shape = self._engine.scheduler, self._engine.meters, self.shape

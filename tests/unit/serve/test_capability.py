@@ -8,7 +8,7 @@ from factories import make_chain, make_cluster, make_plan
 from tessera.adapt.capability import crossing_per_s
 from tessera.adapt.monitor import Monitor
 from tessera.ir import Plan
-from tessera.serve.keeper import capabilities_of
+from tessera.serve.engine import capabilities_of
 
 ROWS = 8
 

@@ -72,7 +72,7 @@ class Notes:
         """Kept."""
         self.gaps += seconds
 
-    def stepped(self, kind: str, seconds: float, num_due: int) -> None:
+    def stepped(self, kind: str, seconds: float) -> None:
         """Kept."""
         self.kinds.add(kind)
 

@@ -11,7 +11,7 @@ import steps_factory
 from own_code import reference
 from serving_factory import GREEDY, Told, random_ask, read, read_all, wait_for
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.serve.keeper import MAX_FAILURES
+from tessera.serve.engine import MAX_FAILURES
 from tessera.serve.records import Ask
 from tessera.serve.replan import PreparedPlanner
 from tessera.serve.service import Service

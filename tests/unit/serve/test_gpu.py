@@ -99,7 +99,9 @@ def test_one_card_is_measured_and_has_one_plan() -> None:
     assert 1 == len(found.plans)
     assert 1.0 == found.scale
     assert {} == found.rehearsed
-    assert {"measured"} == {str(c.source) for costs in found.costs for row in costs.costs for c in row}
+    assert {"measured"} == {
+        str(c.source) for costs in found.plans[0].costs for row in costs.costs for c in row
+    }
 
 
 @pytest.mark.parametrize("text", ["cuda:0", PAIR])
