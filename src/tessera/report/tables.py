@@ -42,8 +42,9 @@ def _number(header: str) -> Column:
 def devices_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     """Devices with what is placed on them and how busy they are: in the timeline, or by the plan's rates."""
     clock = timeline.clock.value if timeline else "modelled"
-    columns = ["device", "GPU", _number("launches / request"), "utilisation", _number(""), _number("weights")]
-    table = Table(*columns, title=f"Devices (utilisation {clock})", title_justify="left")
+    launches, held = _number("launches / request"), _number("weights")
+    table = Table("device", "GPU", launches, "utilisation", _number(""), held, title_justify="left")
+    table.title = f"Devices (utilisation {clock})"
     busy = _utilisation(plan, timeline)
     placed, weights = launches_on(plan), weight_bytes(plan)
     for index, device in enumerate(plan.cluster.devices):
@@ -72,8 +73,8 @@ def comparison_table(plan: Plan) -> Table:
     """The plan against every baseline under the same costs, both simulated alike."""
     title = f"Against coarser policies (modelled costs, simulated with {plan.microbatches} in flight)"
     against = f"{WORDS[plan.objective]} vs best baseline"
-    columns = ["policy", *map(_number, ("requests/s", against, "latency"))]
-    table = Table(*columns, title=title, title_justify="left")
+    numbers = map(_number, ("requests/s", against, "latency"))
+    table = Table("policy", *numbers, title=title, title_justify="left")
     own = gain(plan, plan)
     name = Text(f"{plan.policy} (this plan)", style="bold")
     table.add_row(name, rate(plan.simulated_per_s), _ratio(own), duration(plan.latency_us), style="bold")
