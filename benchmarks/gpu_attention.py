@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_http import card
 
 from tessera.kernels import PAGE
-from tessera.kernels.paged_triton import Tile, Tiles, attend_by, tiles_for
+from tessera.kernels.paged_triton import Tile, Tiles, attend, tiles_for
 
 QUERY_HEADS, HEADS, SIZE = 32, 8, 128
 # Bytes that all pools together have at least: several times any card's cache.
@@ -182,7 +182,7 @@ class Run:
         rest = (SIZE**-0.5, 0, 0.0, None, self.case.one_each)
 
         def call(step: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            return attend_by(tiles or self._own_tiles(), step, *rest)
+            return attend(step, *rest, tiles or self._own_tiles())
 
         out = call(self._calls[0])
         torch.cuda.synchronize()

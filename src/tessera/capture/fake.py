@@ -111,16 +111,22 @@ FEW_QUERIES = range(2, 9)
 MAX_CUDNN_HEAD = 128
 
 
-class TargetAttention(TorchFunctionMode):
-    """While entered, attention on CUDA tensors becomes the operator of the target."""
+class InPlaceOf(TorchFunctionMode):
+    """While entered, a function of torch is another one."""
+
+    def __init__(self, function: Callable[..., Any], other: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function, self._other = function, other
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
-        return func(*args, **kwargs)
+        return (self._other if func is self._function else func)(*args, **(kwargs or {}))
+
+
+def target_attention() -> InPlaceOf:
+    """While entered, attention on CUDA tensors becomes the operator of the target."""
+    return InPlaceOf(scaled_dot_product_attention, _attend)
 
 
 def _attend(
@@ -229,7 +235,7 @@ def machine() -> Iterator[Run]:
     real = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     try:
-        with FakeTensorMode() as mode, TargetAttention():
+        with FakeTensorMode() as mode, target_attention():
             yield runner(mode)
     finally:
         torch.cuda.get_device_capability = real

@@ -153,9 +153,8 @@ def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None)
 def _on_cuda(*given: Any) -> torch.Tensor:
     from tessera.kernels.paged_triton import attend
 
-    *step, expected_length, one_each = given
-    del expected_length  # for prices only
-    return attend(*(*step, one_each))
+    scale, window, soft_cap, sinks, _expected_length, one_each = given[7:]
+    return attend(given[:7], scale, window, soft_cap, sinks, one_each)
 
 
 @torch.library.register_fake("tessera::paged_attention")  # type: ignore[untyped-decorator]

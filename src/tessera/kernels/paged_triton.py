@@ -118,50 +118,32 @@ def _fitting(tile: Tile, row_bytes: int, shared_bytes: int) -> Tile:
     return tile if room >= tile.stages else replace(tile, stages=min(tile.stages, 3))
 
 
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    page_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    query_starts: torch.Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
-    one_each: bool,
-) -> torch.Tensor:
-    """What every token of the step sees of its sequence, [tokens, query heads, value size]."""
+def _tiles_of(query: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> Tiles:
+    """The division of a step on the card where its tensors are."""
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     shared = _SHARED_BYTES
     if query.is_cuda:
         card = torch.cuda.get_device_properties(query.device)
         shared = getattr(card, "shared_memory_per_block_optin", _SHARED_BYTES)
-    tiles = tiles_for(
-        tokens,
-        lengths.numel(),
-        (query_heads, heads),
-        (size, value_size),
-        query.element_size(),
-        pages.numel(),
-        shared,
-    )
-    step = (query, keys, values, pages, page_starts, lengths, query_starts)
-    return attend_by(tiles, step, scale, window, soft_cap, sinks, one_each)
+    counts = (query_heads, heads), (size, value_size)
+    return tiles_for(tokens, lengths.numel(), *counts, query.element_size(), pages.numel(), shared)
 
 
-def attend_by(
-    tiles: Tiles,
+def attend(
     step: tuple[torch.Tensor, ...],
     scale: float,
     window: int,
     soft_cap: float,
     sinks: torch.Tensor | None,
     one_each: bool,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """The same with a division of the caller's choice; `step` is the first seven arguments."""
+    """What every token of the step sees of its sequence, [tokens, query heads, value size].
+
+    `step` is the first seven arguments of the operator; `tiles` a division of the caller's choice.
+    """
     query, keys, values, pages, page_starts, lengths, query_starts = step
+    tiles = tiles or _tiles_of(query, values, pages, lengths)
     query, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, keys, values))
     (tokens, query_heads, size), (_, _, heads, value_size) = query.shape, values.shape
     sequences, group = lengths.numel(), query_heads // heads

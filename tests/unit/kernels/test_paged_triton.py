@@ -19,7 +19,7 @@ from tessera import flow  # hands the interpreter to capture
 from tessera.capture import own
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
-from tessera.kernels.paged_triton import Tile, Tiles, attend, attend_by, tiles_for
+from tessera.kernels.paged_triton import Tile, Tiles, attend, tiles_for
 from tessera_ptx import analyze
 
 assert flow
@@ -42,7 +42,7 @@ def run(call: PagedCall, tiles: Tiles | None = None) -> torch.Tensor:
     """What the kernels give."""
     step = (call.query, call.keys, call.values, call.pages, call.page_starts, call.lengths, call.query_starts)
     rest = (call.scale, call.window, call.soft_cap, call.sinks, call.one_each)
-    return attend(*step, *rest) if tiles is None else attend_by(tiles, step, *rest)
+    return attend(step, *rest, tiles)
 
 
 def check(call: PagedCall, tiles: Tiles | None = None) -> None:

@@ -44,11 +44,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import fake
-from tessera.capture.fake import Run, TargetAttention, uncollected
+from tessera.capture.fake import InPlaceOf, Run, target_attention, uncollected
 from tessera.capture.operators import check_operator, explain, fail, has_wrappers, insisting, is_wrapper
 from tessera.capture.recorder import UNRECORDABLE
 from tessera.capture.workload import Tensors, Workload
@@ -340,26 +340,29 @@ def trace_step(
     weights, inputs, state = given
     step = _Step(workload)
     held = {f"model.{name}": tensor for name, tensor in weights.items()}
-    attention = TargetAttention() if portable else contextlib.nullcontext()
+    attention = target_attention() if portable else contextlib.nullcontext()
     seen = _borders(workload.module, tracer)
-    with torch.no_grad(), uncollected(), mode, _FoldedLinear(), attention, seen, insisting(), tracer:
+    with (
+        torch.no_grad(),
+        uncollected(),
+        mode,
+        InPlaceOf(linear, _folded_linear),
+        attention,
+        seen,
+        insisting(),
+        tracer,
+    ):
         results = torch.func.functional_call(step, held, (inputs, state))
     outputs = {name: tracer.node(tensor) for name, tensor in results.items()}
     tracer.graph.output(tuple(outputs.values()))
     return Traced(tracer.graph, tracer.constants, tracer.values, tuple(tracer.borders), outputs)
 
 
-class _FoldedLinear(TorchFunctionMode):
-    """While entered, a linear layer sees one matrix of rows, however many dimensions its input has."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.linear or args[0].dim() < 3:
-            return func(*args, **kwargs)
-        rows = func(args[0].reshape(-1, args[0].shape[-1]), *args[1:], **kwargs)
-        return rows.view(*args[0].shape[:-1], -1)
+def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A linear layer over one matrix of rows, however many dimensions its input has."""
+    if x.dim() < 3:
+        return linear(x, *args, **kwargs)
+    return linear(x.reshape(-1, x.shape[-1]), *args, **kwargs).view(*x.shape[:-1], -1)
 
 
 class _Step(torch.nn.Module):

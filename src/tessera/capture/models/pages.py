@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
 
 import tessera.kernels.paged  # noqa: F401 - registers the operator
-from tessera.capture.models.rows import additive
+from tessera.capture.models.rows import additive, in_place_of, is_sliding
 from tessera.kernels import PAGE
 
 # Pages of a layer before it is given others.
@@ -120,19 +120,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return 0 if by_row is None else by_row.shape[1]
 
 
-class RecurrentPagedLayer(cache_utils.LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
-    """A layer that holds keys and values and a recurrent state."""
-
-    def __init__(self, is_sliding: bool, number_of_states: int) -> None:
-        PagedLayer.__init__(self, is_sliding)
-        cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values by place, of the recurrent state by name."""
-        kind = PagedLayer if args else cache_utils.LinearAttentionLayer
-        kind.lazy_initialization(self, *args, **kwargs)
-
-
 class Layers(list[Any]):
     """The layers of a cache. A recurrent state begins anew, where it is to, when a layer is first asked for.
 
@@ -172,7 +159,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
-        self.layers = Layers(_paged_layer(layer) for layer in self.layers)
+        self.layers = Layers(in_place_of(x, PagedLayer, is_sliding(x)) for x in self.layers)
         # Of attention over pages: how far back it looks, 0 for all positions.
         self.windows: frozenset[int] = frozenset()
 
@@ -205,18 +192,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             if layer.stored and layer.stored[0] is key and layer.stored[1] is value:
                 return layer
         raise ValueError("its attention reads keys that are not in its cache")
-
-
-def _paged_layer(layer: Any) -> Any:
-    """Ours in the place of transformers' static layers; others are as they are."""
-    is_sliding = bool(getattr(layer, "is_sliding", False))
-    if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
-        return PagedLayer(is_sliding)
-    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin) and isinstance(
-        layer, cache_utils.StaticLayer
-    ):
-        return RecurrentPagedLayer(is_sliding, layer.number_of_states)
-    return layer
 
 
 class PageMask:

@@ -13,6 +13,7 @@ for the positions that the rows have.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -89,22 +90,43 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.slots
 
 
-class RecurrentRowLayer(cache_utils.LinearAttentionLayer, RowLayer):  # type: ignore[misc]
-    """A layer that holds keys and values and a recurrent state."""
+@cache
+def recurrent(kind: Any) -> Any:
+    """The class of layers that are of a kind and hold a recurrent state too."""
 
-    def __init__(self, slots: int, is_ring: bool, number_of_states: int) -> None:
-        RowLayer.__init__(self, slots, is_ring)
-        cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+    class Recurrent(cache_utils.LinearAttentionLayer, kind):  # type: ignore[misc]
+        """A layer that holds keys and values and a recurrent state."""
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values by place, of the recurrent state by name."""
-        kind = RowLayer if args else cache_utils.LinearAttentionLayer
-        kind.lazy_initialization(self, *args, **kwargs)
+        def __init__(self, *args: Any, number_of_states: int) -> None:
+            kind.__init__(self, *args)
+            cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
-    def reset(self) -> None:
-        """Forgets both."""
-        cache_utils.LinearAttentionLayer.reset(self)
-        RowLayer.reset(self)
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Of keys and values by place, of the recurrent state by name."""
+            whose = kind if args else cache_utils.LinearAttentionLayer
+            whose.lazy_initialization(self, *args, **kwargs)
+
+        def reset(self) -> None:
+            """Forgets both."""
+            cache_utils.LinearAttentionLayer.reset(self)
+            kind.reset(self)
+
+    return Recurrent
+
+
+def in_place_of(layer: Any, kind: Any, *args: Any) -> Any:
+    """A layer of our kind in the place of one of transformers' static ones; others are as they are."""
+    if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
+        return kind(*args)
+    is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
+    if is_recurrent and isinstance(layer, cache_utils.StaticLayer):
+        return recurrent(kind)(*args, number_of_states=layer.number_of_states)
+    return layer
+
+
+def is_sliding(layer: Any) -> bool:
+    """True for a layer of transformers that looks back some positions only."""
+    return bool(getattr(layer, "is_sliding", False))
 
 
 class RowCache(StaticCache):  # type: ignore[misc]
@@ -114,7 +136,10 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
     def __init__(self, config: Any, capacity: int) -> None:
         super().__init__(config=config, max_cache_len=capacity)
-        self.layers = [_row_layer(layer) for layer in self.layers]
+        self.layers = [
+            in_place_of(layer, RowLayer, getattr(layer, "max_cache_len", 0), is_sliding(layer))
+            for layer in self.layers
+        ]
 
     @property
     def has_rows(self) -> bool:
@@ -183,17 +208,6 @@ class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where each row's tokens begin, for `row_mask`."""
         return self.self_attention_cache.get_query_offset(layer_idx)
-
-
-def _row_layer(layer: Any) -> Any:
-    """Ours in the place of transformers' static layers; others are as they are."""
-    is_ring = bool(getattr(layer, "is_sliding", False))
-    is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
-    if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
-        return RowLayer(layer.max_cache_len, is_ring)
-    if is_recurrent and isinstance(layer, cache_utils.StaticLayer):
-        return RecurrentRowLayer(layer.max_cache_len, is_ring, layer.number_of_states)
-    return layer
 
 
 def row_mask(
