@@ -247,7 +247,7 @@ def runner(mode: FakeTensorMode) -> Run:
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors on the fake GPU; to be called inside `machine`."""
+    """The same tensors on the fake GPU; to be called inside `machine`, or another fake mode."""
     return {
         name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda")
         for name, t in tensors.items()

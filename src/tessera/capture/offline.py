@@ -11,13 +11,12 @@ taken for its winner, and the passes that fold constants or pad matrix products 
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import extra_module
@@ -77,17 +76,6 @@ def compiling_for(arch: int) -> Iterator[None]:
         unittest.mock.patch.object(CompiledKernel, "_init_handles", _nothing),
     ):
         yield
-
-
-def fake_like(mode: FakeTensorMode, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Fake CUDA tensors of the same shapes and types."""
-    device = torch.device("cuda", 0)
-    fakes: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        with no_dispatch():  # a plain meta tensor, not another fake one
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        fakes[name] = FakeTensor(mode, meta, device)
-    return fakes
 
 
 def _driver(target: Any) -> Any:

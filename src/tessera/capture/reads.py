@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -147,11 +147,10 @@ def reads_refused(varies: Varies) -> Iterator[None]:
         _users.append(varies)
         if len(_users) == 1:
             _undo[:] = [_exchange(way) for way in _WAYS if hasattr(way.owner, way.name)]
-    before, _seeing.varies = _seeing.varies, varies
     try:
-        yield
+        with _asking(varies):
+            yield
     finally:
-        _seeing.varies = before
         with _lock:
             _users.remove(varies)
             if not _users:
@@ -159,10 +158,14 @@ def reads_refused(varies: Varies) -> Iterator[None]:
                     undo()
 
 
-@contextmanager
-def reads_allowed() -> Iterator[None]:
+def reads_allowed() -> AbstractContextManager[None]:
     """While entered, this thread may read what it likes: code of a launch that is recorded as such."""
-    before, _seeing.varies = _seeing.varies, None
+    return _asking(None)
+
+
+@contextmanager
+def _asking(varies: Varies | None) -> Iterator[None]:
+    before, _seeing.varies = _seeing.varies, varies
     try:
         yield
     finally:

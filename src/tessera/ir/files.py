@@ -60,12 +60,16 @@ T = TypeVar("T")
 
 def save(record: Any, path: str | Path) -> None:
     """Writes one artifact, whole or not at all."""
+    write_whole(path, chunks_of(record), "Choose a place that can be written with -o.")
+
+
+def chunks_of(record: Any) -> list[bytes]:
+    """What the file of an artifact holds."""
     kind = next(k for k, cls in KINDS.items() if isinstance(record, cls))
     body = body_of(record)
     checksum = hashlib.sha256(body).hexdigest()
     header = {"tessera": kind, "version": _version(record), "bytes": len(body), "sha256": checksum}
-    remedy = "Choose a place that can be written with -o."
-    write_whole(path, [json.dumps(header).encode(), b"\n", body], remedy)
+    return [json.dumps(header).encode(), b"\n", body]
 
 
 def write_whole(
@@ -90,9 +94,17 @@ def write_whole(
 
 def load(cls: type[T], path: str | Path) -> T:
     """Reads one artifact of the wanted kind, checked and verified."""
-    wanted = next(k for k, known in KINDS.items() if known is cls)
-    place = str(path)
-    head, body = _split(place, wanted)
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read: {error.strerror}", _again(_kind(cls)), str(path)) from error
+    return parse(cls, raw, str(path))
+
+
+def parse(cls: type[T], raw: bytes, place: str) -> T:
+    """The artifact that a file holds, checked and verified."""
+    wanted = _kind(cls)
+    head, body = _split(raw, wanted, place)
     _check_header(head, body, wanted, place)
     try:
         record = decode(cls, json.loads(body))
@@ -136,11 +148,11 @@ def _again(kind: str) -> str:
     return f"Make it again with `{MADE_BY[kind]}`."
 
 
-def _split(place: str, wanted: str) -> tuple[Any, bytes]:
-    try:
-        raw = Path(place).read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"cannot read: {error.strerror}", _again(wanted), place) from error
+def _kind(cls: type) -> str:
+    return next(kind for kind, known in KINDS.items() if known is cls)
+
+
+def _split(raw: bytes, wanted: str, place: str) -> tuple[Any, bytes]:
     first, _, body = raw.partition(b"\n")
     try:
         head = json.loads(first)

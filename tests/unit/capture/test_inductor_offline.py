@@ -16,9 +16,10 @@ from inductor_factory import Block, Cpu, random_order, trace, workload
 from tessera.analyze import build_graph
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import build
+from tessera.capture.fake import on_device
 from tessera.capture.inductor import record_inductor, record_inductor_offline
 from tessera.capture.inductor.compile import alike, cut, trace_step
-from tessera.capture.offline import fake_like, offline
+from tessera.capture.offline import offline
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Hazard, Origin, Step, Trace, load, save
 
@@ -140,7 +141,7 @@ def test_a_step_that_is_not_on_a_gpu_is_refused() -> None:
 def test_blocks_that_are_alike_are_compiled_once() -> None:
     """Of four blocks the second and third are alike; the fourth has another number in it."""
     with offline() as mode:
-        given = tuple(fake_like(mode, t) for t in (workload().weights(), *workload().request(0)))
+        given = tuple(on_device(t) for t in (workload().weights(), *workload().request(0)))
         regions, _ = cut(trace_step(workload(), given, mode))
     reading, first, second, third, fourth, last = [region.key for region in regions]
 
@@ -155,7 +156,7 @@ def test_a_full_size_decode_needs_no_memory() -> None:
         full = build(Step("llama-3-8b", "decode", 256, 1024))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with offline() as mode:
-        given = tuple(fake_like(mode, t) for t in (full.weights(), full.make_inputs(0), full.make_state(0)))
+        given = tuple(on_device(t) for t in (full.weights(), full.make_inputs(0), full.make_state(0)))
         regions, _ = cut(trace_step(full, given, mode))
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
@@ -190,7 +191,7 @@ def test_memory_written_behind_a_block_is_made_in_the_same_region() -> None:
     module = Late().eval()
     late = replace(workload(), module=module, call=lambda inputs, state: {"y": module(inputs["x"])})
     with offline() as mode:
-        given = tuple(fake_like(mode, t) for t in (late.weights(), {"x": torch.ones(2, 32)}, {}))
+        given = tuple(on_device(t) for t in (late.weights(), {"x": torch.ones(2, 32)}, {}))
         regions, _ = cut(trace_step(late, given, mode))
     made = [
         {n.target for n in r.module.graph.nodes}

@@ -34,9 +34,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.capture import fake
 from tessera.capture.inductor.compile import CompiledStep, compile_step
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
-from tessera.capture.offline import fake_like, offline
+from tessera.capture.offline import offline
 from tessera.capture.operators import check_operator
 from tessera.capture.own import AccessesOf, Relaunch, TritonLaunch, inductor_launches
 from tessera.capture.recorder import Ledger
@@ -100,7 +101,7 @@ def record_inductor_offline(workload: Workload, accesses_of: AccessesOf | None =
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         # Inputs and state are made inside, so that they are fake from the start.
         made = weights, workload.make_inputs(0), workload.make_state(0)
-        w, x, s = (fake_like(mode, tensors) for tensors in made)
+        w, x, s = (fake.on_device(tensors) for tensors in made)
         code = compile_step(workload, (w, x, s), mode, **OFFLINE_CONFIG)
         return record_code(workload.step, code, (w, x, s), accesses_of, "fake").trace
 

@@ -9,7 +9,6 @@ those of the models in the catalogue at the usual lengths come with the package 
 import gzip
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -17,8 +16,9 @@ from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
 
-from tessera.errors import TesseraError
-from tessera.ir import Step, Trace, load, save
+from tessera.errors import ArtifactError, TesseraError
+from tessera.ir import Step, Trace
+from tessera.ir.files import chunks_of, parse, write_whole
 
 # Raised when the same step would be compiled differently: outlines made before are made again.
 VERSION = 1
@@ -59,7 +59,7 @@ def made(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
     found = known(step)
     if found is None:
         found = outlined(compiled(step))
-        with suppress(OSError):  # a cache that cannot be written is done without
+        with suppress(OSError, ArtifactError):  # a cache that cannot be written is done without
             write(found, folder() / name_of(step))
     return found
 
@@ -77,20 +77,12 @@ def folder() -> Path:
 def write(trace: Trace, path: Path) -> None:
     """One outline, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as made_in:
-        plain = Path(made_in) / "plain.trace"
-        save(trace, plain)
-        packed = Path(made_in) / path.name
-        packed.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
-        packed.replace(path)
+    write_whole(path, [gzip.compress(b"".join(chunks_of(trace)), mtime=0)])
 
 
 def _read(path: Path) -> Trace | None:
     """None where the file is of another version or broken: it is made again."""
     try:
-        with tempfile.TemporaryDirectory() as made_in:
-            plain = Path(made_in) / "plain.trace"
-            plain.write_bytes(gzip.decompress(path.read_bytes()))
-            return load(Trace, plain)
+        return parse(Trace, gzip.decompress(path.read_bytes()), str(path))
     except (OSError, EOFError, TesseraError):
         return None
