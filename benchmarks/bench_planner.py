@@ -78,7 +78,7 @@ def simulated(case: Case, microbatches: int) -> tuple[ir.Plan, Figures]:
     reached = {b.name: b.throughput_per_s for b in plan.baselines if b.throughput_per_s}
     task = Task(build(*case), microbatches)
     assert task.free.mix.columns
-    deep = throughput.generate(task.pool, throughput.Limits(depth=float(microbatches))).bound_per_s
+    deep = throughput.generate(task.pool, float(microbatches)).bound_per_s
     row |= {
         "slots": microbatches,
         "of_bound": plan.simulated_per_s / plan.bound_per_s,

@@ -31,11 +31,12 @@ from tessera.ir.graph import Rebatched, check_counts, check_steps
 from tessera.plan import (
     Batched,
     Constraint,
+    Load,
     LoadConfig,
     LoadPlan,
     PlanConfig,
     Target,
-    plan_load_on_sets,
+    plan_load,
     solve,
     solve_batches,
 )
@@ -233,7 +234,7 @@ def plan_for(
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
-    return plan_load_on_sets(variant_at, cluster, target, SteadyRates, config, in_parts)
+    return plan_load(Load(variant_at, cluster, target, SteadyRates, in_parts), config)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:

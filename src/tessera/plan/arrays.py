@@ -167,17 +167,37 @@ def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
                 yield home, value.num_bytes, count, readers
 
 
-def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
-    """State handed from one step to the next that uses it; what a step leaves in parts, part by part."""
-    last: dict[str, tuple[int, int]] = {}
-    for graph, nodes in zip(unit.graphs, node_of, strict=True):
+@dataclass(frozen=True, slots=True)
+class Transit:
+    """State that one step leaves and a later one takes up."""
+
+    # As the later step has it, and as the earlier one does, which may leave it in parts.
+    num_bytes: int
+    part_bytes: int
+    # (step, launch): the first launch of the group that uses the state.
+    source: tuple[int, int]
+    target: tuple[int, int]
+
+
+def transits_of(unit: ir.WorkUnit) -> Iterator[Transit]:
+    """All state that may have to move between steps."""
+    last: dict[str, tuple[int, tuple[int, int]]] = {}
+    for step, graph in enumerate(unit.graphs):
         sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
         for name, group in graph.state_groups.items():
-            home, size = int(nodes[graph.groups[group][0]]), sizes[name]
-            before, part = last.get(name, (home, size))
-            if before != home:
-                yield before, part, max(1, size // max(1, part)), [home]
-            last[name] = home, size
+            own = step, graph.groups[group][0]
+            if name in last:
+                yield Transit(sizes[name], last[name][0], last[name][1], own)
+            last[name] = sizes[name], own
+
+
+def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
+    """State handed from one step to the next that uses it; what a step leaves in parts, part by part."""
+    for transit in transits_of(unit):
+        before, home = (int(node_of[step][launch]) for step, launch in (transit.source, transit.target))
+        if before != home:
+            part = transit.part_bytes
+            yield before, part, max(1, transit.num_bytes // max(1, part)), [home]
 
 
 def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKind) -> Holdings:

@@ -52,7 +52,7 @@ def data_parallel(pool: Pool) -> tuple[Mix, ...] | None:
     if pool.fits(columns, microbatch_counts(mix, pool.microbatches)):
         return (mix,)
     # Where memory is short, a device has as many requests in flight as it can hold; one keeps it busy.
-    rooms = [pool.problem.microbatches_that_fit(c) or 0 for c in columns]
+    rooms = [pool.problem.microbatches_that_fit(Mix((c,), (1.0,))) or 0 for c in columns]
     counts = [min(n, room) for n, room in zip(microbatch_counts(mix, pool.microbatches), rooms, strict=True)]
     return (replace(mix, microbatches=tuple(counts)),)
 
@@ -112,8 +112,7 @@ def layer_pipeline(pool: Pool) -> tuple[Mix, ...] | None:
 
 
 def _alone(problem: Problem) -> list[Column]:
-    devices = range(problem.num_devices)
-    return [problem.column(np.full(problem.num_nodes, d, dtype=np.int64)) for d in devices]
+    return [problem.alone(device) for device in range(problem.num_devices)]
 
 
 def _best(pool: Pool, columns: Iterable[Column], keep: int) -> tuple[Mix, ...] | None:
@@ -153,8 +152,7 @@ def coarse_mixes(pool: Pool) -> dict[str, tuple[Mix, ...] | None]:
     found = {name: policy(pool) for name, policy in COARSE.items()}
     for mixes in found.values():
         for mix in mixes or ():
-            for column in mix.columns:
-                pool.add(column)
+            pool.add(*mix.columns)
     return found
 
 

@@ -2,7 +2,7 @@
 
 Every batch is planned by itself first. Under the throughput objective mixes over all of them follow, judged
 by the same simulation, in work units of the batch whose own plan is best:
-  the optimum of the joint linear program (`joint`), with and without limits of depth,
+  the optimum of one linear program over all batches, with and without limits of depth,
   every device by itself at its best batch, which is data-parallel with batches chosen,
   what the search (`search`) finds from these and from the batches' own plans.
 The plan is never below the best one-batch plan, nor below a coarse policy at the best of the batches;
@@ -13,15 +13,13 @@ and other policies than these two, get the best one-batch plan.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
-from tessera.plan.pricing.throughput import Limits
+from tessera.plan.pricing.throughput import balanced
 from tessera.plan.problem import Column, Mix, microbatch_counts
-from tessera.plan.search.joint import JointTask, optimum
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import DEPTHS, Search, without_rare_lanes
+from tessera.plan.search.task import joined_task
 from tessera.plan.solve import PlanConfig, Simulator, Solution, objective_figure, work_out
 
 # The policies that may have lanes of unlike batches.
@@ -102,16 +100,18 @@ class _Joining:
         simulate: Simulator | None,
     ) -> None:
         self._solved, self._config = solved, config
-        first = solved[0].task
-        parts = tuple(s.task for s in solved)
-        self._task = JointTask(first.problem, config.microbatches, simulate is not None, parts=parts)
+        self._task = joined_task([s.task for s in solved], config.microbatches, simulate is not None)
+        # Work units in a request of each batch.
+        self._weights = [s.plan.batch / solved[0].plan.batch for s in solved]
         name = config.policy or config.objective.value
         self._judge = Judge(self._task, config.objective, name, simulate)
         # The batches' own plans as mixes of all, with the rates they were judged at.
-        self._own = [self._task.scaled_mix(v, s.chosen) for v, s in enumerate(solved)]
-        for variant, mix in enumerate(self._own):
-            rate = solved[variant].plan.simulated_per_s * self._task.weights[variant]
-            self._judge.know(mix, rate)
+        self._own = [
+            replace(s.chosen, columns=tuple(self._task.problem.scaled(c, v) for c in s.chosen.columns))
+            for v, s in enumerate(solved)
+        ]
+        for solution, weight, mix in zip(solved, self._weights, self._own, strict=True):
+            self._judge.know(mix, solution.plan.simulated_per_s * weight)
 
     def plan(self) -> ir.Plan:
         """The best of the batches' own plans and of mixes over all."""
@@ -123,7 +123,7 @@ class _Joining:
         bound = self._task.free.bound_per_s
         for variant, mix in enumerate(self._own):
             if chosen is mix:
-                weight = self._task.weights[variant]
+                weight = self._weights[variant]
                 own = self._solved[variant].plan
                 found = replace(own, baselines=tuple(_scaled(b, 1 / weight) for b in baselines))
                 return replace(found, bound_per_s=max(bound / weight, own.throughput_per_s))
@@ -155,12 +155,10 @@ class _Joining:
     def _alone(self, microbatches: int) -> list[Column]:
         """One placement a device that can serve alone with so many requests in flight, at its best batch."""
         best: list[Column] = []
-        for device in range(self._task.problem.num_devices):
-            columns = [
-                self._task.scaled(v, p.column(np.full(p.num_nodes, device, dtype=np.int64)))
-                for v, p in enumerate(self._task.problems)
-            ]
-            fitting = [c for c in columns if self._task.fits_with((c,), microbatches)]
+        problem = self._task.problem
+        for device in range(problem.num_devices):
+            columns = [problem.alone(device, variant) for variant in range(len(problem.problems))]
+            fitting = [c for c in columns if problem.fits((c,), microbatches)]
             best += sorted(fitting, key=lambda c: float(c.busy_us.max()))[:1]
         return best
 
@@ -168,7 +166,7 @@ class _Joining:
         """Of every coarse policy the best over the batches; data-parallel may have a batch a device."""
         listed = [
             [_scaled(b, weight) for b in s.plan.baselines]
-            for s, weight in zip(self._solved, self._task.weights, strict=True)
+            for s, weight in zip(self._solved, self._weights, strict=True)
         ]
         if apart is not self._own[0]:
             mixed = self._judge.baseline("data-parallel", apart)
@@ -184,7 +182,7 @@ class _Joining:
         for mix in (*self._own, apart, task.free.mix):
             search.look(without_rare_lanes(mix))
         for depth in DEPTHS:
-            found = optimum(task, task.columns, Limits(depth * task.problem.num_devices))
+            found = balanced(task.pool, task.pool.columns, depth * task.problem.num_devices)
             if found is not None:
                 search.look(without_rare_lanes(found))
         search.climb()

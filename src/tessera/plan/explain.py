@@ -24,9 +24,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan.arrays import Labels
 from tessera.plan.latency import RequestTimer, bound_us
-from tessera.plan.problem import Column, Mix, Problem, build, microbatch_counts
-from tessera.plan.search.joint import JointTask
-from tessera.plan.search.task import Task
+from tessera.plan.problem import Column, Mix, Problem, build, joined, microbatch_counts
 
 MAX_REASONS = 8
 # A change of the period below this is none.
@@ -150,9 +148,9 @@ class Explanation:
 
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     """Reads a plan back into words and figures; briefly: without the latency's bound, which takes long."""
-    task = _task(plan)
-    problem, mix = task.problem, _mix(task, plan)
-    main = task.problems[mix.columns[int(np.argmax(mix.shares))].variant]
+    problem = _problem(plan)
+    mix = _mix(problem, plan)
+    main = problem.problems[mix.columns[int(np.argmax(mix.shares))].variant]
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(_gain(plan, b) for b in plan.baselines)
@@ -162,41 +160,37 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
         devices=devices,
         links=links,
         bottleneck=busiest.name,
-        kernels=_kernels(plan, mix, task),
+        kernels=_kernels(plan, mix, problem),
         gains=gains,
         num_transfers=mix.num_messages,
-        transfer_bytes=sum(s * _bytes(task, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
+        transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
-        latency_bound_us=0.0 if is_brief else _latency_bound_us(task),
+        latency_bound_us=0.0 if is_brief else _latency_bound_us(problem),
         is_gain=is_gain,
         verdict=verdict,
-        memory=_memory(task, mix),
-        reasons=reasons(main, mix, _nodes(main), task.weight_of),
+        memory=_memory(problem, mix),
+        reasons=reasons(main, mix, _nodes(main), problem.weight_of),
         remarks=tuple(_remarks(plan)),
     )
 
 
 def latency_bound_us(plan: ir.Plan) -> float:
     """No placement makes one request alone faster than this."""
-    return _latency_bound_us(_task(plan))
+    return _latency_bound_us(_problem(plan))
 
 
-def _latency_bound_us(task: JointTask) -> float:
-    return min(bound_us(p, RequestTimer(p)) for p in task.problems)
+def _latency_bound_us(problem: Problem) -> float:
+    return min(bound_us(p, RequestTimer(p)) for p in problem.problems)
 
 
-def _task(plan: ir.Plan) -> JointTask:
+def _problem(plan: ir.Plan) -> Problem:
     """The plan's batches, most often one."""
-    parts = [Task(build(v.unit, v.costs, plan.cluster), plan.microbatches) for v in plan.every_variant]
-    return JointTask(parts[0].problem, plan.microbatches, parts=tuple(parts))
+    return joined([build(v.unit, v.costs, plan.cluster) for v in plan.every_variant])
 
 
-def _mix(task: JointTask, plan: ir.Plan) -> Mix:
-    problems = task.problems
-    columns = tuple(
-        task.scaled(x.variant, problems[x.variant].column(problems[x.variant].labels(x.placement)))
-        for x in plan.lanes
-    )
+def _mix(problem: Problem, plan: ir.Plan) -> Mix:
+    labels = [problem.problems[x.variant].labels(x.placement) for x in plan.lanes]
+    columns = tuple(problem.column(x, lane.variant) for x, lane in zip(labels, plan.lanes, strict=True))
     rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
     table = plan.lane_table
     followed = [table[microbatch % len(table)] for microbatch in range(plan.microbatches)] if table else []
@@ -220,15 +214,15 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
     return devices, links
 
 
-def _memory(task: JointTask, mix: Mix) -> tuple[Room, ...]:
-    weights, each = task.footprints(mix.columns)
-    num = task.problem.num_devices
-    states = np.array([task.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
+def _memory(problem: Problem, mix: Mix) -> tuple[Room, ...]:
+    weights, each = problem.footprints(mix.columns)
+    num = problem.num_devices
+    states = np.array([problem.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
     counts = np.array(mix.microbatches)
     columns = (weights, each.max(axis=0), counts @ states, counts @ (each - states))
     return tuple(
         Room(device.name, device.memory_bytes, *(int(x) for x in row))
-        for device, *row in zip(task.problem.cluster.devices, *columns, strict=True)
+        for device, *row in zip(problem.cluster.devices, *columns, strict=True)
     )
 
 
@@ -249,31 +243,31 @@ def _kind_of(scope: str) -> str:
     return re.sub(r"\b\d+\b", "*", scope)
 
 
-def _bytes(task: JointTask, column: Column) -> float:
+def _bytes(problem: Problem, column: Column) -> float:
     """Of one work unit."""
-    problem = task.problems[column.variant]
-    value, _, _ = problem.crossings(column.labels)
-    total = float((problem.values.num_bytes * problem.values.runs)[value].sum())
-    return total / task.weight_of(column)
+    own = problem.problems[column.variant]
+    value, _, _ = own.crossings(column.labels)
+    total = float((own.values.num_bytes * own.values.runs)[value].sum())
+    return total / problem.weight_of(column)
 
 
-def _kernels(plan: ir.Plan, mix: Mix, task: JointTask) -> tuple[KernelUse, ...]:
+def _kernels(plan: ir.Plan, mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
     """Heaviest first."""
-    num = task.problem.num_devices
+    num = problem.num_devices
     runs: dict[tuple[str, str], float] = {}
     tables: dict[tuple[str, str], np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
-    for variant, problem in enumerate(task.problems):
+    for variant, own in enumerate(problem.problems):
         lanes = [n for n, c in enumerate(mix.columns) if c.variant == variant]
         # Requests of each lane in an average work unit, and of all lanes of this batch.
-        shares = np.array([mix.shares[n] for n in lanes]) / task.weights[variant]
+        shares = np.array([mix.shares[n] for n in lanes]) * (plan.batch / own.unit.batch)
         each = float(shares.sum()) if plan.variants else 1.0
-        for step, (graph, count) in enumerate(zip(problem.unit.graphs, problem.unit.counts, strict=True)):
-            placed = np.array([mix.columns[n].labels[problem.node_of[step]] for n in lanes])
+        for step, (graph, count) in enumerate(zip(own.unit.graphs, own.unit.counts, strict=True)):
+            placed = np.array([mix.columns[n].labels[own.node_of[step]] for n in lanes])
             for index, launch in enumerate(graph.trace.launches):
                 key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
                 runs[key] = runs.get(key, 0.0) + each * count
                 table = tables.setdefault(key, np.zeros((2, num)))
-                table[0] += each * count * problem.cost_us[step][index]
+                table[0] += each * count * own.cost_us[step][index]
                 table[1] += count * np.bincount(placed[:, index], weights=shares, minlength=num)
     found = [
         KernelUse(key[0], key[1], round(runs[key]), tuple(us.tolist()), tuple((on / runs[key]).tolist()))

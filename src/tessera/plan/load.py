@@ -18,6 +18,7 @@ its decodes share.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -27,12 +28,19 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, replicas_within, together
 from tessera.plan.pricing import throughput
-from tessera.plan.pricing.throughput import Limits
-from tessera.plan.problem import Column, Mix, Problem, build, microbatch_counts, spread_us
+from tessera.plan.problem import (
+    Column,
+    Mix,
+    Problem,
+    build,
+    cluster_of,
+    microbatch_counts,
+    spread_us,
+    variant_on,
+)
 from tessera.plan.search import objectives
-from tessera.plan.search.joint import JointTask
 from tessera.plan.search.judge import Judge
-from tessera.plan.search.task import Task
+from tessera.plan.search.task import Task, joined_task
 from tessera.plan.solve import PlanConfig, Simulator, decide
 
 # Batches that are looked at first; then those near the best of every policy, nearer and nearer.
@@ -50,10 +58,50 @@ CURVE_STEP = 0.05
 # What a plan in full may add to the quick figure of a point, and take from its time per token.
 PLANNING_GAIN = 1.08
 
-# A simulation of a plan, a quicker one, and what it gives in the long run.
 # Rows of a microbatch, and of one of its prefills.
 Shape = tuple[int, int]
 Point = tuple[Shape, int]
+# What a policy gives, and how its plan is made.
+Candidate = tuple[Option, Callable[[], ir.Plan]]
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What is to be served, and on what."""
+
+    # The steps of a batch, priced on the cluster.
+    variant_at: Callable[[int], ir.Variant]
+    cluster: ir.Cluster
+    target: Target
+    # A simulator for one batch.
+    make_simulate: Callable[[], Simulator]
+    # A batch with prefills of so many of its rows at a time; without it, prefills are whole.
+    in_parts: Callable[[int, int], ir.Variant] | None = None
+    _known: dict[tuple[int, int | None], ir.Variant] = field(default_factory=dict)
+
+    def at(self, batch: int, prefill: int | None = None) -> ir.Variant:
+        """One batch, always the same record."""
+        if (batch, prefill) not in self._known:
+            if prefill is None or self.in_parts is None:
+                self._known[batch, prefill] = self.variant_at(batch)
+            else:
+                self._known[batch, prefill] = self.in_parts(batch, prefill)
+        return self._known[batch, prefill]
+
+    def on(self, devices: Sequence[int]) -> "Load":
+        """The load on some of the devices."""
+        return Load(
+            lambda batch: variant_on(self.at(batch), devices),
+            cluster_of(self.cluster, devices),
+            self.target,
+            self.make_simulate,
+            self.in_parts and (lambda batch, rows: variant_on(self.at(batch, rows), devices)),
+        )
+
+    @property
+    def variants(self) -> dict[int, ir.Variant]:
+        """Those that were asked for, by the identity of their unit."""
+        return {id(variant.unit): variant for variant in self._known.values()}
 
 
 @dataclass(frozen=True)
@@ -72,32 +120,22 @@ class LoadConfig:
     advance: Callable[[str], None] = lambda text: None
 
 
-def plan_load(
-    variant_at: Callable[[int], ir.Variant],
-    cluster: ir.Cluster,
-    target: Target,
-    make_simulate: Callable[[], Simulator],
-    config: LoadConfig,
-    in_parts: Callable[[int, int], ir.Variant] | None = None,
-) -> LoadPlan:
-    """The plan that gives most tokens per second within memory and the limits.
-
-    `in_parts` gives a batch with prefills of so many of its rows at a time; without it, prefills are whole.
-    """
+def plan_at_once(load: Load, config: LoadConfig) -> LoadPlan:
+    """The plan that gives most tokens per second within memory and the limits, on all devices at once."""
     batches, advance = config.batches, config.advance
-    most = config.max_microbatches or 2 * len(cluster.devices)
-    search = _Search(cluster, target, make_simulate, most, config.objective)
-    rows = None if in_parts is None else _prefill_rows(in_parts, batches[-1])
+    most = config.max_microbatches or 2 * len(load.cluster.devices)
+    search = _Search(load, most, config.objective)
+    rows = None if load.in_parts is None else _prefill_rows(load, batches[-1])
 
     def look(batch: int, prefill: int | None = None) -> bool:
         """False where it does not fit, in parts of fewer rows either."""
         advance(f"pricing batch {batch}" + (f", prefills of {prefill}" if prefill else ""))
-        if in_parts is None or rows is None:
-            return search.look(variant_at(batch))
+        if rows is None:
+            return search.look(load.at(batch))
         part = prefill or _part(batch, rows)
         smaller = (round(part * PREFILL_NEAR[0] ** n) for n in (1, 2) if prefill is None)
         tried = dict.fromkeys([part, *(n for n in smaller if n >= 1 and batch % n == 0)])
-        return any(search.look(in_parts(batch, n)) for n in tried)
+        return any(search.look(load.at(batch, n)) for n in tried)
 
     for batch in batches:
         if not look(batch):
@@ -112,12 +150,12 @@ def plan_load(
     return search.found(advance)
 
 
-def _prefill_rows(in_parts: Callable[[int, int], ir.Variant], batch: int) -> int | None:
+def _prefill_rows(load: Load, batch: int) -> int | None:
     """The fewest rows that are prefilled nearly as fast as more, by their prices; None without prefills."""
     rows, last_us = 1, np.zeros(0)
     while rows <= batch:
         if batch % rows == 0:
-            variant = in_parts(batch, rows)
+            variant = load.at(batch, rows)
             if variant.unit.prefill_batch is None:
                 return None
             at = [g.trace.step.kind for g in variant.unit.graphs].index("prefill")
@@ -141,25 +179,30 @@ class _Point:
     variant: ir.Variant
     task: Task
     judge: Judge
-    # What a plan gives in the long run.
 
 
 @dataclass(eq=False)
 class _Search:
-    cluster: ir.Cluster
-    target: Target
-    make_simulate: Callable[[], Simulator]
+    load: Load
     max_microbatches: int
-    objective: ir.Objective = ir.Objective.THROUGHPUT
+    objective: ir.Objective
     points: dict[Point, _Point] = field(default_factory=dict)
     options: list[Option] = field(default_factory=list)
     _refused: PlanInfeasible | None = None
-    _drafts: dict[Point, tuple[Option | None, float]] = field(default_factory=dict)
+    _drafts: dict[_Point, tuple[Option | None, float]] = field(default_factory=dict)
+
+    @property
+    def cluster(self) -> ir.Cluster:
+        return self.load.cluster
+
+    @property
+    def target(self) -> Target:
+        return self.load.target
 
     def look(self, variant: ir.Variant) -> bool:
         """Takes up the points of one batch; False where it does not fit, so that no larger one does."""
         problem = build(variant.unit, variant.costs, self.cluster)
-        simulate = self.make_simulate()
+        simulate = self.load.make_simulate()
         num = len(self.cluster.devices)
         shape = (variant.batch, variant.unit.prefill_batch or variant.batch)
         known: list[Column] = []
@@ -171,9 +214,8 @@ class _Search:
             ):
                 continue
             task = Task(problem, microbatches, is_judged=True)
-            coarse = [m for mixes in task.coarse.values() for m in mixes or ()]
-            for column in known:
-                task.pool.add(column)
+            coarse = task.coarse_mixes
+            task.pool.add(*known)
             try:
                 throughput.seed(task.pool, coarse, not self.points, microbatches)
             except PlanInfeasible as error:
@@ -228,7 +270,7 @@ class _Search:
         for (shape, microbatches), point in self.points.items():
             listed = [(name, mix) for name, mixes in point.task.coarse.items() for mix in mixes or ()]
             for device in range(len(self.cluster.devices)) if microbatches == 1 else ():
-                listed.append((f"{device}", Mix((_alone(point, device),), (1.0,))))
+                listed.append((f"{device}", Mix((point.task.problem.alone(device),), (1.0,))))
             found = [
                 (name, self._upper_bound(point, mix))
                 for name, mix in listed
@@ -250,7 +292,7 @@ class _Search:
         """Baselines first: the plan must beat them."""
         advance("coarser policies")
         replicas = self._replicas()
-        best: dict[str, tuple[Option, Callable[[], ir.Plan]]] = {}
+        best: dict[str, Candidate] = {}
         for name in COARSE:
             floor = max((o.tokens_per_s for o, _ in best.values()), default=0.0)
             is_replicated = name in ("single", "data-parallel")
@@ -284,12 +326,12 @@ class _Search:
 
     # Coarser policies.
 
-    def _replicas(self) -> dict[str, list[tuple[Option, Callable[[], ir.Plan]]]]:
+    def _replicas(self) -> dict[str, list[Candidate]]:
         """A model on every device, each at its own best batch; and on the best one alone."""
         best: dict[int, tuple[Option, Point, Column]] = {}
         for (shape, microbatches), point in self.points.items():
             for device in range(len(self.cluster.devices)) if microbatches == 1 else ():
-                column = _alone(point, device)
+                column = point.task.problem.alone(device)
                 if not point.task.problem.fits((column,), 1):
                     continue
                 option = self._option("single", point, Mix((column,), (1.0,)), 1e6 / column.path_us)
@@ -312,7 +354,7 @@ class _Search:
             "data-parallel": [(joined, all_of_them)],
         }
 
-    def _coarse(self, name: str, floor: float) -> list[tuple[Option, Callable[[], ir.Plan]]]:
+    def _coarse(self, name: str, floor: float) -> list[Candidate]:
         """A coarse policy by a quick simulation where it could show, and by a full one where that is best.
 
         Where it would be above the best policy so far, `floor`, it is followed for long.
@@ -334,7 +376,7 @@ class _Search:
                 option = self._option(name, point, mix, rate)
                 if self._is_near(option):
                     looks.append((option.tokens_per_s, upper_bound, point, mix))
-        found: list[tuple[Option, Callable[[], ir.Plan]]] = []
+        found: list[Candidate] = []
         best = 0.0
         # Microbatches in flight -> the least batch that was too slow: larger ones are too.
         slow: dict[int, int] = {}
@@ -351,20 +393,18 @@ class _Search:
                 slow[microbatches] = batch
                 continue
             best = max(best, option.tokens_per_s)
-            found.append((option, _planner(self._plan, point, mix, name)))
+            found.append((option, partial(self._plan, point, mix, name)))
         return found
 
     # The plan.
 
-    def _planned(
-        self, floor: Option | None, advance: Callable[[str], None]
-    ) -> list[tuple[Option, Callable[[], ir.Plan]]]:
+    def _planned(self, floor: Option | None, advance: Callable[[str], None]) -> list[Candidate]:
         """Kernel-level plans where upper bounds are highest and where the best baseline is."""
         drafts = [(self._draft(point)[0], point) for point in self.points.values()]
         near = {p: draft.tokens_per_s for draft, p in drafts if draft is not None and self._is_near(draft)}
         by_draft, points = sorted(near, key=lambda p: -near[p]), list(near)
         by_hope = sorted(points, key=lambda p: -self._draft(p)[1])
-        found: list[tuple[Option, Callable[[], ir.Plan]]] = []
+        found: list[Candidate] = []
         best = floor.tokens_per_s if floor else 0.0
         best_coarse = self.points.get(_point_of(floor)) if floor else None
         first = [best_coarse] if best_coarse in near else []
@@ -379,7 +419,7 @@ class _Search:
             option = self._option("plan", point, made.chosen, made.plan.simulated_per_s)
             if option.keeps(self.target) and option.tokens_per_s > best:
                 option = self._followed("plan", point, made.chosen)
-            found.append((option, _planner(self._plan, point, made.chosen, made.plan.policy)))
+            found.append((option, partial(self._plan, point, made.chosen, made.plan.policy)))
             if option.keeps(self.target):
                 best = max(best, option.tokens_per_s)
         return [x for x in found if x[0].keeps(self.target)]
@@ -406,25 +446,23 @@ class _Search:
 
         None where nothing of it ends within what is looked at, or where even its upper bound is beaten.
         """
-        unit = point.variant.unit
-        key = ((unit.batch, unit.prefill_batch or unit.batch), point.task.microbatches)
-        if key not in self._drafts:
+        if point not in self._drafts:
             microbatches, quick = point.task.microbatches, point.judge.quick_rate
             assert quick is not None, "a load is judged by simulation"
             num = len(self.cluster.devices)
             found: list[tuple[float, Mix]] = []
             depths = {1.05 * min(microbatches, 2 * num), *([1.1 * num] if microbatches > num else [])}
             for depth in sorted(depths):
-                mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, Limits(depth)).mix)
+                mix = point.task.pool.main_lanes(throughput.generate(point.task.pool, depth).mix)
                 if mix is not None and not self._is_beaten("plan", point, mix):
                     found.append((quick(mix), mix))
             rate, best = max(found, key=lambda x: x[0], default=(0.0, None))
             option = self._option("plan", point, best, rate) if best is not None and rate > 0 else None
-            self._drafts[key] = (
+            self._drafts[point] = (
                 option,
                 max((self._upper_bound(point, mix) for _, mix in found), default=0.0),
             )
-        return self._drafts[key]
+        return self._drafts[point]
 
     def _is_near(self, draft: Option) -> bool:
         """May a plan in full keep to the limits?"""
@@ -510,13 +548,11 @@ class _Search:
         """One lane for each device, at batches of their own."""
         listed = list(chosen)
         batches = list(dict.fromkeys(point for point, _ in listed))
-        parts = tuple(self.points[point].task for point in batches)
-        task = JointTask(parts[0].problem, len(listed), True, parts=parts)
-        columns = [task.scaled(batches.index(point), column) for point, column in listed]
+        task = joined_task([self.points[point].task for point in batches], len(listed), is_judged=True)
+        columns = [task.problem.scaled(column, batches.index(point)) for point, column in listed]
         speeds = [1.0 / float(c.busy_us.max()) for c in columns]
         mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), (1,) * len(columns))
-        simulate = self.make_simulate()
-        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", simulate)
+        judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", self.load.make_simulate())
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)
         return plan
@@ -525,12 +561,6 @@ class _Search:
 def _has_prefill(unit: ir.WorkUnit) -> bool:
     kinds = [g.trace.step.kind for g in unit.graphs]
     return "decode" in kinds and len(kinds) > 1
-
-
-def _alone(point: _Point, device: int) -> Column:
-    """All of it on one device."""
-    problem = point.task.problem
-    return problem.column(np.full(problem.num_nodes, device, dtype=np.int64))
 
 
 def _point_of(option: Option) -> Point:
@@ -542,9 +572,3 @@ def _point_of(option: Option) -> Point:
 def _even(batch: float) -> int:
     """A whole number of eights, where there are that many."""
     return max(1, round(batch / 8) * 8 if batch >= 16 else round(batch))
-
-
-def _planner(
-    make: Callable[[_Point, Mix, str], ir.Plan], point: _Point, mix: Mix, name: str
-) -> Callable[[], ir.Plan]:
-    return lambda: make(point, mix, name)

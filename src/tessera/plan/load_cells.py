@@ -4,65 +4,73 @@ Four H20 and four L40S are four times one of each, three and five are three pair
 part is planned for the load by itself, with batches and microbatches of its own, and copied to the devices of
 every copy; so are the policies it is compared with. Parts share nothing: the whole gives what they give
 together. All devices at once are searched where there are few, at the batches that were best for the parts.
+
+By the dollar or by the joule: which of the devices are worth having on. Rent is paid for every device in use,
+and one that is on draws power while it waits. So sets of the devices are planned for the load by themselves
+(of equal devices, how many of them; the eight most promising by busy time), and the best by the objective is
+taken; so it is for every coarser policy. On one set, most tokens per second are most tokens per dollar. By
+the joule they need not be: of each set its coarser policies and its plans for throughput are compared.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.load import LoadConfig, plan_load
+from tessera.plan.load import Load, LoadConfig, plan_at_once
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, together
 from tessera.plan.problem import build, kinds_of, spread_us
+from tessera.plan.search import objectives
 from tessera.plan.search.cells import Cells, partitions
-from tessera.plan.solve import Simulator
 
 # Up to so many devices are also searched at once.
 MAX_AT_ONCE = 3
+# Sets of devices that are planned, the most promising of them by busy time.
+MAX_SETS = 8
 
-VariantAt = Callable[[int], ir.Variant]
+
+def plan_load(load: Load, config: LoadConfig) -> LoadPlan:
+    """Batch, microbatches and placement for a load, the best by the objective of the search."""
+    goal, cluster = config.objective, load.cluster
+    if goal is ir.Objective.THROUGHPUT:
+        return _on_all(load, config)
+    first = load.at(config.batches[len(config.batches) // 2])
+    problem = build(first.unit, first.costs, cluster)
+    sets = sorted(objectives.subsets(problem), key=lambda d: -objectives.bound(problem, goal, d))
+    found: list[LoadPlan] = []
+    refused: PlanInfeasible | None = None
+    for devices in sets[:MAX_SETS]:
+        config.advance(f"on {', '.join(cluster.names[d] for d in devices)}")
+        try:
+            part = _on_all(load.on(devices), config)
+        except PlanInfeasible as error:  # too small for the model, or too slow for the limits
+            refused = error
+            continue
+        found.append(side_by_side(load, [(part, (devices,))]))
+    if not found:
+        raise refused or PlanInfeasible("there is no device", "Name at least one.")
+    best = best_of(found, load.target)
+    return replace(best, plan=replace(best.plan, objective=goal))
 
 
-def plan_load_on_many(
-    variant_at: VariantAt,
-    cluster: ir.Cluster,
-    target: Target,
-    make_simulate: Callable[[], Simulator],
-    config: LoadConfig,
-    in_parts: Callable[[int, int], ir.Variant] | None = None,
-) -> LoadPlan:
-    """As `plan_load`; of alike devices, never below what their cells give."""
-
-    def at_once(tried: LoadConfig) -> LoadPlan:
-        return plan_load(variant_at, cluster, target, make_simulate, tried, in_parts)
-
-    first = variant_at(config.batches[0])
+def _on_all(load: Load, config: LoadConfig) -> LoadPlan:
+    """On all devices; of alike ones, never below what their cells give."""
+    cluster = load.cluster
+    first = load.at(config.batches[0])
     problem = build(first.unit, first.costs, cluster)
     kinds = kinds_of(problem)
     # What no device holds by itself fills a cell: its batches say nothing of what all devices could take.
     is_large = float(problem.weights.num_bytes.sum()) > float(problem.memory_bytes.max())
     if kinds is None or (is_large and len(cluster.devices) <= MAX_AT_ONCE):
-        return at_once(config)
-    known: dict[tuple[int, int | None], ir.Variant] = {}
-
-    def known_at(batch: int, prefill: int | None = None) -> ir.Variant:
-        if (batch, prefill) not in known:
-            if prefill is None or in_parts is None:
-                known[batch, prefill] = variant_at(batch)
-            else:
-                known[batch, prefill] = in_parts(batch, prefill)
-        return known[batch, prefill]
+        return plan_at_once(load, config)
 
     def plan_part(devices: tuple[int, ...]) -> LoadPlan:
         config.advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
         most = config.max_microbatches
         share = most and max(1, most * len(devices) // len(cluster.devices))
-        smaller, own = cluster_of(cluster, devices), replace(config, max_microbatches=share)
-        parted = None if in_parts is None else lambda batch, rows: variant_of(known_at(batch, rows), devices)
-        whole = (smaller, target, make_simulate, own, parted)
-        return plan_load_on_many(lambda batch: variant_of(known_at(batch), devices), *whole)
+        return _on_all(load.on(devices), replace(config, max_microbatches=share))
 
     found = []
     for parts in partitions(kinds.members):
@@ -70,14 +78,14 @@ def plan_load_on_many(
             planned = list(_planned(parts, plan_part))
         except PlanInfeasible:  # a cell that is too small for the model
             continue
-        found.append(side_by_side(cluster, planned, {id(v.unit): v for v in known.values()}))
+        found.append(side_by_side(load, planned))
     if not found:
-        return at_once(config)
+        return plan_at_once(load, config)
     if len(cluster.devices) <= MAX_AT_ONCE:
         tried = {max(o.batch.values()) for one in found for o in (one.chosen, *one.baselines)}
         with suppress(PlanInfeasible):  # none of them may keep to the limits on all devices together
-            found.append(at_once(replace(config, batches=sorted(tried), near=())))
-    return best_of(found, target)
+            found.append(plan_at_once(load, replace(config, batches=sorted(tried), near=())))
+    return best_of(found, load.target)
 
 
 def _planned(
@@ -106,16 +114,10 @@ def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
     return LoadPlan(against(best.plan, baselines, target), best.chosen, baselines, options, goal)
 
 
-def side_by_side(
-    cluster: ir.Cluster,
-    parts: Sequence[tuple[LoadPlan, Cells]],
-    whole: Mapping[int, ir.Variant],
-) -> LoadPlan:
-    """One plan of all copies of all parts, and what the policies give in the same parts.
-
-    `whole` are the variants that the parts were cut from, by the identity of their unit.
-    """
-    plan, goal = _copied(cluster, parts, whole), parts[0][0].objective
+def side_by_side(load: Load, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPlan:
+    """One plan of all copies of all parts of a load, and what the policies give in the same parts."""
+    cluster, goal = load.cluster, parts[0][0].objective
+    plan = _copied(load, parts)
     name = "plan" if plan.policy == ir.Objective.THROUGHPUT.value else plan.policy
     chosen = _together(cluster, name, [(part.chosen, cells) for part, cells in parts])
     baselines = [
@@ -151,12 +153,9 @@ def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cel
     return together(copies, policy)
 
 
-def _copied(
-    cluster: ir.Cluster,
-    parts: Sequence[tuple[LoadPlan, Cells]],
-    whole: Mapping[int, ir.Variant],
-) -> ir.Plan:
+def _copied(load: Load, parts: Sequence[tuple[LoadPlan, Cells]]) -> ir.Plan:
     """The lanes of every part on the devices of every copy, each with the microbatches it had."""
+    cluster, whole = load.cluster, load.variants
     units = list(dict.fromkeys(id(v.unit) for part, _ in parts for v in part.plan.every_variant))
     variants = [whole[key] for key in units]
     numbers = {key: number for number, key in enumerate(units)}
@@ -216,19 +215,3 @@ def _bound_rows_per_s(variant: ir.Variant, cluster: ir.Cluster) -> float:
 
 def _moved(placement: ir.Placement, devices: Sequence[int]) -> ir.Placement:
     return ir.Placement(tuple(tuple(devices[d] for d in step) for step in placement.devices))
-
-
-def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
-    """Some of its devices and the links between them."""
-    kept = tuple(cluster.devices[d] for d in devices)
-    names = {d.name for d in kept}
-    return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
-
-
-def variant_of(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
-    """The variant priced on some of the devices."""
-    costs = []
-    for priced in variant.costs:
-        rows = tuple(tuple(row[d] for d in devices) for row in priced.costs)
-        costs.append(ir.Costs(priced.trace_digest, tuple(priced.devices[d] for d in devices), rows))
-    return ir.Variant(variant.unit, tuple(costs))

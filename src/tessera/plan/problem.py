@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class Column:
     # Transfers of one request.
     num_messages: float
     # Which batch the request is of, where there are several: then all of the above is of one work unit of the
-    # first of them; see `joint`.
+    # first of them.
     variant: int = 0
 
     @cached_property
@@ -127,6 +127,17 @@ class Problem:
     constraints: tuple[Constraint, ...] = ()
     # [node, device]: where the constraints let a node run; None: anywhere.
     allowed: Bools | None = None
+    # The same work at other batches, on the same devices; see `joined`.
+    others: tuple["Problem", ...] = ()
+
+    @cached_property
+    def problems(self) -> tuple["Problem", ...]:
+        """One a batch, by the columns' numbers of variants."""
+        return (self, *self.others)
+
+    def weight_of(self, column: Column) -> float:
+        """Work units in one request of a column."""
+        return self.problems[column.variant].unit.batch / self.unit.batch
 
     @property
     def num_nodes(self) -> int:
@@ -174,8 +185,10 @@ class Problem:
         paid[:, range(self.num_devices), range(self.num_devices)] = 0.0
         return paid
 
-    def column(self, labels: Labels) -> Column:
-        """A placement with its loads."""
+    def column(self, labels: Labels, variant: int = 0) -> Column:
+        """A placement of one batch, with its loads of a work unit."""
+        if variant:
+            return self.scaled(self.others[variant - 1].column(labels), variant)
         num = self.num_devices
         nodes = np.arange(self.num_nodes)
         own = self.load_us[nodes, labels]
@@ -185,6 +198,21 @@ class Problem:
         busy = np.concatenate([np.bincount(labels, weights=own, minlength=num), links])
         path = float(own.sum() + self.transfer_us[value, src, dst].sum())
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
+
+    def alone(self, device: int, variant: int = 0) -> Column:
+        """All of one batch on one device."""
+        return self.column(np.full(self.problems[variant].num_nodes, device, dtype=np.int64), variant)
+
+    def scaled(self, column: Column, variant: int) -> Column:
+        """A column of one batch's own problem as one of all of them."""
+        column = replace(column, variant=variant)
+        units = self.weight_of(column)
+        return replace(
+            column,
+            busy_us=column.busy_us / units,
+            path_us=column.path_us / units,
+            num_messages=column.num_messages / units,
+        )
 
     def step_us(self, labels: Labels, step: int) -> Floats:
         """[device]: busy time of one request's runs of one step."""
@@ -236,19 +264,31 @@ class Problem:
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(bytes of weights on each device, [column, device]: bytes of a request in flight there)."""
         num = self.num_devices
-        held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
+        sizes, items = self._all_weights
+        held = np.zeros((len(sizes), num), dtype=np.bool_)
         each: list[Floats] = []
         for column in columns:
             known = self._held.get(column.key)
             if known is None:
-                labels = column.labels
-                known = self._held[column.key] = (
-                    self.weights.present(labels, num),
-                    self.microbatch_bytes(labels),
-                )
-            held |= known[0]
+                own = self.problems[column.variant]
+                present = own.weights.present(column.labels, num)
+                known = self._held[column.key] = present, own.microbatch_bytes(column.labels)
+            held[items[column.variant]] |= known[0]
             each.append(known[1])
-        return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
+        return np.asarray(sizes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
+
+    @cached_property
+    def _all_weights(self) -> tuple[Floats, tuple[Ints, ...]]:
+        """(bytes of every weight of any batch, [batch]: numbers of its own weights among them)."""
+        number: dict[str, int] = {}
+        items = tuple(
+            np.array([number.setdefault(name, len(number)) for name in p.weights.names], dtype=np.int64)
+            for p in self.problems
+        )
+        sizes = np.zeros(len(number))
+        for problem, own in zip(self.problems, items, strict=True):
+            np.maximum.at(sizes, own, problem.weights.num_bytes)
+        return sizes, items
 
     @cached_property
     def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
@@ -283,11 +323,21 @@ class Problem:
         whole = np.zeros(self.num_nodes, dtype=np.int64)
         return max((float(step.peak_bytes(whole, 1)[0]) for step in self.temporaries), default=0.0)
 
-    def microbatches_that_fit(self, column: Column) -> int | None:
-        """The most requests in flight that memory allows on one column; None: any number."""
-        fixed, per_microbatch = self.footprint((column,))
-        counts = (self.memory_bytes - fixed)[per_microbatch > 0] // per_microbatch[per_microbatch > 0]
-        return max(0, int(counts.min())) if len(counts) else None
+    def microbatches_that_fit(self, mix: Mix, microbatches: int = 1) -> int | None:
+        """The most requests in flight that memory allows on a mix's lanes in turn; None: any number."""
+        fixed, each = self.footprints(mix.columns)
+        table = microbatch_table(mix, microbatches)
+        left = self.memory_bytes - fixed
+        turn = each[list(table)].sum(axis=0)
+        if not turn.any():
+            return None
+        turns = max(0, int((left[turn > 0] // turn[turn > 0]).min()))
+        left = left - turns * turn
+        for rest, lane in enumerate(table):
+            left = left - each[lane]
+            if (left < 0).any():
+                return turns * len(table) + rest
+        return (turns + 1) * len(table)
 
     def is_allowed(self, labels: Labels) -> bool:
         """Does the placement keep the constraints?"""
@@ -296,7 +346,7 @@ class Problem:
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
         """Are the constraints kept, and do weights, state and temporaries fit everywhere?"""
         listed = list(columns)
-        return all(self.is_allowed(c.labels) for c in listed) and bool(
+        return all(self.problems[c.variant].is_allowed(c.labels) for c in listed) and bool(
             (self.excess_bytes(listed, microbatches) <= 0).all()
         )
 
@@ -335,48 +385,75 @@ def build(
     )
 
 
-def spread_us(cost_us: Floats) -> float:
-    """No assignment of rows, even of fractions of them, keeps all devices below this."""
+def joined(problems: Sequence[Problem]) -> Problem:
+    """Several batches as one problem: the first, whose work units are counted, with the others beside it.
+
+    A request of batch b is b / b0 work units, so what a column of that batch costs is divided by this weight:
+    then one linear program has the placements of all batches. A device holds the weights that any lane reads
+    there once, whatever the batches, and for every microbatch the state and temporaries of its lane.
+    """
+    return replace(problems[0], others=tuple(problems[1:]))
+
+
+def spread_us(*loads: Floats) -> float:
+    """No assignment of rows, even of fractions of them, keeps all devices below this.
+
+    load[row, device]; of several loads, the mix of them that is lightest.
+    """
     # Any prices that sum to one prove such a figure; the best of some is returned.
-    num = cost_us.shape[1]
-    weights = np.full(num, 1.0 / num)
+    num = loads[0].shape[1]
+    prices = np.full(num, 1.0 / num)
     best = 0.0
     for round_number in range(1, 40):
-        priced = cost_us * weights
-        best = max(best, float(priced.min(axis=1).sum()))
-        choice = priced.argmin(axis=1)
-        own = cost_us[np.arange(len(choice)), choice]
+        priced = [load * prices for load in loads]
+        totals = [float(x.min(axis=1).sum()) for x in priced]
+        best = max(best, min(totals))
+        cheapest = int(np.argmin(totals))
+        choice = priced[cheapest].argmin(axis=1)
+        own = loads[cheapest][np.arange(len(choice)), choice]
         busy = np.bincount(choice, weights=own, minlength=num)
         # Busier devices become dearer, by steps that shrink.
-        weights = weights * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
-        weights /= weights.sum()
+        prices = prices * np.exp((busy / max(busy.max(), 1e-12) - 0.5) / round_number)
+        prices /= prices.sum()
     return best
+
+
+def cluster_of(cluster: ir.Cluster, devices: Sequence[int]) -> ir.Cluster:
+    """Some of its devices and the links between them."""
+    kept = tuple(cluster.devices[d] for d in devices)
+    names = {d.name for d in kept}
+    return ir.Cluster(kept, tuple(x for x in cluster.links if x.src in names and x.dst in names))
+
+
+def variant_on(variant: ir.Variant, devices: Sequence[int]) -> ir.Variant:
+    """The variant priced on some of the devices."""
+    costs = []
+    for priced in variant.costs:
+        rows = tuple(tuple(row[d] for d in devices) for row in priced.costs)
+        costs.append(ir.Costs(priced.trace_digest, tuple(priced.devices[d] for d in devices), rows))
+    return ir.Variant(variant.unit, tuple(costs))
 
 
 def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
     """The problem on some of its devices; None if the constraints leave a node nowhere to run."""
     at = list(devices)
     places = None if problem.allowed is None else problem.allowed[:, at]
-    if places is not None and not places.any(axis=1).all():
+    others = [x for other in problem.others if (x := restricted(other, devices)) is not None]
+    if len(others) < len(problem.others) or (places is not None and not places.any(axis=1).all()):
         return None
-    kept = tuple(problem.cluster.devices[d] for d in devices)
-    names = tuple(d.name for d in kept)
-    links = tuple(x for x in problem.cluster.links if x.src in names and x.dst in names)
-    costs = tuple(
-        ir.Costs(c.trace_digest, kept, tuple(tuple(row[d] for d in at) for row in c.costs))
-        for c in problem.costs
-    )
+    cluster = cluster_of(problem.cluster, devices)
     return replace(
         problem,
-        cluster=ir.Cluster(kept, links),
-        costs=costs,
+        cluster=cluster,
+        costs=variant_on(ir.Variant(problem.unit, problem.costs), devices).costs,
         cost_us=tuple(us[:, at] for us in problem.cost_us),
         load_us=problem.load_us[:, at],
         us_per_byte=problem.us_per_byte[np.ix_(at, at)],
         latency_us=problem.latency_us[np.ix_(at, at)],
         memory_bytes=problem.memory_bytes[at],
-        constraints=restricted_constraints(problem.constraints, problem.cluster.names, names),
+        constraints=restricted_constraints(problem.constraints, problem.cluster.names, cluster.names),
         allowed=places,
+        others=tuple(others),
     )
 
 
@@ -437,29 +514,16 @@ class Kinds:
 
     def spread(self, labels: Labels) -> Iterator[Labels]:
         """The placement on real devices: the cards of each kind take turns, all equally often."""
-        counts = [len(self.members[k]) for k in np.unique(labels).tolist()]
-        product = int(np.prod(counts))
-        ways = product if product <= MAX_WAYS else lcm(*counts)
-        for way in range(ways):
-            yield np.array([m[d] for m, d in zip(self.members, self._cards(way, ways, labels), strict=True)])[
-                labels
-            ]
-
-    def _cards(self, way: int, ways: int, labels: Labels) -> list[int]:
-        """Which card of each kind; as digits of a number where every pairing is used."""
-        used = set(np.unique(labels).tolist())
-        cards = []
-        rest = way
-        is_product = ways == int(np.prod([len(self.members[k]) for k in used]))
-        for kind, members in enumerate(self.members):
-            if kind not in used:
-                cards.append(0)
-            elif is_product:
-                cards.append(rest % len(members))
-                rest //= len(members)
-            else:
-                cards.append(way % len(members))
-        return cards
+        used = np.unique(labels).tolist()
+        counts = [len(self.members[kind]) for kind in used]
+        device_of = np.array([members[0] for members in self.members])
+        for way in range(prod(counts) if prod(counts) <= MAX_WAYS else lcm(*counts)):
+            rest = way
+            for kind, count in zip(used, counts, strict=True):
+                device_of[kind] = self.members[kind][rest % count]
+                # Every pairing, as digits of a number; where there are too many, all kinds in step.
+                rest = rest // count if prod(counts) <= MAX_WAYS else way
+            yield device_of[labels]
 
 
 def kinds_of(problem: Problem) -> Kinds | None:
@@ -470,7 +534,7 @@ def kinds_of(problem: Problem) -> Kinds | None:
     members: list[list[int]] = []
     for device in range(num):
         for kind in members:
-            if _alike(problem, kind[0], device):
+            if all(_alike(p, kind[0], device) for p in problem.problems):
                 kind.append(device)
                 break
         else:

@@ -103,7 +103,7 @@ def limit_of(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...]) -> Limit:
 def alone_bytes(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> float:
     """Weights, state and temporaries of one batch in flight, all on one device."""
     problem = build(unit, costs, cluster)
-    fixed, each = problem.footprint((problem.column(np.zeros(problem.num_nodes, dtype=np.int64)),))
+    fixed, each = problem.footprint((problem.alone(0),))
     return float(fixed[0] + each[0])
 
 

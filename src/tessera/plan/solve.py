@@ -164,7 +164,7 @@ def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
 
     found = []
     for mix, rate_per_s in cell_mixes(problem, kinds.members, task.microbatches, solve_part):
-        if task.fits_with(mix.columns, mix.microbatches):
+        if task.pool.fits(mix.columns, mix.microbatches):
             judge.know(mix, min(rate_per_s, mix.rate_per_s))
             found.append(mix)
     return found

@@ -8,14 +8,15 @@
 One file a GPU lies under `$XDG_CACHE_HOME/tessera/calibrations`, as `tessera calibrate` writes it.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+
+import msgspec
 
 from tessera.errors import ArtifactError
 from tessera.ir import Cost, Source
@@ -110,11 +111,11 @@ def folder() -> Path:
 
 def save(found: Calibration, path: Path) -> None:
     """Written whole, over what was there."""
-    rows = [asdict(row) for row in found.rows]
-    document = {"format": FORMAT, "gpu": found.gpu, "about": dict(found.about), "rows": rows}
+    document = {"format": FORMAT, "gpu": found.gpu, "about": found.about, "rows": found.rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text = msgspec.json.encode(document, enc_hook=str)  # versions may be strings of a class of their own
+    part.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
     part.replace(path)
     calibration_of.cache_clear()
 
@@ -122,26 +123,15 @@ def save(found: Calibration, path: Path) -> None:
 def load(path: Path) -> Calibration:
     """As it was written."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        rows = tuple(_row(row) for row in document["rows"])
+        document = msgspec.json.decode(path.read_bytes())
+        for row in document["rows"]:
+            if "walk" in row["work"]:  # its name of before
+                row["work"]["overhead"] = row["work"].pop("walk")
+        rows = msgspec.convert(document["rows"], tuple[CalibrationRow, ...], strict=False)
         return Calibration(str(document["gpu"]), dict(document["about"]), rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
         remedy = "Run `tessera calibrate` again, or delete it."
         raise ArtifactError(f"no calibration: {error}", remedy, str(path)) from error
-
-
-def _row(row: Mapping[str, object]) -> CalibrationRow:
-    work = dict(row["work"])  # type: ignore[call-overload]
-    listed = work["overhead"] if "overhead" in work else work["walk"]  # its name of before
-    overhead = tuple((str(name), float(amount)) for name, amount in listed)
-    shape = tuple(int(n) for n in work["shape"])
-    counted = Work(
-        OpClass(work["op"]), work["dtype"], float(work["flops"]), int(work["num_bytes"]), shape, overhead
-    )
-    us, modelled = row["us"], row["modelled_us"]
-    assert isinstance(us, int | float)
-    assert isinstance(modelled, int | float)
-    return CalibrationRow(counted, float(us), float(modelled))
 
 
 @cache

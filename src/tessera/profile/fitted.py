@@ -36,6 +36,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -119,14 +120,8 @@ class Loads:
 
     def keep(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Loads":
         """The launches that the mask names."""
-        columns = (
-            self.flops[mask],
-            self.num_bytes[mask],
-            self.gemm[:, mask],
-            self.rows[mask],
-            self.hit[mask],
-        )
-        return Loads(*columns)
+        gemm = self.gemm[:, mask]
+        return Loads(self.flops[mask], self.num_bytes[mask], gemm, self.rows[mask], self.hit[mask])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,30 +177,25 @@ class Model:
 
     def wider(self, added: float, why: str) -> "Model":
         """The same numbers, used for something they were not fitted to."""
-        return Model(
-            self.params,
-            Source.CLASS,
-            self.short_error + added,
-            self.long_error + added,
-            f"{why}; {self.why}",
-            self.memory_error,
-            self.lenders,
+        return replace(
+            self,
+            source=Source.CLASS,
+            short_error=self.short_error + added,
+            long_error=self.long_error + added,
+            why=f"{why}; {self.why}",
         )
 
 
 @cache
 def fits() -> tuple[Fit, ...]:
     """Every fitted row."""
-    return tuple(
-        Fit(op=OpClass(row.pop("op")), params=Params(**row.pop("params")), **row)
-        for row in _document()["fits"]
-    )
+    return msgspec.convert(_document()["fits"], tuple[Fit, ...])
 
 
 @cache
 def left_out() -> tuple[LeftOut, ...]:
     """The errors of the class model, one GPU left out at a time."""
-    return tuple(LeftOut(**row | {"op": OpClass(row["op"])}) for row in _document()["left_out"])
+    return msgspec.convert(_document()["left_out"], tuple[LeftOut, ...])
 
 
 def _document() -> Any:

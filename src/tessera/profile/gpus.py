@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import msgspec
+
 from tessera.errors import UnknownName
 
 # Whose price is the default, first that quotes one.
@@ -94,16 +96,12 @@ def _table() -> dict[str, Gpu]:
 
 
 def _gpu(row: dict[str, Any], doc: dict[str, Any]) -> Gpu:
-    fields = dict(row)
-    measured = fields.pop("effective")
-    quoted = sorted(fields.pop("prices"), key=lambda price: PROVIDERS.index(price[0]))
-    return Gpu(
-        **fields,
-        prices=tuple((str(provider), float(usd)) for provider, usd in quoted),
-        effective=Effective(**measured) if measured else None,
-        effective_source=doc["effective_source"] if measured else "not measured",
-        price_source=doc["price_source"],
-    )
+    sources = {
+        "prices": sorted(row["prices"], key=lambda price: PROVIDERS.index(price[0])),
+        "effective_source": doc["effective_source"] if row["effective"] else "not measured",
+        "price_source": doc["price_source"],
+    }
+    return msgspec.convert(row | sources, Gpu)
 
 
 def clock_ghz(spec: Gpu) -> float:

@@ -32,6 +32,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
+import msgspec
+
 from tessera.ir import Cost, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Params, loads_of, model_of, peaks_of, predict
@@ -183,8 +185,7 @@ def _streamed(work: Work, cost: Cost, spec: Gpu, stream: Stream) -> Cost:
 @cache
 def fitted_streams() -> Streams:
     """Those that come with the package."""
-    document = json.loads(files("tessera.profile").joinpath("streams.json").read_text(encoding="utf-8"))
-    return Streams(document["gpu"], {name: Stream(**row) for name, row in document["kernels"].items()})
+    return msgspec.json.decode(files("tessera.profile").joinpath("streams.json").read_bytes(), type=Streams)
 
 
 def stream_of(work: Work, streams: Streams) -> Stream | None:

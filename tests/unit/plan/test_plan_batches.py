@@ -15,8 +15,7 @@ from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan import Batched, PlanConfig, explain, solve, solve_batches
 from tessera.plan.problem import Mix, build, microbatch_counts
-from tessera.plan.search.joint import JointTask
-from tessera.plan.search.task import Task
+from tessera.plan.search.task import Task, joined_task
 from tessera.simulate import SteadyRates
 
 CONFIG = PlanConfig(ir.Objective.THROUGHPUT, microbatches=examples(4, 2), shown_microbatches=())
@@ -33,21 +32,21 @@ def unlike() -> Batched:
     return batched(*unlike_memory())
 
 
-def joint(variants: list[ir.Variant], cluster: ir.Cluster, microbatches: int = 4) -> JointTask:
+def joint(variants: list[ir.Variant], cluster: ir.Cluster, microbatches: int = 4) -> Task:
     """The batches as one task, with their columns."""
     parts = tuple(Task(build(v.unit, v.costs, cluster), microbatches) for v in variants)
     for part in parts:
         assert part.free.mix.columns
-    return JointTask(parts[0].problem, microbatches, parts=parts)
+    return joined_task(parts, microbatches, is_judged=False)
 
 
-def listed_per_s(task: JointTask) -> float:
+def listed_per_s(task: Task) -> float:
     """The optimum by busy time over every placement of every batch, memory left out."""
     busy = np.array(
         [
-            task.scaled(v, part.problem.column(np.array(labels))).busy_us
-            for v, part in enumerate(task.parts)
-            for labels in product(range(2), repeat=part.problem.num_nodes)
+            task.problem.column(np.array(labels), v).busy_us
+            for v, part in enumerate(task.problem.problems)
+            for labels in product(range(2), repeat=part.num_nodes)
         ]
     )
     listed = linprog(-np.ones(len(busy)), A_ub=busy.T, b_ub=np.ones(busy.shape[1]))
@@ -86,9 +85,9 @@ def test_devices_that_are_alike_change_nothing(monkeypatch: pytest.MonkeyPatch) 
         variants.append(ir.Variant(own, make_costs(own, cluster, [us.tolist()])))
 
     over_kinds = joint(variants, cluster)
-    assert over_kinds.parts[0].pool.kinds is not None
+    assert over_kinds.pool.kinds is not None
     bound, rate = over_kinds.free.bound_per_s, over_kinds.free.mix.rate_per_s
-    monkeypatch.setattr("tessera.plan.search.joint._kinds", lambda task: None)
+    monkeypatch.setattr("tessera.plan.pricing.throughput.kinds_of", lambda problem: None)
     over_all = joint(variants, cluster).free
 
     assert bound == pytest.approx(over_all.bound_per_s, rel=2e-3)
@@ -157,11 +156,11 @@ def test_data_parallel_has_a_batch_a_device() -> None:
 def test_weights_are_held_once_for_all_batches() -> None:
     """Two lanes on one device: one set of weights, and microbatches of the hungrier lane."""
     variants, cluster = unlike_memory()
-    task = joint(variants, cluster)
-    whole = [part.problem.column(np.zeros(part.problem.num_nodes, dtype=np.int64)) for part in task.parts]
+    problem = joint(variants, cluster).problem
+    whole = [np.zeros(part.num_nodes, dtype=np.int64) for part in problem.problems]
 
-    weights, per_microbatch = task.footprint(task.scaled(v, c) for v, c in enumerate(whole))
-    each = [part.problem.footprint((c,)) for part, c in zip(task.parts, whole, strict=True)]
+    weights, per_microbatch = problem.footprint(problem.column(x, v) for v, x in enumerate(whole))
+    each = [part.footprint((part.column(x),)) for part, x in zip(problem.problems, whole, strict=True)]
 
     assert weights.tolist() == each[0][0].tolist() == each[1][0].tolist()
     assert per_microbatch.tolist() == np.maximum(each[0][1], each[1][1]).tolist()
@@ -207,13 +206,11 @@ def test_a_batch_given_twice_is_refused() -> None:
 def test_microbatches_are_held_by_requests_of_either_batch() -> None:
     """By Little's law: half of the requests' number at twice the batch, each as long as its whole path."""
     variants, cluster = random_variants(0, batches=(1, 2))
-    task = joint(variants, cluster)
-    columns = tuple(
-        task.scaled(v, p.problem.column(np.full(p.problem.num_nodes, v))) for v, p in enumerate(task.parts)
-    )
+    problem = joint(variants, cluster).problem
+    columns = tuple(problem.column(np.full(p.num_nodes, v), v) for v, p in enumerate(problem.problems))
 
     counts = microbatch_counts(Mix(columns, (0.5, 0.5)), 40)
-    paths = [p.problem.column(c.labels).path_us for p, c in zip(task.parts, columns, strict=True)]
+    paths = [p.column(c.labels).path_us for p, c in zip(problem.problems, columns, strict=True)]
 
     assert 2 * counts[0] / counts[1] == pytest.approx(2 * paths[0] / (paths[1] / 2), rel=0.1)
 

@@ -9,7 +9,7 @@ from plan_factories import Draft, Named, chain, layered_case, make_cluster, make
 from tessera.plan.latency import RequestTimer, bound_us, solve
 from tessera.plan.latency.front import Course, course_of, search
 from tessera.plan.latency.front import bound_us as front_bound_us
-from tessera.plan.latency.layout import NEVER_US, layout_of, outline_of, tails_of, work_of
+from tessera.plan.latency.layout import NEVER_US, layout_of
 from tessera.plan.problem import Problem, build
 
 WIDE = 1000
@@ -32,9 +32,7 @@ def random_problem(seed: int, devices: int = 2) -> Problem:
 
 def course(problem: Problem) -> Course:
     """Of the first step."""
-    work = work_of(problem, 0, outline_of(problem, 0))
-    tails = tails_of(work)
-    return course_of(work, layout_of(work.outline, tails), tails)
+    return course_of(layout_of(problem, 0))
 
 
 def brute_us(problem: Problem, step: int = 0) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from tessera.plan.latency import RequestTimer, bound_us, solve
-from tessera.plan.latency.layout import non_dominated, outline_of, tails_of, work_of
+from tessera.plan.latency.layout import layout_of, non_dominated, tails_of
 from tessera.plan.problem import Problem, build
 
 
@@ -68,7 +68,8 @@ def test_bound_optimum_and_plan_are_in_order(problem: Problem) -> None:
 @given(problems())
 def test_tails_are_below_the_optimum(problem: Problem) -> None:
     """No tail is longer than the fastest placement takes."""
-    tails = tails_of(work_of(problem, 0, outline_of(problem, 0)))
+    layout = layout_of(problem, 0)
+    tails = tails_of(layout.items, layout.costs_us())
 
     assert tails.min(axis=1).max() * problem.unit.counts[0] <= best_us(problem) * (1 + 1e-9)
 

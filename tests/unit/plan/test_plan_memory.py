@@ -12,7 +12,7 @@ from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
 from tessera.plan.arrays import temporaries_of
 from tessera.plan.pricing.throughput import Pool
-from tessera.plan.problem import Problem, build
+from tessera.plan.problem import Mix, Problem, build
 from tessera.simulate import SteadyRates
 
 THROUGHPUT = PlanConfig(ir.Objective.THROUGHPUT)
@@ -102,7 +102,7 @@ def test_temporaries_count_once_per_microbatch() -> None:
 
     assert problem.fits((column,), 2)
     assert not problem.fits((column,), 3)
-    assert 2 == problem.microbatches_that_fit(column)
+    assert 2 == problem.microbatches_that_fit(Mix((column,), (1.0,)))
 
 
 def test_plan_says_how_many_microbatches_fit() -> None:

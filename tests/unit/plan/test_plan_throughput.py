@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
-from tessera.plan.pricing.throughput import Limits, Pool, generate, master
+from tessera.plan.pricing.throughput import Pool, generate, master
 from tessera.plan.problem import build
 from tessera.plan.search.task import Task
 
@@ -29,7 +29,7 @@ def test_depth_row_is_kept(seed: int) -> None:
     """With a depth limit, rate times path time stays within the requests in flight."""
     task = Task(build(*random_case(seed, num=6)), 4)
     assert task.free.mix.columns
-    rates = master(task.pool, task.pool.columns, Limits(depth=1.5)).rates
+    rates = master(task.pool, task.pool.columns, depth=1.5).rates
     path = sum(float(x) * c.path_us for x, c in zip(rates, task.pool.columns, strict=True))
 
     assert path <= 1.5 * (1 + 1e-6)
@@ -39,7 +39,7 @@ def test_depth_limits_cost_throughput() -> None:
     """Less depth never gives a higher rate within the limit, and one request in flight is one at a time."""
     task = Task(build(*layered_case()), 4)
     free = task.free.mix.rate_per_s
-    shallow = generate(task.pool, Limits(depth=1.0))
+    shallow = generate(task.pool, depth=1.0)
     shortest = min(c.path_us for c in task.pool.columns)
 
     assert shallow.bound_per_s <= free * (1 + 1e-6)

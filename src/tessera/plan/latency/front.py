@@ -29,14 +29,9 @@ from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.latency.layout import (
     NEVER_US,
     Layout,
-    Move,
-    Outline,
-    StepCosts,
-    layout_of,
+    floored,
     non_dominated,
-    outline_of,
     tails_of,
-    work_of,
 )
 from tessera.plan.problem import Problem
 
@@ -50,8 +45,10 @@ ROUNDING = 1e-8
 class Course:
     """A step that is to be gone through, and what is known of its rest."""
 
-    work: StepCosts
     layout: Layout
+    # [launch, device]
+    cost_us: Floats
+    migration_us: Floats
     # [launch, device, 1]: from the launch's start there to the end, no placement takes less.
     tail_us: Floats
     # Weights of the devices, [mixture, device]; every row sums to one.
@@ -65,9 +62,13 @@ class Course:
         return float(self.tail_us.min(axis=1).max())
 
 
-def course_of(work: StepCosts, layout: Layout, tail_us: Floats) -> Course:
-    """By tails and by mixtures of the devices."""
-    cost = work.cost_us
+def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | None = None) -> Course:
+    """With times of migration [launch, device], and devices of some launches (-1: free) given."""
+    cost = layout.costs_us(fixed)
+    added = np.zeros_like(cost)
+    if migration_us is not None:
+        added[:-1] = floored(migration_us, layout.grid_us)
+    tail_us = tails_of(layout.items, cost)
     num = cost.shape[1]
     mixed = np.random.default_rng(0).dirichlet(np.ones(num), size=MIXTURES)
     if num == 2:
@@ -76,7 +77,7 @@ def course_of(work: StepCosts, layout: Layout, tail_us: Floats) -> Course:
     weights = np.concatenate([np.eye(num), mixed])
     least = (cost[:, None, :] * weights[None]).min(axis=2)
     rest = np.concatenate([least[::-1].cumsum(axis=0)[::-1], np.zeros((1, len(weights)))])
-    return Course(work, layout, tail_us[:, :, None], weights, rest[:, :, None])
+    return Course(layout, cost, added, tail_us[:, :, None], weights, rest[:, :, None])
 
 
 def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
@@ -113,7 +114,7 @@ def bound_us(course: Course, width: int, known_us: float) -> float:
         rows = rows.take(keep, axis=2)
         proved = max(proved, float(ends[keep[0]]))
         if len(keep) > width:
-            rows = merged(rows, ends[keep], width)
+            rows = _merged(rows, ends[keep], width)
     proved = max(proved, float(_last(course, rows).min()))
     return min(known_us, proved) * (1.0 - ROUNDING)
 
@@ -128,21 +129,9 @@ def _last(course: Course, rows: Floats) -> Floats:
 
 
 def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, Ints]:
-    work, move = course.work, course.layout.moves[launch]
-    after, parent, device = advance(course.layout, move, rows, work.cost_us[launch][:, None])
-    added = work.migration_us[launch]
-    if added.any():
-        # A clock that is ahead by some time in every column ends ahead by as much.
-        after += added[device]
-    return after, parent, device
-
-
-def advance(layout: Layout, move: Move, rows: Floats, cost_us: Floats) -> tuple[Floats, Ints, Ints]:
-    """Every row with the launch on every device it may run on: (rows, which row before, device).
-
-    Costs are [device, row], or [device, 1] for all rows.
-    """
-    end = rows.take(move.reads, axis=0).max(axis=0) + cost_us
+    """Every row with the launch on every device it may run on: (rows, which row before, device)."""
+    move, added = course.layout.moves[launch], course.migration_us[launch]
+    end = rows.take(move.reads, axis=0).max(axis=0) + course.cost_us[launch][:, None]
     device, parent = np.nonzero(end < NEVER_US)
     stop = end[device, parent]
     after = rows.take(move.kept, axis=0).take(parent, axis=2)
@@ -157,23 +146,21 @@ def advance(layout: Layout, move: Move, rows: Floats, cost_us: Floats) -> tuple[
         else:
             np.maximum(after[column], there, out=after[column])
     if len(move.raises):
-        floor = layout.least_wait_us.take(device, axis=1)
+        floor = course.layout.least_wait_us.take(device, axis=1)
         floor += stop
         after[move.raises] = np.maximum(after[move.raises], floor)
+    if added.any():
+        # A clock that is ahead by some time in every column ends ahead by as much.
+        after += added[device]
     return after, parent, device
-
-
-def paths_us(move: Move, rows: Floats, tail_us: Floats) -> Floats:
-    """No way to go on from a row ends before this, by what follows single launches; [pair, device, row]."""
-    ends = rows.take(move.column, axis=0)
-    ends += tail_us
-    return np.asarray(ends.min(axis=1).max(axis=0))
 
 
 def _ends(course: Course, launch: int, rows: Floats) -> Floats:
     """No way to go on from a row ends before this."""
     move = course.layout.moves[launch]
-    paths = paths_us(move, rows, course.tail_us.take(move.reader, axis=0))
+    after = rows.take(move.column, axis=0)
+    after += course.tail_us.take(move.reader, axis=0)
+    paths = after.min(axis=1).max(axis=0)
     # A device that will not be used again counts only up to a time that the step surely lasts.
     free = np.minimum(rows[0], paths)
     spread = (course.weights @ free + course.rest_us[launch + 1]).max(axis=0)
@@ -191,7 +178,7 @@ def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
     return np.asarray(keep[order[non_dominated(flat.take(order, axis=1))]])
 
 
-def merged(rows: Floats, ends: Floats, width: int) -> Floats:
+def _merged(rows: Floats, ends: Floats, width: int) -> Floats:
     """At most `width` rows, each no later than those it stands for."""
     while (num := rows.shape[2]) > width:
         one, other = _pairs(np.minimum(rows.reshape(-1, num), NEVER_US), ends, num - width)
@@ -252,48 +239,17 @@ class StepBest:
         return self.bound_us >= self.us * (1 - MET)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepFrame:
-    """What of a step does not depend on migration."""
-
-    problem: Problem
-    step: int
-    outline: Outline
-    layout: Layout
-
-    @property
-    def num_launches(self) -> int:
-        """Without the end."""
-        return len(self.outline.items) - 1
-
-    @property
-    def narrow(self) -> int:
-        """Rows of a front at first."""
-        return max(2, NARROW_ROWS // self.problem.num_devices)
-
-    def work(self, migration_us: Floats | None, fixed: Ints | None) -> StepCosts:
-        """With migration, and devices of some launches given."""
-        return work_of(self.problem, self.step, self.outline, migration_us, fixed)
-
-
-def frame_of(problem: Problem, step: int) -> StepFrame:
-    """Of one step."""
-    outline = outline_of(problem, step)
-    layout = layout_of(outline, tails_of(work_of(problem, step, outline)))
-    return StepFrame(problem, step, outline, layout)
-
-
-def best_of_step(frame: StepFrame, known_us: float, migration_us: Floats | None = None) -> StepBest:
+def best_of_step(layout: Layout, known_us: float, migration_us: Floats | None = None) -> StepBest:
     """By fronts, ever wider until placement and bound meet or the limit is reached."""
-    if not frame.num_launches:
+    if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
-    course = _course(frame, migration_us, None)
+    course = course_of(layout, migration_us)
     devices: Ints | None = None
     us = known_us
     bound, width = course.least_us * (1 - ROUNDING), 0
     while bound < us * (1 - MET):
         is_far = bound < us * (1 - FAR)
-        wider = _wider(frame, width, is_far)
+        wider = _wider(layout, width, is_far)
         if wider == width:
             break
         devices, us = search(course, wider, us) or (devices, us)
@@ -302,29 +258,22 @@ def best_of_step(frame: StepFrame, known_us: float, migration_us: Floats | None 
     return StepBest(us, min(bound, us), width, devices)
 
 
-def _wider(frame: StepFrame, width: int, is_far: bool) -> int:
+def _narrow(layout: Layout) -> int:
+    """Rows of a front at first."""
+    return max(2, NARROW_ROWS // layout.problem.num_devices)
+
+
+def _wider(layout: Layout, width: int, is_far: bool) -> int:
     """Four times as many rows, or at once as many as are worth while; the same where these are reached."""
-    most = min(WIDE_ROWS, FRONT_ROWS[is_far] // frame.num_launches) // frame.problem.num_devices
+    most = min(WIDE_ROWS, FRONT_ROWS[is_far] // layout.num_launches) // layout.problem.num_devices
     if not width:
-        return frame.narrow
+        return _narrow(layout)
     return max(width, most if is_far else min(most, 4 * width))
 
 
-def placed(frame: StepFrame, width: int, migration_us: Floats, fixed: Ints) -> Ints | None:
-    """A good placement with migration and with the devices of some launches (-1: free) given."""
-    found = search(_course(frame, migration_us, fixed), max(width, frame.narrow), NEVER_US)
-    return found[0] if found else None
-
-
-def _course(frame: StepFrame, migration_us: Floats | None, fixed: Ints | None) -> Course:
-    """The step with migration, and devices of some launches given."""
-    work = frame.work(migration_us, fixed)
-    return course_of(work, frame.layout, tails_of(work))
-
-
-def joined(frames: list[StepFrame], steps: list[StepBest], price: float, sign: int = -1) -> Labels | None:
+def joined(layouts: list[Layout], steps: list[StepBest], price: float, sign: int = -1) -> Labels | None:
     """The longest step's own best first (sign -1) or last (1); later ones pay for moving the state."""
-    problem = frames[0].problem
+    problem = layouts[0].problem
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     homes: dict[str, int] = {}
     counts = problem.unit.counts
@@ -336,9 +285,11 @@ def joined(frames: list[StepFrame], steps: list[StepBest], price: float, sign: i
         devices = steps[step].devices
         is_own = devices is not None and not added[np.arange(len(devices)), devices].any()
         if devices is None or not is_own or (fixed >= 0).any():
-            devices = placed(frames[step], steps[step].width, added, fixed)
-            if devices is None:
+            course = course_of(layouts[step], added, fixed)
+            found = search(course, max(steps[step].width, _narrow(layouts[step])), NEVER_US)
+            if found is None:
                 return None
+            devices = found[0]
         labels[nodes] = devices
         for name, group in graph.state_groups.items():
             homes.setdefault(name, int(devices[graph.groups[group][0]]))

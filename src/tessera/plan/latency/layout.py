@@ -19,7 +19,7 @@ one in that column are then a prefix, kept as a bit set, and the sets of all col
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -50,30 +50,6 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outline:
-    """Who waits for whom: launches in order, the last of them the end."""
-
-    # Of each launch: what it makes, and the groups that it is the first of.
-    items: Sequence[Sequence[Item]]
-    # Bit sets: which launches each launch waits for, directly or not.
-    above: Sequence[int]
-    # [source, destination]: no chain of transfers between the two is faster.
-    least_wait_us: Floats
-    # All times are multiples of it.
-    grid_us: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepCosts:
-    """What is to be timed."""
-
-    outline: Outline
-    # [launch, device]
-    cost_us: Floats
-    migration_us: Floats
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """How one launch changes the columns; column 0 holds the times at which devices are free."""
 
@@ -94,14 +70,35 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """An outline, ready to be timed launch by launch."""
+    """One step of a problem, ready to be timed launch by launch; the last launch is the end."""
 
+    problem: Problem
+    step: int
+    # Of each launch: what it makes, and the groups that it is the first of.
+    items: Sequence[Sequence[Item]]
     moves: tuple[Move, ...]
-    # [destination, source]
+    # [destination, source]: no chain of transfers between the two is faster.
     least_wait_us: Floats
+    # All times are multiples of it.
+    grid_us: float
+
+    @property
+    def num_launches(self) -> int:
+        """Without the end."""
+        return len(self.items) - 1
+
+    def costs_us(self, fixed: Ints | None = None) -> Floats:
+        """[launch, device], with the devices of some launches (-1: free) given."""
+        problem, cost = self.problem, self.problem.cost_us[self.step]
+        if fixed is not None:
+            elsewhere = (fixed[:, None] >= 0) & (fixed[:, None] != np.arange(problem.num_devices))
+            cost = np.where(elsewhere, NEVER_US, cost)
+        if problem.allowed is not None:
+            cost = np.where(problem.allowed[problem.node_of[self.step]], cost, NEVER_US)
+        return floored(np.concatenate([cost, np.zeros((1, problem.num_devices))]), self.grid_us)
 
 
-def outline_of(problem: Problem, step: int) -> Outline:
+def layout_of(problem: Problem, step: int) -> Layout:
     """Of one step."""
     items = _items(problem, step)
     finite = (float(x.wait_us[np.isfinite(x.wait_us)].max()) for made in items for x in made)
@@ -110,43 +107,16 @@ def outline_of(problem: Problem, step: int) -> Outline:
     rounded: dict[int, Floats] = {}
     for made in items:
         for item in made:
-            rounded.setdefault(item.num_bytes, _floor(item.wait_us, grid))
-    floored = [[Item(x.readers, rounded[x.num_bytes], x.num_bytes) for x in made] for made in items]
-    return Outline(floored, ancestors(items), _closure(_floor(problem.latency_us, grid)), grid)
+            rounded.setdefault(item.num_bytes, floored(item.wait_us, grid))
+    items = [[Item(x.readers, rounded[x.num_bytes], x.num_bytes) for x in made] for made in items]
+    least = np.ascontiguousarray(_closure(floored(problem.latency_us, grid)).T)
+    bare = Layout(problem, step, items, (), least, grid)
+    return replace(bare, moves=tuple(_moves(items, tails_of(items, bare.costs_us()))))
 
 
-def work_of(
-    problem: Problem,
-    step: int,
-    outline: Outline,
-    migration_us: Floats | None = None,
-    fixed: Ints | None = None,
-) -> StepCosts:
-    """With times of migration [launch, device], and devices of some launches (-1: free) given."""
-    cost = _costs(problem, step, fixed)
-    added = np.zeros_like(cost)
-    if migration_us is not None:
-        added[:-1] = migration_us
-    return StepCosts(outline, _floor(cost, outline.grid_us), _floor(added, outline.grid_us))
-
-
-def layout_of(outline: Outline, tail_us: Floats | None = None) -> Layout:
-    """The columns; readers that others outlast by the tails [launch, device] are left out of the pairs."""
-    return Layout(tuple(_moves(outline, tail_us)), np.ascontiguousarray(outline.least_wait_us.T))
-
-
-def _floor(times: Floats, grid: float) -> Floats:
+def floored(times: Floats, grid: float) -> Floats:
+    """In multiples of the grid."""
     return np.asarray(np.floor(times / grid) * grid)
-
-
-def _costs(problem: Problem, step: int, fixed: Ints | None) -> Floats:
-    cost = problem.cost_us[step]
-    if fixed is not None:
-        elsewhere = (fixed[:, None] >= 0) & (fixed[:, None] != np.arange(problem.num_devices))
-        cost = np.where(elsewhere, NEVER_US, cost)
-    if problem.allowed is not None:
-        cost = np.where(problem.allowed[problem.node_of[step]], cost, NEVER_US)
-    return np.concatenate([cost, np.zeros((1, problem.num_devices))])
 
 
 def _items(problem: Problem, step: int) -> list[list[Item]]:
@@ -174,7 +144,7 @@ def _items(problem: Problem, step: int) -> list[list[Item]]:
     return items
 
 
-def ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
+def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
     """Bit sets: which launches each launch waits for."""
     above = [0] * len(items)
     for launch, made in enumerate(items):
@@ -185,15 +155,25 @@ def ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
     return above
 
 
-def _moves(outline: Outline, tail_us: Floats | None) -> Iterator[Move]:
-    num, above = len(outline.items), outline.above
+def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
+    """Readers that others outlast by the tails [launch, device] are left out of the pairs."""
+    num, above = len(items), _ancestors(items)
     # What all launches from each on, but the end, wait for.
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):
         rest[launch] = rest[launch + 1] & above[launch]
     columns: list[tuple[int, ...]] = [()]
-    followed = _Followed(tail_us)
-    for launch, made in enumerate(outline.items):
+
+    @cache
+    def followed(readers: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that matter to how long a schedule still takes: with the longest tails."""
+        some = readers[:MAX_READERS]
+        tails = tail_us[list(some)]
+        # Of equal ones the first stays.
+        order = np.argsort(-tails.sum(axis=1), kind="stable")
+        return tuple(some[i] for i in order[non_dominated(-tails[order].T)].tolist())
+
+    for launch, made in enumerate(items):
         left: dict[tuple[int, ...], list[int]] = {}
         for index, readers in enumerate(columns[1:], start=1):
             after = readers[1:] if readers[0] == launch else readers
@@ -203,7 +183,7 @@ def _moves(outline: Outline, tail_us: Floats | None) -> Iterator[Move]:
         at = {readers: index for index, readers in enumerate(keys, start=1)}
         first = {x.readers: x for x in reversed(made) if x.readers not in left}
         raised = _raised(launch, keys, above, rest[launch + 1]) if launch < num - 1 else ()
-        pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in followed.of(k)]
+        pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in followed(k)]
         yield Move(
             reads=_indices([0, *(i for i, readers in enumerate(columns) if i and readers[0] == launch)]),
             kept=_indices([0, *(left[k][0] if k in left else 0 for k in keys)]),
@@ -229,44 +209,16 @@ def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: Sequence[int], 
             yield index
 
 
-class _Followed:
-    """Which readers of a column matter to how long a schedule still takes: those with the longest tails."""
-
-    def __init__(self, tail_us: Floats | None) -> None:
-        self._tail_us = tail_us
-        self._of: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def of(self, readers: tuple[int, ...]) -> tuple[int, ...]:
-        """Some of the readers."""
-        if readers not in self._of:
-            self._of[readers] = self._longest(readers[:MAX_READERS])
-        return self._of[readers]
-
-    def _longest(self, readers: tuple[int, ...]) -> tuple[int, ...]:
-        if self._tail_us is None or len(readers) == 1:
-            return readers
-        tails = self._tail_us[list(readers)]
-        # Of equal ones the first stays.
-        order = np.argsort(-tails.sum(axis=1), kind="stable")
-        kept = order[non_dominated(-tails[order].T)]
-        return tuple(readers[i] for i in kept.tolist())
-
-
-def tails_of(work: StepCosts) -> Floats:
+def tails_of(items: Sequence[Sequence[Item]], cost_us: Floats) -> Floats:
     """[launch, device]: from the launch's start there to the end, no placement takes less."""
-    tails = np.array(work.cost_us)
+    tails = np.array(cost_us)
     for launch in range(len(tails) - 1, -1, -1):
-        tails[launch] += after_us(work.outline, tails, launch)
+        after = np.zeros(tails.shape[1])
+        for item in items[launch]:
+            for reader in item.readers:
+                np.maximum(after, (item.wait_us + tails[reader]).min(axis=-1), out=after)
+        tails[launch] += after
     return tails
-
-
-def after_us(outline: Outline, tails: Floats, launch: int) -> Floats:
-    """[..., device]: what follows the launch's end, at least; `tails` are [launch, ..., device]."""
-    after = np.zeros(tails.shape[1:])
-    for item in outline.items[launch]:
-        for reader in item.readers:
-            np.maximum(after, (item.wait_us + tails[reader][..., None, :]).min(axis=-1), out=after)
-    return after
 
 
 def _closure(latency_us: Floats) -> Floats:

@@ -8,7 +8,7 @@ Every step alone is placed by a front of schedules (`front`), which also proves 
 where it stays within its width, as on chains and on most models. Graphs that no launch separates, on devices
 of many kinds, are where plan and bound stay apart most. The steps are then joined, with state moving freely,
 at its price, or hardly at all. `solve` takes the best of these and of other starts (each device alone, a
-greedy earliest finish, cuts where the bound is not met), improved by local search.
+greedy earliest finish), improved by local search, which matters where memory is short.
 
 The bound is the sum of the steps' own, with what the moving of state adds at least (see below); it
 leaves out the limits of memory. It holds for placements, on the clock above: another order of launches on a
@@ -32,10 +32,9 @@ from itertools import pairwise
 import numpy as np
 
 from tessera import ir
-from tessera.plan.arrays import Floats, Labels
-from tessera.plan.latency.front import MET, StepFrame, best_of_step, frame_of, joined
-from tessera.plan.latency.layout import NEVER_US
-from tessera.plan.pricing.pricer import Pricer, Prices
+from tessera.plan.arrays import Floats, Labels, Transit, transits_of
+from tessera.plan.latency.front import MET, best_of_step, joined
+from tessera.plan.latency.layout import NEVER_US, Layout, layout_of
 from tessera.plan.problem import Column, Problem
 
 # Local search stops after this many launches have been timed, so that its work does not depend on the clock.
@@ -45,9 +44,6 @@ MIN_TRIALS = 8
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
 # Ways to divide the moving of state between two steps in the bound.
 MIGRATION_SHARES = (1.0, 0.5)
-# How much of a transfer's wait is charged by the cuts that give starts.
-WAIT_SHARES = (1.0, 0.5, 0.2)
-
 # May this placement be used?
 Allowed = Callable[[Labels], bool]
 # Of each launch: (producer, bytes) of what it reads.
@@ -108,20 +104,13 @@ class RequestTimer:
 
     def _migration_us(self, labels: Labels) -> float:
         """State that moves between steps, over all links at once."""
-        prob = self.problem
-        last: dict[str, int] = {}
-        total = 0.0
-        for graph, nodes in zip(prob.unit.graphs, prob.node_of, strict=True):
-            sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
-            moved = np.zeros((prob.num_devices, prob.num_devices))
-            for name, group in graph.state_groups.items():
-                home = int(labels[nodes[graph.groups[group][0]]])
-                moved[last.get(name, home), home] += sizes[name]
-                last[name] = home
-            np.fill_diagonal(moved, 0.0)
-            waits = (moved > 0) * prob.latency_us + moved * prob.us_per_byte
-            total += float(waits.max())
-        return total
+        moved = _moved_bytes(self.problem, self._transits, labels)
+        waits = (moved > 0) * self.problem.latency_us + moved * self.problem.us_per_byte
+        return float(waits.max(axis=(1, 2)).sum())
+
+    @cached_property
+    def _transits(self) -> list[Transit]:
+        return list(transits_of(self.problem.unit))
 
 
 def _reads(graph: ir.Graph) -> Reads:
@@ -138,10 +127,6 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed) -> Fastes
     clock = RequestTimer(problem)
     known = [*_alone(problem), _greedy(problem, clock), *(c.labels for c in extra)]
     best, best_us, bound = _by_fronts(problem, clock, known, allowed)
-    if best_us > bound * (1 + MET):
-        cut, cut_us = _fastest(clock, list(_cuts(problem)), allowed)
-        if cut_us < best_us:
-            best, best_us = cut, cut_us
     if bound * (1 + MET) < best_us < np.inf:
         best, best_us = _search(problem, clock, best, best_us, allowed)
     return Fastest(best, best_us, min(bound, best_us))
@@ -157,10 +142,10 @@ def _by_fronts(
 ) -> tuple[Labels, float, float]:
     """The fastest of the known placements and those that fronts find, how fast, and the bound."""
     kept = [x for x in known if problem.is_allowed(x)]
-    frames = [frame_of(problem, step) for step in range(len(problem.node_of))]
+    layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
-        best_of_step(frame, min((clock.step_us(frame.step, x) for x in kept), default=NEVER_US))
-        for frame in frames
+        best_of_step(layout, min((clock.step_us(layout.step, x) for x in kept), default=NEVER_US))
+        for layout in layouts
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
     best, best_us = _fastest(clock, kept, allowed)
@@ -169,10 +154,10 @@ def _by_fronts(
     for number, (price, sign) in enumerate(JOINED if len(steps) > 1 else JOINED[:1]):
         # What the moving of state adds at least is worth knowing once its price has been heeded.
         while number > 1 and shares and wished is not None and bound * (1 + MET) < best_us < np.inf:
-            bound = max(bound, _with_migration_us(clock, frames, (best, wished), shares.pop(0)))
+            bound = max(bound, _with_migration_us(clock, layouts, (best, wished), shares.pop(0)))
         if best_us <= bound * (1 + MET):
             break
-        found = joined(frames, steps, price, sign)
+        found = joined(layouts, steps, price, sign)
         wished = found if number == 0 else wished
         if found is not None:
             better, better_us = _fastest(clock, [found], allowed)
@@ -181,7 +166,7 @@ def _by_fronts(
 
 
 def _with_migration_us(
-    clock: RequestTimer, frames: list[StepFrame], plans: tuple[Labels, Labels], share: float
+    clock: RequestTimer, layouts: list[Layout], plans: tuple[Labels, Labels], share: float
 ) -> float:
     """The bound with the moving of state, see above; by the plan and what it would be without."""
     problem = clock.problem
@@ -193,7 +178,7 @@ def _with_migration_us(
     total = -moved.excess_us
     for step, (count, us, added) in enumerate(zip(counts, step_us, moved.migration_us, strict=True)):
         paid = float(added[np.arange(len(added)), plan[problem.node_of[step]]].sum())
-        total += count * best_of_step(frames[step], us + paid, added).bound_us
+        total += count * best_of_step(layouts[step], us + paid, added).bound_us
     return total
 
 
@@ -206,16 +191,7 @@ def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> 
 
 
 def _alone(problem: Problem) -> list[Labels]:
-    return [np.full(problem.num_nodes, d, dtype=np.int64) for d in range(problem.num_devices)]
-
-
-def _cuts(problem: Problem) -> Iterator[Labels]:
-    num = problem.num_devices
-    pricer = Pricer(problem)
-    for share in WAIT_SHARES:
-        # The path price charges launches and waits alike; less of it and more device price: cheaper waits.
-        prices = Prices(np.full(num, 1.0 - share), np.zeros((num, num)), share)
-        yield pricer.cheapest(prices, _alone(problem)).labels
+    return [problem.alone(device).labels for device in range(problem.num_devices)]
 
 
 def _greedy(problem: Problem, clock: RequestTimer) -> Labels:
@@ -276,34 +252,12 @@ def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
                 yield moved
 
 
-@dataclass(frozen=True, slots=True)
-class Transit:
-    """State that one step leaves and a later one takes up."""
-
-    num_bytes: int
-    # (step, launch): the first launch of the group that uses the state.
-    source: tuple[int, int]
-    target: tuple[int, int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class MigrationCosts:
     """By step: [launch, device], of one run and never negative; and what they are too high by, in all."""
 
     migration_us: tuple[Floats, ...]
     excess_us: float
-
-
-def transits_of(problem: Problem) -> Iterator[Transit]:
-    """All that may have to move between steps."""
-    last: dict[str, tuple[int, int]] = {}
-    for step, graph in enumerate(problem.unit.graphs):
-        sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
-        for name, group in graph.state_groups.items():
-            own = step, graph.groups[group][0]
-            if name in last:
-                yield Transit(sizes[name], last[name], own)
-            last[name] = own
 
 
 def migration_costs(
@@ -313,7 +267,7 @@ def migration_costs(
 
     A share of 1 is as said above; below it, the rest is divided with the two steps' parts exchanged.
     """
-    transits = list(transits_of(problem))
+    transits = list(transits_of(problem.unit))
     used = _used_links(problem, transits, wished)
     costs = tuple(np.zeros_like(x) for x in problem.cost_us)
     for transit in transits:
@@ -335,17 +289,21 @@ def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:
     return int(labels[problem.node_of[at[0]][at[1]]])
 
 
-def _used_links(problem: Problem, transits: list[Transit], labels: Labels) -> list[Floats]:
-    """Of each step: 1 at the link that brings its state last, else 0."""
+def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
+    """[step, source, destination]: state that moves into each step."""
     num = problem.num_devices
     moved = np.zeros((len(problem.node_of), num, num))
     for transit in transits:
-        ends = _home(problem, labels, transit.source), _home(problem, labels, transit.target)
-        moved[transit.target[0]][ends] += transit.num_bytes
-    used = []
-    for bytes_moved in moved:
-        waits = bytes_moved * problem.us_per_byte
-        one = np.zeros((num, num))
-        one.flat[int(waits.argmax())] = 1.0
-        used.append(one)
+        source, target = (_home(problem, labels, at) for at in (transit.source, transit.target))
+        if source != target:
+            moved[transit.target[0], source, target] += transit.num_bytes
+    return moved
+
+
+def _used_links(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
+    """[step, source, destination]: 1 at the link that brings a step's state last, else 0."""
+    waits = _moved_bytes(problem, transits, labels) * problem.us_per_byte
+    used = np.zeros_like(waits)
+    for step, wait in enumerate(waits):
+        used[step].flat[int(wait.argmax())] = 1.0
     return used

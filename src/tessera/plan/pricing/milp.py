@@ -39,7 +39,7 @@ def best_placement(
     """
     nodes, num = problem.num_nodes, problem.num_devices
     if num == 1:
-        only = problem.column(np.zeros(nodes, dtype=np.int64))
+        only = problem.alone(0)
         return only, float(only.busy_us.max())
     pairs = [(s, d) for s in range(num) for d in range(num) if s != d]
     vals, held = problem.values, problem.resident(microbatches)

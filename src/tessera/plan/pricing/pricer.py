@@ -174,6 +174,7 @@ class Pricer:
     """Finds cheapest placements of one problem; keeps the shapes it has built."""
 
     problem: Problem
+    # With and without memory, where all nodes are free.
     _networks: dict[bool, Network] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
@@ -189,7 +190,7 @@ class Pricer:
             bill = replace(bill, own=own + _refusals(prob, bill))
             own = bill.own
         if prob.num_devices == 2:
-            return self._by_cut(bill)
+            return Priced(*self.swapped(np.zeros(prob.num_nodes, dtype=np.int64), bill, (0, 1)))
         if prices.memory is not None:
             return self._by_swaps(bill, starts, float(own.min(axis=1).sum()))
         found, bound = self._elimination.solve(own, move)
@@ -201,25 +202,6 @@ class Pricer:
     def _elimination(self) -> Elimination:
         return elimination(self.problem.num_nodes, self.problem.num_devices, self.problem.values)
 
-    def _by_cut(self, bill: Bill) -> Priced:
-        with_memory = bill.memory is not None
-        if with_memory not in self._networks:
-            self._networks[with_memory] = self._network(bill.resident)
-        forward, backward = bill.move[:, 0, 1], bill.move[:, 1, 0]
-        if bill.memory is not None and bill.resident is not None:
-            held = bill.resident.num_bytes
-            forward = np.concatenate([forward, bill.memory[1] * held])
-            backward = np.concatenate([backward, bill.memory[0] * held])
-        return Priced(*self._networks[with_memory].solve(bill.own, forward, backward))
-
-    def _network(self, held: Holdings | None) -> Network:
-        prob, vals = self.problem, self.problem.values
-        if held is None:
-            return network(prob.num_nodes, vals.producer, vals.pin_value, vals.pin_node)
-        producer = np.concatenate([vals.producer, np.full(len(held.num_bytes), -1)])
-        pin_value = np.concatenate([vals.pin_value, held.pin_item + len(vals)])
-        return network(prob.num_nodes, producer, pin_value, np.concatenate([vals.pin_node, held.pin_node]))
-
     def _by_swaps(self, bill: Bill, starts: Sequence[Labels], bound: float) -> Priced:
         prob = self.problem
         cost, best = min(
@@ -230,13 +212,55 @@ class Pricer:
         for _ in range(MAX_SWEEPS):
             before = cost
             for pair in pairs:
-                tried = swap(prob, best, bill, pair)
+                tried, _ = self.swapped(best, bill, pair)
                 tried_cost = bill.cost(prob, tried)
                 if tried_cost < cost:
                     best, cost = tried, tried_cost
             if cost >= before * (1 - 1e-9):
                 break
         return Priced(best, bound)
+
+    def swapped(self, labels: Labels, bill: Bill, pair: tuple[int, int]) -> tuple[Labels, float]:
+        """The best placement that differs only in which nodes of two devices sit on which of the two.
+
+        And what no such placement is cheaper than, as far as the two decide it.
+        """
+        problem, (a, b) = self.problem, pair
+        free = np.flatnonzero((labels == a) | (labels == b))
+        item = np.full(problem.num_nodes, -1, dtype=np.int64)
+        item[free] = np.arange(len(free))
+        move = bill.move
+        costs = bill.own[free][:, [a, b]].copy()
+        vals = problem.values
+        home = labels[vals.producer]
+        # Readers elsewhere: the producer pays for each such device, from whichever side it takes.
+        needed = np.zeros((len(vals), problem.num_devices), dtype=np.bool_)
+        needed[vals.pin_value, labels[vals.pin_node]] = True
+        needed[:, [a, b]] = False
+        at = item[vals.producer]
+        mine = at >= 0
+        for side, device in enumerate(pair):
+            paid = (move[:, device, :] * needed).sum(axis=1)
+            np.add.at(costs[:, side], at[mine], paid[mine])
+        # Readers among the two: a cut. Of an outside producer each side is paid from its home.
+        forward = np.where(mine, move[:, a, b], move[np.arange(len(vals)), home, b])
+        backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
+        kept = item[vals.pin_node] >= 0
+        producer, pin_value, pin_item = at, vals.pin_value[kept], item[vals.pin_node[kept]]
+        if bill.memory is not None and (held := bill.resident) is not None:
+            producer, pin_value, pin_item = _with_residents(held, item, producer, pin_value, pin_item)
+            forward = np.concatenate([forward, bill.memory[b] * held.num_bytes])
+            backward = np.concatenate([backward, bill.memory[a] * held.num_bytes])
+        is_all, with_memory = len(free) == problem.num_nodes, bill.memory is not None
+        shape = self._networks.get(with_memory) if is_all else None
+        if shape is None:
+            shape = network(len(free), producer, pin_value, pin_item)
+            if is_all:
+                self._networks[with_memory] = shape
+        side_of, bound = shape.solve(costs, forward, backward)
+        moved = labels.copy()
+        moved[free] = np.array(pair)[side_of]
+        return moved, bound
 
 
 def _refusals(problem: Problem, bill: Bill) -> Floats:
@@ -255,40 +279,6 @@ def _refusals(problem: Problem, bill: Bill) -> Floats:
     if bill.memory is not None and (held := bill.resident) is not None:
         np.add.at(charge, held.pin_node, 2 * held.num_bytes[held.pin_item] * bill.memory.max())
     return np.where(problem.allowed, 0.0, charge[:, None])
-
-
-def swap(problem: Problem, labels: Labels, bill: Bill, pair: tuple[int, int]) -> Labels:
-    """The best placement that differs only in which nodes of two devices sit on which of the two."""
-    a, b = pair
-    free = np.flatnonzero((labels == a) | (labels == b))
-    item = np.full(problem.num_nodes, -1, dtype=np.int64)
-    item[free] = np.arange(len(free))
-    move = bill.move
-    costs = bill.own[free][:, [a, b]].copy()
-    vals = problem.values
-    home = labels[vals.producer]
-    # Readers elsewhere: the producer pays for each such device, from whichever side it takes.
-    needed = np.zeros((len(vals), problem.num_devices), dtype=np.bool_)
-    needed[vals.pin_value, labels[vals.pin_node]] = True
-    needed[:, [a, b]] = False
-    at = item[vals.producer]
-    mine = at >= 0
-    for side, device in enumerate(pair):
-        paid = (move[:, device, :] * needed).sum(axis=1)
-        np.add.at(costs[:, side], at[mine], paid[mine])
-    # Readers among the two: a cut. Of an outside producer each side is paid from its home.
-    forward = np.where(mine, move[:, a, b], move[np.arange(len(vals)), home, b])
-    backward = np.where(mine, move[:, b, a], move[np.arange(len(vals)), home, a])
-    kept = item[vals.pin_node] >= 0
-    producer, pin_value, pin_item = at, vals.pin_value[kept], item[vals.pin_node[kept]]
-    if bill.memory is not None and (held := bill.resident) is not None:
-        producer, pin_value, pin_item = _with_residents(held, item, producer, pin_value, pin_item)
-        forward = np.concatenate([forward, bill.memory[b] * held.num_bytes])
-        backward = np.concatenate([backward, bill.memory[a] * held.num_bytes])
-    side_of, _ = network(len(free), producer, pin_value, pin_item).solve(costs, forward, backward)
-    moved = labels.copy()
-    moved[free] = np.array(pair)[side_of]
-    return moved
 
 
 def _with_residents(

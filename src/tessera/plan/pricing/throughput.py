@@ -73,17 +73,6 @@ class Solved:
     bound_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Rows besides busy time; none by default."""
-
-    # Path time of a request, in periods.
-    depth: float | None = None
-
-
-FREE = Limits()
-
-
 @dataclass(frozen=True, eq=False)
 class Rates:
     """A solved linear program over known columns."""
@@ -102,11 +91,15 @@ class Pool:
     def __init__(self, problem: Problem, microbatches: int) -> None:
         self.problem, self.microbatches = problem, microbatches
         self.columns: list[Column] = []
-        self.pricer = Pricer(problem)
+        self.pricers = [Pricer(p) for p in problem.problems]
+        # Whether what coarse policies and memory propose has been added.
+        self.is_seeded = False
         self._keys: set[bytes] = set()
-        self._held: dict[bytes, Floats] = {}
-        whole = np.zeros(problem.num_nodes, dtype=np.int64)
-        everywhere = (problem.column(np.full_like(whole, d)) for d in range(problem.num_devices))
+        everywhere = (
+            problem.alone(d, variant)
+            for variant in range(len(problem.problems))
+            for d in range(problem.num_devices)
+        )
         self.is_tight = not problem.fits(everywhere, microbatches)
 
     @cached_property
@@ -127,48 +120,40 @@ class Pool:
         """
         if self.kinds is None:
             return None
-        mapped = [self.part.problem.column(self.kinds.kind_of[c.labels]) for c in self.columns]
+        part = self.part.problem
+        mapped = [part.column(self.kinds.kind_of[c.labels], c.variant) for c in self.columns]
         if not all(self.part.able(column) for column in mapped):
             return None
-        for column in mapped:
-            self.part.add(column)
+        self.part.add(*mapped)
         return self.part
 
-    def add(self, column: Column) -> bool:
-        """True if the column is new, and fits with one request in flight."""
-        if column.key in self._keys or not self.able(column):
-            return False
-        self._keys.add(column.key)
-        self.columns.append(column)
-        return True
+    def add(self, *columns: Column) -> bool:
+        """True if one of the columns is new, and fits with one request in flight."""
+        new = [c for c in columns if c.key not in self._keys and self.able(c)]
+        self._keys.update(c.key for c in new)
+        self.columns += new
+        return bool(new)
 
     def held(self, columns: Iterable[Column], microbatches: Floats) -> Floats:
         """[column, device]: weights, and state and temporaries of so many requests on each device."""
-        found: list[Floats] = []
-        for column in columns:
-            known = self._held.get(column.key)
-            if known is None:
-                known = self._held[column.key] = np.array(self.problem.footprint((column,)))
-            found.append(known[0] + microbatches * known[1])
-        return np.array(found)
+        each = (self.problem.footprint((column,)) for column in columns)
+        return np.array([weights + microbatches * request for weights, request in each])
 
-    def fits(self, columns: Iterable[Column], microbatches: Sequence[int] | None = None) -> bool:
-        """Do these placements fit together, with so many microbatches on each (else all on any)?
+    def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
+        """Do these placements fit together, with so many microbatches on each (of one number, all on any)?
 
         Checked only where a whole replica does not fit everywhere.
         """
-        return not self.is_tight or self.problem.fits(
-            columns, self.microbatches if microbatches is None else microbatches
-        )
+        return not self.is_tight or self.problem.fits(columns, microbatches)
 
     def able(self, column: Column) -> bool:
         """Does a placement fit with one request in flight?"""
-        return not self.is_tight or self.problem.fits((column,), 1)
+        return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
         """A mix with as many requests in flight as memory holds; None if that is less than one a column."""
         mix = Mix(tuple(columns), tuple(shares))
-        if not self.is_tight or self.problem.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
+        if self.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
         for microbatches in range(self.microbatches - 1, len(mix.columns) - 1, -1):
             counts = microbatch_counts(mix, microbatches)
@@ -184,14 +169,20 @@ class Pool:
         total = sum(mix.shares[i] for i in kept)
         return self.held_by([mix.columns[i] for i in kept], [mix.shares[i] / total for i in kept])
 
-    def price(self, prices: Prices) -> tuple[Column, float]:
-        """The cheapest placement found, and the bound of all placements."""
-        cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
-        starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
-        priced = self.pricer.cheapest(prices, starts)
-        return self.problem.column(priced.labels), priced.bound
+    def price(self, prices: Prices) -> tuple[list[Column], float]:
+        """The cheapest placement found of every batch, and the bound of all placements of a work unit."""
+        found = [self._price(prices, variant) for variant in range(len(self.pricers))]
+        return [column for column, _ in found], min(bound for _, bound in found)
 
-    def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
+    def _price(self, prices: Prices, variant: int) -> tuple[Column, float]:
+        known = [c for c in self.columns if c.variant == variant]
+        cost = _costs(known, prices) if known else np.zeros(0)
+        starts = [known[i].labels for i in np.argsort(cost)[:2]]
+        priced = self.pricers[variant].cheapest(prices, starts)
+        column = self.problem.column(priced.labels, variant)
+        return column, priced.bound / self.problem.weight_of(column)
+
+    def fitting(self, microbatches: int, prices: Prices | None = None, variant: int = 0) -> Column:
         """A cheap placement that fits with so many requests, if bytes can be priced so that there is one.
 
         Bytes become dearer on overfull devices and cheaper on the others, by steps that grow while a device
@@ -203,8 +194,8 @@ class Pool:
             prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3), microbatches=microbatches, tilt=TILT
         )
         # A price of nothing: no bound is asked for, which takes long with more than two devices.
-        column, _ = self.price(replace(free, memory=np.zeros(num)))
-        total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
+        column, _ = self._price(replace(free, memory=np.zeros(num)), variant)
+        total_bytes = max(1.0, float(prob.problems[variant].resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
         for _ in range(MAX_MEMORY_TRIES if num == 2 or not self.columns else FEW_MEMORY_TRIES):
@@ -214,7 +205,7 @@ class Pool:
             side = np.sign(excess)
             step *= np.where(side == -last, 0.5, np.where(side == last, 1.6, 1.0))
             memory, last = np.maximum(0.0, memory + side * step), side
-            column, _ = self.price(replace(free, memory=memory))
+            column, _ = self._price(replace(free, memory=memory), variant)
         return column
 
 
@@ -224,9 +215,11 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microba
     A proof that nothing fits may take its time: who tries other batches too does without. Who has seeded a
     pool with fewer microbatches gives its columns, and needs none for as many.
     """
+    if pool.is_seeded:
+        return
     for mix in mixes:
-        for column in mix.columns:
-            pool.add(column)
+        pool.add(*mix.columns)
+    pool.is_seeded = True
     if pool.columns and not pool.is_tight:
         return
     prob = pool.problem
@@ -250,21 +243,24 @@ def _costs(columns: list[Column], prices: Prices) -> Floats:
     return np.asarray(busy @ per_us + prices.path * np.array([c.path_us for c in columns]))
 
 
-def generate(pool: Pool, limits: Limits = FREE) -> Solved:
-    """Column generation over `pool`, which must hold a column and grows."""
+def generate(pool: Pool, depth: float | None = None) -> Solved:
+    """Column generation over `pool`, which must hold a column and grows.
+
+    `depth`: requests in flight, as path time in periods; without it, busy time alone counts.
+    """
     kinds, part = pool.kinds, pool.over_kinds()
     if kinds is None or part is None:
-        rates, bound = _generate(pool, limits, np.ones(len(pool.columns[0].busy_us)))
+        rates, bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
         columns = pool.columns
     else:
-        rates, bound = _generate(part, limits, kinds.limits)
+        rates, bound = _generate(part, depth, kinds.limits)
         columns, rates = _spread_out(pool, part.columns, rates, kinds)
-    mix = trimmed(pool, columns, rates, limits)
+    mix = trimmed(pool, columns, rates, depth)
     if mix is None and kinds is not None:  # what cards of a kind hold together, no one of them may
-        rates, _ = _generate(pool, limits, np.ones(len(pool.columns[0].busy_us)))
-        mix = trimmed(pool, pool.columns, rates, limits)
+        rates, _ = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
+        mix = trimmed(pool, pool.columns, rates, depth)
     assert mix is not None, "every column fits with one request in flight"
-    return Solved(mix, max(bound * 1e6, mix.rate_per_s if limits == FREE else 0.0))
+    return Solved(mix, max(bound * 1e6, mix.rate_per_s if depth is None else 0.0))
 
 
 def _spread_out(
@@ -275,15 +271,14 @@ def _spread_out(
     shared: list[float] = []
     for column, rate in zip(columns, rates.tolist(), strict=True):
         if rate > MIN_SHARE * rates.sum():
-            ways = [pool.problem.column(labels) for labels in kinds.spread(column.labels)]
-            for way in ways:
-                pool.add(way)
+            ways = [pool.problem.column(x, column.variant) for x in kinds.spread(column.labels)]
+            pool.add(*ways)
             found += ways
             shared += [rate / len(ways)] * len(ways)
     return found, np.array(shared)
 
 
-def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, float]:
+def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats, float]:
     """(rate of every column per microsecond, bound); capacity[row] is how much busy time the row has.
 
     Prices swing wildly from round to round; half way between the last and those of the best bound so far they
@@ -291,54 +286,57 @@ def _generate(pool: Pool, limits: Limits, capacity: Floats) -> tuple[Floats, flo
     """
     num = pool.problem.num_devices
     # With transfers free: a first bound, which pricing improves.
-    bound = float(capacity[:num].max()) / spread_us(pool.problem.load_us)
-    income_of = np.append(capacity, limits.depth or 0.0)
+    problems, batch = pool.problem.problems, pool.problem.unit.batch
+    loads = [p.load_us * batch / p.unit.batch for p in problems]
+    bound = float(capacity[:num].max()) / spread_us(*loads)
+    income_of = np.append(capacity, depth or 0.0)
     center: Floats | None = None
-    gap = LIMITED_GAP if limits != FREE else GAP if num == 2 else MANY_GAP
+    gap = LIMITED_GAP if depth is not None else GAP if num == 2 else MANY_GAP
     rates = np.zeros(0)
-    if pool.is_tight and limits != FREE:
-        return _within_memory(pool, limits, capacity), bound
+    if pool.is_tight and depth is not None:
+        return _within_memory(pool, depth, capacity), bound
     for _ in range(MAX_ROUNDS):
-        found = master(pool, pool.columns, limits, capacity)
+        found = master(pool, pool.columns, depth, capacity)
         rates, total = found.rates, float(found.rates.sum())
         last = np.append(found.duals, found.path)
         is_new = False
         for share in (0.0,) if center is None or num == 2 else (0.5, 0.0):
             tried = last if center is None else share * center + (1 - share) * last
-            column, cheapest = pool.price(_prices(pool, tried))
+            columns, cheapest = pool.price(_prices(pool, tried))
             income = float(tried @ income_of)
             if cheapest > 0 and income / cheapest < bound:
                 bound, center = income / cheapest, tried
-            is_new = pool.add(column)
+            is_new = pool.add(*columns)
             if is_new or bound <= total * (1 + gap):
                 break
         if bound <= total * (1 + gap) or not is_new:
             break
     else:
-        rates = master(pool, pool.columns, limits, capacity).rates
+        rates = master(pool, pool.columns, depth, capacity).rates
     if pool.is_tight:
-        rates = _within_memory(pool, limits, capacity)
+        rates = _within_memory(pool, depth, capacity)
     return np.append(rates, np.zeros(len(pool.columns) - len(rates))), bound
 
 
-def _within_memory(pool: Pool, limits: Limits, capacity: Floats) -> Floats:
+def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
     """The rate of every column, with a price on the bytes of every device."""
     microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # those of a kind share them
     is_fitted = False
     for _ in range(MAX_MEMORY_ROUNDS):
-        found = master(pool, pool.columns, limits, capacity, microbatches)
+        found = master(pool, pool.columns, depth, capacity, microbatches)
         time = np.append(found.duals, found.path)
         prices = replace(_prices(pool, time), memory=found.memory, microbatches=float(microbatches.mean()))
         dearer = (replace(prices, memory=found.memory * factor) for factor in MEMORY_FACTORS)
-        if any(pool.add(pool.price(tried)[0]) for tried in dearer):
+        if any(pool.add(*pool.price(tried)[0]) for tried in dearer):
             continue
         # What fits as it would run, once: both with all requests in flight and with one.
         wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
-        added = [pool.add(pool.fitting(num, prices)) for num in wanted]
+        variants = range(len(pool.pricers))
+        added = [pool.add(pool.fitting(num, prices, v)) for num in wanted for v in variants]
         if not any(added):
             break
         is_fitted = True
-    return master(pool, pool.columns, limits, capacity, microbatches).rates
+    return master(pool, pool.columns, depth, capacity, microbatches).rates
 
 
 def _prices(pool: Pool, duals: Floats) -> Prices:
@@ -351,7 +349,7 @@ def _prices(pool: Pool, duals: Floats) -> Prices:
 def master(
     pool: Pool,
     columns: list[Column],
-    limits: Limits = FREE,
+    depth: float | None = None,
     capacity: Floats | None = None,
     microbatches: Floats | None = None,
 ) -> Rates:
@@ -361,9 +359,9 @@ def master(
     # Rates in units of the fastest column, so that the solver sees numbers near one.
     unit = float(busy.max(axis=0).min())
     most = np.ones(len(busy)) if capacity is None else capacity
-    path = np.zeros(len(columns)) if limits.depth is None else np.array([c.path_us for c in columns])
+    path = np.zeros(len(columns)) if depth is None else np.array([c.path_us for c in columns])
     rows = np.vstack([busy, path]) / unit
-    right = np.append(most, limits.depth or 0.0)
+    right = np.append(most, depth or 0.0)
     memory, goal = pool.problem.memory_bytes, np.ones(len(columns))
     if microbatches is not None:
         # One more variable: the share of its memory by which a device is overfull, which nothing is worth.
@@ -371,23 +369,23 @@ def master(
         rows = np.block([[rows, np.zeros((len(rows), 1))], [over, -np.ones((num, 1))]])
         right, goal = np.append(right, np.zeros(num)), np.append(goal, -MEMORY_PENALTY)
     used = rows.any(axis=1)
-    found = maximised(goal, rows[used], right[used])
+    best, prices = maximised(goal, rows[used], right[used])
     duals = np.zeros(len(rows))
     # They price normalised rows: sum(duals x limits) = rate x unit; per microsecond divide by the unit.
-    duals[used] = found.duals / unit
+    duals[used] = prices / unit
     at = len(busy)
     bytes_ = duals[at + 1 :] * unit / memory if microbatches is not None else np.zeros(num)
-    rates = found.x[: len(columns)] / unit
+    rates = best[: len(columns)] / unit
     return Rates(rates, duals[:at], float(duals[at]), bytes_)
 
 
-def trimmed(pool: Pool, columns: list[Column], rates: Floats, limits: Limits) -> Mix | None:
+def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | None) -> Mix | None:
     """The lanes that matter and fit together, with shares that balance them; None if nothing fits."""
     order = np.argsort(-rates, kind="stable")
     kept = [columns[i] for i in order[rates[order] > MIN_SHARE * rates.sum()].tolist()]
     found: list[Mix] = []
     while kept:
-        again = master(pool, kept, limits).rates
+        again = master(pool, kept, depth).rates
         live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > MIN_SHARE * again.sum()]
         total = sum(x for _, x in live)
         mix = pool.held_by([c for c, _ in live], [x / total for _, x in live])
@@ -409,13 +407,13 @@ def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
     return min(mix.rate_per_s, 1e6 * sum(paths))
 
 
-def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
+def balanced(pool: Pool, columns: Iterable[Column], depth: float | None = None) -> Mix | None:
     """The best mix of just these columns; None if none fits."""
     able = [c for c in columns if pool.able(c)]
     if not able:
         return None
     microbatches = np.full(pool.problem.num_devices, float(pool.microbatches)) if pool.is_tight else None
-    return trimmed(pool, able, master(pool, able, microbatches=microbatches).rates, FREE)
+    return trimmed(pool, able, master(pool, able, depth, microbatches=microbatches).rates, depth)
 
 
 # With more rows than this a dense table is slower.
@@ -426,19 +424,11 @@ EPSILON = 1e-9
 GREEDY_PIVOTS, MAX_PIVOTS = 200, 20_000
 
 
-@dataclass(frozen=True, eq=False)
-class Optimum:
-    """The best values of the variables, and the price of every row."""
-
-    x: Floats
-    duals: Floats
-
-
-def maximised(goal: Floats, rows: Floats, right: Floats) -> Optimum:
-    """The optimum; there must be one."""
+def maximised(goal: Floats, rows: Floats, right: Floats) -> tuple[Floats, Floats]:
+    """(the best values of the variables, the price of every row); there must be an optimum."""
     if len(rows) > MANY_ROWS:
         found = linprog(-goal, A_ub=rows, b_ub=right, method="highs")
-        return Optimum(np.asarray(found.x), np.maximum(0.0, -found.ineqlin.marginals))
+        return np.asarray(found.x), np.maximum(0.0, -found.ineqlin.marginals)
     num_rows, num = rows.shape
     table = np.zeros((num_rows + 1, num + num_rows + 1))
     table[:-1, :num], table[:-1, -1], table[-1, :num] = rows, right, -goal
@@ -460,4 +450,4 @@ def maximised(goal: Floats, rows: Floats, right: Floats) -> Optimum:
         basis[leaving] = entering
     x = np.zeros(num + num_rows)
     x[basis] = table[:-1, -1]
-    return Optimum(np.maximum(0.0, x[:num]), np.maximum(0.0, table[-1, num:-1]))
+    return np.maximum(0.0, x[:num]), np.maximum(0.0, table[-1, num:-1])

@@ -1,6 +1,6 @@
 """Search: candidates of every planner, and the judge that compares them.
 
 `task` is one planning run, `local` the search of throughput plans, `planners` all planners by name, `cells`
-plans for fewer devices side by side, `joint` several batches at once; `judge` compares what they find,
+plans for fewer devices side by side, `objectives` what cost and energy are; `judge` compares what they find,
 `robust` under costs that are wrong.
 """

@@ -63,11 +63,12 @@ class Judge:
     @cached_property
     def _clocks(self) -> tuple[RequestTimer, ...]:
         """One a batch."""
-        return tuple(RequestTimer(problem) for problem in self.task.problems)
+        return tuple(RequestTimer(problem) for problem in self.task.problem.problems)
 
-    @property
+    @cached_property
     def _sampler(self) -> Sampler:
-        return self.task.sampler
+        """Costs as wrong as they may be."""
+        return Sampler(self.task.problem)
 
     def know(self, mix: Mix, rate_per_s: float) -> None:
         """The rate of a mix in the long run."""
@@ -106,7 +107,7 @@ class Judge:
     def upper_bound_per_s(self, mix: Mix) -> float:
         """What no run exceeds: by busy time, and by Little's law, as no request is faster than one alone."""
         held = self._microbatches(mix)
-        spans = [self.task.weight_of(c) / self._span_us(c) for c in mix.columns]
+        spans = [self.task.problem.weight_of(c) / self._span_us(c) for c in mix.columns]
         return min(mix.rate_per_s, 1e6 * sum(n * x for n, x in zip(held, spans, strict=True)))
 
     def _microbatches(self, mix: Mix) -> list[int]:
@@ -122,7 +123,8 @@ class Judge:
         """Work units in an average request."""
         if not self.task.variants:
             return 1.0
-        return 1.0 / sum(s / self.task.weight_of(c) for s, c in zip(mix.shares, mix.columns, strict=True))
+        weight_of, parts = self.task.problem.weight_of, zip(mix.shares, mix.columns, strict=True)
+        return 1.0 / sum(s / weight_of(c) for s, c in parts)
 
     @property
     def quick_rate(self) -> Callable[[Mix], float] | None:
@@ -134,8 +136,8 @@ class Judge:
     def latency_us(self, mix: Mix) -> float:
         """One request alone."""
         if self.task.variants:
-            parts = zip(mix.shares, mix.columns, strict=True)
-            return self._units(mix) * sum(s / self.task.weight_of(c) * self._span_us(c) for s, c in parts)
+            weight_of, parts = self.task.problem.weight_of, zip(mix.shares, mix.columns, strict=True)
+            return self._units(mix) * sum(s / weight_of(c) * self._span_us(c) for s, c in parts)
         return sum(s * self._span_us(c) for s, c in zip(mix.shares, mix.columns, strict=True))
 
     def _span_us(self, column: Column) -> float:
@@ -273,14 +275,14 @@ class Judge:
             bound_per_s=max(self._bound_per_s(mix), mix.rate_per_s),
             latency_us=self.latency_us(mix),
             baselines=baselines,
-            max_microbatches=self.task.microbatches_that_fit(mix),
+            max_microbatches=self.task.problem.microbatches_that_fit(mix, self.task.microbatches),
         )
 
     def _draft(self, mix: Mix) -> ir.Plan:
         """The record of a mix as far as a simulation needs it; its figures are those of busy time."""
         task, prob, rate = self.task, self.task.problem, mix.rate_per_s
         lanes = tuple(
-            ir.Lane(task.problems[c.variant].placement(c.labels), s * rate / task.weight_of(c), c.variant)
+            ir.Lane(prob.problems[c.variant].placement(c.labels), s * rate / prob.weight_of(c), c.variant)
             for s, c in zip(mix.shares, mix.columns, strict=True)
         )
         return ir.Plan(

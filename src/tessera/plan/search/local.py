@@ -28,7 +28,6 @@ import numpy as np
 
 from tessera.plan.arrays import Floats, Ints
 from tessera.plan.pricing import throughput
-from tessera.plan.pricing.throughput import Limits
 from tessera.plan.problem import Column, Mix, Problem, microbatch_counts
 from tessera.plan.search.task import Task
 
@@ -63,7 +62,7 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     search = Search(task, task.quick)
     launches, num = task.problem.unit.num_launches, task.problem.num_devices
     for depth in DEPTHS[: max(2, DEPTH_LAUNCHES // launches)]:
-        search.look(without_rare_lanes(throughput.generate(task.pool, Limits(depth * num)).mix))
+        search.look(without_rare_lanes(throughput.generate(task.pool, depth * num).mix))
     search.look(without_rare_lanes(best))
     search.climb()
     search.refine()
@@ -119,7 +118,7 @@ class Search:
         self._seen.add(key)
         if self.task.is_served and is_filled(self.task, mix.columns):
             return 0.0
-        if not self.task.fits_with(mix.columns, counts):
+        if not self.task.pool.fits(mix.columns, counts):
             return 0.0
         self._left -= 1
         figure = mix.rate_per_s if self.quick is None else self.quick(mix)
@@ -170,7 +169,7 @@ class Search:
         """The team with one segment of one microbatch on another device."""
         moved = (zip(repeat(column), _by_segment(column.labels)) for column in team)
         for column, labels in filter(None, chain(*zip_longest(*moved))):
-            other = self._canonical(self.task.column(column.variant, labels))
+            other = self._canonical(self.task.problem.column(labels, column.variant))
             yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
@@ -184,10 +183,10 @@ class Search:
         return self.look(self._mix(team))
 
     def _look_at_singles(self) -> None:
-        columns = self.task.columns
+        columns = self.task.pool.columns
         for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
             for column in sorted(columns, key=key)[:NUM_SINGLE]:
-                held = self.task.held_by(column)
+                held = self.task.pool.held_by((column,))
                 if held is not None and self._left > 0:
                     self.look(held)
 
@@ -220,7 +219,7 @@ class Search:
 
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
         """What one move gives, best first by one rough figure after the other."""
-        columns = [self._canonical(c) for c in self.task.columns]
+        columns = [self._canonical(c) for c in self.task.pool.columns]
         busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
         is_whole = [int(c.labels.min()) == int(c.labels.max()) for c in columns]
         alike: list[tuple[float, Counter[Column]]] = []
@@ -261,15 +260,18 @@ class Search:
         """Gives the pool what can be joined from two placements of a team, or one and a whole device."""
         main = sorted(team, key=lambda c: -team[c])[:2]
         for column in main:
-            problem = self.task.problems[column.variant]
+            problem = self.task.problem.problems[column.variant]
             others = [c for c in main if c.variant == column.variant and c is not column]
-            whole = [np.full(problem.num_nodes, d, dtype=np.int64) for d in range(problem.num_devices)]
+            whole = [problem.alone(device).labels for device in range(problem.num_devices)]
             for labels in (*(c.labels for c in others), *whole):
                 for spliced in _by_step(problem, column.labels, labels):
-                    self.task.add(column.variant, spliced)
+                    self._add(column.variant, spliced)
             for other in others:
                 for spliced in _by_layer(problem, column.labels, other.labels):
-                    self.task.add(column.variant, spliced)
+                    self._add(column.variant, spliced)
+
+    def _add(self, variant: int, labels: Ints) -> None:
+        self.task.pool.add(self.task.problem.column(labels, variant))
 
 
 def _key(team: Counter[Column]) -> TeamKey:

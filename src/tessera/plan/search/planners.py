@@ -25,7 +25,7 @@ Planner = Callable[[Task], tuple[Mix, ...] | None]
 
 def single_placement(task: Task, time_limit_s: float = milp.TIME_LIMIT_S) -> tuple[Mix, ...] | None:
     """One placement for all requests: the best by the mixed-integer program or among those known."""
-    known = [m.columns[0] for mixes in task.coarse.values() for m in mixes or () if len(m.columns) == 1]
+    known = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
     found = milp.best_placement(task.problem, time_limit_s, task.microbatches)
     columns = (*known, *(() if found is None else (found[0],)))
     mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
@@ -34,15 +34,14 @@ def single_placement(task: Task, time_limit_s: float = milp.TIME_LIMIT_S) -> tup
 
 def quick_mixes(task: Task) -> tuple[Mix, ...]:
     """What every coarse policy proposes, and the optimum with as many requests in flight as there are."""
-    coarse = [mix for mixes in task.coarse.values() for mix in mixes or ()]
+    coarse = task.coarse_mixes
     load = task.problem.load_us
     if coarse and (load == load[:, :1]).all():  # equal devices have nothing to gain beyond
         return tuple(coarse)
     if not task.is_judged or task.problem.num_devices == 1:
         return (*coarse, task.free.mix)
-    throughput.seed(task.pool, coarse)
-    limits = throughput.Limits(1.1 * task.problem.num_devices)
-    mix = throughput.generate(task.pool, limits).mix
+    task.seed()
+    mix = throughput.generate(task.pool, 1.1 * task.problem.num_devices).mix
     few = without_rare_lanes(mix)
     return (*coarse, few if task.pool.fits(few.columns, microbatch_counts(few, task.microbatches)) else mix)
 
@@ -50,7 +49,7 @@ def quick_mixes(task: Task) -> tuple[Mix, ...]:
 def latency_mixes(task: Task) -> tuple[Mix, ...]:
     """The fastest placement for one request alone."""
     prob, pool = task.problem, task.pool
-    throughput.seed(pool, [mix for mixes in task.coarse.values() for mix in mixes or ()])
+    task.seed()
     found = latency.solve(prob, pool.columns, lambda x: not pool.is_tight or pool.able(prob.column(x)))
     mix = pool.held_by((prob.column(found.labels),))
     assert mix is not None, "it was made to fit"

@@ -28,8 +28,6 @@ class Sampler:
     """Factors for one problem, and the rates of its mixes under them."""
 
     problem: Problem
-    # The same work at other batches: the problem, and its requests' work units as columns count them.
-    others: tuple[tuple[Problem, float], ...] = ()
 
     @cached_property
     def _tables(self) -> list[tuple[Ints, Ints, Floats, Floats]]:
@@ -37,7 +35,7 @@ class Sampler:
 
         One for every batch.
         """
-        return list(_tables(((self.problem, 1.0), *self.others)))
+        return list(_tables(self.problem))
 
     @cached_property
     def _launches(self) -> tuple[Ints, Ints, Floats, Floats]:
@@ -84,9 +82,9 @@ class Sampler:
         return np.asarray(table.reshape(-1, num), dtype=np.float64)
 
 
-def _tables(problems: Sequence[tuple[Problem, float]]) -> Iterator[tuple[Ints, Ints, Floats, Floats]]:
+def _tables(problem: Problem) -> Iterator[tuple[Ints, Ints, Floats, Floats]]:
     number: dict[str, int] = {}
-    for prob, weight in problems:
+    for prob in problem.problems:
         kernel = [
             number.setdefault(g.trace.kernel_of(i).name, len(number))
             for g in prob.unit.graphs
@@ -95,7 +93,7 @@ def _tables(problems: Sequence[tuple[Problem, float]]) -> Iterator[tuple[Ints, I
         us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
         errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
         nodes, error = np.concatenate(prob.node_of), np.array(errors, dtype=np.float64)
-        yield np.array(kernel, dtype=np.int64), nodes, us / weight, error
+        yield np.array(kernel, dtype=np.int64), nodes, us * (problem.unit.batch / prob.unit.batch), error
 
 
 def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) -> list[ir.Robust]:

@@ -8,7 +8,7 @@ plan takes the first figure, and the caller is told where the second is much low
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,13 +109,4 @@ def stored_links(path: Path | None = None) -> tuple[Link, ...]:
 
 def document(fit: LinkFit) -> dict[str, Any]:
     """A link in figures."""
-    return {
-        "src": fit.src,
-        "dst": fit.dst,
-        "via": fit.via,
-        "latency_us": fit.latency_us,
-        "gbps": fit.gbps,
-        "rel_error": fit.rel_error,
-        "both_gbps": fit.both_gbps,
-        "samples": [list(s) for s in fit.samples],
-    }
+    return asdict(fit)

@@ -24,12 +24,12 @@ Not handled: what a launch leaves in the cache by accident; replacement that is 
 import hashlib
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from math import hypot
 from typing import Any, Protocol
 
-from tessera.errors import CannotTime, DeviceGone
+from tessera.errors import CannotTime, DeviceGone, UnknownName
 from tessera.ir import Arg, Cost, Device, Kernel, Launch, Origin, Source, Symbol, Trace, View, arg_views
 from tessera.ir.trace import item_bytes
 from tessera.profile.counts import OpClass, class_of, is_zero_size, work_of
@@ -125,8 +125,9 @@ def measure(
 
     `only`: launches that are timed, with those like them; the step as a whole is not.
     """
-    session = _Session(trace, device, timer, open_store, advance, enough or until(), only)
-    return session.measure()
+    machine = Machine(timer.identity(), timer.clock_mhz())
+    groups, store = distinct(trace, timer.cache_bytes), open_store(machine)
+    return _Session(trace, device, timer, machine, store, groups, advance, enough or until(), only).measure()
 
 
 def count_distinct(trace: Trace, timer: Timer) -> int:
@@ -134,26 +135,21 @@ def count_distinct(trace: Trace, timer: Timer) -> int:
     return len(distinct(trace, timer.cache_bytes))
 
 
+@dataclass(eq=False)
 class _Session:
     """One pass over a trace."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        device: Device,
-        timer: Timer,
-        open_store: Callable[[Machine], Store],
-        advance: Advance,
-        enough: Enough,
-        only: frozenset[int] | None,
-    ) -> None:
-        self._trace, self._device, self._timer, self._advance = trace, device, timer, advance
-        self._enough, self._only = enough, only
-        self._machine = Machine(timer.identity(), timer.clock_mhz())
-        self._store = open_store(self._machine)
-        self._groups = distinct(trace, timer.cache_bytes)
-        self._num_timed = 0
-        self._slow: list[str] = []
+    _trace: Trace
+    _device: Device
+    _timer: Timer
+    _machine: Machine
+    _store: Store
+    _groups: tuple[Distinct, ...]
+    _advance: Advance
+    _enough: Enough
+    _only: frozenset[int] | None
+    _num_timed: int = 0
+    _slow: list[str] = field(default_factory=list)
 
     def measure(self) -> Measured:
         """Visits the launches in program order, then the whole step."""
@@ -165,17 +161,9 @@ class _Session:
                 self._time(todo[index])
             if index < last:
                 self._timer.run(index)
-        timings = self._timings()
-        return Measured(
-            self._device,
-            self._machine,
-            timings,
-            whole,
-            self._missed(),
-            len(self._groups),
-            self._num_timed,
-            (*self._timer.remarks, *why, *self._throttling()),
-        )
+        notes = (*self._timer.remarks, *why, *self._throttling())
+        found, num = (self._device, self._machine, self._timings()), len(self._groups)
+        return Measured(*found, whole, self._missed(), num, self._num_timed, notes)
 
     def _is_wanted(self, group: Distinct) -> bool:
         launch = self._trace.launches[group.launches[0]]
@@ -226,28 +214,22 @@ class _Session:
         return found, ()
 
     def _timings(self) -> tuple[Timing | None, ...]:
-        found: list[Timing | None] = [None] * len(self._trace.launches)
-        for group in self._groups:
-            for index in group.launches:
-                found[index] = self._store.launch(group.key)
-        return tuple(found)
+        found = {index: self._store.launch(group.key) for group in self._groups for index in group.launches}
+        return tuple(found[index] for index in range(len(self._trace.launches)))
 
     def _missed(self) -> tuple[Missed, ...]:
-        listed = []
-        for group in self._groups:
-            why = self._store.failure(group.key)
-            if why is not None:
-                kernel = self._trace.kernel_of(group.launches[0]).name
-                listed.append(Missed(group.launches, kernel, why))
-        return tuple(listed)
+        return tuple(
+            Missed(group.launches, self._trace.kernel_of(group.launches[0]).name, why)
+            for group in self._groups
+            if (why := self._store.failure(group.key)) is not None
+        )
 
     def _throttling(self) -> tuple[str, ...]:
         if not self._slow:
             return ()
         start = self._machine.clock_mhz or 0.0
-        named = ", ".join(self._slow[:5]) + (
-            f" and {len(self._slow) - 5} more" if len(self._slow) > 5 else ""
-        )
+        more = f" and {len(self._slow) - 5} more" if len(self._slow) > 5 else ""
+        named = ", ".join(self._slow[:5]) + more
         return (f"{self._device.name} throttles or is busy: it began at {start:.0f} MHz, and timed {named}",)
 
 
@@ -296,8 +278,6 @@ def _scale(
 
 def clocks_named(name: str) -> Clocks:
     """The choice of that name; a wrong one answers with the right ones."""
-    from tessera.errors import UnknownName
-
     if name not in tuple(Clocks):
         raise UnknownName("choice of clocks", name, tuple(Clocks))
     return Clocks(name)
@@ -378,10 +358,5 @@ def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
 
 
 def _views(launch: Launch) -> Iterable[View]:
-    for arg in _args(launch):
+    for arg in (*launch.args, *(value for _, value in launch.kwargs), *launch.outputs):
         yield from arg_views(arg)
-    yield from (view for view in launch.outputs if view is not None)
-
-
-def _args(launch: Launch) -> Sequence[Arg]:
-    return (*launch.args, *(value for _, value in launch.kwargs))

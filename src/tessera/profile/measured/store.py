@@ -21,11 +21,11 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from tessera.errors import ArtifactError, TesseraError
 
@@ -82,15 +82,9 @@ class Machine:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(slots=True)
-class _Rows:
-    """What a store holds of one device and clock."""
-
-    clock_mhz: float | None
-    launches: dict[str, Timing] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    # By digest of the trace.
-    wholes: dict[str, Timing] = field(default_factory=dict)
+# What is known of one device at one clock, by kind of row and its key: "launch" (as `distinct` names it),
+# "failed" (why it could not be timed) and "whole" (a step, by the digest of its trace).
+Rows = dict[tuple[str, str], Timing | str]
 
 
 def default_store() -> Path:
@@ -112,40 +106,40 @@ class Store:
         self._path, self._machine = path, machine
         # Where given: hears that the store cannot be used, and the session goes on without it.
         self._spare = spare
-        self._rows = _Rows(machine.clock_mhz)
-        for rows in self._known():
-            self._take(rows, clocks)
+        self._rows: Rows = {}
+        for clock_mhz, rows in self._known():
+            self._take(clock_mhz, rows, clocks)
         self._session = os.urandom(6).hex()
         self._announced = False
 
     def launch(self, key: str) -> Timing | None:
         """What is known of one launch."""
-        return self._rows.launches.get(key)
+        return cast("Timing | None", self._rows.get(("launch", key)))
 
     def failure(self, key: str) -> str | None:
         """Why a launch could not be timed, if that was tried."""
-        return self._rows.failures.get(key)
+        return cast("str | None", self._rows.get(("failed", key)))
 
     def whole(self, digest: str) -> Timing | None:
         """What is known of one whole step."""
-        return self._rows.wholes.get(digest)
+        return cast("Timing | None", self._rows.get(("whole", digest)))
 
     def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
         """Keeps one launch's time at once, so that a crash later does not lose it."""
-        self._rows.launches[key] = found
-        self._append({"kind": "launch", "key": key, "kernel": kernel, **_figures(found), "mhz": clock_mhz})
+        self._rows["launch", key] = found
+        self._append({"kind": "launch", "key": key, "kernel": kernel, **asdict(found), "mhz": clock_mhz})
 
     def add_failure(self, key: str, kernel: str, why: str) -> None:
         """Keeps why a launch could not be timed."""
-        self._rows.failures[key] = why
+        self._rows["failed", key] = why
         self._append({"kind": "failed", "key": key, "kernel": kernel, "why": why})
 
     def add_whole(self, digest: str, found: Timing) -> None:
         """Keeps the time of one whole step."""
-        self._rows.wholes[digest] = found
-        self._append({"kind": "whole", "trace": digest, **_figures(found)})
+        self._rows["whole", digest] = found
+        self._append({"kind": "whole", "trace": digest, **asdict(found)})
 
-    def _known(self) -> list[_Rows]:
+    def _known(self) -> list[tuple[float | None, Rows]]:
         try:
             return _known(self._path, self._machine.key)
         except (OSError, ArtifactError) as error:
@@ -157,20 +151,18 @@ class Store:
             self._spare(f"{self._path} {why}")
             return []
 
-    def _take(self, rows: _Rows, clocks: Clocks) -> None:
-        if clocks is not Clocks.ANY and _differ(rows.clock_mhz, self._machine.clock_mhz):
-            if clocks is Clocks.SAME and (rows.launches or rows.wholes):
-                raise TesseraError(
-                    f"this store holds {len(rows.launches)} launches measured at {_mhz(rows.clock_mhz)}; "
-                    f"the device runs at {_mhz(self._machine.clock_mhz)} now",
-                    "Choose --clocks any to use them all the same, --clocks now to measure again, "
-                    "or another --store.",
-                    str(self._path),
-                )
-            return
-        self._rows.launches |= rows.launches
-        self._rows.failures |= rows.failures
-        self._rows.wholes |= rows.wholes
+    def _take(self, clock_mhz: float | None, rows: Rows, clocks: Clocks) -> None:
+        if clocks is Clocks.ANY or not _differ(clock_mhz, self._machine.clock_mhz):
+            self._rows |= rows
+        elif clocks is Clocks.SAME and any(kind != "failed" for kind, _ in rows):
+            num = sum(kind == "launch" for kind, _ in rows)
+            raise TesseraError(
+                f"this store holds {num} launches measured at {_mhz(clock_mhz)}; "
+                f"the device runs at {_mhz(self._machine.clock_mhz)} now",
+                "Choose --clocks any to use them all the same, --clocks now to measure again, "
+                "or another --store.",
+                str(self._path),
+            )
 
     def _append(self, row: dict[str, Any]) -> None:
         lines = [{"session": self._session, **row}]
@@ -225,34 +217,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _known(path: Path, device: str) -> list[_Rows]:
-    """What a store holds of one device, by session."""
-    sessions: dict[str, _Rows] = {}
+def _known(path: Path, device: str) -> list[tuple[float | None, Rows]]:
+    """What a store holds of one device, by session: its clock, and its rows."""
+    sessions: dict[str, tuple[float | None, Rows]] = {}
     try:
         for row in read_lines(path):
-            if row["kind"] == "session" and row.get("device") == device:
-                sessions[row["session"]] = _Rows(row["clock_mhz"])
-            rows = sessions.get(row.get("session", ""))
-            if rows is None:
-                continue
-            if row["kind"] == "launch":
-                rows.launches[row["key"]] = _timing(row)
-            elif row["kind"] == "failed":
-                rows.failures[row["key"]] = row["why"]
-            elif row["kind"] == "whole":
-                rows.wholes[row["trace"]] = _timing(row)
+            kind, session = row["kind"], row.get("session", "")
+            if kind == "session" and row.get("device") == device:
+                sessions[session] = (row["clock_mhz"], {})
+            elif session in sessions and kind in ("launch", "failed", "whole"):
+                key = row["trace" if kind == "whole" else "key"]
+                known = row["why"] if kind == "failed" else Timing(row["us"], row["half_us"], row["num"])
+                sessions[session][1][kind, key] = known
     except (KeyError, TypeError) as error:
         message = f"holds a line that is no measurement: {error!r}"
         raise ArtifactError(message, "Delete it, or choose another --store.", str(path)) from error
     return list(sessions.values())
-
-
-def _figures(found: Timing) -> dict[str, Any]:
-    return {"us": found.us, "half_us": found.half_us, "num": found.num}
-
-
-def _timing(row: Mapping[str, Any]) -> Timing:
-    return Timing(row["us"], row["half_us"], row["num"])
 
 
 def _differ(a: float | None, b: float | None) -> bool:

@@ -269,10 +269,6 @@ class Tables:
         """Why nothing could be read; empty if all is well."""
         return self._trouble[0] if self._trouble else ""
 
-    def covers(self, gpu_name: str) -> bool:
-        """True iff there is any table of that GPU."""
-        return any(table_files(self.root, gpu_name, op) for op in KINDS)
-
     def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
         """The first sound table, with the reasons against those before it."""
         key = (gpu_name, op, variant)
