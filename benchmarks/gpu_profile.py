@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -326,13 +326,13 @@ def links(results: Results) -> Any:
     """What joins two workers on the card, by transport."""
     from tessera.flow import time_link
     from tessera.profile import parse_devices
-    from tessera.profile.measured.links import SIZES, document, fit_link
+    from tessera.profile.measured.links import SIZES, fit_link
 
     a, b = parse_devices("cuda:0,cuda:0")
     found = {}
     for transport in ("ipc", "host"):
         via, times = time_link(a, b, SIZES, transport)
-        found[transport] = document(fit_link(a.name, b.name, via, times.alone, times.both))
+        found[transport] = asdict(fit_link(a.name, b.name, via, times.alone, times.both))
     return found
 
 

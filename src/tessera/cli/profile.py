@@ -5,7 +5,7 @@ devices is measured, every two of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,7 +191,7 @@ def _table(trace: Trace, costs: Costs) -> Table:
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> list[dict[str, Any]]:
     """Measures every two devices, keeps the links in the store and returns them in figures."""
-    from tessera.profile.measured.links import SIZES, LinkFit, document, fit_link, keep_links, remark
+    from tessera.profile.measured.links import SIZES, LinkFit, fit_link, keep_links, remark
 
     _check(devices)
     fits: list[LinkFit] = []
@@ -204,7 +204,7 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> list
             via, times = time_link(a, b, SIZES, transport)
             fits += [fit_link(x.name, y.name, via, times.alone, times.both) for x, y in ((a, b), (b, a))]
             keep_links(path, fits[-2:])
-    return [document(fit) | {"note": remark(fit)} for fit in fits]
+    return [asdict(fit) | {"note": remark(fit)} for fit in fits]
 
 
 def _check(devices: Sequence[Device]) -> None:

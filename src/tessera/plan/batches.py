@@ -103,8 +103,7 @@ class _Joining:
         self._task = joined_task([s.task for s in solved], config.microbatches, simulate is not None)
         # Work units in a request of each batch.
         self._weights = [s.plan.batch / solved[0].plan.batch for s in solved]
-        name = config.policy or config.objective.value
-        self._judge = Judge(self._task, config.objective, name, simulate)
+        self._judge = Judge(self._task, config.objective, config.name, simulate)
         # The batches' own plans as mixes of all, with the rates they were judged at.
         self._own = [
             replace(s.chosen, columns=tuple(self._task.problem.scaled(c, v) for c in s.chosen.columns))

@@ -21,9 +21,8 @@ from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.load import Load, LoadConfig, plan_at_once
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, together
-from tessera.plan.problem import build, kinds_of, spread_us
+from tessera.plan.problem import Cells, build, kinds_of, partitions, spread_us
 from tessera.plan.search import objectives
-from tessera.plan.search.cells import Cells, partitions
 
 # Up to so many devices are also searched at once.
 MAX_AT_ONCE = 3

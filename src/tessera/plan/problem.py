@@ -21,13 +21,16 @@ the mean of an optimum over all swaps is an optimum, and it loads the devices of
 request between two devices of a kind only adds transfers. Hence the linear program over placements on one
 device a kind, with as many devices as the kind has, has the same optimum. Not handled: links that share a
 bus; with those every device is its own kind.
+
+Devices that are alike come in numbers, so that plans for fewer devices can stand side by side ("cells"): four
+H20 and four L40S are four times one of each, three and five are three pairs and two cards more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import lcm, prod
+from math import gcd, lcm, prod
 
 import numpy as np
 
@@ -561,3 +564,25 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
     wished = problem.allowed is None or bool((problem.allowed[:, a] == problem.allowed[:, b]).all())
     same = problem.memory_bytes[a] == problem.memory_bytes[b]
     return wired and wished and bool(same) and np.array_equal(problem.load_us[:, a], problem.load_us[:, b])
+
+
+# Copies of one part: the devices of each.
+Cells = tuple[tuple[int, ...], ...]
+
+
+def partitions(members: Sequence[Sequence[int]]) -> Iterator[tuple[Cells, ...]]:
+    """Equal copies of one cell; and pairs of one device of each kind, with what is left over."""
+    counts = [len(kind) for kind in members]
+    copies = gcd(*counts)
+    if copies > 1:
+        sizes = [count // copies for count in counts]
+        cells = (
+            tuple(d for kind, n in zip(members, sizes, strict=True) for d in kind[at * n : (at + 1) * n])
+            for at in range(copies)
+        )
+        yield (tuple(cells),)
+    least = min(counts)
+    if len(counts) > 1 and max(counts) > least:
+        pairs = tuple(tuple(kind[at] for kind in members) for at in range(least))
+        rest = (tuple((d,) for d in kind[least:]) for kind in members if len(kind) > least)
+        yield (pairs, *rest)

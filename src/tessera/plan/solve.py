@@ -15,12 +15,13 @@ below a baseline. Under the latency objective candidates are compared by one req
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.baselines import COARSE
 from tessera.plan.constraints import Constraint, check_constraints
-from tessera.plan.problem import Mix, build, restricted
-from tessera.plan.search.cells import cell_mixes
+from tessera.plan.problem import Cells, Column, Mix, build, microbatch_counts, partitions, restricted
 from tessera.plan.search.judge import MICROBATCHES_SHOWN, Judge, Simulator
 from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Task
@@ -48,6 +49,11 @@ class PlanConfig:
     # Requests in flight that the chosen plan is simulated with besides.
     shown_microbatches: tuple[int, ...] = MICROBATCHES_SHOWN
 
+    @property
+    def name(self) -> str:
+        """Of the planner."""
+        return self.policy or self.objective.value
+
 
 @dataclass(frozen=True, eq=False)
 class Solution:
@@ -55,9 +61,8 @@ class Solution:
 
     plan: ir.Plan
     task: Task
-    # The mix that the plan is of, and what else was judged: coarse policies, and the planner's own.
+    # The mix that the plan is of.
     chosen: Mix
-    mixes: tuple[Mix, ...]
 
 
 def solve(
@@ -86,14 +91,19 @@ def work_out(
         raise PlanInfeasible(
             f"{config.microbatches} requests in flight do no work", "Give at least one (--microbatches)."
         )
-    most = work_out_at(unit, costs, cluster, config, simulate)
+    planner_named(config.name)
+    check_constraints(unit, config.constraints)
+    problem = build(unit, costs, cluster, config.constraints)
+
+    def at(microbatches: int) -> Solution:
+        task = Task(problem, microbatches, simulate is not None, config.is_served or unit.is_served)
+        judge = Judge(task, config.objective, config.name, simulate)
+        return decide(task, judge, replace(config, microbatches=microbatches))
+
+    most = at(config.microbatches)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
-    fewer = [
-        work_out_at(unit, costs, cluster, replace(config, microbatches=microbatches), simulate)
-        for microbatches in FEWER_SLOTS
-        if microbatches < config.microbatches
-    ]
+    fewer = [at(microbatches) for microbatches in FEWER_SLOTS if microbatches < config.microbatches]
     return max([most, *fewer], key=lambda s: objective_figure(s.plan, config.objective))
 
 
@@ -108,27 +118,9 @@ def objective_figure(plan: ir.Plan, goal: ir.Objective) -> float:
     return plan.simulated_per_s
 
 
-def work_out_at(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    config: PlanConfig,
-    simulate: Simulator | None,
-) -> Solution:
-    """With as many requests in flight as are asked for, where memory holds them."""
-    name = config.policy or config.objective.value
-    planner_named(name)
-    check_constraints(unit, config.constraints)
-    is_served = config.is_served or unit.is_served
-    task = Task(
-        build(unit, costs, cluster, config.constraints), config.microbatches, simulate is not None, is_served
-    )
-    return decide(task, Judge(task, config.objective, name, simulate), config)
-
-
 def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     """The best of what the planner of a task and the coarse policies propose."""
-    name = config.policy or config.objective.value
+    name = config.name
     planner = planner_named(name)
     coarse = {kind: judge.best(mixes) if (mixes := task.coarse[kind]) else None for kind in COARSE}
     task.quick = judge.quick_rate
@@ -143,31 +135,56 @@ def decide(task: Task, judge: Judge, config: PlanConfig) -> Solution:
     baselines = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
     plan = judge.finished(chosen, baselines, [*others, *mixes], config.shown_microbatches)
     ir.verify(plan)
-    return Solution(plan, task, chosen, (*others, *mixes))
+    return Solution(plan, task, chosen)
 
 
 def _cells(task: Task, judge: Judge, config: PlanConfig) -> list[Mix]:
-    """Plans for fewer devices side by side, where devices are alike; as coarse policies, a floor."""
-    name, goal, kinds = config.policy or config.objective.value, ir.Objective.THROUGHPUT, task.pool.kinds
-    if kinds is None or name != goal.value or task.variants:
+    """Plans for fewer devices side by side, where devices are alike; as coarse policies, a floor.
+
+    A search over all devices at once looks at more, and at each of it less closely: it may be better, and
+    with these among its candidates it is never worse.
+    """
+    kinds = task.pool.kinds
+    if kinds is None or config.name != ir.Objective.THROUGHPUT.value or task.variants:
         return []
-    problem = task.problem
-
-    def solve_part(devices: Sequence[int], microbatches: int) -> tuple[Mix, float]:
-        part = restricted(problem, devices)
-        if part is None:
-            raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
-        inner = Task(part, microbatches, task.is_judged, task.is_served)
-        judged = Judge(inner, goal, name, judge.simulate)
-        found = decide(inner, judged, replace(config, microbatches=microbatches, shown_microbatches=()))
-        return found.chosen, found.plan.simulated_per_s
-
     found = []
-    for mix, rate_per_s in cell_mixes(problem, kinds.members, task.microbatches, solve_part):
-        if task.pool.fits(mix.columns, mix.microbatches):
-            judge.know(mix, min(rate_per_s, mix.rate_per_s))
+    for parts in partitions(kinds.members):
+        try:
+            mix = _side_by_side(task, judge, parts, config)
+        except PlanInfeasible:  # a part that is too small for the model
+            continue
+        if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
             found.append(mix)
     return found
+
+
+def _side_by_side(task: Task, judge: Judge, parts: Sequence[Cells], config: PlanConfig) -> Mix | None:
+    """Every part planned once, its lanes copied to the devices of every copy, with microbatches of their own.
+
+    Parts share nothing, so the whole is worth what they are together. None: fewer microbatches than cells.
+    """
+    problem = task.problem
+    columns: list[Column] = []
+    rates: list[float] = []
+    held: list[int] = []
+    for copies in parts:
+        each = task.microbatches * len(copies[0]) // problem.num_devices
+        if each < 1:
+            return None
+        part = restricted(problem, copies[0])
+        if part is None:
+            raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
+        inner = Task(part, each, task.is_judged, task.is_served)
+        judged = Judge(inner, ir.Objective.THROUGHPUT, config.name, judge.simulate)
+        found = decide(inner, judged, replace(config, microbatches=each, shown_microbatches=()))
+        for devices in copies:
+            place = np.array(devices, dtype=np.int64)
+            columns += [problem.column(place[column.labels]) for column in found.chosen.columns]
+            rates += [share * found.plan.simulated_per_s for share in found.chosen.shares]
+            held += microbatch_counts(found.chosen, each)
+    mix = Mix(tuple(columns), tuple(rate / sum(rates) for rate in rates), tuple(held))
+    judge.know(mix, min(sum(rates), mix.rate_per_s))
+    return mix
 
 
 def _remedy(name: str) -> str:

@@ -146,12 +146,9 @@ def _device(word: str, cards: Cards) -> Device:
             remedy = f"Write emu:{word} to plan for it."
             raise TesseraError(f"'{word}' is a GPU, but no kind of device", remedy, PLACE)
         raise UnknownName("kind of device", kind, (*DeviceKind, OTHER_MACHINE))
-    makers: dict[str, Callable[[], Device]] = {
-        DeviceKind.EMU: lambda: _emulated(word, rest),
-        DeviceKind.CPU: lambda: _cpu(word),
-        DeviceKind.CUDA: lambda: _cuda(word, rest, cards()),
-    }
-    return makers[kind]()
+    if kind == DeviceKind.EMU:
+        return _emulated(word, rest)
+    return _cpu(word) if kind == DeviceKind.CPU else _cuda(word, rest, cards())
 
 
 def _emulated(word: str, name: str) -> Device:

@@ -29,15 +29,19 @@ def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = 
     """
     for device in devices:
         _check(device)
-    counted = works(trace)
-    distinct = list(dict.fromkeys(counted))
-    found = _resolved(tables)
-    priced = {name: price_works(distinct, name, found) for name in dict.fromkeys(d.gpu for d in devices)}
-    columns = [dict(zip(distinct, priced[d.gpu], strict=True)) for d in devices]
-    rows = {work: tuple(column[work] for column in columns) for work in distinct}
-    costs = Costs(trace.digest, devices, tuple(rows[work] for work in counted))
+    columns = {name: modelled(trace, name, tables) for name in dict.fromkeys(d.gpu for d in devices)}
+    rows = zip(*(columns[device.gpu] for device in devices), strict=True)
+    costs = Costs(trace.digest, devices, tuple(rows))
     verify(costs)
     return costs
+
+
+def modelled(trace: Trace, gpu_name: str, tables: Tables | bool = True) -> tuple[Cost, ...]:
+    """What every launch of the trace costs on one GPU."""
+    counted = works(trace)
+    distinct = list(dict.fromkeys(counted))
+    priced = dict(zip(distinct, price_works(distinct, gpu_name, _resolved(tables)), strict=True))
+    return tuple(priced[work] for work in counted)
 
 
 def price_works(

@@ -4,7 +4,7 @@ import pytest
 
 from plan_factories import layered_case, make_cluster
 from tessera import ir
-from tessera.plan.search.cells import partitions
+from tessera.plan.problem import partitions
 from tessera.plan.solve import PlanConfig, solve
 from tessera.simulate import SteadyRates
 

@@ -7,13 +7,12 @@ spread of these ratios is its error.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from statistics import median
 
 from tessera.errors import CannotTime
 from tessera.ir import AWAY, Cost, Costs, Device, DeviceKind, Source, Trace, verify
 from tessera.profile.counts import OpClass
-from tessera.profile.estimate import estimate, works
+from tessera.profile.estimate import modelled, works
 from tessera.profile.gpus import gpu
 from tessera.profile.measured.measure import Measured, Reconciled, reconcile
 
@@ -52,15 +51,7 @@ def _modelled(trace: Trace, device: Device) -> tuple[Cost, ...]:
     if not device.gpu:
         remedy = "Run the command where it can be measured."
         raise CannotTime(f"{device.name} was not measured, and no model knows it", remedy)
-    twin = _twin(device.name, device.gpu)
-    if device.num_sms:
-        twin = replace(twin, num_sms=device.num_sms)
-    return _partial(tuple(row[0] for row in estimate(trace, (twin,)).costs), device)
-
-
-def _twin(name: str, gpu_name: str) -> Device:
-    spec = gpu(gpu_name)
-    return Device(name, DeviceKind.EMU, gpu_name, spec.memory_bytes, spec.usd_per_hour)
+    return _partial(modelled(trace, device.gpu), device)
 
 
 def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
@@ -72,15 +63,15 @@ def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
 
 
 def _by_ratio(trace: Trace, measured: Measured) -> tuple[Cost, ...]:
-    modelled = tuple(row[0] for row in estimate(trace, (_twin("", YARDSTICK),)).costs)
+    yardstick = modelled(trace, YARDSTICK)
     classes = [work.op for work in works(trace)]
     ratios: dict[OpClass | None, list[float]] = {None: []}
-    for op, timing, cost in zip(classes, measured.timings, modelled, strict=True):
+    for op, timing, cost in zip(classes, measured.timings, yardstick, strict=True):
         if timing is not None and timing.us > 0 and cost.us > 0:
             ratios.setdefault(op, []).append(timing.us / cost.us)
             ratios[None].append(timing.us / cost.us)
     return tuple(
-        _scaled(cost, ratios.get(op, []), ratios[None]) for op, cost in zip(classes, modelled, strict=True)
+        _scaled(cost, ratios.get(op, []), ratios[None]) for op, cost in zip(classes, yardstick, strict=True)
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -94,7 +93,7 @@ def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def keep_links(path: Path, fits: Sequence[LinkFit]) -> None:
     """Adds links to a store; of several between the same two, the last counts."""
-    append_lines(path, [{"kind": "link", **document(fit)} for fit in fits])
+    append_lines(path, [{"kind": "link", **asdict(fit)} for fit in fits])
 
 
 def stored_links(path: Path | None = None) -> tuple[Link, ...]:
@@ -105,8 +104,3 @@ def stored_links(path: Path | None = None) -> tuple[Link, ...]:
             link = Link(row["src"], row["dst"], NAME, row["latency_us"], row["gbps"])
             found[link.src, link.dst] = link
     return tuple(found.values())
-
-
-def document(fit: LinkFit) -> dict[str, Any]:
-    """A link in figures."""
-    return asdict(fit)
