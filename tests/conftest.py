@@ -1,10 +1,12 @@
 """Settings of all tests."""
 
 import gc
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,25 @@ TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measur
 PLANNED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
 
 
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`record_step` that records a step once for all processes."""
+    from kept_traces import kept_in
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "traces"
+    folder.mkdir(exist_ok=True)
+    return kept_in(folder)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _short_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fewer mixes are looked at where plans are not judged."""
+def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fewer mixes are looked at where plans are not judged, and steps are not recorded again."""
     with pytest.MonkeyPatch.context() as patch:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
+            for module in ("tessera.flow", "tessera.capture"):
+                found = request.getfixturevalue("recorded")
+                patch.setattr(importlib.import_module(module), "record_step", found)
             patch.setattr("tessera.plan.search.local.MOST", 8)
             patch.setattr("tessera.plan.search.local.DEPTHS", (1.1, 1.35))
             patch.setattr("tessera.plan.load.MAX_PLANNED", 2)

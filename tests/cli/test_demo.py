@@ -3,15 +3,35 @@
 import contextlib
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sampling import is_whole
 from tessera.cli import _main
 from tessera.cli.demo import FULL, PROMPTS, plan_full
 from tessera.cli.plan_load import curve, document
+
+
+class Here:
+    """In place of a second process, which imports torch first: its work is done when it is asked for."""
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> SimpleNamespace:
+        """As an executor does."""
+        return SimpleNamespace(result=lambda: work(*given))
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +46,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     ):
         patch.setattr("tessera.cli.demo.FULL", few)
         patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
+        if not is_whole():
+            patch.setattr("tessera.cli.demo.ProcessPoolExecutor", Here)
         assert 0 == _main(["demo", "--json", "--tokens", "4"])
     return json.loads(out.getvalue()), folder
 

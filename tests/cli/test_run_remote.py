@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import netns
-from commands import without_transformers
+from commands import answer, without_transformers
 from tessera.cli import _main
 
 TESSERA = [sys.executable, "-m", "tessera"]
@@ -63,9 +63,12 @@ def ranks(plan: Path, address: str, *more: str) -> list[list[str]]:
     ]
 
 
-def test_two_processes_meet_on_loopback(plan: Path) -> None:
-    """Without a secret, on this machine only: the same bits over TCP."""
-    found = answers(plan, ranks(plan, f"127.0.0.1:{free_port()}"))
+def test_two_processes_meet_on_loopback(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a secret, on this machine only: the same bits over TCP. Rank 0 is this process."""
+    first, second = ranks(plan, f"127.0.0.1:{free_port()}")
+    with subprocess.Popen(second, env=without_transformers(plan.parent)) as other:
+        found = answer(*first[len(TESSERA) : -1], capsys=capsys)
+        assert 0 == other.wait(LIMIT_S)
 
     assert found["verified"] is True
     assert (4, 0) == (found["requests"], found["lost"])
