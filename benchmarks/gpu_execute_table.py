@@ -178,7 +178,9 @@ def _one_process(parts: dict[str, Any], other: dict[str, Any]) -> list[str]:
             for policy in ("throughput", "data-parallel"):
                 beside = other.get(f"{family}.{pair}", {}).get(policy)
                 if beside is not None:
-                    one, two = found[policy]["measured per s"], beside["measured per s"]
+                    # Of the run that these plans are from; the rows above may be of a later one.
+                    one = beside.get("workers per s", found[policy]["measured per s"])
+                    two = beside["measured per s"]
                     lines.append(f"| {family} | {pair} | {policy} | {one} | {two} | {one / two:.3f} |")
     return lines
 
