@@ -34,8 +34,9 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
+
+import numpy as np
 
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
@@ -92,18 +93,13 @@ def width_of(plan: Plan) -> int:
 
 def slowdown_of(plan: Plan) -> Callable[[int], float]:
     """By the number of microbatches: how much longer steps take with one more; 0 if a plan does not say."""
-    points = sorted(plan.by_microbatches)
-
-    def rate(num: int) -> float:
-        if num <= points[0][0]:
-            return points[0][1]
-        for (low, before), (high, after) in pairwise(points):
-            if num <= high:
-                return before + (after - before) * (num - low) / (high - low)
-        return points[-1][1]
+    if not plan.by_microbatches:
+        return lambda num: 0.0
+    nums, rates = zip(*sorted(plan.by_microbatches), strict=True)
 
     def slowdown(num: int) -> float:
-        return max(0.0, (num + 1) / rate(num + 1) * rate(num) / num - 1.0) if points else 0.0
+        now, more = np.interp((num, num + 1), nums, rates)
+        return max(0.0, float((num + 1) / more * now / num - 1.0))
 
     return slowdown
 
@@ -210,10 +206,8 @@ class FairQueue(Generic[T]):
 
     def peek(self) -> T | None:
         with self._lock:
-            if self._returned:
-                return self._returned[0]
-            items = next(iter(self._by_client.values()), None)
-            return None if items is None else items[0]
+            items = self._returned or next(iter(self._by_client.values()), None)
+            return items[0] if items else None
 
     def pop(self) -> T | None:
         """The next one; its client's turn comes again after all others'."""
@@ -223,13 +217,11 @@ class FairQueue(Generic[T]):
             client = next(iter(self._by_client), None)
             if client is None:
                 return None
-            items = self._by_client[client]
+            items = self._by_client.pop(client)
             self._num -= 1
             item = items.popleft()
-            if not items:
-                del self._by_client[client]
-            elif len(self._by_client) > 1:
-                self._by_client[client] = self._by_client.pop(client)
+            if items:
+                self._by_client[client] = items
             return item
 
     def remove(self, client: str, item: T) -> bool:
@@ -302,7 +294,7 @@ class Turns:
         if late:
             self._held[microbatch] = set(late)
             return True
-        self._running[microbatch] = (now_s + self._patience * alone_s, alone_s, cost)
+        self.start(microbatch, cost, scale, now_s)
         return False
 
     def start(self, microbatch: int, cost: StepCost, scale: float, now_s: float) -> None:

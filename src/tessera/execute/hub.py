@@ -139,13 +139,9 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """News to itself: what became of a start."""
+    """News to itself: a worker can be talked to."""
 
-    device: int
-    epoch: int
-    line: Line | None
-    # Why there is none.
-    failed: Failed | Hangup | None = None
+    line: Line
 
 
 @dataclass
@@ -216,10 +212,12 @@ class Hub:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._start_due()
-            late = self._late()
-            if late is not None:
-                return late, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
-            times = [t for t in (deadline, self._next_s()) if t is not None]
+            starting = [(d, m) for d, m in enumerate(self._members) if m.state == "starting" and m.line]
+            late = [(m.started_s + START_TIMEOUT_S, d) for d, m in starting]
+            if late and min(late)[0] <= time.monotonic():
+                return min(late)[1], Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
+            times = [t for t in (deadline, *(m.due_s for m in self._members)) if t is not None]
+            times += [at_s for at_s, _ in late]
             wait_s = max(0.0, min(times) - time.monotonic()) if times else None
             news = self._inbox.take(True, wait_s)
             if news is not None:
@@ -312,7 +310,7 @@ class Hub:
         for thread in self._threads:
             thread.join(STOP_TIMEOUT_S)
         while (news := self._inbox.take(False)) is not None:
-            if isinstance(news[1], _Opened) and news[1].line is not None:
+            if isinstance(news[1], _Opened):
                 news[1].line.end(0.0)
         self._close()
 
@@ -374,55 +372,38 @@ class Hub:
         def is_over() -> bool:
             return self._is_over.is_set() or self._members[device].epoch != setup.epoch
 
+        news: _Opened | Failed | Hangup
         try:
-            opened = _Opened(device, setup.epoch, self._open(device, setup, is_over))
+            news = _Opened(self._open(device, setup, is_over))
         except TesseraError as error:
-            opened = _Opened(device, setup.epoch, None, Failed(error.message, error.remedy))
+            news = Failed(error.message, error.remedy)
         except (OSError, EOFError) as error:  # it died at once, or there is no room for a process
-            opened = _Opened(device, setup.epoch, None, Hangup(f"it could not be started ({error})"))
-        self._inbox.post(NOBODY, opened)
-
-    def _late(self) -> int | None:
-        now = time.monotonic()
-        for device, member in enumerate(self._members):
-            if member.state == "starting" and member.line and now - member.started_s >= START_TIMEOUT_S:
-                return device
-        return None
-
-    def _next_s(self) -> float | None:
-        due = [m.due_s for m in self._members if m.due_s is not None]
-        late = [m.started_s + START_TIMEOUT_S for m in self._members if m.state == "starting" and m.line]
-        return min([*due, *late], default=None)
+            news = Hangup(f"it could not be started ({error})")
+        self._inbox.post((device, setup.epoch), news)
 
     def _hear(self, source: Any, message: Any) -> tuple[int, Any] | None:
         """What is news to the stepper."""
-        match message:
-            case Wake():
-                self._is_woken = False
-                return NOBODY, message
-            case _Opened():
-                return self._take_in(message)
+        if isinstance(message, Wake):
+            self._is_woken = False
+            return NOBODY, message
         device, epoch = source
         member = self._members[device]
-        if epoch != member.epoch:  # an earlier worker's last words
+        if epoch != member.epoch:  # an earlier worker, or its last words
+            if isinstance(message, _Opened):
+                message.line.end(0.0)
+            return None
+        if isinstance(message, _Opened):
+            self._take_in(device, message.line)
             return None
         if isinstance(message, WorkerReady) and member.state == "starting":
             return device, self._welcome(device, message)
         return device, message
 
-    def _take_in(self, opened: _Opened) -> tuple[int, Any] | None:
-        """A worker can be talked to, or could not be started."""
-        device, member, line = opened.device, self._members[opened.device], opened.line
-        if opened.epoch != member.epoch:
-            if line is not None:
-                line.end(0.0)
-            return None
-        if line is None:
-            return device, opened.failed
+    def _take_in(self, device: int, line: Line) -> None:
+        member = self._members[device]
         member.line, member.pid, member.outbox = line, line.pid, Outbox(socket_of(line.pipe))
         member.started_s = time.monotonic()
         self._inbox.listen((device, member.epoch), line.pipe, messages.decode, self._answer, self.max_bytes)
-        return None
 
     def _welcome(self, device: int, ready: WorkerReady) -> Up:
         """Tells a worker that is ready, and the others, what changed while it started."""

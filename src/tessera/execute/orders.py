@@ -1,8 +1,4 @@
-"""A worker's ways to its engine and back: orders, answers, and the store that workers share through it.
-
-The thread that reads orders answers at once what needs no loop: where the worker is, and what other workers
-have told the store.
-"""
+"""What passes between a worker and its engine: orders, answers, and what workers tell one another through it."""
 
 import threading
 from collections.abc import Callable
@@ -24,30 +20,31 @@ def key_of(kind: str, device: int, epoch: int) -> str:
     return f"{kind}/{device}/{epoch}"
 
 
-class Answers:
-    """The way to the engine, for any thread of a worker."""
+class EngineLine:
+    """A worker's way to its engine and back, for any of its threads.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
+    A thread reads what the engine says. It answers at once what needs no loop, and keeps the rest: orders,
+    which the loop takes with what other threads post. What workers tell one another is set once under a key.
+    """
 
-    def tell(self, message: messages.Message) -> None:
-        """Returns when the engine's end has taken it; raises OSError if it is gone."""
-        data = messages.encode(message)
-        with self._lock:
-            self._pipe.send_bytes(data)
-
-
-class WorkerStore:
-    """What workers tell one another through the engine. A key is set once."""
-
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, pipe: Connection, max_bytes: int) -> None:
+        self._pipe, self._sending = pipe, threading.Lock()
         self._known = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._is_over = False
+        # (microbatch, run, position) of every run that the worker is at; the worker's own.
+        self.where: Callable[[], list[tuple[int, int, int]]] = list
+        self._inbox = Inbox()
+        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear, lambda: max_bytes)
+
+    def tell(self, message: Message) -> None:
+        """Returns when the engine's end has taken it; raises OSError if it is gone."""
+        data = messages.encode(message)
+        with self._sending:
+            self._pipe.send_bytes(data)
 
     def set(self, key: str, value: bytes) -> None:
-        self._answers.tell(StoreSet(key, value))
+        self.tell(StoreSet(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """What was set under this key, or will be within the time; raises WorkerError after it.
@@ -57,7 +54,7 @@ class WorkerStore:
         with self._known:
             is_known = key in self._values
         if not is_known:
-            self._answers.tell(StoreGet(key))
+            self.tell(StoreGet(key))
         with self._known:
             self._known.wait_for(lambda: key in self._values or self._is_over, timeout_s)
             if key not in self._values:
@@ -66,31 +63,9 @@ class WorkerStore:
                 raise OwnerGone(f"nobody will set {key}")
             return self._values[key]
 
-    def put(self, key: str, value: bytes) -> None:
-        """The engine's answer, by the thread that reads it."""
-        with self._known:
-            self._values[key] = value
-            self._known.notify_all()
-
-    def end(self) -> None:
-        with self._known:
-            self._is_over = True
-            self._known.notify_all()
-
-
-class Orders:
-    """What the loop has to do next: the engine's orders, and what other threads post."""
-
-    def __init__(self, pipe: Connection, answers: Answers, store: WorkerStore, max_bytes: int) -> None:
-        self._answers, self._store = answers, store
-        self._inbox = Inbox()
-        # (microbatch, run, position) of every run that the worker is at; the worker's own.
-        self.where: Callable[[], list[tuple[int, int, int]]] = list
-        self._inbox.listen(NOBODY, pipe, messages.decode, self._hear, lambda: max_bytes)
-
-    def take(self, block: bool, timeout_s: float | None = None) -> Any:
-        """The next one; None if there is none and one need not wait, or not any longer."""
-        news = self._inbox.take(block, timeout_s)
+    def take(self, block: bool) -> Any:
+        """What the loop has to do next; None if there is nothing and one need not wait."""
+        news = self._inbox.take(block)
         return None if news is None else news[1]
 
     def post(self, news: Any) -> None:
@@ -103,15 +78,18 @@ class Orders:
     def _hear(self, source: Any, message: Any) -> bool:
         match message:
             case Where():
-                self._answers.tell(Progress(self.where()))
+                self.tell(Progress(self.where()))
+                return True
             case StoreValue(key, value):
-                self._store.put(key, value)
+                with self._known:
+                    self._values[key] = value
+                    self._known.notify_all()
+                return True
             case Hangup():
-                self._store.end()
-                return False
-            case _:
-                return False
-        return True
+                with self._known:
+                    self._is_over = True
+                    self._known.notify_all()
+        return False
 
 
 class Board:

@@ -171,6 +171,8 @@ class InOrder:
         }
 
 
+# (launch, buffer) -> number of a version.
+Versions = Mapping[tuple[int, int], int]
 # 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
 POISON = 0x7F
 # What operators raise when their arguments are garbage; anything else is a bug and keeps its traceback.
@@ -220,11 +222,12 @@ class Replay:
 
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
         """Runs the launches in this order, every version of a buffer in memory of its own."""
-        uses = _uses(values, len(self._trace.launches))
+        reads = {(reader, v.buffer): n for n, v in enumerate(values) for reader in v.readers}
+        makes = {(v.producer, v.buffer): n for n, v in enumerate(values) if v.producer is not None}
         given = [(n, v) for n, v in enumerate(values) if v.producer is None and v.buffer in self._given]
         held = {number: self._given[value.buffer] for number, value in given}
         for launch in order:
-            self._issue_on_versions(launch, uses[launch], held)
+            self._issue_on_versions(launch, reads, makes, held)
         final = Memory(self._weights)
         for buffer in range(len(self._trace.buffers)):
             if buffer not in self._weights:
@@ -239,27 +242,26 @@ class Replay:
         with torch.no_grad():
             self._launcher.run(launch, self._shared)
 
-    def _issue_on_versions(self, launch: int, uses: Mapping[int, "_Use"], held: dict[int, Storage]) -> None:
+    def _issue_on_versions(
+        self, launch: int, reads: Versions, makes: Versions, held: dict[int, Storage]
+    ) -> None:
+        """On the versions that a launch reads, as copies where it changes them; poison where there is none."""
         memory = Memory(self._weights)
         row = self._trace.launches[launch]
-        named = (view.buffer for view in row.views)
-        for buffer in dict.fromkeys([*named, *(access.buffer for access in row.accesses)]):
-            if buffer not in self._weights:
-                memory.put(buffer, self._version(buffer, uses.get(buffer, _Use()), held))
+        named = {view.buffer for view in row.views} | {access.buffer for access in row.accesses}
+        for buffer in named - self._weights.keys():
+            known = held.get(reads.get((launch, buffer), -1))
+            if known is None:
+                known = self._fresh(buffer)
+            elif (launch, buffer) in makes:
+                known = known.clone()
+            memory.put(buffer, known)
         with torch.no_grad():
             self._launcher.run(launch, memory)
-        for buffer, use in uses.items():
-            if use.makes is not None:
-                held[use.makes] = memory.get(buffer)
-                if self._is_empty[launch]:
-                    _flat(held[use.makes]).fill_(POISON)
-
-    def _version(self, buffer: int, use: "_Use", held: Mapping[int, Storage]) -> Storage:
-        """The version a launch reads, as a copy if it will change it; nothing but poison if there is none."""
-        known = held.get(use.reads) if use.reads is not None else None
-        if known is None:
-            return self._fresh(buffer)
-        return known.clone() if use.makes is not None else known
+        for buffer in (b for b in named if (launch, b) in makes):
+            made = held[makes[launch, buffer]] = memory.get(buffer)
+            if self._is_empty[launch]:
+                _flat(made).fill_(POISON)
 
     def _fresh(self, buffer: int) -> Storage:
         storage = allocate(self._trace.buffers[buffer].size_bytes)
@@ -346,24 +348,6 @@ class _SharedMemory(Memory):
             _flat(place).fill_(POISON)
         elif storage.data_ptr() != place.data_ptr():
             place.copy_(storage)
-
-
-@dataclass(slots=True)
-class _Use:
-    """Numbers of the versions of one buffer that one launch reads and makes."""
-
-    reads: int | None = None
-    makes: int | None = None
-
-
-def _uses(values: Sequence[Value], num_launches: int) -> list[dict[int, _Use]]:
-    uses: list[dict[int, _Use]] = [{} for _ in range(num_launches)]
-    for number, value in enumerate(values):
-        for reader in value.readers:
-            uses[reader].setdefault(value.buffer, _Use()).reads = number
-        if value.producer is not None:
-            uses[value.producer].setdefault(value.buffer, _Use()).makes = number
-    return uses
 
 
 def _flat(storage: Storage) -> torch.Tensor:

@@ -35,7 +35,6 @@ class Duty:
     # programs[lane][index], by the lane's number among all that were ever loaded.
     programs: tuple[tuple[Program, ...], ...]
     microbatches: int
-    num_threads: int = 1
     transport: str = "shm"
     # How often this device was started before, and every device, as far as it is known now.
     epoch: int = 0
@@ -75,7 +74,6 @@ def make_setups(
     programs: Sequence[Sequence[Program]],
     weights: Tensors,
     microbatches: int,
-    num_threads: int = 1,
     transport: str = "shm",
     scale: float = 1.0,
     is_profiled: bool = False,
@@ -85,7 +83,7 @@ def make_setups(
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
     own = {name: _shared(tensor) for name, tensor in weights.items() if name in names}
     lanes, devices = tuple(map(tuple, programs)), plan.cluster.devices
-    first = Setup(0, plan.cluster, traces, lanes, microbatches, num_threads, transport, weights=own)
+    first = Setup(0, plan.cluster, traces, lanes, microbatches, transport, weights=own)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     found = []
     for number, device in enumerate(devices):
@@ -171,8 +169,8 @@ def _check_sizes(briefing: Briefing) -> None:
     steps, world = len(duty.traces), len(duty.cluster.devices)
     if not 0 <= duty.device < world or steps == 0 or len(duty.epochs) != world:
         raise ValueError(f"there is no device {duty.device} of {world} in {steps} steps")
-    if min(duty.microbatches, duty.num_threads) < 1:
-        raise ValueError("microbatches and threads are counted from 1")
+    if duty.microbatches < 1:
+        raise ValueError("microbatches are counted from 1")
     if any(not 0 <= p.step < steps for lane in duty.programs for p in lane):
         raise ValueError("a program is of a step that is not there")
     bytes.fromhex(briefing.session_hex)

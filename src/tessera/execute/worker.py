@@ -40,7 +40,7 @@ from tessera.execute.messages import (
     pack,
     unpack,
 )
-from tessera.execute.orders import Answers, Orders, WorkerStore
+from tessera.execute.orders import EngineLine
 from tessera.execute.pipes import Hangup, take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.setups import Setup
@@ -77,8 +77,8 @@ class _Active:
 class Worker:
     """A CPU's memory and its loop."""
 
-    def __init__(self, setup: Setup, store: WorkerStore, orders: Orders, answers: Answers) -> None:
-        self._setup, self._orders, self._answers = setup, orders, answers
+    def __init__(self, setup: Setup, engine: EngineLine) -> None:
+        self._setup, self._engine = setup, engine
         self._queue = Queue()
         self._active: dict[int, _Active] = {}
         # Orders of microbatches whose run before is not over, oldest first.
@@ -99,16 +99,16 @@ class Worker:
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64)
         self._progress = progress.numpy().reshape(-1).data
         self.at = (-1, -1, -1)
-        orders.where = self._where
-        self._transport = open_transport(setup, store)
-        self._transport.start(orders.post)
+        engine.where = self._where
+        self._transport = open_transport(setup, engine)
+        self._transport.start(engine.post)
 
     def loop(self) -> None:
-        self._answers.tell(WorkerReady(time.monotonic(), os.getpid()))
+        self._engine.tell(WorkerReady(time.monotonic(), os.getpid()))
         try:
             while True:
                 job = self._queue.pick()
-                news = self._orders.take(block=job is None)
+                news = self._engine.take(block=job is None)
                 if news is not None:
                     if not self._handle(news):
                         return
@@ -126,7 +126,7 @@ class Worker:
                 self._begin(news)
             case Cancel(run):
                 self._cancel(run)
-                self._answers.tell(Cancelled(run))
+                self._engine.tell(Cancelled(run))
             case Clear(microbatch, lane):
                 self._clear(microbatch, lane)
             case LoadLanes(first_lane, packed):
@@ -141,7 +141,7 @@ class Worker:
                     self._queue.deliver(run, number)
                     self._arrivals.setdefault(run, []).append((number, start, stop))
             case Gone(device, message, epoch):
-                self._answers.tell(PeerLost(device, message, epoch))
+                self._engine.tell(PeerLost(device, message, epoch))
             case _:
                 raise TesseraError(f"a worker was sent {type(news).__name__}")
         return True
@@ -159,7 +159,7 @@ class Worker:
                 if not isinstance(instruction, Free):  # what is here stays; see `memory`
                     self._note(active.order, job.position - 1)
                     self._issue(instruction, active)
-            if len(self._queue) > 1 or not self._orders.is_empty or not job.is_ready:
+            if len(self._queue) > 1 or not self._engine.is_empty or not job.is_ready:
                 break  # another job, or news
         if job.is_done:
             self._queue.drop(job.ticket)
@@ -254,7 +254,7 @@ class Worker:
         state = {name: pack(contents) for name, contents in stand.state.items()} if order.wants_state else {}
         moved = self._arrivals.pop(order.run, [])
         told = moved if order.wants_spans else []
-        self._answers.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s))
+        self._engine.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s))
         self._progress[2 * order.microbatch] = -1
         following = next((x for x in self._waiting if x.microbatch == order.microbatch), None)
         if following is not None:
@@ -309,23 +309,21 @@ def _is_leaving(pid: int) -> bool:
 
 def serve(setup: Setup, pipe: Connection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
-    torch.set_num_threads(setup.num_threads)
+    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     if setup.interpret is not None:
         hand_in(setup.interpret)
-    answers = Answers(pipe)
-    store = WorkerStore(answers)
-    orders = Orders(pipe, answers, store, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
+    engine = EngineLine(pipe, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:
-        backend = _backend(setup, store, orders, answers)
+        backend = _backend(setup, engine)
         backend.loop()
     except (BrokenPipeError, ConnectionResetError):
         pass  # the engine is gone
     except TesseraError as error:
-        _tell_failure(answers, backend, error.message, error.remedy)
+        _tell_failure(engine, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
-        _tell_failure(answers, backend, f"{type(error).__name__}: {error}", "")
+        _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
 
 
 def _given_bytes(trace: Trace) -> int:
@@ -333,18 +331,14 @@ def _given_bytes(trace: Trace) -> int:
     return sum(b.size_bytes for b in trace.buffers if b.kind in (BufferKind.INPUT, BufferKind.STATE))
 
 
-def _backend(setup: Setup, store: WorkerStore, orders: Orders, answers: Answers) -> Backend:
+def _backend(setup: Setup, engine: EngineLine) -> Backend:
     if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
-        made: Backend = CudaWorker(setup, store, orders, answers)
-        return made
-    return Worker(setup, store, orders, answers)
+        return CudaWorker(setup, engine)
+    return Worker(setup, engine)
 
 
-def _tell_failure(answers: Answers, backend: Backend | None, message: str, remedy: str) -> None:
-    at = backend.at if backend is not None else (-1, -1, -1)
-    try:
-        answers.tell(Failed(message, remedy, *at))
-    except OSError:
-        return
+def _tell_failure(engine: EngineLine, backend: Backend | None, message: str, remedy: str) -> None:
+    with contextlib.suppress(OSError):  # the engine is gone
+        engine.tell(Failed(message, remedy, *(backend.at if backend is not None else (-1, -1, -1))))

@@ -73,7 +73,6 @@ class WorkerStepper(Runs):
         weights: Tensors,
         *,
         microbatches: int | None = None,
-        num_threads: int = 1,
         transport: str = AUTO,
         timeout_s: float | None = None,
         method: str = FORKSERVER,
@@ -86,7 +85,7 @@ class WorkerStepper(Runs):
         lanes, self.footprints = _ready(plans)
         self.microbatches = microbatches or max(plan.microbatches for plan in plans)
         chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
-        sizes = (self.microbatches, num_threads, chosen, scale, is_profiled)
+        sizes = (self.microbatches, chosen, scale, is_profiled)
         setups = make_setups(plans[0], lanes, weights, *sizes)
         made = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
         made.max_failures = max_failures

@@ -83,7 +83,7 @@ def stepper_of(plan: Plan, gate: Gate, here: frozenset[int] = frozenset()) -> Wo
 def setups(plan: Plan) -> list[Setup]:
     """One a device."""
     weights = made.workloads()[0].weights()
-    return make_setups(plan, list(ready_programs(plan)), weights, 3, 1, "host", 1.0, False)
+    return make_setups(plan, list(ready_programs(plan)), weights, 3, "host", 1.0, False)
 
 
 def hub_of(plan: Plan, gate: Gate, digest: str = "") -> RemoteHub:

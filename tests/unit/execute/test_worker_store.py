@@ -1,10 +1,12 @@
 """What workers tell one another through the engine."""
 
+from multiprocessing import Pipe
+
 import pytest
 
 from tessera.errors import WorkerError
-from tessera.execute.messages import Message, StoreValue
-from tessera.execute.orders import Board, OwnerGone, WorkerStore, key_of
+from tessera.execute.messages import Message, StoreValue, encode
+from tessera.execute.orders import Board, EngineLine, OwnerGone, key_of
 
 LATE = key_of("link", 1, 0)
 
@@ -58,13 +60,8 @@ def test_a_dead_worker_is_not_answered() -> None:
 
 
 def test_a_worker_hears_at_once_that_nobody_will_tell() -> None:
-    class Silent:
-        """An engine that takes everything."""
-
-        def tell(self, message: Message) -> None:
-            store.put(LATE, b"")
-
-    store = WorkerStore(Silent())  # type: ignore[arg-type]
+    engine, worker = Pipe()
+    engine.send_bytes(encode(StoreValue(LATE, b"")))
     with pytest.raises(OwnerGone):
-        store.get(LATE, 60.0)
+        EngineLine(worker, 1 << 20).get(LATE, 60.0)
     assert issubclass(OwnerGone, WorkerError)

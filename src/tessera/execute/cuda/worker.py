@@ -31,7 +31,7 @@ from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchRoom, ShareGraph
 from tessera.execute.cuda.host import Host
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED
 from tessera.execute.cuda.transport import GpuTransport
-from tessera.execute.links import KeyStore, Links
+from tessera.execute.links import Links
 from tessera.execute.memory import bytes_of
 from tessera.execute.messages import (
     Begin,
@@ -47,7 +47,7 @@ from tessera.execute.messages import (
     pack,
     unpack_programs,
 )
-from tessera.execute.orders import Answers, Orders
+from tessera.execute.orders import EngineLine
 from tessera.execute.pipes import Hangup
 from tessera.execute.setups import Setup
 from tessera.execute.transport import Gone
@@ -77,8 +77,8 @@ class _Running:
 
 
 class CudaWorker:
-    def __init__(self, setup: Setup, store: KeyStore, orders: Orders, answers: Answers) -> None:
-        self._setup, self._orders, self._answers = setup, orders, answers
+    def __init__(self, setup: Setup, engine: EngineLine) -> None:
+        self._setup, self._engine = setup, engine
         # Where the worker is: (microbatch, run, position), for the message of an error.
         self.at = (-1, -1, -1)
         torch.cuda.set_device(setup.cluster.devices[setup.device].ordinal)
@@ -96,7 +96,7 @@ class CudaWorker:
             us=setup.us,
             scale=setup.scale,
             is_profiled=setup.is_profiled,
-            transport=_opener(setup, store, orders),
+            transport=_opener(setup, engine),
         )
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
         # Oldest first.
@@ -109,10 +109,10 @@ class CudaWorker:
         self._load(setup.programs)
 
     def loop(self) -> None:
-        self._orders.where = self._where
-        self._answers.tell(WorkerReady(time.monotonic(), os.getpid()))
+        self._engine.where = self._where
+        self._engine.tell(WorkerReady(time.monotonic(), os.getpid()))
         while True:
-            news = self._orders.take(block=not self._running)
+            news = self._engine.take(block=not self._running)
             if news is not None:
                 if isinstance(news, Hangup):
                     return
@@ -134,7 +134,7 @@ class CudaWorker:
             case Relink(device, epoch):
                 self._relink(device, epoch)
             case Gone(device, message, epoch):
-                self._answers.tell(PeerLost(device, message, epoch))
+                self._engine.tell(PeerLost(device, message, epoch))
             case _:
                 raise TesseraError(f"a worker was sent {type(news).__name__}")
 
@@ -171,7 +171,7 @@ class CudaWorker:
             graph = self._graphs.graph(order.microbatch, number)
         except PeerAway as error:
             self._refused[order.run] = order
-            self._answers.tell(PeerLost(error.device, error.message))
+            self._engine.tell(PeerLost(error.device, error.message))
             return
         start, stop, done = (torch.cuda.Event(enable_timing=timed) for timed in (True, True, False))
         running = _Running(order, program, graph, start, stop, done)
@@ -232,7 +232,7 @@ class CudaWorker:
             spans, transfers = self._report(running)
             outputs = {name: pack(t) for name, t in running.outputs.items()}
             state = {name: pack(t) for name, t in running.state.items()}
-            self._answers.tell(Done(order.run, outputs, state, spans, transfers, self._busy_s(running)))
+            self._engine.tell(Done(order.run, outputs, state, spans, transfers, self._busy_s(running)))
         return bool(ended)
 
     def _report(self, running: _Running) -> Rows:
@@ -270,7 +270,7 @@ class CudaWorker:
         order = running.order if running is not None else self._refused.pop(run, None)
         if order is not None and self._graphs.transport is not None:
             self._graphs.transport.reset(order.microbatch, self._numbers[order.lane][order.index])
-        self._answers.tell(Cancelled(run))
+        self._engine.tell(Cancelled(run))
 
     def _end_stuck(self, running: _Running) -> None:
         deadline, transport = time.monotonic() + CANCEL_S, self._graphs.transport
@@ -289,7 +289,7 @@ class CudaWorker:
                     contents.zero_()
 
 
-def _opener(setup: Setup, store: KeyStore, orders: Orders) -> "Callable[[GpuDevice], GpuTransport] | None":
+def _opener(setup: Setup, engine: EngineLine) -> "Callable[[GpuDevice], GpuTransport] | None":
     """Makes the transport, where a program sends anything."""
     num = len(setup.cluster.devices)
     if num < 2:
@@ -298,15 +298,15 @@ def _opener(setup: Setup, store: KeyStore, orders: Orders) -> "Callable[[GpuDevi
     def open_transport(device: GpuDevice) -> GpuTransport:
         place = (setup.device, device.ordinal, num, setup.microbatches)
         if setup.transport == "ipc":
-            return Ipc(*place, store, setup.epochs)
+            return Ipc(*place, engine, setup.epochs)
         if setup.transport == "nvshmem":
-            return Nvshmem(*place, store, setup.epoch)
+            return Nvshmem(*place, engine, setup.epoch)
 
         def links(receiver: Host, max_bytes: Callable[[int], int]) -> Links:
             where = {"folder": setup.folder, "host": setup.host}
-            return Links(setup.device, setup.epochs, setup.key, store, receiver, max_bytes, **where)
+            return Links(setup.device, setup.epochs, setup.key, engine, receiver, max_bytes, **where)
 
-        return Host(*place, links, orders.post)
+        return Host(*place, links, engine.post)
 
     return open_transport
 
