@@ -206,7 +206,7 @@ class FairQueue(Generic[T]):
 
     def peek(self) -> T | None:
         with self._lock:
-            items = self._returned or next(iter(self._by_client.values()), None)
+            items = self._returned or next(iter(self._by_client.values()), deque())
             return items[0] if items else None
 
     def pop(self) -> T | None:

@@ -1,4 +1,4 @@
-"""What passes between a worker and its engine: orders, answers, and what workers tell one another through it."""
+"""What passes between a worker and its engine: orders, answers, and what workers tell one another."""
 
 import threading
 from collections.abc import Callable

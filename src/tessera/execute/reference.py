@@ -245,7 +245,7 @@ class Replay:
     def _issue_on_versions(
         self, launch: int, reads: Versions, makes: Versions, held: dict[int, Storage]
     ) -> None:
-        """On the versions that a launch reads, as copies where it changes them; poison where there is none."""
+        """On the versions that a launch reads, as copies where it changes them; poison where none is."""
         memory = Memory(self._weights)
         row = self._trace.launches[launch]
         named = {view.buffer for view in row.views} | {access.buffer for access in row.accesses}

@@ -188,12 +188,7 @@ LOADS = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 
 def like(demand: Demand, num: int, times_us: Sequence[float]) -> Demand:
     """As many requests with the lengths of a demand, over and over, at other times."""
-
-    def drawn(values: Sequence[float]) -> list[float]:
-        return list(islice(cycle(values), num))
-
-    tokens, decodes = (list(map(int, drawn(x))) for x in (demand.tokens, demand.decodes))
-    return replace(demand, times_us=times_us, tokens=tokens, decodes=decodes, shares=drawn(demand.shares))
+    return demand.chosen(islice(cycle(range(len(demand))), num), times_us)
 
 
 def house(plan: Plan, demand: Demand) -> int:
@@ -252,9 +247,7 @@ def alone(plan: Plan, demand: Demand, truth: Truth | None = None) -> dict[str, f
     best = dict.fromkeys(METRICS, float("inf"))
     by_tokens = sorted(range(len(demand)), key=lambda n: demand.tokens[n])
     for number in {by_tokens[0], by_tokens[-1]}:
-        own = slice(number, number + 1)
-        tokens, decodes, shares = demand.tokens[own], demand.decodes[own], demand.shares[own]
-        one = replace(demand, times_us=[0.0], tokens=tokens, decodes=decodes, shares=shares)
+        one = demand.chosen([number], [0.0])
         for metric, values in measured(SimulatedServer([plan], one, truth).run()).items():
             if not np.isnan(values[0]):
                 best[metric] = min(best[metric], float(values[0]))

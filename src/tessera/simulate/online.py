@@ -17,8 +17,8 @@ with its prompt and gets its next token by that, as in a service.
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 
@@ -53,6 +53,12 @@ class Demand:
 
     def __len__(self) -> int:
         return len(self.times_us)
+
+    def chosen(self, numbers: Iterable[int], times_us: Sequence[float]) -> "Demand":
+        """Some of the requests, perhaps more than once, at other times."""
+        rows = [(self.tokens[n], self.decodes[n], self.shares[n]) for n in numbers]
+        tokens, decodes, shares = zip(*rows, strict=True)
+        return replace(self, times_us=times_us, tokens=tokens, decodes=decodes, shares=shares)
 
 
 def demand_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Demand:
