@@ -31,10 +31,10 @@ from tessera.ir.graph import Rebatched, check_counts, check_steps
 from tessera.plan import (
     Batched,
     Constraint,
-    Load,
     LoadConfig,
     LoadPlan,
     PlanConfig,
+    PricedLoad,
     Target,
     plan_load,
     solve,
@@ -234,7 +234,7 @@ def plan_for(
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
-    return plan_load(Load(variant_at, cluster, target, SteadyRates, in_parts), config)
+    return plan_load(PricedLoad(variant_at, cluster, target, SteadyRates, in_parts), config)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:

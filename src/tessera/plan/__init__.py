@@ -9,14 +9,33 @@ out), `explain`.
 from tessera.plan.batches import Batched, Tried, solve_batches
 from tessera.plan.constraints import Constraint, constraints_of, parse_constraint
 from tessera.plan.explain import Explanation, Room, explain, latency_bound_us
-from tessera.plan.load import BATCHES, NEAR, Load, LoadConfig
+from tessera.plan.load import BATCHES, NEAR, LoadConfig, PricedLoad
 from tessera.plan.load_cells import plan_load
 from tessera.plan.load_figures import LoadPlan, Option, Target
 from tessera.plan.search.planners import PLANNERS
 from tessera.plan.solve import PlanConfig, Simulator, solve
 
 __all__ = [
-    "BATCHES", "NEAR", "PLANNERS", "Batched", "Constraint", "Explanation", "Load", "LoadConfig", "LoadPlan",
-    "Option", "PlanConfig", "Room", "Simulator", "Target", "Tried", "constraints_of", "explain",
-    "latency_bound_us", "parse_constraint", "plan_load", "solve", "solve_batches",
+    "BATCHES",
+    "NEAR",
+    "PLANNERS",
+    "Batched",
+    "Constraint",
+    "Explanation",
+    "LoadConfig",
+    "LoadPlan",
+    "Option",
+    "PlanConfig",
+    "PricedLoad",
+    "Room",
+    "Simulator",
+    "Target",
+    "Tried",
+    "constraints_of",
+    "explain",
+    "latency_bound_us",
+    "parse_constraint",
+    "plan_load",
+    "solve",
+    "solve_batches",
 ]  # fmt: skip

@@ -66,7 +66,7 @@ Candidate = tuple[Option, Callable[[], ir.Plan]]
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class PricedLoad:
     """What is to be served, and on what."""
 
     # The steps of a batch, priced on the cluster.
@@ -88,9 +88,9 @@ class Load:
                 self._known[batch, prefill] = self.in_parts(batch, prefill)
         return self._known[batch, prefill]
 
-    def on(self, devices: Sequence[int]) -> "Load":
+    def on(self, devices: Sequence[int]) -> "PricedLoad":
         """The load on some of the devices."""
-        return Load(
+        return PricedLoad(
             lambda batch: variant_on(self.at(batch), devices),
             cluster_of(self.cluster, devices),
             self.target,
@@ -120,7 +120,7 @@ class LoadConfig:
     advance: Callable[[str], None] = lambda text: None
 
 
-def plan_at_once(load: Load, config: LoadConfig) -> LoadPlan:
+def plan_at_once(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     """The plan that gives most tokens per second within memory and the limits, on all devices at once."""
     batches, advance = config.batches, config.advance
     most = config.max_microbatches or 2 * len(load.cluster.devices)
@@ -150,7 +150,7 @@ def plan_at_once(load: Load, config: LoadConfig) -> LoadPlan:
     return search.found(advance)
 
 
-def _prefill_rows(load: Load, batch: int) -> int | None:
+def _prefill_rows(load: PricedLoad, batch: int) -> int | None:
     """The fewest rows that are prefilled nearly as fast as more, by their prices; None without prefills."""
     rows, last_us = 1, np.zeros(0)
     while rows <= batch:
@@ -183,7 +183,7 @@ class _Point:
 
 @dataclass(eq=False)
 class _Search:
-    load: Load
+    load: PricedLoad
     max_microbatches: int
     objective: ir.Objective
     points: dict[Point, _Point] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from itertools import islice
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.load import Load, LoadConfig, plan_at_once
+from tessera.plan.load import LoadConfig, PricedLoad, plan_at_once
 from tessera.plan.load_figures import LoadPlan, Option, Target, against, together
 from tessera.plan.problem import Cells, build, kinds_of, partitions, spread_us
 from tessera.plan.search import objectives
@@ -30,7 +30,7 @@ MAX_AT_ONCE = 3
 MAX_SETS = 8
 
 
-def plan_load(load: Load, config: LoadConfig) -> LoadPlan:
+def plan_load(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     """Batch, microbatches and placement for a load, the best by the objective of the search."""
     goal, cluster = config.objective, load.cluster
     if goal is ir.Objective.THROUGHPUT:
@@ -54,7 +54,7 @@ def plan_load(load: Load, config: LoadConfig) -> LoadPlan:
     return replace(best, plan=replace(best.plan, objective=goal))
 
 
-def _on_all(load: Load, config: LoadConfig) -> LoadPlan:
+def _on_all(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     """On all devices; of alike ones, never below what their cells give."""
     cluster = load.cluster
     first = load.at(config.batches[0])
@@ -113,7 +113,7 @@ def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:
     return LoadPlan(against(best.plan, baselines, target), best.chosen, baselines, options, goal)
 
 
-def side_by_side(load: Load, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPlan:
+def side_by_side(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> LoadPlan:
     """One plan of all copies of all parts of a load, and what the policies give in the same parts."""
     cluster, goal = load.cluster, parts[0][0].objective
     plan = _copied(load, parts)
@@ -152,7 +152,7 @@ def _together(cluster: ir.Cluster, policy: str, rows: Sequence[tuple[Option, Cel
     return together(copies, policy)
 
 
-def _copied(load: Load, parts: Sequence[tuple[LoadPlan, Cells]]) -> ir.Plan:
+def _copied(load: PricedLoad, parts: Sequence[tuple[LoadPlan, Cells]]) -> ir.Plan:
     """The lanes of every part on the devices of every copy, each with the microbatches it had."""
     cluster, whole = load.cluster, load.variants
     units = list(dict.fromkeys(id(v.unit) for part, _ in parts for v in part.plan.every_variant))

@@ -12,9 +12,9 @@ from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.execute.lower import lower
 from tessera.plan import (
-    Load,
     LoadConfig,
     LoadPlan,
+    PricedLoad,
     Target,
     explain,
     plan_load,
@@ -76,7 +76,7 @@ def planned(
 def _planned(memory: tuple[int, int], tpot_ms: float | None, most: int) -> LoadPlan:
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
     target = Target(1, tpot_ms)
-    load = Load(lambda b: variant_at(b, cluster), cluster, target, SteadyRates)
+    load = PricedLoad(lambda b: variant_at(b, cluster), cluster, target, SteadyRates)
     return plan_load(load, LoadConfig(BATCHES, max_microbatches=most))
 
 
@@ -119,7 +119,7 @@ def test_a_first_token_that_only_one_row_has_in_time_is_planned_with_one() -> No
     target = Target(8, ttft_ms=0.12)
 
     config = LoadConfig((2, 8), max_microbatches=2)
-    found = plan_load(Load(lambda b: request_at(b, b, cluster), cluster, target, SteadyRates), config)
+    found = plan_load(PricedLoad(lambda b: request_at(b, b, cluster), cluster, target, SteadyRates), config)
 
     assert found.plan.batch == 1
     assert found.chosen.ttft_ms <= 0.12
@@ -144,7 +144,7 @@ def test_a_coarse_policy_is_compared_at_the_batch_that_is_best_when_simulated(
     def simulate(plan: ir.Plan) -> float:
         return made(plan) * (0.1 if plan.batch > 16 else 1.0)
 
-    load = Load(lambda b: request_at(b, b, cluster), cluster, Target(8), lambda: Told(simulate))
+    load = PricedLoad(lambda b: request_at(b, b, cluster), cluster, Target(8), lambda: Told(simulate))
     found = plan_load(load, LoadConfig((4, 16, 32), (), 2))
 
     coarse = [o for o in found.baselines if o.policy not in ("single", "data-parallel")]
@@ -159,7 +159,7 @@ def planned_requests(is_free: bool) -> LoadPlan:
     in_parts = (lambda batch, rows: request_at(batch, rows, cluster)) if is_free else None
     config = LoadConfig((16,), max_microbatches=2)
     return plan_load(
-        Load(lambda b: request_at(b, b, cluster), cluster, Target(8), SteadyRates, in_parts), config
+        PricedLoad(lambda b: request_at(b, b, cluster), cluster, Target(8), SteadyRates, in_parts), config
     )
 
 
@@ -250,7 +250,7 @@ def planned_on(num: int) -> LoadPlan:
     """Devices of two kinds in turn, with memory to spare."""
     cluster = make_cluster(num, gbps=25.0, latency_us=5.0, memory=[10_000 * MB] * num)
     config = LoadConfig((16,), max_microbatches=num)
-    return plan_load(Load(lambda b: variant_at(b, cluster), cluster, Target(1), SteadyRates), config)
+    return plan_load(PricedLoad(lambda b: variant_at(b, cluster), cluster, Target(1), SteadyRates), config)
 
 
 def test_many_devices_give_what_their_cells_give() -> None:
@@ -275,7 +275,7 @@ def test_a_card_more_than_there_are_pairs_works_by_itself() -> None:
 def test_no_policy_and_no_plan_is_rated_by_what_it_gives_only_at_first() -> None:
     """Here they give less in the long run than a verdict sees; replicas, which nobody waits for, do not."""
     cluster = make_cluster(2, gbps=25.0, latency_us=5.0, memory=[1200 * MB, 500 * MB])
-    load = Load(lambda b: variant_at(b, cluster), cluster, Target(1), Tiring)
+    load = PricedLoad(lambda b: variant_at(b, cluster), cluster, Target(1), Tiring)
     later = plan_load(load, LoadConfig(BATCHES, max_microbatches=MOST))
 
     assert planned().chosen.policy != "data-parallel"
@@ -290,7 +290,7 @@ def by(objective: ir.Objective, usd_per_hour: tuple[float | None, float | None])
     devices = tuple(replace(d, usd_per_hour=usd, tdp_w=watts) for d, usd, watts in rows)
     cluster = replace(cluster, devices=devices)
     config = LoadConfig(BATCHES, (), MOST, objective)
-    return plan_load(Load(lambda b: variant_at(b, cluster), cluster, Target(1), SteadyRates), config)
+    return plan_load(PricedLoad(lambda b: variant_at(b, cluster), cluster, Target(1), SteadyRates), config)
 
 
 def test_by_the_dollar_a_device_that_is_too_dear_is_not_used() -> None:
