@@ -5,8 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,15 +26,11 @@ TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measur
 PLANNED = ("unit/serve", "unit/execute", "unit/compile", "cli/")
 
 
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`record_step` that records a step once for all processes."""
-    from kept_traces import kept_in
-
+@pytest.fixture(autouse=True, scope="session")
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One folder for all processes."""
     own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "traces"
-    folder.mkdir(exist_ok=True)
-    return kept_in(folder)
+    sampling.share((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,9 +38,10 @@ def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fewer mixes are looked at where plans are not judged, and steps are not recorded again."""
     with pytest.MonkeyPatch.context() as patch:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
+            from kept_traces import recorded
+
             for module in ("tessera.flow", "tessera.capture"):
-                found = request.getfixturevalue("recorded")
-                patch.setattr(importlib.import_module(module), "record_step", found)
+                patch.setattr(importlib.import_module(module), "record_step", recorded)
             patch.setattr("tessera.plan.search.local.MOST", 8)
             patch.setattr("tessera.plan.search.local.DEPTHS", (1.1, 1.35))
             patch.setattr("tessera.plan.load.MAX_PLANNED", 2)

@@ -2,7 +2,8 @@
 
 import functools
 
-from tessera.capture import Workload, build, record_step
+from kept_traces import recorded
+from tessera.capture import Workload, build
 from tessera.ir import Step, Trace
 
 PROMPT, TOKENS, BATCH = 24, 4, 2
@@ -44,7 +45,6 @@ def workload(model: str, kind: str, batch: int = BATCH) -> Workload:
     return build(step(model, kind, batch))
 
 
-@functools.cache
 def trace(model: str, kind: str, device: str = "cpu", batch: int = BATCH) -> Trace:
     """Its trace."""
-    return record_step(step(model, kind, batch), device)
+    return recorded(step(model, kind, batch), device)

@@ -1,11 +1,15 @@
 """How much of a slow proof runs: a sample, the same one every time, or all of it with `--whole`."""
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
 _is_whole = False
+_folder: Path | None = None
 
 
 def set_whole(is_whole: bool) -> None:
@@ -17,6 +21,18 @@ def set_whole(is_whole: bool) -> None:
 def is_whole() -> bool:
     """Whether proofs are run whole."""
     return _is_whole
+
+
+def share(folder: Path) -> None:
+    """Said once, before tests run: where what is made once for all processes of a sample is kept."""
+    global _folder  # noqa: PLW0603
+    folder.mkdir(exist_ok=True)
+    _folder = folder
+
+
+def shared_folder() -> Path | None:
+    """What was said; None: everything is made anew."""
+    return None if _is_whole else _folder
 
 
 def examples(whole: int, sample: int) -> int:
@@ -32,3 +48,9 @@ def one_of_each(rows: Sequence[T], kind: Callable[[T], Hashable]) -> list[T]:
     for row in rows:
         kinds.setdefault(kind(row), []).append(row)
     return [alike[turn % len(alike)] for turn, alike in enumerate(kinds.values())]
+
+
+def some_of(rows: Iterable[T], kept: Collection[T]) -> list[Any]:
+    """Parameters of a test: all rows, of which those that are not kept are `slow`."""
+    given = [(row, row if isinstance(row, tuple) else (row,)) for row in rows]
+    return [pytest.param(*words, marks=() if row in kept else pytest.mark.slow) for row, words in given]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tessera
-from sampling import one_of_each
+from sampling import one_of_each, some_of
 from tessera.capture import build, record, record_step
 from tessera.cli import _main
 from tessera.ir import Buffer, BufferKind, Step, Trace, save
@@ -25,7 +25,8 @@ FAMILIES = [
     ("tiny-qwen2.5-vl", "prefill"),
     ("tiny-sd3.5", "denoise"),
 ]
-SAMPLE = one_of_each(FAMILIES, lambda row: row[0])
+# Commands and workers of other tests run Llama.
+SAMPLE = some_of(one_of_each(FAMILIES, lambda row: row[0]), FAMILIES[3:])
 
 
 def call(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

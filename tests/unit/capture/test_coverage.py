@@ -7,18 +7,17 @@ import pytest
 from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
 
+from sampling import some_of
 from tessera.execute.pipes import FORKSERVER
 
 pytest.importorskip("transformers")
 
 
 # The rest of the list goes the same ways.
-ALWAYS = ("deepseek_v3", "t5", "SD3Transformer2DModel")
+ALWAYS = ("deepseek_v3", "t5")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in SHORT]
-)
+@pytest.mark.parametrize("name", some_of(SHORT, ALWAYS))
 def test_an_architecture_is_captured_planned_and_verified(name: str) -> None:
     """From a configuration alone, with every output and state equal bit for bit."""
     model = next(model for model in MODELS if model.name == name)

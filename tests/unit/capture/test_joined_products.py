@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
+from sampling import some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models.joined import JoinedLinear, join_products
 from tessera.execute.reference import Replay, same_bits
@@ -75,7 +76,7 @@ def test_a_layer_of_llama_has_four_products_instead_of_seven() -> None:
     assert 3 * LAYERS == len(apart.launches) - len(together.launches)
 
 
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("model", some_of(TINY, ("tiny-gpt-oss", "tiny-mamba")))
 def test_greedy_tokens_are_the_same(model: str) -> None:
     """Of whatever requests."""
     apart, together = workload(model, False), workload(model, True)

@@ -16,6 +16,7 @@ import torch
 import models
 import slices_model
 from factories import make_cluster, make_plan
+from sampling import some_of
 from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.errors import WorkerError
@@ -62,7 +63,7 @@ def assert_equal_to_reference(requests: Sequence[UnitRequest], results: Sequence
         assert all(same_bits(t, result.state[name]) for name, t in reference.state.items())
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_devices", some_of((1, 2, 3), (3,)))
 def test_scattered_launches_give_the_reference_bits(num_devices: int) -> None:
     """However launches are scattered over workers, tokens, logits and state do not change by a bit."""
     requests = make_requests(5)

@@ -18,6 +18,7 @@ import pytest
 
 import engine_factory as made
 import stepper_factory as factory
+from sampling import some_of
 from tessera.errors import WorkerError
 from tessera.execute import hub as hubs
 from tessera.execute.hub import Hub, Line, pause_s
@@ -103,8 +104,10 @@ def until_back(stepper: WorkerStepper, limit_s: float = 60.0) -> list[object]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["shm", "host"])
-@pytest.mark.parametrize("seed", range(2))
+KILLS = [(0, "shm"), (1, "host"), (0, "host"), (1, "shm")]
+
+
+@pytest.mark.parametrize(("seed", "transport"), some_of(KILLS, KILLS[:2]))
 def test_random_kills_under_load_cost_no_request(
     seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
