@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.monitor import Action, Adopted, Arrived, Event, MeasuredSteps, Monitor, PlannedLane, Ticked
+from tessera.adapt.monitor import Action, Adopted, Arrived, Event, Monitor, PlannedLane, Ticked
 from tessera.errors import TesseraError
 from tessera.ir import Decision, DecisionKind, DeviceKind
 
@@ -60,7 +60,6 @@ class Live:
     ) -> None:
         self._monitor, self._hands, self._clock = monitor, hands, clock
         self.decisions = decisions or Decisions()
-        self._times = MeasuredSteps()
         self._lock = threading.RLock()
         self._background = ThreadPoolExecutor(1, "tessera-replan")
         self._replanning: Future[Sequence[Capability]] | None = None
@@ -97,19 +96,16 @@ class Live:
         timed = {name: seconds for name, seconds in busy_s.items() if kinds[name] in TIMED}
         if timed:
             with self._lock:
-                self._times.add(lane, step, timed)
+                self._monitor.stepped(lane, step, timed)
 
     def adopted(self, capabilities: Sequence[Capability], why: str) -> None:
         """The owner has taken up other plans by itself."""
         with self._lock:
-            self._times = MeasuredSteps()
             self._tell(Adopted(tuple(capabilities), why))
 
     def poll(self) -> None:
         with self._lock:
             self._collect()
-            for event in self._times.events():
-                self._tell(event)
             self._tell(Ticked(self._num_requests))
 
     def _collect(self) -> None:
@@ -121,7 +117,6 @@ class Live:
         except TesseraError as error:  # the old plans run on: a failed replan is told, and loses nothing
             self._tell(Adopted((), f"no new plans: {error.message}"))
             return
-        self._times = MeasuredSteps()
         self._tell(Adopted(made, self._hands.adopt()))
 
     def _tell(self, event: Event) -> None:

@@ -19,7 +19,7 @@ at the load where the policies cross, so that the standard error is a tenth.
 """
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -45,17 +45,6 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredLaunches:
-    """Launches of some kernels were timed together: planned microseconds of each, real ones of all."""
-
-    device: str
-    planned_us: tuple[tuple[str, float], ...]
-    us: float
-    # Runs that were averaged.
-    num_runs: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Lost:
     device: str
 
@@ -73,7 +62,7 @@ class Adopted:
     why: str = "new plans were ready"
 
 
-Event = Arrived | Ticked | MeasuredLaunches | Lost | Returned | Adopted
+Event = Arrived | Ticked | Lost | Returned | Adopted
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +91,43 @@ class PlannedLane(Protocol):
         """Among the plan's lanes."""
 
 
-class MeasuredSteps:
-    def __init__(self) -> None:
-        # (lane, step) -> device -> (seconds, runs)
-        self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
-        # (lane, step) -> device -> ((kernel, planned microseconds), ...)
-        self._planned: dict[tuple[int, int], dict[str, tuple[tuple[str, float], ...]]] = {}
+# (kernel, planned microseconds) of launches on one device.
+Planned = tuple[tuple[str, float], ...]
 
-    def add(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float], scale: float = 1.0) -> None:
-        """A step has kept devices busy; `scale` times as long as it would by itself."""
+
+class MeasuredSteps:
+    """How long steps kept devices busy."""
+
+    def __init__(self) -> None:
+        # (lane, step) -> device -> (seconds, runs), and what was planned there.
+        self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
+        self._planned: dict[tuple[int, int], dict[str, Planned]] = {}
+
+    def add(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
         key = (lane.number, step)
         if key not in self._planned:
             self._planned[key] = planned_us(lane.plan, lane.index, step)
         seen = self._seen.setdefault(key, {})
         for device, seconds in busy_s.items():
             total, num = seen.get(device, (0.0, 0))
-            seen[device] = (total + seconds / scale, num + 1)
+            seen[device] = (total + seconds, num + 1)
 
-    def events(self) -> list[MeasuredLaunches]:
-        found = []
+    def take(self) -> dict[str, list[tuple[dict[str, float], float]]]:
+        """Of each device: planned microseconds by kernel, and what these took together on average."""
+        totals: dict[tuple[str, Planned], tuple[float, int]] = {}
         for key, devices in self._seen.items():
             for device, (seconds, num) in devices.items():
-                planned = self._planned[key].get(device)
-                if planned:
-                    found.append(MeasuredLaunches(device, planned, seconds / num * 1e6, num))
+                if planned := self._planned[key].get(device):  # steps that are planned alike are one
+                    before_s, runs = totals.get((device, planned), (0.0, 0))
+                    totals[device, planned] = (before_s + seconds, runs + num)
         self._seen.clear()
+        found: dict[str, list[tuple[dict[str, float], float]]] = {}
+        for (device, planned), (seconds, num) in totals.items():
+            found.setdefault(device, []).append((dict(planned), seconds / num * 1e6))
         return found
 
 
-def planned_us(plan: Plan, index: int, step: int) -> dict[str, tuple[tuple[str, float], ...]]:
+def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
     """Device -> (kernel, planned microseconds) of one step of a lane; what takes no time is left out."""
     lane = plan.lanes[index]
     graph, costs = plan.graphs[step], plan.prices[step]
@@ -182,7 +179,7 @@ class Monitor:
         self.current = better(tuple(policies), 0.0).name
         self._meter = Meter()
         self._start_s: float | None = None
-        self._seen: dict[str, dict[tuple[tuple[str, float], ...], tuple[float, int]]] = defaultdict(dict)
+        self._times = MeasuredSteps()
         self._costs_since_s = 0.0
         self._factors = Factors({})
         self._is_replanning = False
@@ -212,9 +209,6 @@ class Monitor:
                 return self._judge_load(now_s, num_requests)
             case Ticked(num_requests):
                 return (*self._judge_load(now_s, num_requests), *self._judge_costs(now_s))
-            case MeasuredLaunches():
-                self._note(event)
-                return ()
             case Lost(device):
                 return self._lose(now_s, device)
             case Returned(device):
@@ -222,6 +216,10 @@ class Monitor:
                 return (self._action(now_s, DecisionKind.RETURN, f"{device} is back"),)
             case Adopted():
                 return self._adopt(now_s, event)
+
+    def stepped(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
+        """A step of a lane of a plan in force has kept each device busy for so long."""
+        self._times.add(lane, step, busy_s)
 
     def load(self, now_s: float) -> tuple[float, float]:
         """Requests per second, and their standard error."""
@@ -252,19 +250,10 @@ class Monitor:
         why = f"{here}; in the next {self.window_s:.3g} s there would be {', '.join(figures)}"
         return (self._action(now_s, DecisionKind.SWITCH, why),)
 
-    def _note(self, event: MeasuredLaunches) -> None:
-        seen = self._seen[event.device]
-        us, num = seen.get(event.planned_us, (0.0, 0))
-        seen[event.planned_us] = (us + event.us * event.num_runs, num + event.num_runs)
-
     def _judge_costs(self, now_s: float) -> tuple[Action, ...]:
         if self._is_replanning or now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
             return ()
-        observations = {
-            device: [(dict(planned), us / num) for planned, (us, num) in seen.items()]
-            for device, seen in self._seen.items()
-        }
-        self._seen.clear()
+        observations = self._times.take()
         self._costs_since_s = now_s
         if not observations:
             return ()
@@ -289,7 +278,7 @@ class Monitor:
     def _adopt(self, now_s: float, event: Adopted) -> tuple[Action, ...]:
         self._policies |= {policy.name: policy for policy in event.capabilities}
         self._is_replanning = False
-        self._seen.clear()
+        self._times = MeasuredSteps()  # what was measured of the plans before is corrected already
         self._costs_since_s = now_s
         self._factors = Factors({})
         self._place()

@@ -23,7 +23,6 @@ from tessera.adapt.monitor import (
     Arrived,
     Event,
     Lost,
-    MeasuredSteps,
     Monitor,
     MonitorConfig,
     Returned,
@@ -70,7 +69,6 @@ class AdaptiveServer(SimulatedServer):
     ) -> None:
         super().__init__(plans, demand, truth, weather, max_waiting)
         self.monitor, self._replan, self._replan_s = monitor, replan, replan_s
-        self._times = MeasuredSteps()
         # The plans in force when all devices were there.
         self._whole = self.stepper.plans
 
@@ -84,8 +82,6 @@ class AdaptiveServer(SimulatedServer):
         self.at(self.now_s + self.monitor.window_s / TICKS_PER_WINDOW, self._tick)
 
     def _tick(self) -> None:
-        for event in self._times.events():
-            self._tell(event)
         self._tell(Ticked(self.scheduler.num_requests))
         if self.is_serving:
             self._arm()
@@ -101,7 +97,7 @@ class AdaptiveServer(SimulatedServer):
         plan = microbatch.lane.plan
         is_decode = plan.graphs[done.step].trace.step.kind == "decode"
         if is_decode and any(plan is x for x in self.stepper.plans):
-            self._times.add(microbatch.lane, done.step, done.busy_s)
+            self.monitor.stepped(microbatch.lane, done.step, done.busy_s)
 
     def lost(self, lost: DeviceLost) -> None:
         """Once its requests wait again; so it is told in the next moment."""
@@ -157,9 +153,7 @@ class AdaptiveServer(SimulatedServer):
         self.adopt(made, self.monitor.current)
 
     def adopt(self, plans: Sequence[Plan], name: str) -> None:
-        """What was measured of the plans before is corrected already."""
         super().adopt(plans, name)
-        self._times = MeasuredSteps()
         if not self.stepper.lanes.lost:
             self._whole = self.stepper.plans
 

@@ -1,26 +1,40 @@
 """The monitor: which policy, when to plan anew, and when to leave things as they are."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from factories import make_chain, make_plan
 from tessera.adapt.capability import Capability, Point, crossing_per_s
 from tessera.adapt.monitor import (
     Action,
     Adopted,
     Arrived,
     Lost,
-    MeasuredLaunches,
     Monitor,
     MonitorConfig,
     Ticked,
 )
-from tessera.ir import DecisionKind
+from tessera.execute.lanes import Lanes
+from tessera.ir import DecisionKind, Trace
 
 # Quick alone and soon full; slower alone, and good for twice as much.
 QUICK = Capability("quick", 10.0, (Point(1.0, 1.0, 1.0), Point(5.0, 1.0, 5.0), Point(9.0, 3.0, 27.0)))
 WIDE = Capability("wide", 20.0, (Point(1.0, 2.0, 2.0), Point(9.0, 2.0, 18.0), Point(18.0, 4.0, 72.0)))
+
+GEMM, NORM = 0, 1
+
+
+def step(kernel: str) -> Trace:
+    """One launch, which takes 10 us."""
+    trace = make_chain(1)
+    return replace(trace, kernels=tuple(replace(found, name=kernel) for found in trace.kernels))
+
+
+# A lane on each of two devices.
+LANES = Lanes([make_plan([step("gemm"), step("norm")], [[[0], [0]], [[1], [1]]])]).all
 
 
 def arrivals(
@@ -131,7 +145,7 @@ def test_right_costs_change_nothing() -> None:
     """Times that are as planned lead to no decision."""
     monitor = Monitor([QUICK, WIDE])
     monitor.observe(0.0, Ticked(0))
-    monitor.observe(1.0, MeasuredLaunches("d0", (("gemm", 10.0),), 10.1))
+    monitor.stepped(LANES[0], GEMM, {"d0": 10.1e-6})
 
     assert () == monitor.observe(100.0, Ticked(0))
 
@@ -140,11 +154,11 @@ def test_wrong_costs_ask_for_new_plans_once() -> None:
     """A kernel type that takes half as long again asks for a replan, and for no second one meanwhile."""
     monitor = Monitor([QUICK, WIDE])
     monitor.observe(0.0, Ticked(0))
-    for kernel, us in (("gemm", 15.0), ("norm", 10.0)):
-        monitor.observe(1.0, MeasuredLaunches("d0", ((kernel, 10.0),), us))
+    monitor.stepped(LANES[0], GEMM, {"d0": 15e-6})
+    monitor.stepped(LANES[0], NORM, {"d0": 10e-6})
 
     (action,) = monitor.observe(100.0, Ticked(0))
-    monitor.observe(101.0, MeasuredLaunches("d0", (("gemm", 10.0),), 15.0))
+    monitor.stepped(LANES[0], GEMM, {"d0": 15e-6})
 
     assert DecisionKind.REPLAN is action.decision.kind
     assert action.factors is not None
@@ -156,8 +170,8 @@ def test_a_factor_that_all_share_is_no_reason_to_replan() -> None:
     """A machine that is slower by a third in everything runs the same placements."""
     monitor = Monitor([QUICK, WIDE])
     monitor.observe(0.0, Ticked(0))
-    for device in ("d0", "d1"):
-        monitor.observe(1.0, MeasuredLaunches(device, (("gemm", 10.0),), 13.0))
+    for device in range(2):
+        monitor.stepped(LANES[device], GEMM, {f"d{device}": 13e-6})
 
     assert () == monitor.observe(100.0, Ticked(0))
 

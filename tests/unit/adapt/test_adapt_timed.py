@@ -18,15 +18,13 @@ def test_steps_are_averaged_by_lane_and_device() -> None:
     lane = SimpleNamespace(number=0, plan=plan, index=0)
     times = MeasuredSteps()
     times.add(lane, 0, {"d0": 20e-6, "d1": 30e-6})
-    times.add(lane, 0, {"d0": 10e-6, "d1": 25e-6}, scale=0.5)
+    times.add(lane, 0, {"d0": 20e-6, "d1": 50e-6})
     kernel = plan.graphs[0].trace.kernels[0].name
-    found = times.events()
+    found = times.take()
 
-    assert [("d0", ((kernel, 20.0),), 2), ("d1", ((kernel, 20.0),), 2)] == [
-        (event.device, event.planned_us, event.num_runs) for event in found
-    ]
-    assert [20.0, 40.0] == pytest.approx([event.us for event in found])
-    assert [] == times.events()
+    assert {"d0": [{kernel: 20.0}], "d1": [{kernel: 20.0}]} == {d: [p for p, _ in found[d]] for d in found}
+    assert [20.0, 40.0] == pytest.approx([found[device][0][1] for device in ("d0", "d1")])
+    assert {} == times.take()
 
 
 def test_planned_times_are_those_of_the_launches_there() -> None:
