@@ -19,7 +19,7 @@ from typing import Protocol
 
 from tessera.errors import TesseraError
 from tessera.execute import handshake
-from tessera.execute.handshake import Door, Unproved, prove, tune
+from tessera.execute.handshake import Door, prove, tune
 from tessera.execute.orders import key_of
 from tessera.execute.pipes import Outbox, end, read_into
 
@@ -180,22 +180,18 @@ class Links:
         deadline, said = time.monotonic() + OPEN_S, "it does not say where it listens"
         epoch = self.epochs[peer]
         while not self._is_closed and epoch == self.epochs[peer] and time.monotonic() < deadline:
+            link = None
             try:
                 address = self._store.get(key_of(LINK, peer, epoch), deadline - time.monotonic()).decode()
                 link = call(address)
-            except (OSError, TesseraError) as error:
-                said = words(error)
-                time.sleep(RETRY_S)
-                continue
-            try:
                 names = _NAMES.pack(self._device, self.epochs[self._device], peer)
                 prove(link, self._key, handshake.LINK, names)
-            except (OSError, Unproved, EOFError) as error:
-                link.close()
+                return link
+            except (OSError, EOFError, TesseraError) as error:
+                if link is not None:
+                    link.close()
                 said = words(error)
                 time.sleep(RETRY_S)
-                continue
-            return link
         raise LinkLost(f"no link could be opened: {said}")
 
     def _check(self, names: bytes) -> None:

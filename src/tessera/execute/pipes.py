@@ -76,9 +76,9 @@ class Inbox:
         source: Hashable,
         pipe: Connection,
         decode: Callable[[bytes], Any],
-        hear: Callable[[Any, Any], bool] = lambda source, message: False,
-        max_bytes: Callable[[], int] | None = None,
-    ) -> threading.Thread:
+        hear: Callable[[Any, Any], bool],
+        max_bytes: Callable[[], int],
+    ) -> None:
         """Reads this pipe from now on, and closes it when it ends.
 
         hear       called by the reading thread with (source, message), the Hangup too; True: that is enough
@@ -89,7 +89,7 @@ class Inbox:
             reason = ""
             try:
                 while True:
-                    message = decode(pipe.recv_bytes(max_bytes() if max_bytes is not None else None))
+                    message = decode(pipe.recv_bytes(max_bytes()))
                     if not hear(source, message):
                         self.post(source, message)
             except EOFError:
@@ -104,9 +104,7 @@ class Inbox:
                 hear(source, Hangup(reason))
                 self.post(source, Hangup(reason))
 
-        thread = threading.Thread(target=read, name="tessera-inbox", daemon=True)
-        thread.start()
-        return thread
+        threading.Thread(target=read, name="tessera-inbox", daemon=True).start()
 
     def post(self, source: Hashable, message: Any) -> None:
         self._queue.put((source, message))

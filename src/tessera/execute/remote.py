@@ -102,17 +102,11 @@ class Gate:
 
     def take(self, choose: Callable[[Sequence[Caller]], Caller | None], timeout_s: float) -> Caller | None:
         """The caller that is chosen of those that wait, as soon as there is one; None after the timeout."""
-        deadline = time.monotonic() + timeout_s
         with self._lock:
-            while True:
-                found = choose(self._waiting())
-                if found is not None:
-                    self._callers.remove(found)
-                    return found
-                left = deadline - time.monotonic()
-                if left <= 0.0:
-                    return None
-                self._lock.wait(left)
+            found = self._lock.wait_for(lambda: choose(self._waiting()), timeout_s)
+            if found is not None:
+                self._callers.remove(found)
+            return found
 
     def _waiting(self) -> Sequence[Caller]:
         for caller in [c for c in self._callers if not c.is_there()]:
@@ -262,15 +256,13 @@ class RemoteHub(Hub):
             line = Called(caller.pipe)
             try:
                 self._brief(caller, setup, is_over)
-            except (EOFError, OSError):  # it was lost meanwhile; another may come
-                line.end(0.0)
-                caller.pipe.close()
-            except WorkerError:
-                line.end(0.0)
-                caller.pipe.close()
-                raise
-            else:
                 return line
+            except (EOFError, OSError, WorkerError) as error:
+                line.end(0.0)
+                caller.pipe.close()
+                if isinstance(error, WorkerError):
+                    raise
+                # It was lost meanwhile; another may come.
         raise WorkerError(f"{MAX_BRIEFINGS} workers hung up while they were briefed")
 
     def _await(self, device: int, is_over: Callable[[], bool]) -> Caller:

@@ -213,10 +213,7 @@ def _time(text: str | None, column: str, place: str) -> float:
     except ValueError:
         pass
     try:
-        # Seven decimals of a second are more than Python reads.
-        head, dot, tail = (text or "").partition(".")
-        digits = len(tail) - len(tail.lstrip("0123456789"))
-        return datetime.fromisoformat(f"{head}{dot}{tail[: min(6, digits)]}{tail[digits:]}").timestamp()
+        return datetime.fromisoformat(text or "").timestamp()
     except ValueError:
         raise _hole(text, column, place) from None
 
