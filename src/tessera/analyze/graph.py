@@ -76,10 +76,6 @@ class Shelves:
     # Bytes of one row if the shelves divide a row; else the size of the buffer.
     row_bytes: int
     count: int
-    writes: dict[int, list[Seen]] = field(default_factory=dict)
-    reads: dict[int, list[Seen]] = field(default_factory=dict)
-    wide_writes: list[Seen] = field(default_factory=list)
-    wide_reads: list[Seen] = field(default_factory=list)
 
     def span(self, region: Region) -> range | None:
         """The shelves a region touches; None if they are many."""
@@ -87,24 +83,46 @@ class Shelves:
         first, last = (x * self.count // self.row_bytes for x in (start, stop - 1))
         return range(first, last + 1) if last - first < WIDE else None
 
-    def put(self, seen: Seen) -> None:
-        """Files an entry."""
-        span = self.span(seen.region)
-        if span is None:
-            (self.wide_writes if seen.writes else self.wide_reads).append(seen)
-            return
-        shelves = self.writes if seen.writes else self.reads
-        for number in span:
-            shelves.setdefault(number, []).append(seen)
 
-    def near(self, region: Region, is_write: bool) -> list[list[Seen]] | None:
-        """Lists that together hold every entry the region can overlap; None if that is all of them."""
-        span = self.span(region)
+class Entries:
+    """The writes of one buffer, or its reads, in program order; filed under shelves where there are any."""
+
+    def __init__(self, shelves: Shelves | None) -> None:
+        self._shelves = shelves
+        self._file([])
+
+    def _file(self, entries: list[Seen]) -> None:
+        self.all: list[Seen] = []
+        self._filed: dict[int, list[Seen]] = {}
+        self._wide: list[Seen] = []
+        for seen in entries:
+            self.add(seen)
+
+    def add(self, seen: Seen) -> None:
+        """Files an entry."""
+        self.all.append(seen)
+        if self._shelves is None:
+            return
+        span = self._shelves.span(seen.region)
         if span is None:
-            return None
-        shelves = self.writes if is_write else self.reads
-        filed = [shelves[number] for number in span if number in shelves]
-        return [self.wide_writes if is_write else self.wide_reads, *filed]
+            self._wide.append(seen)
+        for number in span or ():
+            self._filed.setdefault(number, []).append(seen)
+
+    def near(self, region: Region, has_wide: bool = True) -> list[list[Seen]]:
+        """Lists that together hold every entry the region can overlap, each oldest first.
+
+        Without the wide ones, where the region is not wide: every entry that it can cover.
+        """
+        span = self._shelves.span(region) if self._shelves else None
+        if span is None:
+            return [self.all]
+        filed = [self._filed[number] for number in span if number in self._filed]
+        return [self._wide, *filed] if has_wide else filed
+
+    def compact(self) -> None:
+        """Throws away what is past."""
+        self._file([seen for seen in self.all if not seen.is_past])
 
 
 def fold(region: Region, row_bytes: int) -> tuple[int, int]:
@@ -123,26 +141,22 @@ class History:
         # Accesses of the whole trace that have not been added yet.
         self.left = len(accesses)
         self.is_new = True
-        self._writes: list[Seen] = []
-        self._reads: list[Seen] = []
         self._num_past = 0
         self._shelves = _shelves(accesses, size_bytes) if len(accesses) >= FEW else None
+        self._writes, self._reads = Entries(self._shelves), Entries(self._shelves)
 
-    def lists(self, region: Region, is_write: bool) -> list[list[Seen]]:
-        """Lists that together hold every write, or read, that may overlap a region; each oldest first."""
-        near = self._shelves.near(region, is_write) if self._shelves else None
-        return near if near is not None else [self._writes if is_write else self._reads]
+    def entries(self, is_write: bool) -> Entries:
+        """The writes, or the reads."""
+        return self._writes if is_write else self._reads
 
     def add(self, seen: Seen) -> None:
         """Remembers an access."""
         self.is_new = False
-        (self._writes if seen.writes else self._reads).append(seen)
-        if self._shelves:
-            self._shelves.put(seen)
+        self.entries(seen.writes).add(seen)
 
     def last(self, is_write: bool) -> Seen | None:
         """The latest write, or read, that still counts."""
-        entries = self._writes if is_write else self._reads
+        entries = self.entries(is_write).all
         while entries and entries[-1].is_past:
             entries.pop()
             self._num_past -= 1
@@ -152,35 +166,23 @@ class History:
         """Forgets what a write covers, its own launch's accesses aside; returns the launches forgotten."""
         gone = []
         stop = region.stop
-        lists = [listed for is_write in (True, False) for listed in self._coverable(region, is_write)]
-        for seen in (s for listed in lists for s in listed):
+        both = (self._writes, self._reads)
+        for seen in (s for entries in both for listed in entries.near(region, False) for s in listed):
             inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
             if inside and seen.launch != by and region.covers(seen.region):
                 seen.is_past = True
                 gone.append(seen.launch)
         self._num_past += len(gone)
-        if gone and (not self._shelves or self._num_past > FEW + (len(self._writes) + len(self._reads)) // 2):
-            self._compact()
+        # With shelves only when that is half of all, which pays for refiling.
+        if gone and (not self._shelves or self._num_past > FEW + sum(len(x.all) for x in both) // 2):
+            self._num_past = 0
+            for entries in both:
+                entries.compact()
         return gone
-
-    def _coverable(self, region: Region, is_write: bool) -> list[list[Seen]]:
-        """Like `lists`, less what is wide where the region is not: nobody covers more than itself."""
-        lists = self.lists(region, is_write)
-        return lists[1:] if self._shelves and self._shelves.span(region) is not None else lists
 
     def launches(self) -> list[int]:
         """Launches still named, once for each entry."""
-        return [s.launch for s in (*self._writes, *self._reads) if not s.is_past]
-
-    def _compact(self) -> None:
-        """Throws away what is past; with shelves only when that is half of all, which pays for refiling."""
-        self._writes = [s for s in self._writes if not s.is_past]
-        self._reads = [s for s in self._reads if not s.is_past]
-        self._num_past = 0
-        if self._shelves:
-            self._shelves = Shelves(self._shelves.row_bytes, self._shelves.count)
-            for seen in (*self._writes, *self._reads):
-                self._shelves.put(seen)
+        return [s.launch for s in (*self._writes.all, *self._reads.all) if not s.is_past]
 
 
 def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
@@ -384,7 +386,7 @@ def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[i
 def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
     """Earlier writes, or reads, that share a byte with the region, latest first in each list."""
     start, stop, is_dense = region.start, region.stop, not region.dims
-    for listed in history.lists(region, is_write):
+    for listed in history.entries(is_write).near(region):
         for past in reversed(listed):
             if past.is_past or past.stop <= start or stop <= past.start:
                 continue

@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, View, arg_views, region
 
@@ -84,24 +85,26 @@ def contents(tensor: torch.Tensor) -> str:
     if known is None:
         return ""
     with unset_fake_temporarily():
-        flat = torch.empty(0, dtype=torch.uint8, device=known.device).set_(known.untyped_storage())
-        return bytes(flat.tolist()).hex()
+        return bytes(raw(known, 0, known.untyped_storage().nbytes()).tolist()).hex()
 
 
-def given(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def given(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a call passes for one argument, its default included; None if the operator has no such one."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
-    return None
+    found = (value for argument, value, _ in arguments(func._schema, args, kwargs) if argument.name == name)
+    return next(found, None)
+
+
+def arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
+    """Every argument of an operator, what a call passes for it, and whether it is written."""
+    for place, argument in enumerate(schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+        yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
 
 
 def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]) -> list[Access]:
     """Reads and writes of the arguments, from the schema's alias annotations."""
     accesses = []
-    for place, argument in enumerate(schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+    for argument, value, writes in arguments(schema, args, kwargs):
         reads = not (writes and (schema.name in OVERWRITERS or argument.is_out))
         for view in arg_views(value):
             touched = byte_region(view)

@@ -52,6 +52,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from tessera.capture.blocks import part_of, raw
 from tessera.capture.offline import compiling_for
 from tessera.capture.operators import fail, view_of
 from tessera.capture.reads import reads_allowed
@@ -454,7 +455,8 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
     with no_dispatch():
         memory = _memory()
         entries: list[torch.Tensor | int] = []
-        for number, address in enumerate(_bytes_of(table).view(torch.int64).tolist()):
+        size = table.untyped_storage().nbytes() // _ENTRY_BYTES * _ENTRY_BYTES
+        for number, address in enumerate(raw(table, 0, size).cpu().view(torch.int64).tolist()):
             found = _entry(address, memory)
             if found is None:
                 return f"its entry {number} is an address in no tensor's memory"
@@ -462,35 +464,17 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
     return tuple(entries)
 
 
-def _bytes_of(table: torch.Tensor) -> torch.Tensor:
-    size = table.untyped_storage().nbytes() // _ENTRY_BYTES * _ENTRY_BYTES
-    raw = torch.empty(0, dtype=torch.uint8, device=table.device)
-    return raw.set_(table.untyped_storage(), 0, (size,), (1,)).cpu()
-
-
 def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor | int | None:
     if abs(address) < _FAR:
         return address
     for old, new in _standing:
-        start = address - old.data_ptr()
-        if 0 <= start < _extent_bytes(old):
-            return _from(new.untyped_storage(), int(new.storage_offset()) * new.itemsize + start, new.device)
+        start, extent = address - old.data_ptr(), part_of(old)
+        if 0 <= start < extent.stop - extent.start:
+            return raw(new, part_of(new).start + start, new.untyped_storage().nbytes())
     for begin, size, tensor in memory:
         if begin <= address < begin + size:
-            return _from(tensor.untyped_storage(), address - begin, tensor.device)
+            return raw(tensor, address - begin, size)
     return None
-
-
-def _from(storage: torch.UntypedStorage, offset: int, device: torch.device) -> torch.Tensor:
-    raw = torch.empty(0, dtype=torch.uint8, device=device)
-    return raw.set_(storage, offset, (storage.nbytes() - offset,), (1,))
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
 
 
 def _memory() -> list[tuple[int, int, torch.Tensor]]:

@@ -57,6 +57,7 @@ from tessera.capture.operators import (
     Recorded,
     Results,
     argument_accesses,
+    arguments,
     byte_region,
     check_operator,
     check_tensor,
@@ -314,6 +315,15 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(*args, **kwargs)
 
 
+def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator, whose own code is part of it; where that fails, says why and what instead."""
+    try:
+        with inside_operator():
+            return run(func, args, kwargs)
+    except UNRECORDABLE as error:
+        explain(func, error)
+
+
 class Recorder(TorchDispatchMode):
     """Records while active; `trace` then holds what happened."""
 
@@ -379,11 +389,7 @@ class Recorder(TorchDispatchMode):
         generator = generator_of(func, args, kwargs)
         if generator:
             self._draws.before(generator)
-        try:
-            with inside_operator():
-                result = self._run(func, args, kwargs)
-        except UNRECORDABLE as error:
-            explain(func, error)
+        result = run_operator(self._run, func, args, kwargs)
         if generator:
             self._draws.after(generator)
         results = result if isinstance(result, tuple | list) else (result,)
@@ -516,19 +522,13 @@ class Watch(TorchDispatchMode):
         generator = generator_of(func, args, kwargs)
         self.generators |= {generator} - {""}
         varies, changed = bool(generator), []
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
+        for _, value, writes in arguments(func._schema, args, kwargs):
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, torch.Tensor):
                     self._note(tensor, writes)
                     varies |= self.varies(tensor)
                     changed += [tensor] if writes else []
-        try:
-            with inside_operator():
-                made = func(*args, **kwargs)
-        except UNRECORDABLE as error:
-            explain(func, error)
+        made = run_operator(call_operator, func, args, kwargs)
         if varies:
             self._follow([*changed, *pytree.tree_leaves(made)])
         return made

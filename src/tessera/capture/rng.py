@@ -35,9 +35,9 @@ def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """The generator that a call draws from, by its buffer's name; empty if it draws nothing."""
     if not _may_draw(func):
         return ""
-    if given(func, "dropout_p", args, dict(kwargs)) == 0.0:  # attention without dropout
+    if given(func, "dropout_p", args, kwargs) == 0.0:  # attention without dropout
         return ""
-    if given(func, "generator", args, dict(kwargs)) is not None:
+    if given(func, "generator", args, kwargs) is not None:
         fail(f"{func} draws from a generator of its own", "Draw from the default one: torch.manual_seed.")
     device = kwargs.get("device") or _device_of((*args, *kwargs.values()))
     return f"{GENERATOR}{device.type}" + (f":{device.index or 0}" if device.type != "cpu" else "")

@@ -49,8 +49,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import fake
 from tessera.capture.fake import InPlaceOf, Run, target_attention, uncollected
-from tessera.capture.operators import check_operator, explain, fail, has_wrappers, insisting, is_wrapper
-from tessera.capture.recorder import UNRECORDABLE
+from tessera.capture.operators import arguments, check_operator, fail, has_wrappers, insisting, is_wrapper
+from tessera.capture.recorder import run_operator
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
 
@@ -152,14 +152,9 @@ def _written(traced: Traced, node: Node) -> list[torch.Tensor]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    found: list[torch.Tensor] = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, Node):
-                    found.append(traced.values[item])
-    return found
+    written = [value for _, value, writes in arguments(schema, node.args, node.kwargs) if writes]
+    items = [item for value in written for item in (value if isinstance(value, tuple | list) else (value,))]
+    return [traced.values[item] for item in items if isinstance(item, Node)]
 
 
 def _region(
@@ -418,10 +413,7 @@ class _Tracer(TorchDispatchMode):
         check_operator(func, args, kwargs, _is_unknown)
         if func is torch.ops.aten.lift_fresh.default:
             func = torch.ops.aten.lift_fresh_copy.default
-        try:
-            result = self._run(func, args, kwargs)
-        except UNRECORDABLE as error:
-            explain(func, error)
+        result = run_operator(self._run, func, args, kwargs)
         if not isinstance(result, torch.Tensor | tuple | list | NoneType):  # read from a constant
             return result
         node = self._know(self.graph.call_function(func, *recorded), result)

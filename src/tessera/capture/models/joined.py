@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tessera.capture.blocks import storage_key
 from tessera.capture.models.generic import UNFIT
 
 # Weights that are what they seem; in the make-believe of fake tensors, parameters are of their class.
@@ -142,21 +143,17 @@ def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
 
 def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     """Linear layers by path whose weights are theirs alone."""
-    owners = Counter(_storage(t) for _, t in model.named_parameters(remove_duplicate=False))
-    owners.update(_storage(t) for _, t in model.named_buffers(remove_duplicate=False))
+    owners = Counter(storage_key(t) for _, t in model.named_parameters(remove_duplicate=False))
+    owners.update(storage_key(t) for _, t in model.named_buffers(remove_duplicate=False))
     return {
         path: module
         for path, module in model.named_modules()
         if type(module) is torch.nn.Linear
-        and all(type(t) in PLAIN and owners[_storage(t)] == 1 for t in module.parameters())
+        and all(type(t) in PLAIN and owners[storage_key(t)] == 1 for t in module.parameters())
         and module.weight.is_floating_point()
         and module.out_features * module.weight.itemsize % ALIGNED_BYTES == 0
         and not (module._forward_hooks or module._forward_pre_hooks)
     }
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
