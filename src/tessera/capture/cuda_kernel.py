@@ -17,6 +17,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,10 @@ class CudaKernel:
         self._types = _parameters(self.ptx, name)
         self._kernels: dict[tuple[str, ...], Kernel] = {}
 
-    def __getitem__(self, shape: tuple[Any, Any]) -> "_Shaped":
+    def __getitem__(self, shape: tuple[Any, Any]) -> Callable[..., None]:
         if not isinstance(shape, tuple) or len(shape) != 2:
             raise self._shapeless()
-        return _Shaped(self, _three(shape[0]), _three(shape[1]))
+        return partial(self.launch, _three(shape[0]), _three(shape[1]))
 
     def __call__(self, *args: Any) -> None:
         """Says how to launch it."""
@@ -56,7 +58,7 @@ class CudaKernel:
         remedy = "Write kernel[grid, block](...)."
         return CaptureError(f"kernel {self.name} needs a grid and a block", remedy)
 
-    def launch(self, grid: Grid, block: Grid, args: tuple[Any, ...]) -> None:
+    def launch(self, grid: Grid, block: Grid, *args: Any) -> None:
         """One launch."""
         if len(args) != len(self._types):
             message = f"kernel {self.name} has {len(self._types)} parameters, {len(args)} arguments are given"
@@ -101,16 +103,6 @@ class CudaKernel:
                 self.name, Origin.PTX, ptx=self.ptx, signature=signature, shared_bytes=self._shared_bytes
             )
         return self._kernels[types]
-
-
-class _Shaped:
-    """A kernel with its grid and block, waiting for arguments."""
-
-    def __init__(self, kernel: CudaKernel, grid: Grid, block: Grid) -> None:
-        self._kernel, self._grid, self._block = kernel, grid, block
-
-    def __call__(self, *args: Any) -> None:
-        self._kernel.launch(self._grid, self._block, args)
 
 
 def _three(sizes: Any) -> Grid:

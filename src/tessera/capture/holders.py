@@ -463,7 +463,7 @@ class _PySearch:
 
     def _look_class(self, kind: type, value: Any, name: str, depth: int) -> None:
         for slot in _slots(kind):
-            self.values.append(PyValue(f"'{_join(name, slot)}'", _slot_reader(value, slot)))
+            self.values.append(PyValue(f"'{_join(name, slot)}'", partial(getattr, value, slot, _MISSING)))
         if id(kind) in self._known or kind.__module__.partition(".")[0] in (*_CLOSED, "builtins", "abc"):
             return
         self._known[id(kind)] = kind
@@ -478,7 +478,7 @@ class _PySearch:
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._look_variable(word, partial(_contents, cell), function, depth)
         for word in sorted(globals_of(function.__code__)):
-            self._look_variable(word, _reader(function.__globals__, word), function, depth)
+            self._look_variable(word, partial(function.__globals__.get, word, _MISSING), function, depth)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.values.append(PyValue(f"a default of '{function.__name__}'", partial(_itself, item)))
 
@@ -509,7 +509,7 @@ class _PySearch:
                     self._add(f"{module.__name__}.{key}", vars(module), key)
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
-        self.values.append(PyValue(f"'{name}'", _reader(holder, key)))
+        self.values.append(PyValue(f"'{name}'", partial(holder.get, key, _MISSING)))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -521,19 +521,11 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _reader(holder: Any, key: Any) -> Callable[[], Any]:
-    return lambda: holder.get(key, _MISSING)
-
-
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return _MISSING
-
-
-def _slot_reader(value: Any, slot: str) -> Callable[[], Any]:
-    return lambda: getattr(value, slot, _MISSING)
 
 
 def _slots(kind: type) -> Iterator[str]:

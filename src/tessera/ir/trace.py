@@ -16,6 +16,7 @@ Where even that is too dear (many rows at unlike strides) regions are said to ov
 answer of False is a proof and an answer of True is not.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -247,10 +248,7 @@ class View:
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -374,18 +375,14 @@ def _alone() -> Iterator[None]:
     except ImportError:
         yield
         return
-    log, had_bars = logging.getLogger("transformers"), bars.is_progress_bar_enabled()
-    level, was_offline = log.level, constants.HF_HUB_OFFLINE
-    log.setLevel(logging.CRITICAL)  # what matters is in an error
-    bars.disable_progress_bar()
-    constants.HF_HUB_OFFLINE = True
-    try:
+    log = logging.getLogger("transformers")
+    with ExitStack() as stack, patch.object(constants, "HF_HUB_OFFLINE", True):
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL)  # what matters is in an error
+        if bars.is_progress_bar_enabled():
+            stack.callback(bars.enable_progress_bar)
+        bars.disable_progress_bar()
         yield
-    finally:
-        log.setLevel(level)
-        constants.HF_HUB_OFFLINE = was_offline
-        if had_bars:
-            bars.enable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:

@@ -240,6 +240,7 @@ class Denoiser:
         config, batch = self._config, self._step.batch
         words = config.get("max_text_seq_length") or WORDS
         width = next((config[name] for name in WIDTHS if config.get(name)), None)
+        width = width[0] if isinstance(width, list | tuple) else width
         axes = len(config.get("axes_dims_rope") or (0, 0, 0))
 
         def noise(*size: int | None) -> Callable[[torch.Generator], torch.Tensor | None]:
@@ -261,10 +262,12 @@ class Denoiser:
             grid[:, 1], grid[:, 2] = patch // self._columns, patch % self._columns
             return grid
 
-        is_needed = self._is_needed
+        def is_needed(name: str) -> bool:
+            return name in self._takes and self._takes[name].default is inspect.Parameter.empty
+
         mask = ones(batch, words)
         found: dict[str, Callable[[torch.Generator], torch.Tensor | None]] = {
-            "encoder_hidden_states": noise(batch, words, _first(width)),
+            "encoder_hidden_states": noise(batch, words, width),
             "pooled_projections": noise(batch, config.get("pooled_projection_dim")),
             "class_labels": labels,
             "img_ids": places,
@@ -280,22 +283,12 @@ class Denoiser:
             pooled = config["projection_class_embeddings_input_dim"] - times
             found["added_cond_kwargs.text_embeds"] = noise(batch, pooled)
             found["added_cond_kwargs.time_ids"] = noise(batch, 6)
-        elif config.get("use_additional_conditions") or self._is_needed_by_size:
+        elif config.get("use_additional_conditions") or getattr(
+            self._module, "use_additional_conditions", False
+        ):  # PixArt's largest size is told which size it is
             found["added_cond_kwargs.resolution"] = noise(batch, 2)
             found["added_cond_kwargs.aspect_ratio"] = noise(batch, 1)
         return found
-
-    def _is_needed(self, name: str) -> bool:
-        return name in self._takes and self._takes[name].default is inspect.Parameter.empty
-
-    @property
-    def _is_needed_by_size(self) -> bool:
-        """PixArt's largest size is told which size it is."""
-        return bool(getattr(self._module, "use_additional_conditions", False))
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
 
 
 EPSILON = 1e-6
