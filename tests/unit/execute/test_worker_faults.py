@@ -494,10 +494,9 @@ def test_a_worker_that_sends_too_much_is_not_heard() -> None:
     """A message is no longer than what the steps can hand over."""
     inbox = Inbox()
     ours, theirs = multiprocessing.Pipe()
-    thread = inbox.listen((0, 0), ours, lambda data: data, max_bytes=lambda: 100)
+    inbox.listen((0, 0), ours, lambda data: data, lambda source, message: False, lambda: 100)
     for size in (100, 101):
         theirs.send_bytes(b"x" * size)
     assert inbox.take(True, 10.0) == ((0, 0), b"x" * 100)
     assert inbox.take(True, 10.0) == ((0, 0), Hangup("it sent a message that is too long"))
-    thread.join(10.0)
     theirs.close()
