@@ -31,7 +31,7 @@ from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.constraints import attention_launches
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Pool
-from tessera.plan.problem import Column, Mix, Problem, microbatch_counts
+from tessera.plan.problem import Column, Mix, Problem, by_speed, microbatch_counts
 
 # Candidates of one kind that are worth judging.
 KEEP = 2
@@ -47,8 +47,7 @@ def data_parallel(pool: Pool) -> tuple[Mix, ...] | None:
     columns = [c for c in _alone(pool.problem) if pool.able(c)]
     if not columns:
         return None
-    speeds = [1.0 / float(c.busy_us.max()) for c in columns]
-    mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds))
+    mix = by_speed(columns)
     if pool.fits(columns, microbatch_counts(mix, pool.microbatches)):
         return (mix,)
     # Where memory is short, a device has as many requests in flight as it can hold; one keeps it busy.

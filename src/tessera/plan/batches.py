@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan.pricing.throughput import balanced
-from tessera.plan.problem import Column, Mix, microbatch_counts
+from tessera.plan.problem import Column, Mix, by_speed, microbatch_counts
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import DEPTHS, Search, without_rare_lanes
 from tessera.plan.search.task import joined_task
@@ -139,10 +139,9 @@ class _Joining:
         found: list[Mix] = []
         for microbatches in range(self._config.microbatches, 0, -1):
             best = self._alone(microbatches)
-            speeds = [1.0 / float(c.busy_us.max()) for c in best]
             if not best or (microbatches < self._config.microbatches and len(best) > microbatches):
                 continue
-            mix = Mix(tuple(best), tuple(s / sum(speeds) for s in speeds))
+            mix = by_speed(best)
             if not found or mix.rate_per_s > found[-1].rate_per_s * (1 + 1e-9):
                 is_full = microbatches == self._config.microbatches
                 found.append(

@@ -33,6 +33,7 @@ from tessera.plan.problem import (
     Mix,
     Problem,
     build,
+    by_speed,
     cluster_of,
     microbatch_counts,
     spread_us,
@@ -433,10 +434,7 @@ class _Search:
     def _is_beaten(self, policy: str, point: _Point, mix: Mix, by: float = 0.0) -> bool:
         """Whether the policy has more tokens in less time elsewhere than this may reach, but for `by`."""
         upper_bound = self._upper_bound(point, mix)
-        taken_ms = (
-            1e3 * sum(microbatch_counts(mix, point.task.microbatches)) * self._tokens(point) / upper_bound
-        )
-        least_ms = self._per_token_ms(point, mix, taken_ms)
+        least_ms, _ = self._times_ms(point, mix, upper_bound / self._tokens(point))
         shown = (o for o in self.options if o.policy == policy)
         more = 1.0 + by
         return any(o.tokens_per_s * more >= upper_bound and o.tpot_ms <= least_ms * more for o in shown)
@@ -473,9 +471,7 @@ class _Search:
         """False where even at its rate by busy time a token, or the first one, takes too long."""
         if self.target.tpot_ms is None and self.target.ttft_ms is None:
             return True
-        taken_ms = 1e3 * sum(microbatch_counts(mix, point.task.microbatches)) / mix.rate_per_s
-        first_ms = self._first_ms(point, mix, taken_ms)
-        return self.target.allows(self._per_token_ms(point, mix, taken_ms), first_ms)
+        return self.target.allows(*self._times_ms(point, mix, mix.rate_per_s))
 
     def _tokens(self, point: _Point) -> float:
         """Tokens of a work unit."""
@@ -490,8 +486,6 @@ class _Search:
         return self._simulated(policy, point, mix)
 
     def _option(self, policy: str, point: _Point, mix: Mix, rate_per_s: float) -> Option:
-        num = sum(microbatch_counts(mix, point.task.microbatches))
-        taken_ms = 1e3 * num / rate_per_s
         names, unit = self.cluster.names, point.variant.unit
         used = objectives.used(mix)
         devices = [self.cluster.devices[d] for d in used]
@@ -501,10 +495,9 @@ class _Search:
         option = Option(
             policy,
             self._tokens(point) * rate_per_s,
-            self._per_token_ms(point, mix, taken_ms),
-            self._first_ms(point, mix, taken_ms),
+            *self._times_ms(point, mix, rate_per_s),
             {names[d]: unit.batch for d in used},
-            num,
+            sum(microbatch_counts(mix, point.task.microbatches)),
             {names[d]: unit.prefill_batch for d in used} if unit.prefill_batch else {},
             sum(rents) if len(rents) == len(devices) else None,
             None if joules is None else joules / self._tokens(point),
@@ -512,30 +505,16 @@ class _Search:
         self.options.append(option)
         return option
 
-    def _per_token_ms(self, point: _Point, mix: Mix, taken_ms: float) -> float:
-        runs = max(1, self.target.output_tokens)
-        return (
-            (taken_ms - self._first_ms(point, mix, taken_ms)) / runs
-            if _has_prefill(point.variant.unit)
-            else taken_ms / runs
-        )
-
-    def _first_ms(self, point: _Point, mix: Mix, taken_ms: float) -> float:
-        """The share of its time that a microbatch spends until its first token: by its steps' own times."""
-        if not _has_prefill(point.variant.unit):
-            return taken_ms
-        problem = point.task.problem
-        steps = [
-            sum(
-                float(problem.step_us(c.labels, s).sum()) * share
-                for c, share in zip(mix.columns, mix.shares, strict=True)
-            )
-            for s in range(len(problem.unit.graphs))
-        ]
-        before = sum(
-            us for us, g in zip(steps, problem.unit.graphs, strict=True) if g.trace.step.kind != "decode"
-        )
-        return taken_ms * before / sum(steps)
+    def _times_ms(self, point: _Point, mix: Mix, rate_per_s: float) -> tuple[float, float]:
+        """(time per output token, time to the first) at a rate, by the steps' own times."""
+        taken_ms = 1e3 * sum(microbatch_counts(mix, point.task.microbatches)) / rate_per_s
+        problem, runs = point.task.problem, max(1, self.target.output_tokens)
+        if not _has_prefill(problem.unit):
+            return taken_ms / runs, taken_ms
+        steps = np.array(mix.shares) @ np.array([problem.steps_us(column.labels) for column in mix.columns])
+        is_before = [g.trace.step.kind != "decode" for g in problem.unit.graphs]
+        first_ms = taken_ms * float(steps[is_before].sum() / steps.sum())
+        return (taken_ms - first_ms) / runs, first_ms
 
     # Records.
 
@@ -550,8 +529,7 @@ class _Search:
         batches = list(dict.fromkeys(point for point, _ in listed))
         task = joined_task([self.points[point].task for point in batches], len(listed), is_judged=True)
         columns = [task.problem.scaled(column, batches.index(point)) for point, column in listed]
-        speeds = [1.0 / float(c.busy_us.max()) for c in columns]
-        mix = Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), (1,) * len(columns))
+        mix = by_speed(columns, (1,) * len(columns))
         judge = Judge(task, ir.Objective.THROUGHPUT, "data-parallel", self.load.make_simulate())
         plan = judge.finished(mix, (), [mix], ())
         ir.verify(plan)

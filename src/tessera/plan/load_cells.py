@@ -12,7 +12,7 @@ taken; so it is for every coarser policy. On one set, most tokens per second are
 the joule they need not be: of each set its coarser policies and its plans for throughput are compared.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -65,19 +65,12 @@ def _on_all(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     if kinds is None or (is_large and len(cluster.devices) <= MAX_AT_ONCE):
         return plan_at_once(load, config)
 
-    def plan_part(devices: tuple[int, ...]) -> LoadPlan:
-        config.advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
-        most = config.max_microbatches
-        share = most and max(1, most * len(devices) // len(cluster.devices))
-        return _on_all(load.on(devices), replace(config, max_microbatches=share))
-
     found = []
     for parts in partitions(kinds.members):
         try:
-            planned = list(_planned(parts, plan_part))
+            found.append(side_by_side(load, _planned(load, parts, config)))
         except PlanInfeasible:  # a cell that is too small for the model
             continue
-        found.append(side_by_side(load, planned))
     if not found:
         return plan_at_once(load, config)
     if len(cluster.devices) <= MAX_AT_ONCE:
@@ -87,16 +80,20 @@ def _on_all(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     return best_of(found, load.target)
 
 
-def _planned(
-    parts: Iterable[Cells], plan_part: Callable[[tuple[int, ...]], LoadPlan]
-) -> Iterator[tuple[LoadPlan, Cells]]:
+def _planned(load: Load, parts: Sequence[Cells], config: LoadConfig) -> list[tuple[LoadPlan, Cells]]:
     """Every part once; a card that is left over and cannot take part by itself stays idle."""
-    for number, cells in enumerate(parts):
+    cluster, most = load.cluster, config.max_microbatches
+    found: list[tuple[LoadPlan, Cells]] = []
+    for cells in parts:
+        devices = cells[0]
+        config.advance(f"a cell of {', '.join(cluster.names[d] for d in devices)}")
+        share = most and max(1, most * len(devices) // len(cluster.devices))
         try:
-            yield plan_part(cells[0]), cells
+            found.append((_on_all(load.on(devices), replace(config, max_microbatches=share)), cells))
         except PlanInfeasible:
-            if number == 0:
+            if not found:
                 raise
+    return found
 
 
 def best_of(found: Sequence[LoadPlan], target: Target) -> LoadPlan:

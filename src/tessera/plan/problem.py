@@ -99,10 +99,22 @@ class Mix:
         """Requests per second with the busiest device or link fully busy."""
         return 1e6 / float(self.busy_us.max())
 
+    def only(self, lanes: Sequence[int]) -> "Mix":
+        """The mix of some of its lanes, in the same proportions."""
+        total = sum(self.shares[i] for i in lanes)
+        columns, shares = zip(*((self.columns[i], self.shares[i] / total) for i in lanes), strict=True)
+        return Mix(columns, shares, tuple(self.microbatches[i] for i in lanes) if self.microbatches else ())
+
     @property
     def num_messages(self) -> float:
         """Transfers per average request."""
         return sum(share * c.num_messages for share, c in zip(self.shares, self.columns, strict=True))
+
+
+def by_speed(columns: Sequence[Column], microbatches: tuple[int, ...] = ()) -> Mix:
+    """Columns that share no device, each with as much of the work as it is fast."""
+    speeds = [1.0 / float(c.busy_us.max()) for c in columns]
+    return Mix(tuple(columns), tuple(s / sum(speeds) for s in speeds), microbatches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,12 +229,10 @@ class Problem:
             num_messages=column.num_messages / units,
         )
 
-    def step_us(self, labels: Labels, step: int) -> Floats:
-        """[device]: busy time of one request's runs of one step."""
-        device = labels[self.node_of[step]]
-        own = self.cost_us[step][np.arange(len(device)), device]
-        busy = np.bincount(device, weights=own, minlength=self.num_devices)
-        return np.asarray(busy * self.unit.counts[step], dtype=np.float64)
+    def steps_us(self, labels: Labels) -> Floats:
+        """[step]: busy time of one request's runs of each step, on all devices together."""
+        rows = zip(self.node_of, self.cost_us, self.unit.counts, strict=True)
+        return np.array([us[np.arange(len(nodes)), labels[nodes]].sum() * count for nodes, us, count in rows])
 
     def crossings(self, labels: Labels) -> tuple[Ints, Ints, Ints]:
         """(value, source, destination) of every transfer that a placement needs."""

@@ -166,8 +166,8 @@ class Pool:
         if len(mix.columns) <= self.microbatches:
             return mix
         kept = sorted(range(len(mix.shares)), key=lambda i: -mix.shares[i])[: self.microbatches]
-        total = sum(mix.shares[i] for i in kept)
-        return self.held_by([mix.columns[i] for i in kept], [mix.shares[i] / total for i in kept])
+        few = mix.only(kept)
+        return self.held_by(few.columns, few.shares)
 
     def price(self, prices: Prices) -> tuple[list[Column], float]:
         """The cheapest placement found of every batch, and the bound of all placements of a work unit."""

@@ -74,9 +74,7 @@ def without_rare_lanes(mix: Mix) -> Mix:
     kept = [i for i, share in enumerate(mix.shares) if share >= RARE_SHARE]
     if not kept or len(kept) == len(mix.columns):
         return mix
-    total = sum(mix.shares[i] for i in kept)
-    microbatches = tuple(mix.microbatches[i] for i in kept) if mix.microbatches else ()
-    return Mix(tuple(mix.columns[i] for i in kept), tuple(mix.shares[i] / total for i in kept), microbatches)
+    return mix.only(kept)
 
 
 def is_filled(task: Task, columns: Sequence[Column]) -> bool:
