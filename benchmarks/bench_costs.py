@@ -34,11 +34,8 @@ import numpy.typing as npt
 from tessera.errors import MissingExtra
 from tessera.profile import OpClass, Tables, gpu, installed_tables
 from tessera.profile.fitted import Array, fits, left_out
-from tessera.profile.tables import KINDS, SYSTEMS
-from tessera.profile.tables.interpolate import Surface
-from tessera.profile.tables.kinds import MAX_EXPERT_ROWS
-from tessera.profile.tables.read import read_rows
-from tessera.profile.tables.tables import against_model
+from tessera.profile.table_files import KINDS, MAX_EXPERT_ROWS, SYSTEMS, read_rows
+from tessera.profile.tables import Surface, against_model
 
 LONG_US = 30.0
 MARGIN = 0.10

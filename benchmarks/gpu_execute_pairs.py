@@ -27,7 +27,7 @@ from tessera.execute.worker_stepper import FORKSERVER, WorkerStepper, hidden_mai
 from tessera.flow import make_plan
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
 from tessera.profile import estimate, make_cluster, parse_devices
-from tessera.profile.measured.links import fit_link
+from tessera.profile.store import fit_link
 
 # Requests that are compared bit by bit.
 COMPARED = 2

@@ -41,7 +41,8 @@ from tessera.execute.cuda_timing import CudaTimer
 from tessera.ir import Device, DeviceKind, Trace
 from tessera.ir.codec import encode
 from tessera.profile import works
-from tessera.profile.measured import Clocks, Machine, Measured, Store, distinct, measure, until
+from tessera.profile.measured import Measured, distinct, measure
+from tessera.profile.store import Clocks, Machine, Store, until
 
 LAYERS = 8
 # Seconds one launch may take to be timed, and after which nothing new is begun.
@@ -326,7 +327,7 @@ def links(results: Results) -> Any:
     """What joins two workers on the card, by transport."""
     from tessera.flow import time_link
     from tessera.profile import parse_devices
-    from tessera.profile.measured.links import SIZES, fit_link
+    from tessera.profile.store import SIZES, fit_link
 
     a, b = parse_devices("cuda:0,cuda:0")
     found = {}

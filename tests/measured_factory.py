@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import Device, DeviceKind
-from tessera.profile.measured import Clocks, Machine, Store
-from tessera.profile.measured.store import Enough
+from tessera.profile.store import Clocks, Enough, Machine, Store
 
 H200 = Device("cuda:0", DeviceKind.CUDA, "h200", 141_000_000_000)
 CPU = Device("cpu", DeviceKind.CPU, "", 1 << 34)

@@ -11,8 +11,8 @@ import pytest
 from tessera.profile import gpu
 from tessera.profile.counts import OpClass
 from tessera.profile.fitted import Array, model_for, peaks_of, predict
-from tessera.profile.tables import KINDS, SYSTEMS, TableCache, Tables
-from tessera.profile.tables.read import CARDS
+from tessera.profile.table_files import CARDS, KINDS, SYSTEMS, TableCache
+from tessera.profile.tables import Tables
 
 _WIDTHS = [512, 1024, 2048, 3072, 4096, 8192, 12288, 16384]
 GEMM_SIZES = ([1, 16, 64, 256, 1024, 4096], _WIDTHS, _WIDTHS)

@@ -15,7 +15,7 @@ from tessera.execute.cuda_timing import CudaTimer
 from tessera.execute.link_times import time_transfers
 from tessera.ir import Step, Trace, arg_views
 from tessera.profile import parse_devices
-from tessera.profile.measured import timing, until
+from tessera.profile.store import timing, until
 
 pytestmark = [
     pytest.mark.gpu,

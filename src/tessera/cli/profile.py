@@ -18,7 +18,8 @@ from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Costs, Device, Source, Trace, load, save
 
 if TYPE_CHECKING:
-    from tessera.profile.measured import Clocks, Machine, Measured, Reconciled, Store
+    from tessera.profile.measured import Measured, Reconciled
+    from tessera.profile.store import Clocks, Machine, Store
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 
@@ -191,7 +192,7 @@ def _table(trace: Trace, costs: Costs) -> Table:
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> list[dict[str, Any]]:
     """Measures every two devices, keeps the links in the store and returns them in figures."""
-    from tessera.profile.measured.links import SIZES, LinkFit, fit_link, keep_links, remark
+    from tessera.profile.store import SIZES, LinkFit, fit_link, keep_links, remark
 
     _check(devices)
     fits: list[LinkFit] = []
@@ -250,14 +251,15 @@ class Keeping:
 
     def open(self, machine: "Machine") -> "Store":
         """The store, as one device sees it."""
-        from tessera.profile.measured import Store
+        from tessera.profile.store import Store
 
         return Store(self.path, machine, self.clocks, self.spare)
 
 
 def keeping(store: Path | None, clocks: str) -> Keeping:
     """What the options say."""
-    from tessera.profile.measured import clocks_named, default_store
+    from tessera.profile.measured import clocks_named
+    from tessera.profile.store import default_store
 
     return Keeping(store or default_store(), clocks_named(clocks), warning() if store is None else None)
 

@@ -80,7 +80,7 @@ def _on_all(load: PricedLoad, config: LoadConfig) -> LoadPlan:
     return best_of(found, load.target)
 
 
-def _planned(load: Load, parts: Sequence[Cells], config: LoadConfig) -> list[tuple[LoadPlan, Cells]]:
+def _planned(load: PricedLoad, parts: Sequence[Cells], config: LoadConfig) -> list[tuple[LoadPlan, Cells]]:
     """Every part once; a card that is left over and cannot take part by itself stays idle."""
     cluster, most = load.cluster, config.max_microbatches
     found: list[tuple[LoadPlan, Cells]] = []

@@ -25,7 +25,8 @@ from tessera.profile.coverage import (
 from tessera.profile.devices import LINKS, LinkPreset, make_cluster, parse_devices, wire
 from tessera.profile.estimate import estimate, notes, works
 from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
-from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
+from tessera.profile.table_files import SYSTEMS
+from tessera.profile.tables import Tables, installed_tables, missing_note
 
 __all__ = [
     "LINKS", "SYSTEMS", "CostShare", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Sureness",

@@ -18,7 +18,8 @@ from tessera.profile.counts import OpClass
 from tessera.profile.estimate import works
 from tessera.profile.fitted import family_of, model_for, model_of
 from tessera.profile.gpus import gpu, known_gpus
-from tessera.profile.tables import KINDS, Tables, table_files
+from tessera.profile.table_files import KINDS, table_files
+from tessera.profile.tables import Tables
 
 FAMILIES = {"any": "any", "f16": "16 bits", "f32": "fp32"}
 VARIANTS = {"bfloat16": "16 bits", "fp8": "fp8"}

@@ -260,7 +260,7 @@ def make_cluster(devices: tuple[Device, ...], link: str, measured: Iterable[Link
 
 
 def _measured_links(pairs: Iterable[tuple[Device, Device]], measured: Iterable[Link] | None) -> list[Link]:
-    from tessera.profile.measured.links import stored_links
+    from tessera.profile.store import stored_links
 
     known = {(x.src, x.dst): x for x in (stored_links() if measured is None else measured)}
     links = []

@@ -17,7 +17,8 @@ from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
 from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
 from tessera.profile.overhead_model import Overheads, add_overheads
-from tessera.profile.tables import SYSTEMS, Tables, installed_tables, missing_note
+from tessera.profile.table_files import SYSTEMS
+from tessera.profile.tables import Tables, installed_tables, missing_note
 
 FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 

@@ -187,7 +187,7 @@ def prepare(
 
     def plan(made: "ServedModel") -> Prepared:
         from tessera import flow
-        from tessera.profile.measured import default_store
+        from tessera.profile.store import default_store
 
         advance(f"capturing {len(made.workloads)} steps")
         begun_s = time.perf_counter()
@@ -243,7 +243,8 @@ def counts_of(shape: Shape, average: Average, sees: bool = False) -> tuple[int, 
 
 def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Told) -> Costs:
     from tessera import flow
-    from tessera.profile.measured import Clocks, Store, combine, measure, needs_measuring
+    from tessera.profile.measured import combine, measure, needs_measuring
+    from tessera.profile.store import Clocks, Store
 
     found = {}
     for device in cluster.devices:

@@ -7,7 +7,7 @@ import pytest
 from tessera.analyze import build_graph
 from tessera.execute.link_times import time_transfers
 from tessera.profile import parse_devices
-from tessera.profile.measured.links import SIZES, fit_link, keep_links, remark, stored_links
+from tessera.profile.store import SIZES, fit_link, keep_links, remark, stored_links
 
 
 def transfers(latency_us: float, gbps: float) -> list[tuple[int, float]]:

@@ -2,7 +2,7 @@
 
 import random
 
-from tessera.profile.measured import timing, until
+from tessera.profile.store import timing, until
 
 
 def test_the_interval_covers_the_true_median_as_often_as_it_says() -> None:

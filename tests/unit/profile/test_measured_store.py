@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import ArtifactError, TesseraError
-from tessera.profile.measured import Clocks, Machine, Store, Timing
+from tessera.profile.store import Clocks, Machine, Store, Timing
 
 TIMING = Timing(12.5, 0.1, 20)
 

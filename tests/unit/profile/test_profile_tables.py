@@ -12,9 +12,8 @@ from tables_factory import GEMM_SIZES, Factor, made_tables, write_table
 from tessera.ir import Cost, Source, Trace
 from tessera.profile import OpClass, Tables, coverage, estimate, notes, rejected_tables, works
 from tessera.profile.fitted import Array, price_many
-from tessera.profile.tables import TableCache, TableFile, installed_root
-from tessera.profile.tables.read import Unusable, read_rows
-from tessera.profile.tables.tables import installed_tables
+from tessera.profile.table_files import TableCache, TableFile, Unusable, installed_root, read_rows
+from tessera.profile.tables import installed_tables
 
 pytest.importorskip("pyarrow", reason="tables are Parquet files")
 
