@@ -1,6 +1,8 @@
-"""Workers that Ray places, on a real Ray cluster of two nodes on this machine, of which one is killed."""
+"""Workers that Ray places, on a real Ray cluster on this machine: a worker is killed, and a node."""
 
+import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +37,7 @@ NODES: list[dict[str, float]] = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two nodes with one CPU each, which say whose times they keep."""
+    """A node with one CPU, which says whose times it keeps."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -51,11 +53,32 @@ def emulated(gpu: str) -> Device:
     return Device(f"emu:{gpu}", DeviceKind.EMU, gpu, 1 << 30)
 
 
-def test_a_killed_node_costs_no_request(cluster: Any) -> None:
-    """Under load: the other node's worker goes on, Ray places the lost one on a new node, all bits are right.
+def test_a_killed_worker_that_ray_placed_costs_no_request(cluster: Any) -> None:
+    """Under load, on the one node: it is there again, and all bits are right.
 
-    The model is known to this process alone, so the workers are sent its weights.
+    The model is known to this process alone, so the worker is sent its weights.
     """
+    plan = made.plan_of([made.scattered(random.Random(0), [0])], 1)
+
+    def kill_at_two(num_done: int) -> None:
+        if num_done == 2:
+            os.kill(before["d0"].pid, signal.SIGKILL)
+
+    with ray_cluster.joined(cluster.address) as host, ray_cluster.placed(host, [emulated("a100")]) as make:
+        stepper = WorkerStepper([plan], made.workloads()[0].weights(), hub=make, timeout_s=60.0)
+        with stepper:
+            before = stepper.use().devices
+            results, told = factory.play(stepper, list(range(4)), between=kill_at_two, limit_s=120.0)
+            after = stepper.use().devices
+
+    assert factory.are_right(results)
+    assert "d0" == told.back[-1].device
+    assert before["d0"].pid != after["d0"].pid
+
+
+@pytest.mark.slow  # by default a worker is killed, not its node
+def test_a_killed_node_costs_no_request(cluster: Any) -> None:
+    """Under load: the other worker goes on, Ray places the lost one on a new node, all bits are right."""
     plan = made.plan_of([made.scattered(random.Random(0), [0, 1])], 2)
     devices = [emulated("a100"), emulated("l40s")]
     second = cluster.add_node(**SMALL, resources={"l40s": 1})
