@@ -20,9 +20,9 @@ import torch
 from tessera.execute.stepper import Event, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Arrivals, Plan
+from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, Shape
-from tessera.serve.sequences import ActiveRequest
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel
 from tessera.serve.text import ByteText

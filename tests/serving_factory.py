@@ -33,9 +33,9 @@ from tessera.execute.stepper import (
 from tessera.execute.stepper import Event as StepperEvent
 from tessera.ir import Cluster, Device, DeviceKind, Link, Plan, Trace
 from tessera.kernels import PAGE
+from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Sampling, Shape, Token
 from tessera.serve.sampling import choose
-from tessera.serve.sequences import ActiveRequest
 from tessera.serve.service import Service
 from tessera.serve.text import END, ByteText
 

@@ -239,7 +239,7 @@ class Size:
         """GPU -> microseconds of each step."""
         devices = self.costs[0].devices
         return {
-            device.gpu: [sum(row[place].us for row in listed.costs) for listed in self.costs]
+            device.gpu: [costs.total_us(place) for costs in self.costs]
             for place, device in enumerate(devices)
         }
 

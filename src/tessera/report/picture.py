@@ -132,7 +132,7 @@ class Placed:
     costs: Costs
 
 
-def picture(plan: Plan, lane: int, step: int, max_rows: int = MAX_ROWS) -> Picture:
+def picture(plan: Plan, lane: int, step: int) -> Picture:
     """How one lane of a plan places one layer of one step."""
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
@@ -141,8 +141,8 @@ def picture(plan: Plan, lane: int, step: int, max_rows: int = MAX_ROWS) -> Pictu
     placed = Placed(graph, chosen.placement.devices[step], costs)
     layer = layer_of(placed.graph.trace)
     inside = layer.launches if layer else tuple(range(len(placed.devices)))
-    rows = _rows(placed, layer.scope if layer else "", inside, max_rows)
-    shown, hidden_after = _elide(rows, max_rows)
+    rows = _rows(placed, layer.scope if layer else "", inside)
+    shown, hidden_after = _elide(rows)
     busy: dict[int, float] = defaultdict(float)
     for row in rows:
         busy[row.device] += row.us
@@ -173,7 +173,7 @@ def _columns(num: int, rows: Sequence[Row], leaving: Sequence[Crossing]) -> tupl
     return tuple(sorted(named))
 
 
-def _rows(placed: Placed, scope: str, launches: Sequence[int], max_rows: int) -> tuple[Row, ...]:
+def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...]:
     """Rows as fine as fits: by sub-module, else by child, else by device alone."""
     trace = placed.graph.trace
     own = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
@@ -190,7 +190,7 @@ def _rows(placed: Placed, scope: str, launches: Sequence[int], max_rows: int) ->
     made: tuple[Row, ...] = ()
     for module in (full, child, lambda _: ""):
         made = tuple(_merged(placed, launches, module, arrivals))
-        if len(made) <= max_rows:
+        if len(made) <= MAX_ROWS:
             break
     return made
 
@@ -252,12 +252,12 @@ def _leaving(placed: Placed, inside: frozenset[int]) -> tuple[Crossing, ...]:
     )
 
 
-def _elide(rows: tuple[Row, ...], max_rows: int) -> tuple[tuple[Row, ...], int]:
+def _elide(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], int]:
     """The rows that fit, the first and the last ones; and after which of them some are missing."""
-    if len(rows) <= max_rows:
+    if len(rows) <= MAX_ROWS:
         return rows, len(rows)
-    head = max_rows // 2
-    return rows[:head] + rows[len(rows) - (max_rows - head) :], head
+    head = MAX_ROWS // 2
+    return rows[:head] + rows[head - MAX_ROWS :], head
 
 
 # One a device, in order; repeated when there are more devices.

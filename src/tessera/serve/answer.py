@@ -1,4 +1,4 @@
-"""Answer: how pieces get from the engine's thread to readers on any event loop.
+"""ActiveRequest and Answer: one ask on its way, and how its pieces get to readers on any event loop.
 
 A buffer holds what its reader has not taken yet; the reader takes all of it at once, as one piece. So a slow
 reader costs the memory of its own answer at most and stops nobody. Readers that wait are woken together, once
@@ -9,12 +9,18 @@ of them sees the other. Only the reader writes the waiter, so that the engine ca
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from tessera.serve.records import AnswerPiece, Event, Finish, Token
+from tessera.kernels import PAGE
+from tessera.serve.meters import Times
+from tessera.serve.pages import page_key
+from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Token
+from tessera.serve.sampling import Pick
+from tessera.serve.text import Reader, StopWatch
 
 
 class AnswerBuffer:
@@ -108,3 +114,73 @@ class Answer(AsyncGenerator[Event, None]):
 
     def __del__(self) -> None:
         self._close()
+
+
+class Holder(Protocol):
+    """The microbatch that a request is in."""
+
+    def leave(self, request: "ActiveRequest") -> None:
+        """It goes, wherever it stands."""
+
+
+class ActiveRequest:
+    """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
+
+    def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
+        self.ask, self.reader = ask, reader
+        self.sequence = list(ask.prompt)
+        # Tokens chosen.
+        self.num_out = 0
+        self.watch = StopWatch(ask.stop)
+        self.buffer = AnswerBuffer()
+        # How the next token is chosen.
+        self.pick = Pick.of(ask, end)
+        self._keys: list[bytes] = []
+        # Logprobs of the prompt's tokens after its first, where they are wanted.
+        self.prompt_notes: list[Token] = []
+        # The microbatch that it is in.
+        self.batch: Holder | None = None
+        self.is_cancelled = self.is_over = False
+        self.arrived_s = time.monotonic()
+        self.seated_s: float | None = None
+        self.first_s: float | None = None
+        self.last_s = 0.0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """True if logprobs of its prompt are missing: it is read token by token until they are there."""
+        return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
+
+    def add(self, number: int) -> None:
+        self.sequence.append(number)
+        self.num_out += 1
+        self.pick.add(number)
+
+    def keys(self, num_pages: int) -> Sequence[bytes]:
+        """Of its first pages, which are full."""
+        known = self._keys
+        while len(known) < num_pages:
+            start = len(known) * PAGE
+            seen = b"".join(p.digest for p in self.ask.pictures if p.start < start + PAGE)
+            tokens = self.sequence[start : start + PAGE]
+            known.append(page_key(known[-1] if known else b"", tokens, seen))
+        return known[:num_pages]
+
+    def text_of(self, number: int) -> str:
+        """What a token adds to the answer for certain."""
+        text = self.reader.feed(number)
+        if not self.ask.stop:
+            return text
+        return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
+
+    def rest_of_text(self) -> str:
+        """What is certain at the end of the answer."""
+        if self.watch.is_stopped:
+            return ""
+        return self.watch.feed(self.reader.flush()) + self.watch.flush()
+
+    def times(self) -> Times:
+        start = self.arrived_s
+        queued = None if self.seated_s is None else self.seated_s - start
+        first = None if self.first_s is None else self.first_s - start
+        return Times(queued, first, time.monotonic() - start)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from tessera.execute.stepper import StepDone
-from tessera.serve.answer import WakeUps
-from tessera.serve.meters import Meters, Observer
+from tessera.serve.answer import ActiveRequest, WakeUps
+from tessera.serve.meters import Meters
 from tessera.serve.records import Finish, Reason, Token
 from tessera.serve.sampling import choose
-from tessera.serve.sequences import ActiveRequest, Due, SequenceBatch
+from tessera.serve.sequences import Due, SequenceBatch
 
 NO_NUMBERS = "the model gave no numbers for this request. Check its weights and dtype."
 
@@ -21,10 +21,8 @@ NO_NUMBERS = "the model gave no numbers for this request. Check its weights and 
 class Delivery:
     """Used by the engine's thread."""
 
-    def __init__(
-        self, end: Sequence[int], meters: Meters, observer: Observer, on_finish: Callable[[], None]
-    ) -> None:
-        self._end, self._meters, self._observer, self._on_finish = frozenset(end), meters, observer, on_finish
+    def __init__(self, end: Sequence[int], meters: Meters, on_finish: Callable[[], None]) -> None:
+        self._end, self._meters, self._on_finish = frozenset(end), meters, on_finish
         self._due: list[tuple[ActiveRequest, Token | int, Reason | None]] = []
         self._gaps: list[float] = []
         self._wake_ups = WakeUps()
@@ -32,7 +30,7 @@ class Delivery:
     def settle(self, batch: SequenceBatch, done: StepDone, looked_at: Due) -> Sequence[ActiveRequest]:
         """Chooses tokens, and frees the pages of answers that end by them; gives whose."""
         due = [(row, request) for row, request in looked_at if not _noted(batch, done, row, request)]
-        self._observer.stepped(batch.kind_of(done.step), done.seconds)
+        self._meters.stepped(batch.kind_of(done.step), done.seconds)
         if not due:
             return ()
         now, left = time.monotonic(), []
@@ -44,9 +42,7 @@ class Delivery:
             number = chosen if isinstance(chosen, int) else chosen.number
             if request.first_s is None:
                 request.first_s = now
-                self._meters.prompt_tokens += len(request.ask.prompt)
-                self._meters.first_s.append(now - request.arrived_s)
-                self._observer.first_token(now - request.arrived_s)
+                self._meters.first_token(len(request.ask.prompt), now - request.arrived_s)
             else:
                 self._gaps.append(now - request.last_s)
             request.last_s = now
@@ -70,7 +66,7 @@ class Delivery:
         return "length" if request.num_out >= request.ask.max_tokens else None
 
     def deliver(self) -> None:
-        """Makes text of the tokens of the last steps, wakes their readers and tells the observer."""
+        """Makes text of the tokens of the last steps and wakes their readers."""
         due, self._due = self._due, []
         for request, chosen, reason in due:
             if request.is_over:
@@ -89,8 +85,7 @@ class Delivery:
             if not request.is_over:
                 request.pick.prepare()
         if self._gaps:
-            self._meters.between_s.extend(self._gaps)
-            self._observer.next_tokens(self._gaps)
+            self._meters.next_tokens(self._gaps)
             self._gaps = []
 
     def finish(self, request: ActiveRequest, reason: Reason, message: str = "") -> None:
@@ -105,8 +100,7 @@ class Delivery:
         )
         request.buffer.finish(finish)
         self._wake_ups.add(request.buffer)
-        self._meters.finished[reason] += 1
-        self._observer.finished(finish, request.times())
+        self._meters.ended(finish, request.times())
         self._on_finish()
 
 

@@ -37,10 +37,11 @@ from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Microbatch, Scheduler, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
 from tessera.ir import DecisionKind, Plan
+from tessera.serve.answer import ActiveRequest
 from tessera.serve.delivery import Delivery
-from tessera.serve.meters import LOOK_S, Meters, Observer
+from tessera.serve.meters import LOOK_S, Meters
 from tessera.serve.records import Shape
-from tessera.serve.sequences import ActiveRequest, SequenceBatch, Steps
+from tessera.serve.sequences import SequenceBatch, Steps
 from tessera.serve.sight import Sight
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
@@ -152,21 +153,19 @@ class Engine(Watcher[ActiveRequest]):
         shape: Shape,
         end: tuple[int, ...],
         max_waiting: int = MAX_WAITING,
-        observer: Observer | None = None,
+        meters: Meters | None = None,
         sight: Sight | None = None,
         prefix_caching: bool = True,
         planner: Planner | None = None,
         note: Callable[[DecisionKind, str], None] = lambda kind, text: None,
     ) -> None:
         self.stepper, self.shape, self._note = stepper, shape, note
-        self.meters = Meters()
-        self._observer = observer or Observer()
-        self._out = Delivery(end, self.meters, self._observer, self._note_end)
+        self.meters = meters or Meters()
+        self._out = Delivery(end, self.meters, self._note_end)
         steps = Steps.of(stepper.plans[0])
 
         def make(number: int, lane: LoadedLane) -> SequenceBatch:
-            settle, counts = self._out.settle, self.meters.pages
-            return SequenceBatch(number, shape, steps, settle, counts, sight, prefix_caching)
+            return SequenceBatch(number, shape, steps, self._out.settle, self.meters, sight, prefix_caching)
 
         config = SchedulerConfig(max_waiting, shape.microbatches, shape.rows, MAX_RETRIES)
         self.scheduler: Scheduler[ActiveRequest] = Scheduler(stepper, make, config, self)
@@ -285,7 +284,7 @@ class Engine(Watcher[ActiveRequest]):
         """How long it waited is told once."""
         if request.seated_s is None:
             request.seated_s = time.monotonic()
-            self._observer.seated(request.seated_s - request.arrived_s)
+            self.meters.seated(request.seated_s - request.arrived_s)
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
         """For the monitor: what the plans in force say is held against what it took."""

@@ -188,7 +188,7 @@ async def _gone(receive: Receive) -> None:
 class Keys:
     """An ASGI layer that refuses strangers and names clients."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool = False) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool) -> None:
         self._app, self._is_local = app, is_local
         self._hashes = [_hash(key.encode()) for key in keys]
 

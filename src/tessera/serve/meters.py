@@ -1,7 +1,7 @@
-"""What the engine counts and times: totals since the start, shares of the last seconds, and an observer.
+"""What the engine counts and times: totals since the start, and shares of the last seconds.
 
-The engine's thread writes; totals may be read by any thread. Times of single requests are handed to an
-`Observer` as they come, and not kept: whoever wants histograms plugs them in there.
+The engine's thread writes, so it must be quick; totals may be read by any thread. Of the times of single
+requests only the last ones are kept: whoever wants histograms hands the engine meters that make them.
 """
 
 import math
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tessera.execute.stepper import DeviceStatus, DeviceUse
-from tessera.serve.pages import PageCounts
-from tessera.serve.records import Finish, Latency
+from tessera.serve.records import Counts, Finish, Latency
 
 # Seconds between two looks at what the stepper counts, and over which shares and rates are shown.
 LOOK_S, WINDOW_S = 0.5, 5.0
@@ -31,25 +30,6 @@ class Times(NamedTuple):
     whole_s: float
 
 
-class Observer:
-    """Takes raw observations; called by the engine's thread, so it must be quick. By itself it looks away."""
-
-    def seated(self, queued_s: float) -> None:
-        """A request has waited so long, and has a row now."""
-
-    def first_token(self, seconds: float) -> None:
-        """Since the request arrived."""
-
-    def next_tokens(self, seconds: Sequence[float]) -> None:
-        """Since the token before, for every token of a step that is not an answer's first."""
-
-    def stepped(self, kind: str, seconds: float) -> None:
-        """A step ended; its kind tells its size too."""
-
-    def finished(self, finish: Finish, times: Times) -> None:
-        """A request has left, for whatever reason."""
-
-
 class _Look(NamedTuple):
     at_s: float
     output_tokens: int
@@ -57,23 +37,38 @@ class _Look(NamedTuple):
     moved: Mapping[tuple[str, str], int]
 
 
-class Meters:
+class Meters(Counts):
     """Counters, and a window of looks at them."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self.retried = 0
-        self.pages = PageCounts()
+        super().__init__()
         self.finished: Counter[str] = Counter()
         # Device -> how often it was lost; and how it was at the last look.
         self.losses: Counter[str] = Counter()
         self.status: Mapping[str, DeviceStatus] = {}
-        self.plan_changes = 0
         # Seconds to the first token of the last answers, and between the last tokens.
         self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
+
+    def seated(self, queued_s: float) -> None:
+        """A request has waited so long, and has a row now."""
+
+    def first_token(self, prompt_tokens: int, seconds: float) -> None:
+        """So long after the request arrived, with its prompt read."""
+        self.prompt_tokens += prompt_tokens
+        self.first_s.append(seconds)
+
+    def next_tokens(self, seconds: Sequence[float]) -> None:
+        """Since the token before, for every token of a step that is not an answer's first."""
+        self.between_s.extend(seconds)
+
+    def stepped(self, kind: str, seconds: float) -> None:
+        """A step ended; its kind tells its size too."""
+
+    def ended(self, finish: Finish, times: Times) -> None:
+        """A request has left, for whatever reason."""
+        self.finished[finish.reason] += 1
 
     def is_due(self) -> bool:
         return time.monotonic() - self._looks[-1].at_s >= LOOK_S

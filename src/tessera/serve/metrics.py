@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from tessera import __version__
 from tessera.ir import DecisionKind
-from tessera.serve.meters import Observer, Times
+from tessera.serve.meters import Meters, Times
 from tessera.serve.records import Finish, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -27,6 +27,18 @@ FIRST_TOKEN_S = (
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+# Name -> what it says, and its buckets.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Between two tokens of one answer.", TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first, of one answer.", TOKEN_S),
+    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_S),
+    "request_queue_time_seconds": ("Waiting for a row.", REQUEST_S),
+    "request_prefill_time_seconds": ("From a row to the first token.", REQUEST_S),
+    "request_decode_time_seconds": ("From the first token to the last.", REQUEST_S),
+    "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
+    "request_generation_tokens": ("Tokens of an answer.", TOKENS),
+}
 # vLLM's words for how an answer ended.
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
@@ -34,55 +46,51 @@ REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "e
 Family = tuple[type[Gauge] | type[Counter], str, str, tuple[str, ...], Mapping[Any, float]]
 
 
-class Metrics(Observer):
+class Metrics(Meters):
     def __init__(self, model: str, snapshot: Callable[[], Snapshot]) -> None:
+        super().__init__()
         self._model, self._snapshot = model, snapshot
         self.registry = CollectorRegistry(auto_describe=False)
 
-        def made(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            named, labels = f"tessera:{name}", ["model_name"]
-            return Histogram(named, text, labels, buckets=buckets, registry=self.registry).labels(model)
-
-        text = "From arrival to the first token."
-        self._first_token = made("time_to_first_token_seconds", text, FIRST_TOKEN_S)
-        self._between = made("inter_token_latency_seconds", "Between two tokens of one answer.", TOKEN_S)
-        text = "Mean time per token after the first, of one answer."
-        self._per_token = made("request_time_per_output_token_seconds", text, TOKEN_S)
-        self._whole = made("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_S)
-        self._queue = made("request_queue_time_seconds", "Waiting for a row.", REQUEST_S)
-        self._prefill = made("request_prefill_time_seconds", "From a row to the first token.", REQUEST_S)
-        self._decode = made("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
-        self._prompt = made("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._output = made("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._histograms = {
+            name: Histogram(f"tessera:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         labels, text = ["model_name", "kind"], "One step of a microbatch."
         self._step = Histogram("tessera:step_seconds", text, labels, buckets=TOKEN_S, registry=self.registry)
         self.registry.register(self)
 
-    def seated(self, queued_s: float) -> None:
-        self._queue.observe(queued_s)
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(self._model).observe(value)
 
-    def first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
+    def seated(self, queued_s: float) -> None:
+        self._observe("request_queue_time_seconds", queued_s)
+
+    def first_token(self, prompt_tokens: int, seconds: float) -> None:
+        super().first_token(prompt_tokens, seconds)
+        self._observe("time_to_first_token_seconds", seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
+        super().next_tokens(seconds)
         for one in seconds:
-            self._between.observe(one)
+            self._observe("inter_token_latency_seconds", one)
 
     def stepped(self, kind: str, seconds: float) -> None:
         self._step.labels(self._model, kind).observe(seconds)
 
-    def finished(self, finish: Finish, times: Times) -> None:
+    def ended(self, finish: Finish, times: Times) -> None:
         """What was given up in the queue has no times but the whole."""
-        self._whole.observe(times.whole_s)
-        self._prompt.observe(finish.prompt_tokens)
-        self._output.observe(finish.output_tokens)
+        super().ended(finish, times)
+        self._observe("e2e_request_latency_seconds", times.whole_s)
+        self._observe("request_prompt_tokens", finish.prompt_tokens)
+        self._observe("request_generation_tokens", finish.output_tokens)
         if times.first_token_s is None:
             return
         decode_s = times.whole_s - times.first_token_s
-        self._decode.observe(decode_s)
-        self._prefill.observe(times.first_token_s - (times.queued_s or 0.0))
+        self._observe("request_decode_time_seconds", decode_s)
+        self._observe("request_prefill_time_seconds", times.first_token_s - (times.queued_s or 0.0))
         if finish.output_tokens > 1:
-            self._per_token.observe(decode_s / (finish.output_tokens - 1))
+            self._observe("request_time_per_output_token_seconds", decode_s / (finish.output_tokens - 1))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -13,7 +13,6 @@ Not handled: a beginning that is shared but does not fill a page.
 import os
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from tessera.kernels import PAGE
@@ -43,17 +42,6 @@ def steady(num_bytes: float) -> int:
     """A little less, by 3 % at most: the same if a few bytes more or less are in use, so plans are found."""
     whole = int(num_bytes)
     return whole & -(1 << max(0, whole.bit_length() - 6))
-
-
-@dataclass(slots=True)
-class PageCounts:
-    """Since the start of a service, for all of its microbatches."""
-
-    # Tokens of sequences that began, and how many of them were in pages already.
-    queries: int = 0
-    hits: int = 0
-    # Sequences that were put aside because pages ran out.
-    preemptions: int = 0
 
 
 class PagePool:

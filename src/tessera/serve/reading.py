@@ -68,10 +68,6 @@ READERS: dict[str, Callable[[bytes, ModelCard], Found]] = {
 }
 
 
-class _Document(msgspec.Struct, frozen=True, tag=True):
-    raw: bytes
-
-
 class _Refusal(msgspec.Struct, frozen=True, tag=True):
     status: int
     message: str
@@ -81,7 +77,7 @@ class _Refusal(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""
 
 
-ReadBody = Draft | EmbeddingDraft | ImageDraft | _Document | _Refusal
+ReadBody = Found | _Refusal
 
 
 class Reading:
@@ -113,7 +109,7 @@ class Reading:
             if answer.trace:
                 log.error("a body could not be read\n%s", answer.trace)
             raise ApiError(answer.status, answer.message, answer.param, answer.code)
-        return answer.raw if isinstance(answer, _Document) else answer
+        return answer
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -236,7 +232,7 @@ def _read_one(kind: str, fd: int, card: ModelCard) -> None:
 
 def _answer(kind: str, raw: bytes, card: ModelCard) -> ReadBody:
     try:
-        found = READERS[kind](raw, card)
+        return READERS[kind](raw, card)
     except MemoryError:
         return _TOO_LARGE
     except (ApiError, TesseraError) as error:
@@ -245,4 +241,3 @@ def _answer(kind: str, raw: bytes, card: ModelCard) -> ReadBody:
     except Exception:  # noqa: BLE001 - the edge of a process: the server's log tells
         what = "an error inside the server; its log says more"
         return _Refusal(500, what, None, None, traceback.format_exc())
-    return _Document(found) if isinstance(found, bytes) else found

@@ -231,9 +231,26 @@ class Latency:
     token_p99_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What the service is doing now. Counters count from the start."""
+@dataclass(kw_only=True, eq=False)
+class Counts:
+    """From the start of a service."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    # Tokens of sequences that began, and how many of them were in pages already.
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    # Sequences that were put aside because pages ran out.
+    preemptions: int = 0
+    # Requests that began again after a lost device.
+    retried: int = 0
+    # How often other plans were taken up.
+    plan_changes: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class Snapshot(Counts):
+    """What the service is doing now."""
 
     model: str
     policy: str
@@ -246,22 +263,12 @@ class Snapshot:
     # Pages in use, of all pages.
     pages_used: int = 0
     pages: int = 0
-    # Tokens of sequences that began, and how many of them were in pages already.
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    # Sequences that were put aside because pages ran out.
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
     tokens_per_s: float = 0.0
     latency: Latency = Latency()
     # Seconds since the start, as the decisions count them.
     up_s: float = 0.0
     # Finished requests by reason.
     finished: dict[str, int] = field(default_factory=dict)
-    retried: int = 0
-    # How often other plans were taken up.
-    plan_changes: int = 0
     # The newest ones, and how many of each kind there were.
     decisions: tuple[Decision, ...] = ()
     decided: dict[str, int] = field(default_factory=dict)

@@ -21,20 +21,18 @@ from tessera.adapt.drift import LEAST_GAIN, Factors, widened
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
 from tessera.ir import Costs, Objective, Plan, verify
+from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine, Plans
 from tessera.serve.planning import Prepared
 from tessera.serve.records import Ask, Average, Sampling, Shape
-from tessera.serve.sequences import ActiveRequest
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
 
-AVERAGE = Average()
-
 
 class PreparedPlanner:
-    def __init__(self, prepared: Prepared, average: Average = AVERAGE) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._prepared, half = prepared, prepared.model.shape.capacity // 2
-        self._average = Average(min(average.prompt, half), min(average.output, half))
+        self._average = Average(min(Average().prompt, half), min(Average().output, half))
 
     def without(self, lost: Iterable[str]) -> Plans:
         """Planned for the others, and put back among all devices."""

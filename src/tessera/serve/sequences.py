@@ -1,4 +1,4 @@
-"""ActiveRequest and SequenceBatch: where every request stands, and which tokens a microbatch reads next.
+"""SequenceBatch: where every request of a microbatch stands, and which tokens it reads next.
 
 A request is a sequence of tokens, its prompt and what was chosen so far, of which the model has read a part.
 When it has read all, the next token is due. So a prompt in parts, an answer, and an answer that goes on after
@@ -25,7 +25,6 @@ needs that the model's own choice is what is taken. An answer that turns out to 
 many; nobody looks at what that gave, and its pages are written anew by whoever gets them, in a later step.
 """
 
-import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,76 +39,10 @@ import torch
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, need_one_batch
 from tessera.kernels import PAGE
-from tessera.serve.answer import AnswerBuffer
-from tessera.serve.meters import Times
-from tessera.serve.pages import PageCounts, PagePool, page_key, pages_for
-from tessera.serve.records import Ask, Shape, Token, step_name
-from tessera.serve.sampling import Pick
+from tessera.serve.answer import ActiveRequest
+from tessera.serve.pages import PagePool, pages_for
+from tessera.serve.records import Counts, Shape, step_name
 from tessera.serve.sight import SeenPictures, Sight
-from tessera.serve.text import Reader, StopWatch
-
-
-class ActiveRequest:
-    """One ask on its way. Changed by the engine's thread, but for `is_cancelled`."""
-
-    def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
-        self.ask, self.reader = ask, reader
-        self.sequence = list(ask.prompt)
-        # Tokens chosen.
-        self.num_out = 0
-        self.watch = StopWatch(ask.stop)
-        self.buffer = AnswerBuffer()
-        # How the next token is chosen.
-        self.pick = Pick.of(ask, end)
-        self._keys: list[bytes] = []
-        # Logprobs of the prompt's tokens after its first, where they are wanted.
-        self.prompt_notes: list[Token] = []
-        # The microbatch that it is in.
-        self.batch: SequenceBatch | None = None
-        self.is_cancelled = self.is_over = False
-        self.arrived_s = time.monotonic()
-        self.seated_s: float | None = None
-        self.first_s: float | None = None
-        self.last_s = 0.0
-
-    @property
-    def wants_prompt(self) -> bool:
-        """True if logprobs of its prompt are missing: it is read token by token until they are there."""
-        return self.ask.prompt_logprobs is not None and len(self.prompt_notes) + 1 < len(self.ask.prompt)
-
-    def add(self, number: int) -> None:
-        self.sequence.append(number)
-        self.num_out += 1
-        self.pick.add(number)
-
-    def keys(self, num_pages: int) -> Sequence[bytes]:
-        """Of its first pages, which are full."""
-        known = self._keys
-        while len(known) < num_pages:
-            start = len(known) * PAGE
-            seen = b"".join(p.digest for p in self.ask.pictures if p.start < start + PAGE)
-            tokens = self.sequence[start : start + PAGE]
-            known.append(page_key(known[-1] if known else b"", tokens, seen))
-        return known[:num_pages]
-
-    def text_of(self, number: int) -> str:
-        """What a token adds to the answer for certain."""
-        text = self.reader.feed(number)
-        if not self.ask.stop:
-            return text
-        return self.watch.skip(text) if self.num_out < self.ask.min_tokens else self.watch.feed(text)
-
-    def rest_of_text(self) -> str:
-        """What is certain at the end of the answer."""
-        if self.watch.is_stopped:
-            return ""
-        return self.watch.feed(self.reader.flush()) + self.watch.flush()
-
-    def times(self) -> Times:
-        start = self.arrived_s
-        queued = None if self.seated_s is None else self.seated_s - start
-        first = None if self.first_s is None else self.first_s - start
-        return Times(queued, first, time.monotonic() - start)
 
 
 @dataclass(frozen=True)
@@ -296,7 +229,7 @@ class SequenceBatch:
         shape: Shape,
         steps: Steps,
         settle: Settle,
-        counts: PageCounts,
+        counts: Counts,
         sight: Sight | None = None,
         is_caching: bool = True,
     ) -> None:
@@ -554,8 +487,8 @@ class SequenceBatch:
         self._num_entries += wanted
         insort(self._begun, sequence, key=lambda s: s.turn)
         if self._is_caching and not sequence.was_begun:
-            self._counts.queries += len(request.sequence)
-            self._counts.hits += sequence.read
+            self._counts.prefix_queries += len(request.sequence)
+            self._counts.prefix_hits += sequence.read
         sequence.was_begun = True
         return True
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from types import TracebackType
 
 from tessera.adapt.capability import Capability
@@ -23,11 +24,11 @@ from tessera.errors import AskError, UnknownName
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import Decision, DecisionKind, Plan
 from tessera.kernels import PAGE
-from tessera.serve.answer import Answer
+from tessera.serve.answer import ActiveRequest, Answer
 from tessera.serve.engine import MAX_WAITING, Engine, Planner, capabilities_of
-from tessera.serve.meters import Observer
-from tessera.serve.records import Ask, DeviceView, Shape, Snapshot
-from tessera.serve.sequences import ActiveRequest, SequenceBatch
+from tessera.serve.meters import Meters
+from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
+from tessera.serve.sequences import SequenceBatch
 from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
@@ -65,7 +66,7 @@ class Service:
         policy: str = AUTO,
         max_waiting: int = MAX_WAITING,
         prefix_caching: bool = True,
-        observer: Observer | None = None,
+        meters: Meters | None = None,
         sight: Sight | None = None,
         planner: Planner | None = None,
         log: Callable[[str], None] = say,
@@ -76,7 +77,7 @@ class Service:
         if policy not in (AUTO, *policies):
             raise UnknownName("policy", policy, (AUTO, *policies))
         more = (sight, prefix_caching)
-        self._engine = Engine(stepper, shape, text.end, max_waiting, observer, *more, planner, self._note)
+        self._engine = Engine(stepper, shape, text.end, max_waiting, meters, *more, planner, self._note)
         self._begun_s = time.monotonic()
         self._decisions = Decisions()
         # Made in the background, not in force yet.
@@ -214,19 +215,13 @@ class Service:
             waiting=len(scheduler.queue),
             pages_used=sum(pool.num_used for pool in pools),
             pages=shape.microbatches * (shape.pool_tokens // PAGE - 1),
-            prefix_queries=meters.pages.queries,
-            prefix_hits=meters.pages.hits,
-            preemptions=meters.pages.preemptions,
-            prompt_tokens=meters.prompt_tokens,
-            output_tokens=meters.output_tokens,
             tokens_per_s=meters.tokens_per_s,
             latency=meters.latency,
             up_s=self._clock_s(),
             finished=dict(meters.finished),
-            retried=meters.retried,
-            plan_changes=meters.plan_changes,
             decisions=tuple(self._decisions.latest),
             decided={kind.value: num for kind, num in self._decisions.counts.items()},
+            **{count.name: getattr(meters, count.name) for count in fields(Counts)},
         )
 
     def _devices(self) -> tuple[DeviceView, ...]:

@@ -8,7 +8,6 @@ Encoders and pipelines are served on the first device, without plans and workers
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import AWAY, Cluster, DeviceKind, Objective, Plan
+from tessera.ir import AWAY, Cluster, DeviceKind
 from tessera.kernels import PAGE
+from tessera.report.figures import modelled_utilisation
 from tessera.serve.limits import HttpLimits
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import Average, ServeSpec
@@ -78,33 +78,22 @@ def started(
 
     `hub` makes the way to workers that are not processes of this machine.
     """
-    from tessera.serve.app import create_app
-    from tessera.serve.metrics import Metrics
-
     options = options or ServeOptions()
     name = options.name or (Path(model).name if Path(model).is_dir() else model)
-    metrics = Metrics(name, lambda: made.service.snapshot())  # noqa: PLW0108 - each needs the other
     with ExitStack() as stack:
         if is_single_device(model):
             advance(f"building {model}")
-            made = _single_device(model, name, cluster, options, stack)
+            yield _single_device(model, name, cluster, options, stack)
         else:
-            made = _planned(model, name, cluster, options, stack, metrics, hub, advance)
-        app = create_app(made.endpoint, metrics, options.limits, options.keys, options.is_local)
-        stack.enter_context(closing(app.state.reading)).start()
-        facts = {"model": name, **made.facts}
-        yield RunningService(f"{name}{made.title}", made.service, app, made.summary, facts)
+            yield _planned(model, name, cluster, options, stack, hub, advance)
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What is served, and what is told of it."""
+def _app(endpoint: "Endpoint", metrics: "Metrics", options: ServeOptions, stack: ExitStack) -> "FastAPI":
+    from tessera.serve.app import create_app
 
-    endpoint: "Endpoint"
-    service: "Service | EmbeddingService | ImageService"
-    facts: dict[str, Any]
-    title: str = ""
-    summary: tuple[str, ...] = ()
+    app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
+    stack.enter_context(closing(app.state.reading)).start()
+    return app
 
 
 def _planned(
@@ -113,11 +102,11 @@ def _planned(
     cluster: Cluster,
     options: ServeOptions,
     stack: ExitStack,
-    metrics: "Metrics",
     hub: MakeHub | None,
     advance: Callable[[str], None],
-) -> _Made:
+) -> RunningService:
     from tessera.serve.grammar import open_grammars
+    from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
     from tessera.serve.replan import PreparedPlanner
 
@@ -131,6 +120,7 @@ def _planned(
     shape, text = prepared.model.shape, open_text(place_of(model))
     sight, eyes = prepared.model.senses() or (None, None)
     stepper = stack.enter_context(prepared.workers(options.transport, hub))
+    metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
     service = Service(
         stepper,
         shape,
@@ -138,7 +128,7 @@ def _planned(
         model=name,
         max_waiting=options.max_waiting,
         prefix_caching=options.prefix_caching,
-        observer=metrics,
+        meters=metrics,
         sight=sight,
         planner=PreparedPlanner(prepared),
     )
@@ -147,6 +137,7 @@ def _planned(
     endpoint = Endpoint(card, service, int(time.time()), lambda: stepper.plans, eyes, grammars)
     stack.enter_context(service)
     facts = {
+        "model": name,
         "devices": list(cluster.names),
         "policies": list(service.snapshot().policies),
         "microbatches": shape.microbatches,
@@ -159,7 +150,8 @@ def _planned(
         "step_tokens": list(shape.sizes),
         "pool_tokens": shape.pool_tokens,
     }
-    return _Made(endpoint, service, facts, summary=lines_of(prepared, options.spec.average))
+    lines = lines_of(prepared, options.spec.average)
+    return RunningService(name, service, _app(endpoint, metrics, options, stack), lines, facts)
 
 
 def is_single_device(model: str) -> bool:
@@ -169,31 +161,31 @@ def is_single_device(model: str) -> bool:
     return makes_images(model) or embeds(model)
 
 
-def _single_device(model: str, name: str, cluster: Cluster, options: ServeOptions, stack: ExitStack) -> _Made:
+def _single_device(
+    model: str, name: str, cluster: Cluster, options: ServeOptions, stack: ExitStack
+) -> RunningService:
+    from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
-    from tessera.serve.single_device import (
-        EmbeddingService,
-        Encoder,
-        ImageService,
-        TextToImage,
-        makes_images,
-    )
+    from tessera.serve.single_device import EmbeddingService, Encoder, ImageService, TextToImage, makes_images
     from tessera.serve.text import ByteText
 
-    first, created = cluster.devices[0], int(time.time())
+    first = cluster.devices[0]
     device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
+    facts: dict[str, Any] = {"model": name, "devices": [device]}
+    service: EmbeddingService | ImageService
     if makes_images(model):
-        images = stack.enter_context(ImageService(TextToImage.open(model, device), name))
+        service, makes = ImageService(TextToImage.open(model, device), name), "pictures from words"
         card = ModelCard(name, ByteText(), 0, 0, makes="pictures")
-        return _Made(Endpoint(card, images, created), images, {"devices": [device]}, " (pictures from words)")
-    encoder = Encoder.open(model, device, options.spec.random_weights)
-    service = stack.enter_context(EmbeddingService(encoder, name))
-    capacity = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens)
-    text, pooling = open_text(place_of(model)), encoder.pooling
-    card = ModelCard(name, text, capacity, encoder.vocab_size, "", pooling.prompt, pooling.sizes, "vectors")
-    facts = {"devices": [device], "max_len": capacity, "dimensions": encoder.size}
-    title = f" (embeddings of {encoder.size} numbers)"
-    return _Made(Endpoint(card, service, created), service, facts, title)
+    else:
+        encoder = Encoder.open(model, device, options.spec.random_weights)
+        service, makes = EmbeddingService(encoder, name), f"embeddings of {encoder.size} numbers"
+        most, how = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens), encoder.pooling
+        text = open_text(place_of(model))
+        card = ModelCard(name, text, most, encoder.vocab_size, "", how.prompt, how.sizes, "vectors")
+        facts |= {"max_len": most, "dimensions": encoder.size}
+    stack.enter_context(service)
+    app = _app(Endpoint(card, service, int(time.time())), Metrics(name, service.snapshot), options, stack)
+    return RunningService(f"{name} ({makes})", service, app, (), facts)
 
 
 # For people. Rates are modelled, at full load: the plan's own simulated one, or where plans were rehearsed
@@ -211,7 +203,9 @@ def _chosen(prepared: Prepared) -> str:
     sizes = ", ".join(f"{size:,}" for size in shape.sizes)
     when = f"captured in {prepared.capture_s:.1f} s" if prepared.capture_s else "as planned before"
     held = shape.microbatches * prepared.model.state_bytes
-    parts = [f"{name} {100 * share:.0f} %" for name, share in _shares(plan).items()]
+    busy = dict(zip(plan.cluster.names, modelled_utilisation(plan), strict=True))
+    shares = {name: share / sum(busy.values()) for name, share in busy.items() if share}
+    parts = [f"{name} {100 * share:.0f} %" for name, share in shares.items()]
     where = f"work on {', '.join(parts)}" if len(parts) > 1 else f"all work on {plan.cluster.names[0]}"
     return (
         f"chosen: {shape.microbatches} x {shape.rows} requests at once, steps of {sizes} tokens ({when}), "
@@ -236,13 +230,9 @@ def _one_more(prepared: Prepared, average: Average) -> str:
     plan = prepared.plans[0]
     added = {}
     for number, device in enumerate(plan.cluster.devices):
-        us = sum(
-            count * sum(costs.us(launch, number) for launch in range(len(costs.costs)))
-            for costs, count in zip(plan.costs, plan.unit.counts, strict=True)
-        )
-        kind = device.gpu or device.name
-        if us:
-            added[kind] = _tokens_per_s(prepared, average, 1e6 / us)
+        counted = zip(plan.costs, plan.unit.counts, strict=True)
+        if us := sum(count * costs.total_us(number) for costs, count in counted):
+            added[device.gpu or device.name] = _tokens_per_s(prepared, average, 1e6 / us)
     if not added:
         return "with one more device: not modelled"
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
@@ -252,15 +242,3 @@ def _one_more(prepared: Prepared, average: Average) -> str:
 def _tokens_per_s(prepared: Prepared, average: Average, units_per_s: float) -> float:
     """A unit is what a microbatch does for all its rows' average requests."""
     return units_per_s * prepared.model.shape.rows * average.output
-
-
-def _shares(plan: Plan) -> dict[str, float]:
-    """Device -> its share of all devices' time at work."""
-    busy: dict[str, float] = defaultdict(float)
-    for lane in plan.lanes:
-        weight = lane.rate_per_s if plan.objective is Objective.THROUGHPUT else 1.0
-        for costs, count, places in zip(plan.costs, plan.unit.counts, lane.placement.devices, strict=True):
-            for launch, device in enumerate(places):
-                busy[plan.cluster.names[device]] += weight * count * costs.us(launch, device)
-    total = sum(busy.values())
-    return {name: us / total for name, us in busy.items()} if total else {}

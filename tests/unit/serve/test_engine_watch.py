@@ -6,7 +6,7 @@ import pytest
 
 from serving_factory import GREEDY, TOYS, ToyStepper, expected, read, read_all, service_of, until, wait_for
 from tessera.adapt.capability import Capability, Point
-from tessera.serve.meters import Times
+from tessera.serve.meters import Meters, Times
 from tessera.serve.records import Ask, Finish
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
@@ -50,10 +50,11 @@ def test_the_snapshot_shows_utilisation() -> None:
     assert (4 * 3, 4 * 45, 2 * 10) == (snapshot.prompt_tokens, snapshot.output_tokens, snapshot.pages)
 
 
-class Notes:
-    """An observer that keeps everything."""
+class Notes(Meters):
+    """Meters that keep everything."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.queued: list[float] = []
         self.first: list[float] = []
         self.gaps: list[float] = []
@@ -64,27 +65,30 @@ class Notes:
         """Kept."""
         self.queued.append(queued_s)
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, prompt_tokens: int, seconds: float) -> None:
         """Kept."""
+        super().first_token(prompt_tokens, seconds)
         self.first.append(seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
         """Kept."""
+        super().next_tokens(seconds)
         self.gaps += seconds
 
     def stepped(self, kind: str, seconds: float) -> None:
         """Kept."""
         self.kinds.add(kind)
 
-    def finished(self, finish: Finish, times: Times) -> None:
+    def ended(self, finish: Finish, times: Times) -> None:
         """Kept."""
+        super().ended(finish, times)
         self.ends.append((finish, times))
 
 
-def test_an_observer_sees_every_token() -> None:
+def test_meters_see_every_token() -> None:
     """One first token and one end a request, a gap for every other token; the snapshot has quantiles."""
     notes = Notes()
-    with service_of(ToyStepper(), observer=notes) as service:
+    with service_of(ToyStepper(), meters=notes) as service:
         wait_for(read_all(service, [LONG] * 7))
     latency = service.snapshot().latency
 

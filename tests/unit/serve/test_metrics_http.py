@@ -52,10 +52,10 @@ def test_engine_feeds_the_histograms() -> None:
     """Every observation of the engine is counted once, in the right series."""
     metrics = Metrics(MODEL, Scripted().snapshot)
     metrics.seated(0.2)
-    metrics.first_token(0.5)
+    metrics.first_token(10, 0.5)
     metrics.next_tokens([0.1, 0.3])
     metrics.stepped("decode", 0.05)
-    metrics.finished(Finish("length", 10, 3), Times(0.2, 0.5, 0.9))
+    metrics.ended(Finish("length", 10, 3), Times(0.2, 0.5, 0.9))
     found = samples(metrics)
 
     sums = {

@@ -9,9 +9,9 @@ import pytest
 from serving_factory import GREEDY, SHAPE, toy_plans
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
-from tessera.serve.pages import PageCounts
-from tessera.serve.records import Ask, Shape
-from tessera.serve.sequences import ActiveRequest, Due, SequenceBatch, Steps
+from tessera.serve.answer import ActiveRequest
+from tessera.serve.records import Ask, Counts, Shape
+from tessera.serve.sequences import Due, SequenceBatch, Steps
 from tessera.serve.text import ByteText
 
 WIDE = replace(SHAPE, rows=4, capacity=512, sizes=(4, 16, 64), pool_tokens=PAGE * 200)
@@ -27,7 +27,7 @@ def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
         return ()
 
     steps = Steps.of(toy_plans(["only"], shape)[0])
-    return SequenceBatch(0, shape, steps, settle, PageCounts(), is_caching=is_caching)
+    return SequenceBatch(0, shape, steps, settle, Counts(), is_caching=is_caching)
 
 
 def request_of(*prompt: int, max_tokens: int = 99) -> ActiveRequest:
@@ -56,7 +56,7 @@ def stepped(batch: SequenceBatch, num: int = 1) -> list[tuple[int, list[int]]]:
     return found
 
 
-def counts_of(batch: SequenceBatch) -> PageCounts:
+def counts_of(batch: SequenceBatch) -> Counts:
     """What it counted."""
     return batch._counts
 
@@ -107,7 +107,7 @@ def test_whoever_begins_like_another_shares_its_pages() -> None:
     added(batch, range(48), range(48))
 
     assert [(64, [48, 16])] == stepped(batch)
-    assert (96, 32) == (counts_of(batch).queries, counts_of(batch).hits)
+    assert (96, 32) == (counts_of(batch).prefix_queries, counts_of(batch).prefix_hits)
 
 
 def test_what_has_ended_is_found_again() -> None:

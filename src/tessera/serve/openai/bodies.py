@@ -134,19 +134,6 @@ class Tool(_Strict):
     function: ToolFunction
 
 
-class NamedFunction(_Strict):
-    """A function by its name."""
-
-    name: str
-
-
-class NamedTool(_Strict):
-    """The tool that the model must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class JsonSchema(_Strict):
     """A schema that the answer follows."""
 
@@ -226,7 +213,7 @@ class ChatRequest(_GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -237,7 +224,7 @@ class ChatRequest(_GenerationRequest):
         if len(names) > len(set(names)):
             raise invalid("tools", "two of them have one name")
         choice = self.tool_choice
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             raise invalid("tool_choice", f"'{choice.function.name[:64]}' is none of the tools")
         if choice == "required" and not names:
             raise invalid("tool_choice", "there are no tools")
@@ -249,13 +236,13 @@ class ChatRequest(_GenerationRequest):
         if self.tool_choice == "none":
             return []
         choice = self.tool_choice
-        name = choice.function.name if isinstance(choice, NamedTool) else None
+        name = choice.function.name if isinstance(choice, Tool) else None
         return [tool for tool in self.tools or () if name in (None, tool.function.name)]
 
     @property
     def is_forced(self) -> bool:
         """True if the answer is calls and nothing else."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
 
 
 class CompletionRequest(_GenerationRequest):

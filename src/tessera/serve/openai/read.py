@@ -32,7 +32,6 @@ from tessera.serve.openai.bodies import (
     ImageRequest,
     Message,
     MessagePart,
-    NamedTool,
     TokenizeRequest,
     Tool,
     ToolCall,
@@ -259,7 +258,7 @@ def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tu
     answer = "" if schema is None else answer_form(schema)
     if not isinstance(request, ChatRequest) or not (request.is_forced or (tools and answer)):
         return (f"start: {answer}", "response_format") if answer else ("", "")
-    is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
+    is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, Tool)
     schemas = {x.function.name: x.function.parameters or NO_PARAMETERS for x in tools}
     calls = calls_form(schemas, 1 if is_single else MAX_CALLS)
     if request.is_forced:
