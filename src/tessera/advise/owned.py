@@ -8,7 +8,7 @@ What to rent next: one more card of each kind that can be rented, with requests 
 there, which any router can do; a plan over all of them is at least as good. All figures are modelled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tessera.advise.search import Load, Market, Size, check, cluster_of, offers_of, steps_of
@@ -143,11 +143,7 @@ def _rent(name: str, market: Market) -> float | None:
 
 def _ways(load: Load, options: Sequence[Option], usd_per_hour: float | None) -> list[Way]:
     """The best of each kind. A request is so many tokens, and an image so many steps, as the load says."""
-    best: dict[str, Option] = {}
-    for option in options:
-        kind = KINDS.get(option.policy, "split")
-        if kind not in best or option.tokens_per_s > best[kind].tokens_per_s:
-            best[kind] = option
+    best = _best(options)
     found = []
     for name in (name for name in WAYS if name in best):
         o = best[name]
@@ -156,6 +152,15 @@ def _ways(load: Load, options: Sequence[Option], usd_per_hour: float | None) -> 
         carries = per_s >= load.needed_per_s
         found.append(Way(name, o.policy, per_s, o.tokens_per_s, o.tpot_ms, o.ttft_ms, o.batch, carries, usd))
     return found
+
+
+def _best(options: Iterable[Option]) -> dict[str, Option]:
+    """Of each kind."""
+    best: dict[str, Option] = {}
+    for option in options:
+        kind = KINDS.get(option.policy, "split")
+        best[kind] = max(best.get(kind, option), option, key=lambda o: o.tokens_per_s)
+    return best
 
 
 def _coarsest(ways: Sequence[Way], error: float) -> Way:
@@ -168,11 +173,8 @@ def _regimes(found: LoadPlan, error: float) -> list[Regime]:
     most = max(found.options, key=lambda o: (o.tokens_per_s, -o.tpot_ms))
     listed = []
     for limit in round_limits(min(o.tpot_ms for o in found.options), most.tpot_ms):
-        rates: dict[str, float] = {}
-        for option in found.options:
-            kind = KINDS.get(option.policy, "split")
-            if option.tpot_ms <= limit:
-                rates[kind] = max(rates.get(kind, 0.0), option.tokens_per_s)
+        within = _best(option for option in found.options if option.tpot_ms <= limit)
+        rates = {kind: option.tokens_per_s for kind, option in within.items()}
         best = max(rates.values())
         coarsest = next(name for name in WAYS if rates.get(name, 0.0) * (1 + error) >= best)
         listed.append(Regime(limit, rates, coarsest))

@@ -24,7 +24,6 @@ else. Larger ones are built at every start.
 
 import contextlib
 import hashlib
-import json
 import os
 import pickle
 import shutil
@@ -32,13 +31,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
 import tessera
@@ -74,6 +74,7 @@ PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
 _MORE, _WEIGHTS = "more.json", "weights.pt"
 _UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError, TesseraError,
+    msgspec.MsgspecError,
 )  # fmt: skip
 
 
@@ -290,39 +291,41 @@ def key_of(place: str, *given: object) -> str:
     return digest.hexdigest()[:32]
 
 
+class _More(msgspec.Struct):
+    """What is kept beside the plans."""
+
+    num_plans: int
+    scale: float
+    rehearsed: dict[str, float]
+    # Of a model that is kept.
+    shape: Shape | None
+    state_bytes: int
+
+
 def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared | None:
     """What was kept under this name, with its model, which is built where it was not kept."""
     own = folder / key
     try:
-        more = json.loads((own / _MORE).read_text())
-        plans = tuple(load(Plan, own / f"{n}.plan") for n in range(int(more["plans"])))
-        scale, rehearsed, model = float(more["scale"]), dict(more["rehearsed"]), _find_model(own, more)
+        more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
+        plans = tuple(load(Plan, own / f"{n}.plan") for n in range(more.num_plans))
         traces = [graph.trace for graph in plans[0].graphs]
+        model = None
+        if more.shape is not None:
+            weights = torch.load(own / _WEIGHTS, weights_only=True)
+            model = KeptModel(more.shape, more.state_bytes, weights)
         os.utime(own)
     except _UNREADABLE:
         return None
     if any(interprets(device, traces) for device in plans[0].cluster.devices):
         import_module("tessera.flow")  # hands in the interpreter
-    return Prepared(model or build(), plans, scale, rehearsed)
-
-
-def _find_model(own: Path, more: Mapping[str, Any]) -> KeptModel | None:
-    if more["shape"] is None:
-        return None
-    shape = Shape(**{**more["shape"], "sizes": tuple(more["shape"]["sizes"])})
-    return KeptModel(shape, int(more["state_bytes"]), torch.load(own / _WEIGHTS, weights_only=True))
+    return Prepared(model or build(), plans, more.scale, more.rehearsed)
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:
     """Keeps plans under this name, whole or not at all; standard error hears why not."""
     model = KeptModel.of(found.model)
-    more = {
-        "plans": len(found.plans),
-        "scale": found.scale,
-        "rehearsed": dict(found.rehearsed),
-        "shape": None if model is None else asdict(model.shape),
-        "state_bytes": 0 if model is None else model.state_bytes,
-    }
+    kept = (None, 0) if model is None else (model.shape, model.state_bytes)
+    more = _More(len(found.plans), found.scale, dict(found.rehearsed), *kept)
     part = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -331,7 +334,7 @@ def keep(key: str, found: Prepared, folder: Path) -> None:
             save(plan, part / f"{number}.plan")
         if model is not None:
             torch.save(dict(model.tensors), part / _WEIGHTS)
-        (part / _MORE).write_text(json.dumps(more))
+        (part / _MORE).write_bytes(msgspec.json.encode(more))
         shutil.rmtree(folder / key, ignore_errors=True)
         part.rename(folder / key)
     except (OSError, RuntimeError, TesseraError) as error:

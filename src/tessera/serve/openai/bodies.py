@@ -4,7 +4,7 @@ Types are strict: "5" is no number. A field that is not declared here is ignored
 ignoring it would change the answer: those are named in `REFUSED`, with the values that ask for nothing.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -72,8 +72,22 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
+    def extra(self, name: str) -> Any:
+        """A field that is not declared; None: it is not there."""
+        return (self.model_extra or {}).get(name)
 
-class _Body(_Strict):
+
+class _Checked(_Strict):
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.check_together()
+        return self
+
+    def check_together(self) -> None:
+        """Raises for fields that are right one by one and wrong together."""
+
+
+class _Body(_Checked):
     model: str | None = Field(None, description="The served model's name; may be left out.")
 
 
@@ -99,7 +113,7 @@ class ToolCall(_Strict):
     function: CalledFunction
 
 
-class Message(_Strict):
+class Message(_Checked):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -108,15 +122,13 @@ class Message(_Strict):
     tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
 
-    @model_validator(mode="after")
-    def _can_be_read(self) -> "Message":
-        if self.role not in ROLES or (self.model_extra or {}).get("function_call"):
+    def check_together(self) -> None:
+        if self.role not in ROLES or self.extra("function_call"):
             raise PydanticCustomError("unsupported_value", "functions are not supported; use tools")
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("invalid_value", "only an assistant calls tools")
         if self.content is None and not self.tool_calls:
             raise PydanticCustomError("missing", "content is missing")
-        return self
 
 
 class ToolFunction(_Strict):
@@ -141,7 +153,7 @@ class JsonSchema(_Strict):
     document: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(_Checked):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -154,11 +166,9 @@ class ResponseFormat(_Strict):
             return None
         return {"type": "object"} if self.json_schema is None else self.json_schema.document
 
-    @model_validator(mode="after")
-    def _is_whole(self) -> "ResponseFormat":
+    def check_together(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError("missing", "json_schema belongs to its type, and only to that")
-        return self
 
 
 class StreamOptions(_Strict):
@@ -192,8 +202,7 @@ class _GenerationRequest(_Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of vLLM.")
     user: str | None = None
 
-    @model_validator(mode="after")
-    def _is_supported(self) -> "_GenerationRequest":
+    def check_together(self) -> None:
         for name, value in (self.model_extra or {}).items():
             if name in REFUSED and value not in REFUSED[name]:
                 raise unsupported(name)
@@ -201,7 +210,6 @@ class _GenerationRequest(_Body):
             raise invalid("stream_options", "only of use with stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "are told with a whole answer only, without stream")
-        return self
 
 
 class ChatRequest(_GenerationRequest):
@@ -216,8 +224,8 @@ class ChatRequest(_GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ChatRequest":
+    def check_together(self) -> None:
+        super().check_together()
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "only of use with logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
@@ -228,7 +236,6 @@ class ChatRequest(_GenerationRequest):
             raise invalid("tool_choice", f"'{choice.function.name[:64]}' is none of the tools")
         if choice == "required" and not names:
             raise invalid("tool_choice", "there are no tools")
-        return self
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -254,15 +261,14 @@ class CompletionRequest(_GenerationRequest):
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
 
-    @model_validator(mode="after")
-    def _fits(self) -> "CompletionRequest":
+    def check_together(self) -> None:
+        super().check_together()
         if self.best_of not in (None, self.n or 1):
             raise unsupported("best_of")
         if self.echo and self.logprobs is not None and self.stream:
             raise invalid("echo", "with logprobs only of a whole answer, without stream")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "0 asks for no answer; use 1 or more, or echo")
-        return self
 
 
 class TokenizeRequest(_Body):
@@ -274,13 +280,11 @@ class TokenizeRequest(_Body):
     add_special_tokens: bool | None = Field(None, description="Of a prompt: what stands before every prompt.")
     return_token_strs: bool | None = None
 
-    @model_validator(mode="after")
-    def _has_one(self) -> "TokenizeRequest":
+    def check_together(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt", "send a prompt or messages, one of them")
-        if (self.model_extra or {}).get("add_generation_prompt") is False:
+        if self.extra("add_generation_prompt") is False:
             raise unsupported("add_generation_prompt")
-        return self
 
 
 class DetokenizeRequest(_Body):
@@ -297,11 +301,9 @@ class EmbeddingRequest(_Body):
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
     user: str | None = None
 
-    @model_validator(mode="after")
-    def _is_supported(self) -> "EmbeddingRequest":
-        if (self.model_extra or {}).get("truncate_prompt_tokens") is not None:
+    def check_together(self) -> None:
+        if self.extra("truncate_prompt_tokens") is not None:
             raise unsupported("truncate_prompt_tokens")
-        return self
 
 
 class ImageRequest(_Body):
@@ -318,13 +320,11 @@ class ImageRequest(_Body):
     seed: int | None = Field(None, ge=0, le=2**62)
     user: str | None = None
 
-    @model_validator(mode="after")
-    def _is_supported(self) -> "ImageRequest":
+    def check_together(self) -> None:
         if self.response_format == "url":
             raise invalid("response_format", "pictures come as b64_json: nothing is kept to link to")
-        if (self.model_extra or {}).get("stream"):
+        if self.extra("stream"):
             raise unsupported("stream")
-        return self
 
 
 Body = TypeVar("Body", bound=_Body)

@@ -314,7 +314,7 @@ def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
     if part.type != "image_url" or not mark:
         reads = "text and image_url" if mark else "text"
         raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
-    found = (part.model_extra or {}).get("image_url")
+    found = part.extra("image_url")
     url = found.get("url") if isinstance(found, dict) else found
     if not isinstance(url, str):
         raise _wrong(number, 'image_url is {"url": "data:image/png;base64,..."}', "invalid_value")
