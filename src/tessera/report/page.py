@@ -50,7 +50,7 @@ from tessera.report.figures import (
     utilisation,
     weight_bytes,
 )
-from tessera.report.picture import Picture, Row, layer_of, picture
+from tessera.report.picture import Picture, Row, layer_of, layer_picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,33 +269,24 @@ def layers(plan: Plan) -> str:
 
 
 def _layer(plan: Plan, lane: int, step: int) -> str:
-    shown = picture(plan, lane, step)
+    shown = layer_picture(plan, lane, step)
     columns = f"minmax(6.5rem,1.3fr) repeat({len(shown.devices)},minmax(5.5rem,1.5fr)) minmax(3.6rem,auto)"
     names = [f"<b class='{device_class(d)}'>{cut(plan.cluster.names[d])}</b>" for d in shown.devices]
     head = f"<div class='head'><span>sub-module</span>{''.join(names)}<span class='time'>time</span></div>"
     body = "".join(_layer_rows(shown))
-    busy = (
-        f"{plan.cluster.names[d]} {duration(us)}" for d, us in zip(shown.devices, shown.us, strict=True) if us
-    )
-    leaving = (
-        f"{size(c.num_bytes)} leave {plan.cluster.names[c.src]} for {plan.cluster.names[c.dst]}"
-        for c in shown.leaving
-    )
     about = f"<p class='note'>{escape(shown.subject)}; {escape(shown.lane)}</p>"
     return (
         f"<figure class='layer'><h3>{escape(shown.step)}</h3>"
         f"{about}<div class='scroll'><div class='grid' style='--columns:{columns}'>{head}{body}</div></div>"
-        f"<figcaption>{escape('; '.join([*busy, *leaving]))}</figcaption></figure>"
+        f"<figcaption>{escape(shown.summary)}</figcaption></figure>"
     )
 
 
 def _layer_rows(shown: Picture) -> Iterator[str]:
-    previous = ""
-    for number, row in enumerate(shown.rows):
-        if number == shown.hidden_after and shown.num_hidden:
-            yield f"<div class='gap'>… {shown.num_hidden:,} launches between …</div>"
-        module = "" if row.module == previous else row.module
-        previous = row.module
+    for module, row in shown.lines():
+        if row is None:
+            yield f"<div class='gap'>… {module} …</div>"
+            continue
         cells = "".join(_layer_cell(row, device) for device in shown.devices)
         time = f"<span class='time'>{duration(row.us)}</span>"
         yield f"<div class='line'><span>{_breakable(module)}</span>{cells}{time}</div>"
@@ -310,12 +301,11 @@ def _breakable(name: str) -> str:
 def _layer_cell(row: Row, device: int) -> str:
     if device == row.device:
         return f'<span class="block {device_class(device)}" title="{cut(row.text)}">{cut(row.text)}</span>'
-    crossing = next((c for c in row.arrivals if c.src == device), None)
+    crossing = row.arrow_from(device)
     if crossing is not None:
         way = "right" if crossing.src < crossing.dst else "left"
         return f"<span class='wire {way} {device_class(device)}'><u>{size(crossing.num_bytes)}</u></span>"
-    passing = any(min(c.src, row.device) < device < max(c.src, row.device) for c in row.arrivals)
-    return "<span class='wire pass'></span>" if passing else "<span></span>"
+    return "<span class='wire pass'></span>" if row.is_passed(device) else "<span></span>"
 
 
 NUM_COLOURS = 8

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -56,10 +56,18 @@ class Row:
     # What had to arrive from other devices first, one entry a source.
     arrivals: tuple[Crossing, ...]
 
+    def arrow_from(self, device: int) -> Crossing | None:
+        """What had to arrive from a device."""
+        return next((c for c in self.arrivals if c.src == device), None)
+
+    def is_passed(self, device: int) -> bool:
+        """True if an arrow passes through the column of a device."""
+        return any(min(c.src, self.device) < device < max(c.src, self.device) for c in self.arrivals)
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One layer, or a whole trace where no layer repeats."""
+    """One layer, or a whole trace where no layer repeats. On a console it fits itself to the width."""
 
     # "model.layers.2, one of 4 alike", and which step and lane it is of.
     subject: str
@@ -69,12 +77,55 @@ class Picture:
     # Rows after the first `hidden_after` that were left out, and how many launches they held.
     hidden_after: int
     num_hidden: int
-    # The columns of the picture, ascending.
+    # The columns of the picture, ascending; and the names of all devices.
     devices: tuple[int, ...]
+    names: tuple[str, ...]
     # What launches outside the picture read elsewhere.
     leaving: tuple[Crossing, ...]
     # Busy time of each of `devices` in this picture.
     us: tuple[float, ...]
+
+    def lines(self) -> Iterator[tuple[str, Row | None]]:
+        """(its sub-module if that is another than above, row); no row where some were left out."""
+        previous = ""
+        for number, row in enumerate(self.rows):
+            if number == self.hidden_after and self.num_hidden:
+                yield f"{self.num_hidden:,} launches between", None
+            yield "" if row.module == previous else row.module, row
+            previous = row.module
+
+    @property
+    def summary(self) -> str:
+        """How busy the devices are, and what crosses."""
+        busy = zip(self.devices, self.us, strict=True)
+        parts = [f"{self.names[device]} {duration(us)}" for device, us in busy if us]
+        arrivals = [c for row in self.rows for c in row.arrivals]
+        moved = f"{size(sum(c.num_bytes for c in arrivals))} arrive at {plural(len(arrivals), 'block')}"
+        parts.append(moved if arrivals else "nothing crosses")
+        for c in self.leaving:
+            parts.append(f"{size(c.num_bytes)} leave {self.names[c.src]} for {self.names[c.dst]}")
+        return "; ".join(parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = (options.max_width - MODULE_WIDTH - TIME_WIDTH - 4) // max(1, len(self.devices))
+        yield Text(f"{self.subject} ({self.step}; {self.lane})", style="bold")
+        yield self._table(max(MIN_WIDTH, min(MAX_WIDTH, room)), options.ascii_only)
+        yield Text(self.summary, style="dim")
+
+    def _table(self, width: int, ascii_only: bool) -> Table:
+        table = Table(box=None, show_edge=False, pad_edge=False, padding=0, header_style="dim")
+        table.add_column("sub-module", width=MODULE_WIDTH, no_wrap=True, overflow="ellipsis")
+        for device in self.devices:
+            name = Text(self.names[device].center(width), style=f"bold {device_colour(device)}")
+            table.add_column(name, width=width, no_wrap=True, overflow="ellipsis")
+        table.add_column("modelled", width=TIME_WIDTH, justify="right", no_wrap=True)
+        for module, row in self.lines():
+            if row is None:
+                table.add_row(Text(f"... {module}", style="dim"))
+                continue
+            cells = [_cell(row, device, width, ascii_only) for device in self.devices]
+            table.add_row(Text(module), *cells, Text(duration(row.us), style="dim"))
+        return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +183,8 @@ class Placed:
     costs: Costs
 
 
-def picture(plan: Plan, lane: int, step: int) -> Picture:
-    """How one lane of a plan places one layer of one step."""
+def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
+    """How one lane of a plan places one layer of one step, or all of it where no layer repeats."""
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
     chosen = plan.lanes[lane]
@@ -156,6 +207,7 @@ def picture(plan: Plan, lane: int, step: int) -> Picture:
         hidden_after,
         sum(r.num_launches for r in rows) - sum(r.num_launches for r in shown),
         columns,
+        plan.cluster.names,
         leaving,
         tuple(busy[device] for device in columns),
     )
@@ -266,62 +318,9 @@ MODULE_WIDTH, TIME_WIDTH = 26, 9
 MIN_WIDTH, MAX_WIDTH = 12, 26
 
 
-def layer_picture(plan: Plan, lane: int, step: int) -> RenderableType:
-    """The placement of one representative layer (or of the whole step where none repeats)."""
-    return LayerPicture(picture(plan, lane, step), plan.cluster.names)
-
-
 def device_colour(device: int) -> str:
     """The colour that stands for a device wherever it is shown."""
     return COLOURS[device % len(COLOURS)]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPicture:
-    """A picture that fits itself to the console."""
-
-    picture: Picture
-    names: tuple[str, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = self.picture.devices
-        room = (options.max_width - MODULE_WIDTH - TIME_WIDTH - 4) // max(1, len(columns))
-        width = max(MIN_WIDTH, min(MAX_WIDTH, room))
-        title = f"{self.picture.subject} ({self.picture.step}; {self.picture.lane})"
-        yield Text(title, style="bold")
-        yield self._table(width, options.ascii_only)
-        yield from self._summary()
-
-    def _table(self, width: int, ascii_only: bool) -> Table:
-        shown = self.picture
-        table = Table(box=None, show_edge=False, pad_edge=False, padding=0, header_style="dim")
-        table.add_column("sub-module", width=MODULE_WIDTH, no_wrap=True, overflow="ellipsis")
-        for device in shown.devices:
-            name = Text(self.names[device].center(width), style=f"bold {device_colour(device)}")
-            table.add_column(name, width=width, no_wrap=True, overflow="ellipsis")
-        table.add_column("modelled", width=TIME_WIDTH, justify="right", no_wrap=True)
-        previous = ""
-        for number, row in enumerate(shown.rows):
-            if number == shown.hidden_after and shown.num_hidden:
-                table.add_row(Text(f"... {shown.num_hidden:,} launches between", style="dim"))
-            module = "" if row.module == previous else row.module
-            previous = row.module
-            cells = [_cell(row, device, width, ascii_only) for device in shown.devices]
-            table.add_row(Text(module), *cells, Text(duration(row.us), style="dim"))
-        return table
-
-    def _summary(self) -> RenderResult:
-        shown = self.picture
-        busy = zip(shown.devices, shown.us, strict=True)
-        parts = [f"{self.names[device]} {duration(us)}" for device, us in busy if us]
-        arrivals = [c for row in shown.rows for c in row.arrivals]
-        moved = sum(c.num_bytes for c in arrivals)
-        parts.append(
-            f"{size(moved)} arrive at {plural(len(arrivals), 'block')}" if arrivals else "nothing crosses"
-        )
-        for c in shown.leaving:
-            parts.append(f"{size(c.num_bytes)} leave {self.names[c.src]} for {self.names[c.dst]}")
-        yield Text("; ".join(parts), style="dim")
 
 
 def _cell(row: Row, device: int, width: int, ascii_only: bool) -> Text:
@@ -330,11 +329,10 @@ def _cell(row: Row, device: int, width: int, ascii_only: bool) -> Text:
         label = Text(f" {row.text}", style=f"black on {device_colour(device)}", no_wrap=True)
         label.truncate(width - 1, overflow="ellipsis" if not ascii_only else "crop", pad=True)
         return label + Text(" ", style=f"black on {device_colour(device)}")
-    crossing = next((c for c in row.arrivals if c.src == device), None)
+    crossing = row.arrow_from(device)
     if crossing is not None:
         return Text(_arrow(crossing, width, ascii_only), style=device_colour(device))
-    passing = any(min(c.src, row.device) < device < max(c.src, row.device) for c in row.arrivals)
-    return Text(("-" if ascii_only else "─") * width if passing else "", style="dim")
+    return Text(("-" if ascii_only else "─") * width if row.is_passed(device) else "", style="dim")
 
 
 def _arrow(crossing: Crossing, width: int, ascii_only: bool) -> str:

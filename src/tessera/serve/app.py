@@ -375,11 +375,10 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 def _layer(plan: Plan) -> dict[str, Any]:
     """Where one layer of the step that runs most often is placed, along the lane that most work follows."""
-    from tessera.report import main_lane
-    from tessera.report.picture import picture
+    from tessera.report import layer_picture, main_lane
 
     step = max(range(len(plan.unit.counts)), key=plan.unit.counts.__getitem__)
-    found = picture(plan, main_lane(plan), step)
+    found = layer_picture(plan, main_lane(plan), step)
     return {
         "subject": found.subject,
         "step": found.step,

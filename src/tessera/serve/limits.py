@@ -25,6 +25,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera.errors import TesseraError
@@ -205,13 +206,14 @@ class Keys:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope, number: int | None) -> ApiError | None:
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
             message = "both Content-Length and Transfer-Encoding say where the body ends; send one of them"
             return ApiError(400, message, code=AMBIGUOUS)
         if self._hashes:
             is_welcome = number is not None or scope["path"] in OPEN
             return None if is_welcome else ApiError(401, _complaint(scope), code="invalid_api_key")
-        if self._is_local and not is_local_name(_header(scope, b"host").decode("latin-1")):
+        if self._is_local and not is_local_name(headers.get("host", "")):
             message = "This server answers to localhost only; start it with --api-key to be called otherwise."
             return ApiError(403, message, code="unknown_host")
         return None
@@ -228,13 +230,8 @@ def _hash(key: bytes) -> bytes:
 
 
 def _bearer(scope: Scope) -> bytes:
-    word, _, key = _header(scope, b"authorization").partition(b" ")
-    return key.strip() if word.lower() == b"bearer" else b""
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    value: bytes = next((v for k, v in scope["headers"] if k == name), b"")
-    return value
+    word, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if word.lower() == "bearer" else b""
 
 
 def is_local_name(host: str) -> bool:

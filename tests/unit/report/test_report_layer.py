@@ -9,7 +9,7 @@ from report_factory import A100, L40S, VALUE_BYTES, Work, make_graph, make_plan,
 from tessera.errors import UnknownName
 from tessera.ir import verify
 from tessera.report import layer_picture
-from tessera.report.picture import Crossing, layer_of, picture
+from tessera.report.picture import Crossing, layer_of
 
 
 def text_of(shown: RenderableType, width: int = 100, encoding: str = "utf-8") -> str:
@@ -80,7 +80,7 @@ def test_title_is_whole_on_a_narrow_terminal() -> None:
 
 def test_rows_keep_every_launch_in_order() -> None:
     """Merging loses no launch, and time is that of the chosen device."""
-    shown = picture(make_plan(), 0, 1)
+    shown = layer_picture(make_plan(), 0, 1)
 
     assert 16 == sum(row.num_launches for row in shown.rows)
     assert ["input_layernorm", "self_attn.q_proj"] == [row.module for row in shown.rows[:2]]
@@ -89,14 +89,14 @@ def test_rows_keep_every_launch_in_order() -> None:
 
 def test_consecutive_launches_of_one_module_are_one_row() -> None:
     """The three kernels of the attention itself are one block, the longest first."""
-    row = next(row for row in picture(make_plan(), 0, 1).rows if row.module == "self_attn")
+    row = next(row for row in layer_picture(make_plan(), 0, 1).rows if row.module == "self_attn")
 
     assert ("sdpa_flash_attention, mul +1", 3, A100) == (row.text, row.num_launches, row.device)
 
 
 def test_crossings_carry_their_bytes() -> None:
     """A value read on another device crosses once, before its reader."""
-    arrivals = [c for row in picture(make_plan(), 0, 1).rows for c in row.arrivals]
+    arrivals = [c for row in layer_picture(make_plan(), 0, 1).rows for c in row.arrivals]
 
     assert [Crossing(L40S, A100, VALUE_BYTES), Crossing(A100, L40S, VALUE_BYTES)] == arrivals
     assert 2 == text_of(layer_picture(make_plan(), 0, 1)).count("65.5 KB")
@@ -118,7 +118,7 @@ def test_what_leaves_the_layer_is_counted() -> None:
         for child in ("mlp", "self_attn", "self_attn")
     )
 
-    assert (Crossing(A100, L40S, VALUE_BYTES),) == picture(make_plan(work=work), 0, 1).leaving
+    assert (Crossing(A100, L40S, VALUE_BYTES),) == layer_picture(make_plan(work=work), 0, 1).leaving
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
