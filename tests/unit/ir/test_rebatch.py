@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from kept_traces import recorded
 from report_factory import make_plan
 from tessera.analyze import build_graph
-from tessera.capture import record_step
 from tessera.errors import MismatchError
 from tessera.flow import LoadSteps
 from tessera.ir import Step, Trace
 from tessera.ir.graph import Rebatched
 
+# Their batches and lengths are those of other tests, so that few are recorded.
 STEPS = (
-    Step("tiny-llama", "prefill", 1, 12, reserve=4),
+    Step("tiny-llama", "prefill", 1, 16, reserve=4),
     pytest.param(Step("tiny-gpt-oss", "decode", 1, 16), marks=pytest.mark.slow),
     pytest.param(Step("tiny-mamba", "decode", 1, 16), marks=pytest.mark.slow),
 )
@@ -22,35 +23,31 @@ STEPS = (
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.model}-{step.kind}")
 def test_the_trace_at_a_third_batch_is_the_one_that_is_recorded(step: Step) -> None:
     """Between the two recordings and beyond them, to the byte."""
-    low, high, between = (
-        build_graph(record_step(replace(step, batch=batch), "fake")) for batch in (4, 12, 7)
-    )
+    low, high, between = (build_graph(recorded(replace(step, batch=batch), "fake")) for batch in (8, 48, 16))
     family = Rebatched(low, high)
 
-    assert between == family.at(7)
-    assert low == Rebatched(between, high).at(4)
-    assert high is family.at(12)
+    assert between == family.at(16)
+    assert low == Rebatched(between, high).at(8)
+    assert high is family.at(48)
 
 
 def test_recordings_that_differ_in_more_than_numbers_are_refused() -> None:
     """The place of the first difference is said."""
-    low, high = (
-        build_graph(record_step(Step("tiny-llama", "decode", batch, 16), "fake")) for batch in (4, 12)
-    )
+    low, high = (build_graph(recorded(Step("tiny-llama", "decode", batch, 20), "fake")) for batch in (8, 48))
     other = replace(high, trace=replace(high.trace, launches=high.trace.launches[:-1]))
 
-    with pytest.raises(MismatchError, match=r"recorded differently at batch 4 and 12: trace\.launches"):
-        Rebatched(low, other).at(8)
+    with pytest.raises(MismatchError, match=r"recorded differently at batch 8 and 48: trace\.launches"):
+        Rebatched(low, other).at(16)
 
 
 def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_recorded() -> None:
     """One row often is: models have their own ways for it."""
 
     def record(step: Step) -> Trace:
-        trace = record_step(step, "fake")
+        trace = recorded(step, "fake")
         return replace(trace, num_views=99) if step.batch == 1 else trace
 
-    steps = LoadSteps([Step("tiny-llama", "decode", 1, 16)], [1], (4, 12), record=record)
+    steps = LoadSteps([Step("tiny-llama", "decode", 1, 20)], [1], (8, 48), record=record)
     written = replace(make_plan(), unit=steps.at(1))
 
     assert not steps.foretold(written)

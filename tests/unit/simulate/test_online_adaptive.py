@@ -66,7 +66,7 @@ def test_adaptive_is_never_much_worse_than_the_better_fixed_policy(
 @pytest.mark.parametrize("share", one_of_each([0.8, 0.4, 1.2], bool))
 def test_adaptive_keeps_up_with_bursts(share: float, known: tuple[Capability, ...]) -> None:
     """The same when the load jumps to four times its mean and back, and switches happen."""
-    wanted = setting(f"bursty:{share * ALONE_PER_S},4,0.1,0.05", 4000)
+    wanted = setting(f"bursty:{share * ALONE_PER_S},4,0.1,0.05", examples(4000, 2000))
     adaptive, _ = adapt(both_plans(), wanted, known=known)
 
     assert mean_s(adaptive) <= 1.05 * min(mean_s(r) for r in compare(both_plans(), wanted))
