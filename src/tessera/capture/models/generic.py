@@ -172,10 +172,23 @@ def attributes_kept(
     try:
         yield left
     finally:
-        for path, part in parts.items():
-            for key, value in list(vars(part).items()):
-                if isinstance(value, torch.Tensor) and value is not before[path].get(key):
-                    part.__dict__[key] = before[path].get(key)
+        for name in left():
+            path, _, key = name.rpartition(".")
+            parts[path].__dict__[key] = before[path].get(key)
+
+
+@contextmanager
+def apart(model: torch.nn.Module) -> Iterator[None]:
+    """A call that leaves nothing behind."""
+    with torch.no_grad(), forked(), traced(), attributes_kept(model):
+        yield
+
+
+def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
+    """What is made on the CPU, where the model is."""
+    with torch.device("cpu"):
+        made = make()
+    return {name: tensor.to(model.device) for name, tensor in made.items()}
 
 
 @dataclass(frozen=True)
@@ -214,10 +227,8 @@ class CachedSteps:
 
     def _encode(self) -> torch.Tensor:
         """What the encoder returns, for its shape."""
-        with torch.device("cpu"):
-            inputs = encoder_inputs(self._model, self._step, 0)
-        inputs = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
-        with self._apart():
+        inputs = placed(self._model, lambda: encoder_inputs(self._model, self._step, 0))
+        with apart(self._model):
             found: torch.Tensor = self._model.get_encoder()(**inputs)[0]
         return found
 
@@ -226,10 +237,9 @@ class CachedSteps:
         self._picture = picture_token(self._model.config) if takes(self._model, PIXELS) else None
         if self._picture is None:
             return 0
-        with torch.device("cpu"):
-            pixels = pictures(self._model, self._step, 0).to(self._model.device)
-        with self._apart():
-            features = self._model.get_image_features(pixel_values=pixels)
+        pixels = placed(self._model, lambda: {PIXELS: pictures(self._model, self._step, 0)})
+        with apart(self._model):
+            features = self._model.get_image_features(**pixels)
         found = flatten(getattr(features, "pooler_output", features)).values()
         size = self._config.hidden_size * self._step.batch
         count = int(sum(tensor.numel() for tensor in found) // size)
@@ -240,12 +250,6 @@ class CachedSteps:
                 self._step.model,
             )
         return count
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """A call that leaves nothing behind."""
-        with torch.no_grad(), forked(), traced(), attributes_kept(self._model):
-            yield
 
     def _learn(self) -> None:
         """Reads a few tokens, and one more, to see what is remembered and how.
@@ -282,7 +286,7 @@ class CachedSteps:
         self._has_positions = bool(self._positions) or (cache is not None and cache.has_positions)
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
-        with self._apart(), NoReads():
+        with apart(self._model), NoReads():
             _, left = self._step_on(ModelMemory(cache, {}), first, first["last"])
             again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
             _, after = self._step_on(again, following, None)
@@ -522,7 +526,7 @@ def _held(model: Any) -> Tensors:
 
 
 def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
-    with torch.no_grad(), forked(), traced(), attributes_kept(model), device, NoReads():
+    with apart(model), device, NoReads():
         words = torch.zeros((2, 3), dtype=torch.long, device=device)
         torch.func.functional_call(model, dict(held), (), {"input_ids": words, "use_cache": False})
 

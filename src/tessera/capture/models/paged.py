@@ -27,6 +27,7 @@ and embeddings that stand in the places of some tokens (`vision` makes them).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -42,11 +43,13 @@ from tessera.capture.models.generic import (
     UNFIT,
     ModelMemory,
     NoReads,
+    apart,
     attributes_kept,
     choose,
     describe,
     exchanged,
     head_reads,
+    placed,
     takes,
     tensors_of,
 )
@@ -161,10 +164,10 @@ def _try(model: Any, kind: str) -> StepLayout:
         raise ValueError("it takes no positions")
     num = 2 * NUM_TRIED if kind == FLAT else NUM_TRIED
     step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
-    with torch.device("cpu"):
-        parts = [[(1, 1)] * NUM_TRIED, [(2, 1)] * NUM_TRIED]
-        made = [_make_inputs(model, step, kind, lengths, 0) for lengths in parts]
-    first, following = ({n: t.to(model.device) for n, t in inputs.items()} for inputs in made)
+    first, following = (
+        placed(model, partial(_make_inputs, model, step, kind, [(length, 1)] * NUM_TRIED, 0))
+        for length in (1, 2)
+    )
     with torch.no_grad(), forked(), attributes_kept(model), NoReads():
         _, left = _run(model, kind, step, ModelMemory(cache, {}), first)
         again = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
@@ -206,21 +209,29 @@ def _read_part(
     """The state after some tokens of one sequence, so many a call; and operators of a call."""
     step = Step("", "tokens", 1, each, reserve=TRIED_POSITIONS)
     workload = PagedSteps(model, step, layout).workload()
-    begin = 0 if is_new else num
-    with torch.device("cpu"):
-        words = make_tokens(model.config, (num,), torch.Generator().manual_seed(0)).to(model.device)
-        state = {name: t.to(model.device) for name, t in workload.make_state(0).items()}
-    counted = OperatorCount()
-    for at in range(0, num, each):
-        with torch.device("cpu"):
-            tables = lay_out(step, [(begin + at + each, each)], range(1, step.reserve // PAGE))
-            tables["fresh"] = torch.tensor([begin + at == 0])
-            if each > 1:
-                tables["row"] = torch.zeros(1, dtype=torch.long)
-        inputs = {"tokens": words[at : at + each], **{n: t.to(model.device) for n, t in tables.items()}}
-        with counted, forked():
-            workload.run(inputs, state)
+    state = placed(model, lambda: workload.make_state(0))
+    with OperatorCount() as counted, forked():
+        _read(workload, num, each, state, begin=0 if is_new else num)
     return {name: tensor for name, tensor in state.items() if name != NEWEST}, counted.num // (num // each)
+
+
+def _read(
+    workload: Workload, num: int, each: int, state: Tensors, begin: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads tokens of all sequences of a step, so many of each a call: the tokens, and logits at last."""
+    model, step, first = workload.module, workload.step, torch.Generator().manual_seed(0)
+    words = placed(model, lambda: {"tokens": make_tokens(model.config, (step.batch, num), first)})["tokens"]
+
+    def tables(at: int) -> dict[str, torch.Tensor]:
+        parts = [(begin + at + each, each)] * step.batch
+        made = lay_out(step, parts, range(1, step.reserve // PAGE))
+        made["fresh"] = torch.full((step.batch,), begin + at == 0)
+        return made if each == 1 else made | {"row": torch.zeros(1, dtype=torch.long)}
+
+    for at in range(0, num, each):
+        inputs = {"tokens": words[:, at : at + each].flatten(), **placed(model, partial(tables, at))}
+        logits = workload.run(inputs, state)["logits"]
+    return words, logits
 
 
 def _alike(states: Tensors, others: Tensors) -> bool:
@@ -252,18 +263,11 @@ def _check_dense(model: Any, layout: StepLayout, step: Step) -> None:
     What attention of a model's own makes of masks and lengths is nowhere said.
     """
     workload = PagedSteps(model, step, layout).workload()
-    with torch.device("cpu"):
-        words = make_tokens(model.config, (step.batch, 3), torch.Generator().manual_seed(0)).to(model.device)
-        state = {name: torch.zeros_like(t).to(model.device) for name, t in workload.make_state(0).items()}
-        free = range(1, step.reserve // PAGE)
-    for run in range(words.shape[1]):
-        with torch.device("cpu"):
-            tables = lay_out(step, [(run + 1, 1)] * step.batch, free)
-            tables["fresh"] = torch.full((step.batch,), run == 0)
-        inputs = {"tokens": words[:, run], **{name: t.to(model.device) for name, t in tables.items()}}
-        found = workload.run(inputs, state)["logits"].float()
-    with torch.no_grad(), forked(), traced(), attributes_kept(model):
+    state = {name: torch.zeros_like(t) for name, t in placed(model, lambda: workload.make_state(0)).items()}
+    words, logits = _read(workload, 3, 1, state)
+    with apart(model):
         plain = model(input_ids=words, use_cache=False).logits[:, -1].float()
+    found = logits.float()
     if float((found - plain).abs().max()) > MAX_ERROR * float(plain.abs().max()):
         raise ValueError("its attention cannot be told which keys are there")
 
