@@ -1,4 +1,6 @@
-"""Holders: the tensors a callable can reach without being given them.
+"""What a callable holds: tensors that it can reach without being given them, and what it keeps in Python.
+
+`find`: the tensors.
 
 Looked through: a module or the module a method is bound to; what a function closes over or names as a
 global, and likewise the functions of its own file that it names; the parts of a `functools.partial`; plain
@@ -10,7 +12,7 @@ last, so that parameters are named after their modules.
 Not looked through: objects nested deeper than `MAX_DEPTH`, objects with __slots__, and global variables of
 other files.
 
-pystate: what a program keeps in Python between its calls.
+`python_state`: what a program keeps in Python between its calls.
 
 A counter, a list that grows, an attribute that is replaced, a generator of random numbers: a recording sees
 none of them, and a run by workers would go on with the values of the recorded call. So a step is called until

@@ -1,4 +1,4 @@
-"""Operators by their schema, and tensors by their geometry: the rules that both front ends record by.
+"""Operators by their schema, tensors by their geometry, and refusals: the rules that both front ends record by.
 
 An argument that the schema marks as written is written, and read too unless the operator overwrites it
 unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
@@ -7,7 +7,7 @@ A tensor subclass that wraps others, such as torchao's quantised weights, has no
 are what is stored, sent and priced. Capture names the parts after the wrapper ("proj.weight.qdata") and
 leaves operators on wrappers to the wrapper's own code, whose operators on the parts are then recorded.
 
-refuse: what cannot be recorded, said with the line of the program and with what to do instead.
+What cannot be recorded is refused (`fail`) with the line of the program and with what to do instead.
 """
 
 import functools

@@ -11,7 +11,7 @@ Only what is surely a mistake is refused: steps of two models, whose weights no 
 given twice; a decode before its prefill. Callables of one module may be steps of one model. Models with no
 notion of prefill and decode are not looked at.
 
-Traces of one step at any batch, from its recordings at two.
+`Rebatched`: one step at any batch, from its recordings at two.
 
 A model's launches at two batches differ in numbers only: sizes, strides, offsets, extents. Each of those
 grows evenly with the batch, so a trace between two recordings, or beyond them, can be written down without

@@ -1,4 +1,4 @@
-"""Buffer, View, Launch, Step, Trace: what the program did.
+"""Kernel, Buffer, View, Launch, Step, Trace: what the program did, with which code on which bytes.
 
 A trace is one step of a workload: its launches in program order, the buffers they touch and
 how the step hands data in and out. Views are not launches: a launch's arguments say which

@@ -1,6 +1,4 @@
-"""The inductor front end: launches of compiled code.
-
-record_inductor: Workload -> Trace of the launches of its compiled code.
+"""The Inductor front end, record_inductor: Workload -> Trace of the launches of its compiled code.
 
 The step is compiled, called once so that autotuning ends, and called again while it is watched. What comes
 out is the exact sequence of launches: Triton kernels with their PTX, grid, block and arguments, and the

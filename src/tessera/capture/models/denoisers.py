@@ -1,4 +1,4 @@
-"""Denoisers of diffusers: transformers and UNets, from a pipeline's folder or from one with a config.json.
+"""Denoisers: those of diffusers, from a pipeline's folder or one with a config.json, and the built-in MMDiT.
 
 One step is `denoise`: the model predicts, and the latents, which are the step's state, are moved along that
 from one noise level to the next (`sigmas` has the schedule). `context` is the number of patches (or of the
