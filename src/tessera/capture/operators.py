@@ -1,4 +1,4 @@
-"""Operators by their schema, tensors by their geometry, and refusals: the rules that both front ends record by.
+"""Operators by their schema, tensors by their geometry, and refusals: the rules both front ends record by.
 
 An argument that the schema marks as written is written, and read too unless the operator overwrites it
 unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
