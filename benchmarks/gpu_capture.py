@@ -35,9 +35,10 @@ from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload
-from tessera.capture.inductor import Recording, on_device, record_inductor
+from tessera.capture.inductor import Recording, record_inductor
 from tessera.capture.models import catalog
 from tessera.capture.models.hf import built_in
+from tessera.capture.workload import on_device
 from tessera.errors import TesseraError
 from tessera.ir import Origin, Step, Trace
 

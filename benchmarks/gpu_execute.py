@@ -132,8 +132,8 @@ def build(family: Family) -> Built:
     from benchmarks.gpu_capture import _build
     from torch.nn.attention import sdpa_kernel
 
-    from tessera.capture.inductor import on_device
     from tessera.capture.record import PORTABLE, record
+    from tessera.capture.workload import on_device
     from tessera.flow import make_unit
     from tessera.ir import Step
 

@@ -27,8 +27,8 @@ from benchmarks.gpu_serve_hf import blank
 from torch.nn.attention import sdpa_kernel
 
 from tessera.capture import Workload
-from tessera.capture.inductor import on_device
 from tessera.capture.record import PORTABLE, record
+from tessera.capture.workload import on_device
 from tessera.execute.cuda.measure import whole_plan
 from tessera.execute.worker_stepper import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps

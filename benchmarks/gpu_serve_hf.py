@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_capture import _build, as_graph
 
 from tessera.capture import Workload
-from tessera.capture.inductor import on_device
+from tessera.capture.workload import on_device
 from tessera.ir import Step
 
 Steps = tuple[Callable[[], Any], Callable[[], Any]]

@@ -60,8 +60,9 @@ def timed(model: str, layers: int, case: Case) -> dict[str, Any]:
     from benchmarks.gpu_execute import Same, whole_card
 
     from tessera.analyze.ptx import triton_accesses
-    from tessera.capture.inductor import on_device, record_inductor
+    from tessera.capture.inductor import record_inductor
     from tessera.capture.models.paged import lay_out
+    from tessera.capture.workload import on_device
     from tessera.execute.cuda.measure import Whole
     from tessera.flow import make_unit
     from tessera.ir import Step

@@ -9,7 +9,8 @@ from cuda_replay import CudaReplay
 from drawing_model import Sampler
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build, record, rng
-from tessera.capture.inductor import on_device, record_inductor
+from tessera.capture.inductor import record_inductor
+from tessera.capture.workload import on_device
 from tessera.ir import Step, Trace
 
 pytestmark = [

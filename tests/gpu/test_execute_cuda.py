@@ -17,7 +17,7 @@ import torch
 
 import models
 from tessera.capture import Workload, build, record
-from tessera.capture.inductor import on_device
+from tessera.capture.workload import on_device
 from tessera.execute import driver
 from tessera.execute.cuda.direct import MPS_PIPE, MPS_SHARE
 from tessera.execute.cuda.graphs import DeviceGraphs

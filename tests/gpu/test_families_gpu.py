@@ -10,8 +10,9 @@ import families
 from cuda_replay import CudaReplay
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build, record_step
-from tessera.capture.inductor import on_device, record_inductor
+from tessera.capture.inductor import record_inductor
 from tessera.capture.record import PORTABLE
+from tessera.capture.workload import on_device
 from trace_agreement import compare
 
 pytestmark = [

@@ -10,7 +10,8 @@ from cuda_replay import CudaReplay
 from tessera.analyze import build_graph
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, build
-from tessera.capture.inductor import Recording, on_device, record_inductor
+from tessera.capture.inductor import Recording, record_inductor
+from tessera.capture.workload import on_device
 from tessera.ir import Graph, Hazard, Origin, Step
 
 pytestmark = [

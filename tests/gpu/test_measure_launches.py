@@ -8,7 +8,7 @@ import torch
 
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record
-from tessera.capture.inductor import on_device
+from tessera.capture.workload import on_device
 from tessera.errors import CannotTime
 from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.cuda_timing import CudaTimer

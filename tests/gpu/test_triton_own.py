@@ -12,7 +12,7 @@ import tessera
 from cuda_replay import CudaReplay
 from own_kernels_model import AXPY
 from tessera.capture import Workload, build, record, record_step
-from tessera.capture.inductor import on_device
+from tessera.capture.workload import on_device
 from tessera.errors import CaptureError
 from tessera.ir import Origin, Step, Trace
 

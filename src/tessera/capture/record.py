@@ -22,7 +22,7 @@ from tessera.capture.own import own_launches
 from tessera.capture.reads import calls_refused, reads_refused
 from tessera.capture.recorder import Recorder, Scopes, call_operator
 from tessera.capture.rng import entered, seeded_state, without_generators
-from tessera.capture.workload import UNFIT, Tensors, Workload
+from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import GENERATOR, Arg, BufferKind, Launch, Step, Trace, View, verify
 
@@ -41,12 +41,7 @@ def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trac
     `varying`: kinds of buffer whose values the program must not read on the host.
     """
     devices = {str(t.device) for t in workload.make_inputs(0).values()} or {"cpu"}
-
-    def once(seed: int, is_mild: bool) -> Recorded:
-        inputs, state = workload.request(seed, is_mild)
-        return _record(workload, inputs, state, max(devices), varying=varying, seed=seed)
-
-    return _agreed(workload, _on_fresh_values(once, max(devices)))
+    return _record_on(max(devices), workload, varying)
 
 
 def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> Trace:
@@ -62,13 +57,7 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
             workload = build(step)
         if device == "fake":
             return _record_fake(workload, run, is_compared)
-        workload.module.to(device)
-
-        def once(seed: int, is_mild: bool) -> Recorded:
-            inputs, state = workload.request(seed, is_mild)
-            return _record(workload, _moved(inputs, device), _moved(state, device), device, seed=seed)
-
-        return _agreed(workload, _on_fresh_values(once, device))
+        return _record_on(device, on_device(workload, device))
 
 
 def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
@@ -80,23 +69,27 @@ def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
     return once(0)[0] if is_once else _agreed(workload, once)
 
 
-def _on_fresh_values(once: Callable[[int, bool], Recorded], device: str) -> Callable[[int], Recorded]:
-    """Records request `seed`; with milder values, at last the example's, where it takes no others.
+def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
+    """Records requests with fresh values; with milder ones, at last the example's, where it takes no others.
 
     An index out of range is an error on the CPU and the end of the process on a GPU: there they are mild.
     """
     kinds = (False, True) if device == "cpu" else (True,)
 
-    def record_request(seed: int) -> Recorded:
+    def call(seed: int, is_mild: bool) -> Recorded:
+        inputs, state = workload.request(seed, is_mild)
+        return _record(workload, inputs, state, device, varying=varying, seed=seed)
+
+    def once(seed: int) -> Recorded:
         for is_mild in kinds if seed else ():
             try:
-                return once(seed, is_mild)
+                return call(seed, is_mild)
             except UNFIT as error:
                 if isinstance(error, TesseraError):
                     raise
-        return once(0, True)
+        return call(0, True)
 
-    return record_request
+    return _agreed(workload, once)
 
 
 def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
@@ -148,10 +141,6 @@ def _machine(device: str) -> Iterator[Run]:
     else:
         with sdpa_kernel(PORTABLE):
             yield call_operator
-
-
-def _moved(tensors: Tensors, device: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:

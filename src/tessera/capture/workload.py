@@ -132,6 +132,20 @@ class Workload:
         return replace(self, make_state=make_state)
 
 
+def on_device(workload: Workload, device: str) -> Workload:
+    """The same step with weights, inputs and state on a device. Moves the workload's own module."""
+    workload.module.to(device)
+
+    def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    return replace(
+        workload,
+        make_inputs=lambda seed: moved(workload.make_inputs(seed)),
+        make_state=lambda seed: moved(workload.make_state(seed)),
+    )
+
+
 def fresh(example: Mapping[str, torch.Tensor], seed: int, is_mild: bool = False) -> dict[str, torch.Tensor]:
     """New tensors of the example's shapes and types; the same seed gives the same values."""
     return {

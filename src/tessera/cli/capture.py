@@ -103,7 +103,8 @@ def _record_compiled(step: Step, device: str) -> Trace:
     """What Inductor launches: on the GPU itself, or, as far as it can be known, without one."""
     from tessera.analyze.ptx import triton_accesses
     from tessera.capture import build, record_step
-    from tessera.capture.inductor import on_device, record_inductor, record_inductor_offline
+    from tessera.capture.inductor import record_inductor, record_inductor_offline
+    from tessera.capture.workload import on_device
 
     if device == "cpu":
         raise TesseraError("Inductor's kernels are for GPUs", "Use --device fake or cuda:N.", "--compiled")

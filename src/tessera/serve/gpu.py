@@ -23,8 +23,9 @@ from torch.nn.attention import sdpa_kernel
 from tessera import flow
 from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, known_models, place_of, record
-from tessera.capture.inductor import on_device, record_inductor
+from tessera.capture.inductor import record_inductor
 from tessera.capture.record import PORTABLE
+from tessera.capture.workload import on_device
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.execute import driver
 from tessera.execute.cuda.graphs import Kernels

@@ -55,20 +55,6 @@ class Recording:
     code: CompiledStep
 
 
-def on_device(workload: Workload, device: str) -> Workload:
-    """The same step with weights, inputs and state on a device. Moves the workload's own module."""
-    workload.module.to(device)
-
-    def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-    return replace(
-        workload,
-        make_inputs=lambda seed: moved(workload.make_inputs(seed)),
-        make_state=lambda seed: moved(workload.make_state(seed)),
-    )
-
-
 def record_inductor(
     workload: Workload, accesses_of: AccessesOf | None = None, portable: bool = True, **changes: Any
 ) -> Recording:
