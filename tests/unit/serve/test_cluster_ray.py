@@ -62,7 +62,8 @@ def test_a_killed_worker_that_ray_placed_costs_no_request(cluster: Any) -> None:
 
     def kill_at_two(num_done: int) -> None:
         if num_done == 2:
-            assert (pid := before["d0"].pid)
+            pid = before["d0"].pid
+            assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
     with ray_cluster.joined(cluster.address) as host, ray_cluster.placed(host, [emulated("a100")]) as make:
