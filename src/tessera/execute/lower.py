@@ -95,7 +95,7 @@ def _instructions(
         value = graph.values[transfer.value]
         sends[_producer(graph, transfer)].append(number)
         recvs[min(r for r in value.readers if place[r] == transfer.dst)].append(number)
-    frees = _frees(graph, place, transfers)
+    frees = _frees(graph, place)
     lists: list[list[Instruction]] = [[] for _ in range(num_devices)]
     for launch, device in enumerate(place):
         lists[device] += [Recv(number) for number in recvs[launch]]
@@ -105,7 +105,7 @@ def _instructions(
     return lists
 
 
-def _frees(graph: Graph, place: tuple[int, ...], transfers: tuple[Transfer, ...]) -> dict[int, list[int]]:
+def _frees(graph: Graph, place: tuple[int, ...]) -> dict[int, list[int]]:
     """Launch -> buffers that its device needs no more once the launch has run and sent."""
     temporary = set(graph.trace.buffers_of(BufferKind.TEMPORARY))
     last: dict[tuple[int, int], int] = {}  # (device, buffer) -> last launch that touches it there

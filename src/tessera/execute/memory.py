@@ -95,11 +95,7 @@ def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, 
     Inputs and state are needed from the start on. Without the weights, but for empty ones: nobody sends an
     empty buffer, and everybody may name it.
     """
-    column = program.instructions[device]
-    views = {name: view.buffer for name, view in trace.outputs}
-    named = {b for instruction in column for b in _named(trace, program, instruction)}
-    named |= {views[name] for name, holder in program.outputs if holder == device}
-    named |= {b for b, home in program.homes if home == device}
+    column, named = program.instructions[device], named_on(trace, program, device)
     seen = set(trace.buffers_of(BufferKind.WEIGHT))
     for index, buffer in enumerate(trace.buffers):
         if buffer.size_bytes == 0 or (index in named and buffer.kind in GIVEN):
@@ -113,6 +109,14 @@ def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, 
             if index not in seen:
                 seen.add(index)
                 yield index, True
+
+
+def named_on(trace: Trace, program: Program, device: int) -> set[int]:
+    """The buffers that a device has to do with: in its list, as outputs that it hands out, as state."""
+    views = {name: view.buffer for name, view in trace.outputs}
+    named = {b for instruction in program.instructions[device] for b in _named(trace, program, instruction)}
+    named |= {views[name] for name, holder in program.outputs if holder == device}
+    return named | {b for b, home in program.homes if home == device}
 
 
 def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:

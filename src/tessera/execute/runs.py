@@ -22,6 +22,7 @@ import torch
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.hub import Hub
 from tessera.execute.lanes import LoadedLane
+from tessera.execute.memory import named_on
 from tessera.execute.messages import Begin, Cancel, Clear, Done, Message, PackedTensor, encode, pack, unpack
 from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
 from tessera.ir import BufferKind, Plan, Program, Run, Trace
@@ -249,15 +250,8 @@ class Runs:
 def _inputs_of(program: Program, trace: Trace) -> list[frozenset[str]]:
     """For each device the names of the step's inputs that its launches touch, or that it hands out."""
     names = {b: trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)}
-    views = dict(trace.outputs)
-    found = []
-    for device, column in enumerate(program.instructions):
-        launches = [trace.launches[x.launch] for x in column if isinstance(x, Run)]
-        here = {access.buffer for launch in launches for access in launch.accesses}
-        here |= {view.buffer for launch in launches for view in launch.views}
-        here |= {views[name].buffer for name, at in program.outputs if at == device}
-        found.append(frozenset(names[b] for b in here if b in names))
-    return found
+    named = [named_on(trace, program, device) for device in range(len(program.instructions))]
+    return [frozenset(names[b] for b in here & names.keys()) for here in named]
 
 
 def participants(program: Program, taking: Collection[int]) -> list[int]:
