@@ -178,14 +178,12 @@ class Worker:
         match instruction:
             case Run(launch):
                 self._launch(launch, active)
-            case Send(number):
-                transfer = active.stand.program.transfers[number]
-                contents = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
-                self._transport.send(self._transfer(active, number), contents)
-            case Recv(number):
-                transfer = active.stand.program.transfers[number]
-                place = bytes_of(active.stand.memory.get(transfer.buffer), transfer.start, transfer.stop)
-                self._transport.fetch(self._transfer(active, number), place)
+            case Send(number) | Recv(number):
+                order, stand = active.order, active.stand
+                found = stand.program.transfers[number]
+                contents = bytes_of(stand.memory.get(found.buffer), found.start, found.stop)
+                move = self._transport.send if isinstance(instruction, Send) else self._transport.fetch
+                move(RunTransfer(stand.program, order.microbatch, order.run, number), contents)
             case _:  # see `_go_on`
                 pass
 
@@ -197,9 +195,6 @@ class Worker:
         active.busy_s += stop - start
         if wants_spans:
             active.spans.append((launch, start, stop, time.thread_time() - cpu))
-
-    def _transfer(self, active: _Active, number: int) -> RunTransfer:
-        return RunTransfer(active.stand.program, active.order.microbatch, active.order.run, number)
 
     def _begin(self, order: Begin) -> None:
         if any(active.order.microbatch == order.microbatch for active in self._active.values()):
