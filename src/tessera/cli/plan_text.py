@@ -98,7 +98,11 @@ def reasons(made: Plan) -> dict[str, Any]:
     from tessera.plan import explain
 
     found = explain(made)
-    return asdict(found) | {"reasons": [asdict(r) | {"sentence": r.sentence} for r in found.reasons]}
+    memory = [
+        asdict(room) | {"slot_bytes": room.microbatch_bytes} for room in found.memory
+    ]  # its old name too
+    told = [asdict(reason) | {"sentence": reason.sentence} for reason in found.reasons]
+    return asdict(found) | {"memory": memory, "reasons": told}
 
 
 def show(made: Plan) -> None:
