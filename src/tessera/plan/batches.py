@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
-from tessera.plan.pricing.throughput import balanced
 from tessera.plan.problem import Column, Mix, by_speed, microbatch_counts
 from tessera.plan.search.judge import Judge
-from tessera.plan.search.local import DEPTHS, Search, without_rare_lanes
+from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import joined_task
 from tessera.plan.solve import PlanConfig, Simulator, Solution, objective_figure, work_out
 
@@ -117,15 +116,18 @@ class _Joining:
         judge, aparts = self._judge, self._aparts()
         apart = judge.lasting(lambda: judge.best(aparts))
         baselines = self._baselines(apart)
-        mixes = [] if self._config.policy == "data-parallel" else self._finalists(apart)
+        self._task.quick = judge.quick_rate
+        is_searched = self._config.policy != "data-parallel"
+        found = throughput_mixes(self._task, (*self._own, apart)) if is_searched else ()
+        mixes = [mix for mix in found if len({c.variant for c in mix.columns}) > 1]
         chosen = judge.lasting(lambda: judge.simplest([*self._own[1:], *mixes], [self._own[0], apart]))
         bound = self._task.free.bound_per_s
         for variant, mix in enumerate(self._own):
             if chosen is mix:
                 weight = self._weights[variant]
                 own = self._solved[variant].plan
-                found = replace(own, baselines=tuple(_scaled(b, 1 / weight) for b in baselines))
-                return replace(found, bound_per_s=max(bound / weight, own.throughput_per_s))
+                kept = replace(own, baselines=tuple(_scaled(b, 1 / weight) for b in baselines))
+                return replace(kept, bound_per_s=max(bound / weight, own.throughput_per_s))
         others = [*self._own, apart, *mixes]
         made = _rebased(self._judge.finished(chosen, baselines, others, self._config.shown_microbatches))
         ir.verify(made)
@@ -172,20 +174,6 @@ class _Joining:
         return tuple(
             max(column, key=lambda b: b.throughput_per_s or 0.0) for column in zip(*listed, strict=True)
         )
-
-    def _finalists(self, apart: Mix) -> list[Mix]:
-        """The few candidates over unlike batches that deserve a full simulation, best first."""
-        task = self._task
-        search = Search(task, self._judge.quick_rate)
-        for mix in (*self._own, apart, task.free.mix):
-            search.look(without_rare_lanes(mix))
-        for depth in DEPTHS:
-            found = balanced(task.pool, task.pool.columns, depth * task.problem.num_devices)
-            if found is not None:
-                search.look(without_rare_lanes(found))
-        search.climb()
-        search.refine()
-        return [mix for mix in search.finalists() if len({c.variant for c in mix.columns}) > 1]
 
 
 def _key(mix: Mix) -> frozenset[tuple[bytes, int, float]]:

@@ -241,14 +241,11 @@ def _check_fit(here: Sequence[Device], card: Card) -> None:
         raise TesseraError(message, "Give smaller parts.", PLACE)
 
 
-def make_cluster(devices: tuple[Device, ...], link: str, measured: Iterable[Link] | None = None) -> Cluster:
-    """The devices with every two of them joined both ways by `link`.
-
-    The link `measured` takes what was measured between them: `measured` if given, else the store's.
-    """
+def make_cluster(devices: tuple[Device, ...], link: str) -> Cluster:
+    """The devices with every two of them joined both ways by `link`, or by what was measured between them."""
     pairs = [(a, b) for a in devices for b in devices if a.name != b.name]
     if link == MEASURED:
-        links = _measured_links(pairs, measured)
+        links = _measured_links(pairs)
     elif link in LINKS:
         preset = LINKS[link]
         links = [Link(a.name, b.name, preset.name, preset.latency_us, preset.gbps) for a, b in pairs]
@@ -259,10 +256,10 @@ def make_cluster(devices: tuple[Device, ...], link: str, measured: Iterable[Link
     return cluster
 
 
-def _measured_links(pairs: Iterable[tuple[Device, Device]], measured: Iterable[Link] | None) -> list[Link]:
+def _measured_links(pairs: Iterable[tuple[Device, Device]]) -> list[Link]:
     from tessera.profile.store import stored_links
 
-    known = {(x.src, x.dst): x for x in (stored_links() if measured is None else measured)}
+    known = {(x.src, x.dst): x for x in stored_links()}
     links = []
     for a, b in pairs:
         if (a.name, b.name) not in known:

@@ -119,19 +119,21 @@ def test_cards_are_recognised_by_the_words_of_their_names(name: str, key: str) -
     assert key == gpu_of(name)
 
 
-def test_measured_links_join_the_devices_they_were_measured_between() -> None:
+def test_measured_links_join_the_devices_they_were_measured_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--link measured` takes each direction as it was found."""
     devices = parse_devices("cpu,cpu")
     links = (Link("cpu", "cpu#1", "measured", 3.0, 5.0), Link("cpu#1", "cpu", "measured", 4.0, 6.0))
 
-    cluster = make_cluster(devices, "measured", links)
+    monkeypatch.setattr("tessera.profile.store.stored_links", lambda: links)
+    cluster = make_cluster(devices, "measured")
 
     assert (3.0, 6.0) == (cluster.links[0].latency_us, cluster.links[1].gbps)
 
 
-def test_a_link_that_was_not_measured_names_the_command() -> None:
+def test_a_link_that_was_not_measured_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guess in place of a measurement."""
+    monkeypatch.setattr("tessera.profile.store.stored_links", lambda: ())
     with pytest.raises(
         TesseraError, match=r"no link from cpu to cpu#1 was measured. Measure it: tessera prof"
     ):
-        make_cluster(parse_devices("cpu,cpu"), "measured", ())
+        make_cluster(parse_devices("cpu,cpu"), "measured")

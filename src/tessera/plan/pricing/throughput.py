@@ -407,13 +407,13 @@ def upper_bound_per_s(mix: Mix, microbatches: int) -> float:
     return min(mix.rate_per_s, 1e6 * sum(paths))
 
 
-def balanced(pool: Pool, columns: Iterable[Column], depth: float | None = None) -> Mix | None:
+def balanced(pool: Pool, columns: Iterable[Column]) -> Mix | None:
     """The best mix of just these columns; None if none fits."""
     able = [c for c in columns if pool.able(c)]
     if not able:
         return None
     microbatches = np.full(pool.problem.num_devices, float(pool.microbatches)) if pool.is_tight else None
-    return trimmed(pool, able, master(pool, able, depth, microbatches=microbatches).rates, depth)
+    return trimmed(pool, able, master(pool, able, microbatches=microbatches).rates, None)
 
 
 # With more rows than this a dense table is slower.

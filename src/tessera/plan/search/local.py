@@ -54,12 +54,17 @@ NUM_SEGMENTS, MAX_SEGMENTS, SEGMENT_GAIN = 24, 72, 1e-3
 TeamKey = tuple[tuple[bytes, int], ...]
 
 
-def throughput_mixes(task: Task) -> tuple[Mix, ...]:
-    """Optima of the linear program and what lies near them; judged by busy time if nothing simulates."""
+def throughput_mixes(task: Task, starts: Sequence[Mix] = ()) -> tuple[Mix, ...]:
+    """Optima of the linear program and what lies near them; judged by busy time if nothing simulates.
+
+    `starts` are mixes that are looked at first.
+    """
     best = task.free.mix
     if not task.is_judged or task.problem.num_devices == 1:
         return (best,)
     search = Search(task, task.quick)
+    for mix in starts:
+        search.look(without_rare_lanes(mix))
     launches, num = task.problem.unit.num_launches, task.problem.num_devices
     for depth in DEPTHS[: max(2, DEPTH_LAUNCHES // launches)]:
         search.look(without_rare_lanes(throughput.generate(task.pool, depth * num).mix))
