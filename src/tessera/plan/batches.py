@@ -92,12 +92,7 @@ def _nothing_fits(tried: Sequence[Tried]) -> PlanInfeasible:
 class _Joining:
     """Batches that have a plan each, the best one's first, on the way to one plan."""
 
-    def __init__(
-        self,
-        solved: Sequence[Solution],
-        config: PlanConfig,
-        simulate: Simulator | None,
-    ) -> None:
+    def __init__(self, solved: Sequence[Solution], config: PlanConfig, simulate: Simulator | None) -> None:
         self._solved, self._config = solved, config
         self._task = joined_task([s.task for s in solved], config.microbatches, simulate is not None)
         # Work units in a request of each batch.

@@ -26,13 +26,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Floats, Ints, Labels
-from tessera.plan.latency.layout import (
-    NEVER_US,
-    Layout,
-    floored,
-    non_dominated,
-    tails_of,
-)
+from tessera.plan.latency.layout import NEVER_US, Layout, floored, non_dominated, tails_of
 from tessera.plan.problem import Problem
 
 # Weights of devices in the bound by remaining work: each alone, and mixtures.

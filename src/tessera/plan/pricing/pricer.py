@@ -66,9 +66,7 @@ class Network:
         to_sink, from_source = own[:, 0] - base, own[:, 1] - base
         terms = np.where(self.term_forward, forward[self.term_value], backward[self.term_value])
         caps = np.bincount(
-            self.edge_of,
-            weights=np.concatenate([from_source, to_sink, terms]),
-            minlength=len(self.indices),
+            self.edge_of, weights=np.concatenate([from_source, to_sink, terms]), minlength=len(self.indices)
         )
         source, sink = self.num_network_nodes - 2, self.num_network_nodes - 1
         # Terms of outside producers leave the source and enter the sink too: count what the edges say.
