@@ -14,6 +14,7 @@ from benchmarks.coverage_models import MODELS
 
 from own_code import reference as own_code
 from paged_mixer import plain_model
+from sampling import examples
 from serving_factory import GREEDY, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.service import Service
@@ -69,7 +70,7 @@ def generated(reference: Any, ask: Ask) -> list[int]:
 def test_greedy_is_hugging_faces_generate(reference: Any, service: Service) -> None:
     """Token for token, in a crowd of prompts of all lengths, of late comers and of some that go away."""
     rng = random.Random(3)
-    asks = [random_ask(rng, CAPACITY, sampling=GREEDY, stop=()) for _ in range(8)]
+    asks = [random_ask(rng, CAPACITY, sampling=GREEDY, stop=()) for _ in range(examples(8, 5))]
 
     async def late(ask: Ask) -> list[int]:
         await asyncio.sleep(rng.random() * 0.3)

@@ -135,7 +135,7 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
     monkeypatch.setattr(gpu, "prepare_on_gpus", partial(prepare_on_gpus, is_compiled=False))
-    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8))
+    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, average=Average(8, 3)))
     with started("tiny-llama", make_devices("cuda:0"), options) as ready:
         assert isinstance(ready.service, Service)
         told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))

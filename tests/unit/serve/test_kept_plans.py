@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from serving_factory import toy_plans
+from tessera.ir import Objective
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve import planning
 from tessera.serve.pages import steady
@@ -84,7 +85,8 @@ def test_a_second_start_plans_nothing(
     """And serves by the very plans and weights of the first; a small model is not even built."""
     monkeypatch.setattr(planning, "MAX_WEIGHT_BYTES", most_bytes)
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    spec = ServeSpec(rows=2, capacity=32, max_batch_tokens=8)
+    policies = (Objective.THROUGHPUT,)
+    spec = ServeSpec(rows=2, capacity=32, max_batch_tokens=8, average=Average(8, 4), policies=policies)
     said: list[list[str]] = [[], []]
     first, second = (prepare("tiny-llama", cluster, spec, kept=tmp_path, advance=s.append) for s in said)
     assert "planning" in said[0]
