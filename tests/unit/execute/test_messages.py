@@ -6,11 +6,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import engine_factory as made
-from sampling import examples
 from tessera.errors import TesseraError
 from tessera.execute.lower import lower
 from tessera.execute.messages import (
@@ -108,7 +107,6 @@ def test_tensors_survive_the_way() -> None:
         assert torch.equal(tensor, unpack(found.outputs[name]))
 
 
-@settings(max_examples=examples(100, 40))
 @given(MESSAGES)
 def test_every_field_arrives(message: Message) -> None:
     """Equal by value after the round trip, whatever the message."""

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from factories import make_chain, make_cluster, make_plan
+from sampling import examples
 from tessera.analyze import build_graph
 from tessera.errors import ArtifactError
 from tessera.execute import lower
@@ -266,7 +267,7 @@ def leaves(document: Any) -> Iterator[tuple[Any, Any]]:
             yield from leaves(value)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150, 60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_value_gives_a_record_or_an_artifact_error(data: st.DataObject, tmp_path: Path) -> None:
     """Whatever stands in place of one value of a plan, nothing else is raised."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_factories import Draft, make_cluster, make_costs, make_unit
+from sampling import examples
 from tessera.plan.latency import RequestTimer, bound_us, solve
 from tessera.plan.latency.layout import layout_of, non_dominated, tails_of
 from tessera.plan.problem import Problem, build
@@ -49,7 +50,7 @@ def best_us(problem: Problem) -> float:
     return min(clock.makespan_us(labels) for labels in every if problem.is_allowed(labels))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120, 40), deadline=None)
 @given(problems())
 def test_bound_optimum_and_plan_are_in_order(problem: Problem) -> None:
     """On any small graph the bound is at most the optimum and the optimum at most what is found."""
@@ -64,7 +65,7 @@ def test_bound_optimum_and_plan_are_in_order(problem: Problem) -> None:
     assert found.latency_us == pytest.approx(RequestTimer(problem).makespan_us(found.labels))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80, 30), deadline=None)
 @given(problems())
 def test_tails_are_below_the_optimum(problem: Problem) -> None:
     """No tail is longer than the fastest placement takes."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sampling import examples
 from serving_factory import (
     GREEDY,
     SHAPE,
@@ -45,7 +46,7 @@ def service() -> Iterator[Service]:
         yield made
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12, 6), deadline=None)
 @given(st.integers(0, 10**6), SHAPES, st.integers(1, 20))
 def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -> None:
     """Any mix of lengths, arrivals, samplings and stop strings gives what each ask gets alone."""
@@ -65,7 +66,7 @@ def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -
     assert [expected(ask) for ask in asks] == found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12, 6), deadline=None)
 @given(st.integers(0, 10**6), SHAPES)
 def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
     """Half of the readers go away at some point; the others get what they get alone, all rows are free."""
@@ -89,7 +90,7 @@ def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
     assert 20 == sum(counts.values())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, 10), deadline=None)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 60),
