@@ -132,8 +132,9 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow  # by default the parent is killed, which leaves it less time: test_worker_faults
 def test_workers_do_not_outlive_who_started_them(tmp_path: Path) -> None:
-    """Ctrl-C leaves no worker behind; of a killed parent `test_worker_faults` has the same."""
+    """Ctrl-C leaves no worker behind."""
     here = os.path.dirname(os.path.abspath(__file__))
     script = os.path.join(tmp_path, "interrupted.py")
     with open(script, "w", encoding="utf-8") as file:
