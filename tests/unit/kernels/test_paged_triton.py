@@ -19,10 +19,12 @@ from tessera import flow  # hands the interpreter to capture
 from tessera.capture import own
 from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
+from tessera.kernels import paged  # registers the operator
 from tessera.kernels.paged_triton import Tile, Tiles, attend, tiles_for
 from tessera_ptx import analyze
 
 assert flow
+assert paged
 # One split, and tiles of few tokens and keys, so that short sequences have several.
 SMALL = Tiles(Tile(16, 16, 4, 3), Tile(16, 16, 4, 3), 1)
 # (length, new tokens)
