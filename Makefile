@@ -16,14 +16,14 @@ demo: $(READY) ## the gain on two different cards, the proof on a small model, a
 
 # One process more than two cores: some tests wait.
 test: $(READY) ## run every test that needs no GPU
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 test-all: $(READY) ## the same with slow tests, whole proofs and new random examples
-	$(BIN)/python -m pytest -n 3 --dist loadfile --whole
+	$(BIN)/python -m pytest -n 4 --dist loadfile --whole
 
 coverage: $(READY) ## run the tests, and say how much of each package they run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pytest-cov
-	$(BIN)/python -m pytest -n 3 --dist loadfile --cov --cov-report=json:build/coverage.json
+	$(BIN)/python -m pytest -n 4 --dist loadfile --cov --cov-report=json:build/coverage.json
 	$(BIN)/python scripts/coverage_by_package.py build/coverage.json
 
 check: $(READY) ## lint, types and import contracts
