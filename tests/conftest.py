@@ -39,12 +39,14 @@ def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not sampling.is_whole() and any(part in request.node.nodeid for part in PLANNED):
             from kept_traces import recorded
+            from tessera.simulate.steady import WindowExtent
 
             for module in ("tessera.flow", "tessera.capture"):
                 patch.setattr(importlib.import_module(module), "record_step", recorded)
             patch.setattr("tessera.plan.search.local.MOST", 8)
             patch.setattr("tessera.plan.search.local.DEPTHS", (1.1, 1.35))
             patch.setattr("tessera.plan.load.MAX_PLANNED", 2)
+            patch.setattr("tessera.simulate.steady.LONG", WindowExtent(8.0, 16.0))
         yield
 
 
