@@ -323,7 +323,7 @@ class Fluid(Window):
 # their requests fall in and out of step over several of them.
 FULL, SHORT = WindowExtent(4.0, 10.0), WindowExtent(2.0, 4.0)
 # Where each goes through a long prefill and many decodes, some tens of requests pass until they are in step.
-LONG = WindowExtent(96.0, 48.0)
+LONG = WindowExtent(56.0, 28.0)
 # Items of all runs of a request: with more than this fewer requests are simulated, and then samples.
 LONG_REQUESTS, VERY_LONG_REQUESTS = 3000, 10_000
 # In a quick look, lanes with more items than this are sampled.
