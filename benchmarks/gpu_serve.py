@@ -233,7 +233,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, default=None, help="results whose other parts are taken over")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32, help="rows of a microbatch")
-    parser.add_argument("--slots", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--capacity", type=int, default=1088, help="positions of a row")
     parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of an average prompt")

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--distinct", type=int, default=20)
     parser.add_argument("--switch-every", type=int, default=7)
-    parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--microbatches", type=int, default=3)
     parser.add_argument("--transport", default="shm")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -571,9 +571,14 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
         np.array_equal(table, table[np.ix_(swapped, swapped)])
         for table in (problem.us_per_byte, problem.latency_us)
     )
-    wished = problem.allowed is None or bool((problem.allowed[:, a] == problem.allowed[:, b]).all())
+    is_allowed_alike = problem.allowed is None or bool((problem.allowed[:, a] == problem.allowed[:, b]).all())
     same = problem.memory_bytes[a] == problem.memory_bytes[b]
-    return wired and wished and bool(same) and np.array_equal(problem.load_us[:, a], problem.load_us[:, b])
+    return (
+        wired
+        and is_allowed_alike
+        and bool(same)
+        and np.array_equal(problem.load_us[:, a], problem.load_us[:, b])
+    )
 
 
 # Copies of one part: the devices of each.

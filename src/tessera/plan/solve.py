@@ -29,7 +29,7 @@ from tessera.plan.search.task import Task
 __all__ = ["PlanConfig", "Simulator", "solve"]
 
 # Requests in flight that are tried besides the number asked for, where memory is short.
-FEWER_SLOTS = (1, 2, 3, 4, 6, 8, 12, 16)
+FEWER_MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def work_out(
     most = at(config.microbatches)
     if not most.task.pool.is_tight or config.objective is ir.Objective.LATENCY:
         return most
-    fewer = [at(microbatches) for microbatches in FEWER_SLOTS if microbatches < config.microbatches]
+    fewer = [at(microbatches) for microbatches in FEWER_MICROBATCHES if microbatches < config.microbatches]
     return max([most, *fewer], key=lambda s: objective_figure(s.plan, config.objective))
 
 

@@ -99,7 +99,7 @@ def _slice(pid: int, tid: int, span: Span) -> Event:
         "tid": tid,
         "ts": start / 1000,
         "dur": (stop - start) / 1000,
-        "args": {"request": span.request, "slot": span.microbatch},
+        "args": {"request": span.request, "microbatch": span.microbatch},
     }
 
 

@@ -31,7 +31,7 @@ from tessera.simulate.core import Core, Flight, Work
 # Runs of each microbatch, at least: before the clock counts, and while it does.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
 # With fewer microbatches than this, less work is looked at.
-MANY_SLOTS = 4
+MANY_MICROBATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class WindowExtent:
 
 def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
     """How much of a plan is looked at: less with few microbatches, but some runs of each."""
-    few, num_runs = min(1.0, plan.microbatches / MANY_SLOTS), sum(plan.unit.counts)
+    few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
     each = mean_weight(plan)
     return WindowExtent(
         each * max(few * wanted.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
@@ -227,7 +227,7 @@ class Fluid(Window):
         self, plan: Plan, scripts: Scripts, lanes: list[tuple[Script, ...]], extent: WindowExtent
     ) -> None:
         super().__init__(plan, scripts, lanes, extent)
-        few = min(plan.microbatches, MANY_SLOTS)
+        few = min(plan.microbatches, MANY_MICROBATCHES)
         self._settled, self._sampled = SETTLE * few, (SETTLE + SAMPLE) * few
         self._due = self._settled
         # Microbatch -> runs begun since the sample began; time, work and busy times of runs when it did.

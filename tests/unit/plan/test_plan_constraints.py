@@ -126,7 +126,7 @@ def test_policy_asked_for_against_the_constraints_is_refused() -> None:
         solve(*layered_case(), config(*constraints, policy="single"))
 
 
-def test_contradiction_names_both_wishes_and_a_launch() -> None:
+def test_contradiction_names_both_constraints_and_a_launch() -> None:
     """Two pins of one kernel to two devices cannot both hold."""
     constraints = parse_constraint("up=d1", True), parse_constraint("mlp=d0", True)
     with pytest.raises(PlanInfeasible, match=r"'--pin mlp=d0' contradicts --pin up=d1: launch 4 of prefill"):

@@ -36,7 +36,9 @@ def test_every_span_is_one_event(tmp_path: Path) -> None:
     timeline = make_timeline(make_plan())
     slices = of(events_of(timeline, tmp_path), "X")
 
-    shown = sorted((e["name"], e["args"]["request"], e["args"]["slot"], e["ts"], e["dur"]) for e in slices)
+    shown = sorted(
+        (e["name"], e["args"]["request"], e["args"]["microbatch"], e["ts"], e["dur"]) for e in slices
+    )
     spans = timeline.spans
     meant = sorted(
         (s.label, s.request, s.microbatch, s.start_us, round(s.stop_us - s.start_us, 3)) for s in spans

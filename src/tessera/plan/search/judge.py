@@ -56,7 +56,7 @@ class Judge:
     simulate: Simulator | None
     _rates: dict[int, tuple[Mix, float]] = field(default_factory=dict)
     # Of those, the ones in the long run.
-    _settled: dict[int, tuple[Mix, float]] = field(default_factory=dict)
+    _settled: set[int] = field(default_factory=set)
     _spans: dict[bytes, float] = field(default_factory=dict)
     _bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -72,7 +72,8 @@ class Judge:
 
     def know(self, mix: Mix, rate_per_s: float) -> None:
         """The rate of a mix in the long run."""
-        self._rates[id(mix)] = self._settled[id(mix)] = (mix, rate_per_s)
+        self._rates[id(mix)] = (mix, rate_per_s)
+        self._settled.add(id(mix))
 
     def rate_per_s(self, mix: Mix) -> float:
         """The figure that throughput is judged by."""
