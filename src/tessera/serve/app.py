@@ -30,16 +30,23 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
 from tessera.ir import Lane, Plan
-from tessera.serve.limits import CLIENT, ClientGone, HeldBody, HttpLimits, Keys, RequestLimiter, while_there
+from tessera.serve.limits import (
+    CLIENT,
+    ClientGone,
+    Gate,
+    HeldBody,
+    HttpLimits,
+    RequestLimiter,
+    while_connected,
+)
 from tessera.serve.metrics import CONTENT_TYPE, Metrics
 from tessera.serve.openai.bodies import (
     ChatRequest,
@@ -50,7 +57,7 @@ from tessera.serve.openai.bodies import (
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai.errors import ApiError, JsonResponse, add_handlers
+from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers
 from tessera.serve.openai.read import EmbeddingDraft, Endpoint, make_asks
 from tessera.serve.openai.write import (
     Writer,
@@ -69,7 +76,7 @@ class BodyRoute(NamedTuple):
 
     path: str
     kind: str
-    body: type[BaseModel]
+    body: type[msgspec.Struct]
     makes: tuple[str, ...]
     about: str
 
@@ -107,23 +114,10 @@ DOES = {
 NUM_DECISIONS = 20
 
 
-class ErrorBody(BaseModel):
-    """What is wrong, in OpenAI's words."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorDocument(BaseModel):
-    """Every answer that is not a 200."""
-
-    error: ErrorBody
-
-
+SCHEMAS = "#/components/schemas/{name}"
+ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorDocument, "description": text}
+    status: {"content": ERROR_CONTENT, "description": text}
     for status, text in {
         400: "The request is malformed, too long, or asks for what is not supported.",
         401: "The key is missing or wrong.",
@@ -166,7 +160,7 @@ def create_app(
         _add_route(app, route, intake)
     _add_models(app, endpoint)
     _add_views(app, endpoint, metrics, limiter)
-    app.add_middleware(Keys, keys=tuple(keys), is_local=is_local)
+    app.add_middleware(Gate, keys=tuple(keys), is_local=is_local)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
@@ -192,10 +186,10 @@ class BodyResponse(Response):
         try:
             limiter.check_open()
             with HeldBody(limits, limiter) as body:
-                await body.receive(dict(scope["headers"]), receive)
+                await body.receive(scope, receive)
                 # Entered with a whole body only: who sends slowly takes no place.
                 with limiter.entered():
-                    await while_there(receive, self._respond(body, scope, send))
+                    await while_connected(receive, self._respond(body, scope, send))
         except ClientGone:
             return
 
@@ -204,7 +198,8 @@ class BodyResponse(Response):
         if endpoint.card.makes not in self._route.makes:
             message = f"'{endpoint.card.model}' {DOES[endpoint.card.makes]}"
             raise ApiError(400, message, "model", "unsupported_model")
-        draft = await self._intake.reading.read(self._route.kind, body.raw)
+        client = str(scope.get(CLIENT, ""))
+        draft = await self._intake.reading.read(self._route.kind, body.raw, client)
         body.drop()
         if isinstance(draft, bytes):
             document = draft
@@ -213,7 +208,7 @@ class BodyResponse(Response):
         elif isinstance(draft, ImageDraft):
             document = await answer_image(endpoint, draft)
         else:
-            batch = await make_asks(draft, endpoint, str(scope.get(CLIENT, "")))
+            batch = await make_asks(draft, endpoint, client)
             writer = Writer(endpoint.card, batch)
             if draft.is_stream:
                 await stream(endpoint.service, batch, writer, send)
@@ -228,7 +223,7 @@ def _add_route(app: FastAPI, route: BodyRoute, intake: Intake) -> None:
     async def respond() -> Response:
         return BodyResponse(route, intake)
 
-    ref = {"$ref": f"#/components/schemas/{route.body.__name__}"}
+    ref = {"$ref": SCHEMAS.format(name=route.body.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": ref}}}
     app.add_api_route(
         route.path,
@@ -310,14 +305,11 @@ def _add_views(app: FastAPI, endpoint: Endpoint, metrics: Metrics, limiter: Requ
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies = [(route.body, "validation") for route in ROUTES]
-    _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    page["components"]["schemas"] |= found["$defs"]
+    forms = [ErrorDocument, *(route.body for route in ROUTES)]
+    page["components"] = {"schemas": msgspec.json.schema_components(forms, ref_template=SCHEMAS)[1]}
     for path in page["paths"].values():  # FastAPI's own errors, which are never sent
         for operation in path.values():
             operation["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        page["components"]["schemas"].pop(name, None)
     return page
 
 

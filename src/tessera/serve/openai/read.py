@@ -24,12 +24,14 @@ from tessera.ir import Plan
 from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai.bodies import (
     MAX_INT,
+    MAX_VALUES,
     ROLES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     ImageRequest,
+    ImageUrl,
     Message,
     MessagePart,
     TokenizeRequest,
@@ -163,7 +165,7 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
     """The body of /v1/completions."""
     request = parse(CompletionRequest, raw, card.model)
-    n, given_prompts = request.n or 1, apart(request.prompt)
+    n, given_prompts = request.n or 1, apart(request.prompt, "prompt")
     if (num := len(given_prompts) * n) > MAX_ASKS:
         raise invalid("n", f"{num} answers in one request; the most are {MAX_ASKS}")
     prompts, echoes = [], []
@@ -192,7 +194,7 @@ def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, .
 def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
     """The body of /v1/embeddings."""
     request = parse(EmbeddingRequest, raw, card.model)
-    given, size = apart(request.input), request.dimensions
+    given, size = apart(request.input, "input"), request.dimensions
     if len(given) > MAX_INPUTS:
         raise invalid("input", f"{len(given)} inputs in one request; the most are {MAX_INPUTS}")
     if size is not None and size not in card.vector_sizes and 0 not in card.vector_sizes:
@@ -233,14 +235,17 @@ def tokenize(raw: bytes, card: ModelCard) -> bytes:
     request = parse(TokenizeRequest, raw, card.model)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
-        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()])
+        tokens = card.text.chat(turns, [_shown_tool(tool) for tool in request.tools or ()], MAX_VALUES)
     else:
-        tokens = card.text.encode(request.prompt or "", adds=request.add_special_tokens is not False)
+        adds = request.add_special_tokens is not False
+        tokens = card.text.encode(request.prompt or "", MAX_VALUES, adds)
+    if len(tokens) > MAX_VALUES:
+        raise invalid("prompt", f"it has more than {MAX_VALUES:,} tokens")
     strings = None
     if request.return_token_strs:
         strings = [card.text.token_bytes(token).decode(errors="replace") for token in tokens]
-    found = {"count": len(tokens), "max_model_len": card.capacity, "tokens": tokens, "token_strs": strings}
-    return json.dumps(found, separators=(",", ":")).encode()
+    answer = {"count": len(tokens), "max_model_len": card.capacity, "tokens": tokens, "token_strs": strings}
+    return msgspec.json.encode(answer)
 
 
 def detokenize(raw: bytes, card: ModelCard) -> bytes:
@@ -248,7 +253,7 @@ def detokenize(raw: bytes, card: ModelCard) -> bytes:
     request = parse(DetokenizeRequest, raw, card.model)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
         raise invalid("tokens", f"token {wrong} is none of the model's {card.vocab_size}")
-    return json.dumps({"prompt": card.text.decode(request.tokens)}).encode()
+    return msgspec.json.encode({"prompt": card.text.decode(request.tokens)})
 
 
 def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
@@ -314,10 +319,10 @@ def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
     if part.type != "image_url" or not mark:
         reads = "text and image_url" if mark else "text"
         raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
-    found = part.extra("image_url")
-    url = found.get("url") if isinstance(found, dict) else found
-    if not isinstance(url, str):
-        raise _wrong(number, 'image_url is {"url": "data:image/png;base64,..."}', "invalid_value")
+    image = part.image_url
+    url = image.url if isinstance(image, ImageUrl) else image
+    if url is None:
+        raise _wrong(number, "image_url is missing", "missing_required_parameter")
     if len(urls) == MAX_PICTURES:
         raise _wrong(number, f"a request shows {MAX_PICTURES} pictures at most")
     urls.append(url)

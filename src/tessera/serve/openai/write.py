@@ -219,7 +219,7 @@ class Writer:
         return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-def _event(document: Document) -> bytes:
+def _event(document: Any) -> bytes:
     return b"data: " + _encode(document) + b"\n\n"
 
 
@@ -311,7 +311,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
                     out = b""
                 first = await anext(events, None)
         except (ApiError, TesseraError) as error:
-            out += _event(api_error(error).shape)
+            out += _event(api_error(error).document)
         else:
             out += writer.usage_chunk(output_tokens) if batch.draft.includes_usage else b""
     await body(out + DONE, is_last=True)
