@@ -24,7 +24,7 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute import messages
-from tessera.execute.launcher import Launcher, hand_in
+from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Ground, Stand, Storage, bytes_of, constant, tensor_of
 from tessera.execute.messages import (
     Begin,
@@ -306,8 +306,6 @@ def serve(setup: Setup, pipe: Connection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    if setup.interpret is not None:
-        hand_in(setup.interpret)
     engine = EngineLine(pipe, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:

@@ -186,7 +186,7 @@ def test_a_kernel_that_is_no_operator_is_refused() -> None:
     trace = graph().trace
     foreign = dataclasses.replace(trace, kernels=tuple(Kernel(k.name, Origin.PTX) for k in trace.kernels))
 
-    with pytest.raises(WorkerError, match="is no operator"):
+    with pytest.raises(WorkerError, match="is not an operator"):
         replay(dataclasses.replace(graph(), trace=foreign)).run_in_program_order()
 
 
