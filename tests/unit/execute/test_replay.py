@@ -177,7 +177,7 @@ def test_missing_state_is_a_mismatch() -> None:
 
 def test_state_of_another_size_is_a_mismatch() -> None:
     """Both sizes are named."""
-    with pytest.raises(MismatchError, match="4 bytes in the model and 256 in the trace"):
+    with pytest.raises(MismatchError, match="4 bytes, but 256 in the trace"):
         Replay(graph().trace, {}, {"x": torch.zeros(8, 8)}, {"kept": torch.zeros(1)})
 
 
