@@ -3,8 +3,8 @@
     python scripts/size.py            a table by package; exit code 1 above the budget
     python scripts/size.py --json     {"core": n, "ptx": n, "packages": {...}, "budget": n, ...}
 
-A code line has a token that is neither comment nor docstring. `core` is src/tessera; `ptx` is src/tessera_ptx,
-a library of its own with a budget of its own. `words` counts docstrings and comments of both. Import cycles,
+A code line has a token that is neither comment nor docstring. `core` is src/tessera; `ptx` is src/tessera_ptx
+(a library with a budget of its own). `words` counts docstrings and comments of both. Import cycles,
 class names used twice and functions longer than a screen fail the check as well.
 """
 
