@@ -38,11 +38,13 @@ def schema_of(record: type, title: str) -> Schema:
     """The schema of a record and of all records in it, with descriptions of their fields."""
     (root,), parts = msgspec.json.schema_components([record], ref_template="#/$defs/{name}")
     classes = {cls.__name__: cls for cls in _classes(record)}
-    for name, schema in parts.items():
+    for name, part in parts.items():
         for field, text in _comments(classes[name]).items() if name in classes else ():
             if text:
-                schema["properties"][field]["description"] = text
-    return {"$schema": DRAFT, "title": title} | root | {"$defs": dict(sorted(parts.items()))}
+                part["properties"][field]["description"] = text
+    schema = {"$schema": DRAFT, "title": title} | root | {"$defs": dict(sorted(parts.items()))}
+    plain: Schema = json.loads(json.dumps(schema))  # defaults that are tuples become lists, as in the file
+    return plain
 
 
 def _classes(tp: Any, seen: frozenset[type] = frozenset()) -> set[type]:
