@@ -78,7 +78,7 @@ def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
             return arg
         storage = arg.untyped_storage()
         array = arrays.setdefault(storage.data_ptr(), _bytes(storage))
-        return Offset(array, arg.storage_offset() * arg.itemsize)
+        return Offset(array, int(arg.storage_offset()) * arg.itemsize)
 
     given, shared = [pointer(arg) for arg in args], kernel.shared_bytes or None
     try:

@@ -333,7 +333,8 @@ class _RenamedMemory(Memory):
 
     def _named(self, launch: int) -> set[int]:
         row = self._trace.launches[launch]
-        return {x.buffer for x in (*row.views, *row.accesses)} - self._weights.keys()
+        named = {view.buffer for view in row.views} | {access.buffer for access in row.accesses}
+        return named - self._weights.keys()
 
 
 def _poisoned(size_bytes: int, **options: Any) -> torch.Tensor:
