@@ -404,7 +404,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
         from tessera.execute.timing import CpuTimer
 
         return CpuTimer(trace, own)
-    from tessera.execute.cuda_timing import CudaTimer
+    from tessera.execute.cuda.timing import CudaTimer
 
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
 
