@@ -143,7 +143,7 @@ def test_a_price_is_corrected_once() -> None:
 
 
 def test_a_policy_past_its_capacity_is_left_soon() -> None:
-    """Two plans whose capacities differ by a sixth, at 1.104 times the smaller: the other one almost at once."""
+    """Two plans whose capacities differ by a sixth, at 1.104 times the smaller."""
     chain, launches = make_chain(7), (0,) * 7
     cluster = make_cluster(latency_us=10.0)
     near = replace(make_plan([chain], [[launches]], cluster=cluster, microbatches=4), policy="near")
