@@ -16,6 +16,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ForwardRef, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
+from tessera.cli import COMMANDS
+from tessera.cli.output import record_types
 from tessera.ir.files import FORMAT_VERSION, KINDS
 
 PLACE = Path(__file__).resolve().parents[1] / "docs" / "schemas"
@@ -36,7 +40,27 @@ Schema = dict[str, Any]
 def schemas() -> dict[str, Schema]:
     """Every schema by its file's name."""
     made = {f"{kind}-{FORMAT_VERSION}.json": of_record(kind, record) for kind, record in KINDS.items()}
-    return made | {f"header-{FORMAT_VERSION}.json": of_header()}
+    return made | {f"header-{FORMAT_VERSION}.json": of_header()} | of_commands()
+
+
+def of_commands() -> dict[str, Schema]:
+    """What each command prints with `--json`."""
+    found = {}
+    for function in COMMANDS:
+        if records := record_types(function):
+            refs, parts = msgspec.json.schema_components(
+                records, schema_hook=_path, ref_template="#/$defs/{name}"
+            )
+            title = f"The JSON of `tessera {function.__name__}`."
+            head = {"$schema": DRAFT, "title": title, "anyOf": list(refs), "$defs": parts}
+            found[f"command-{function.__name__}.json"] = head
+    return found
+
+
+def _path(tp: type) -> Schema:
+    """A path is written as a string."""
+    assert tp is Path, tp
+    return {"type": "string"}
 
 
 def of_header() -> Schema:
