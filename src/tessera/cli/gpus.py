@@ -22,9 +22,9 @@ from tessera.profile import (
 )
 
 NOTE = (
-    "Rates: sustained / data sheet, of bf16 (fp16 where there is none). Costs: kernel classes "
-    "with a public table / a model fitted to this GPU / only the class model; `tessera gpus NAME` lists them. A GPU without matrix measurements "
-    "borrows the model of its nearest relatives."
+    "Rates: sustained / data sheet, of bf16 (fp16 where there is none). Costs: kernel classes with a public "
+    "table / a model fitted to this GPU / only the class model; `tessera gpus NAME` lists them. A GPU "
+    "without matrix measurements borrows the model of its nearest relatives."
 )
 
 
