@@ -95,13 +95,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    command: Any = typer.main.get_command(app)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words and COMPLETION not in os.environ:
+        typer.echo(FIRST_SCREEN)
+        return 0
+    return run_app(app, words, "tessera")
+
+
+def run_app(commands: typer.Typer, words: Sequence[str], name: str) -> int:
+    """The exit code of a command line; errors are printed in one line."""
+    command: Any = typer.main.get_command(commands)
     try:
-        words = list(sys.argv[1:] if argv is None else argv)
-        if not words and COMPLETION not in os.environ:
-            typer.echo(FIRST_SCREEN)
-            return 0
-        code = command.main(args=words, prog_name="tessera", standalone_mode=False)
+        code = command.main(args=list(words), prog_name=name, standalone_mode=False)
     except UsageError as error:
         return _complain(_usage(error))
     except TesseraError as error:
