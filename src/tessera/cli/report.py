@@ -42,9 +42,7 @@ def report(
     plans = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) == "plan")
     evaluation = folder / EVALUATION
     if not plans and not evaluation.is_file():
-        remedy = (
-            f"Make one: `tessera plan ... -o {folder}/NAME.plan` or `python -m benchmarks.paper -o {folder}`."
-        )
+        remedy = f"Make one: `tessera plan ... -o {folder}/NAME.plan`."
         raise ArtifactError("it holds no plan and no evaluation", remedy, str(folder))
     page = output or folder / PAGE
     with progress("reading", len(plans)) as advance:
