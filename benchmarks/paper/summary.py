@@ -18,9 +18,9 @@ def summary(found: dict[str, Any]) -> str:
         f"# The evaluation, {found['scale']} run",
         "",
         f"Made by `python -m benchmarks.paper{quick} -o FOLDER`: {found['num_cases']} cases{rest}. "
-        "**Everything is simulated on modelled costs** unless a row's `source` says otherwise; every policy is at its own "
-        "best batch, prefill batch and microbatches, at equal memory and an equal limit of time. Form and "
-        "method: docs/evaluation.md.",
+        "**Everything is simulated on modelled costs** unless a row's `source` says otherwise; every policy "
+        "is at its own best batch, prefill batch and microbatches, at equal memory and an equal limit of time. "
+        "Form and method: docs/evaluation.md.",
     ]
     for name, figure in found["figures"].items():
         beside = found["published"][name]

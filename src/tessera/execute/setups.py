@@ -1,10 +1,11 @@
 """What each worker is born with, made from a plan and its programs; elsewhere, what it is told and sent.
 
-To a worker of another machine the engine sends traces, programs and sizes as JSON (`Briefing`). It makes the
-weights itself, from the model that the traces name, and compares a fingerprint of each with the engine's. So
-the two run the same programs on the same weights. Weights that it cannot make are sent, in pieces of bounded
-size, when it asks for them (`Want`), and compared in the same way. A fingerprint is of dtype, shape and up to
-4,096 values spread over the tensor: it tells checkpoints apart, and not two that differ in a few values only.
+To a worker of another machine the engine sends traces, programs and sizes as MessagePack (`Briefing`). It
+makes the weights itself, from the model that the traces name, and compares a fingerprint of each with the
+engine's. So the two run the same programs on the same weights. Weights that it cannot make are sent, in
+pieces of bounded size, when it asks for them (`Want`), and compared in the same way. A fingerprint is of
+dtype, shape and up to 4,096 values spread over the tensor: it tells checkpoints apart, and not two that
+differ in a few values only.
 """
 
 import hashlib
@@ -22,7 +23,6 @@ from tessera.execute.memory import flat_bytes
 from tessera.execute.messages import WeightBytes
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace, verify
-from tessera.ir.codec import decode, encode
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:
 
 
 def pack_briefing(briefing: Briefing) -> bytes:
-    return msgspec.json.encode(encode(briefing))
+    return msgspec.msgpack.encode(briefing)
 
 
 def unpack_briefing(packed: bytes) -> Briefing:
     """What was packed, verified; raises WorkerError on anything else."""
     try:
-        briefing = decode(Briefing, msgspec.json.decode(packed))
+        briefing = msgspec.msgpack.decode(packed, type=Briefing)
         duty = briefing.duty
         for record in (duty.cluster, *duty.traces, *(p for lane in duty.programs for p in lane)):
             verify(record)
