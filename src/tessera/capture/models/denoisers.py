@@ -236,7 +236,7 @@ class Denoiser:
         side = self._config.get("pos_embed_max_size")
         if side and max(self._rows, self._columns) > side:
             raise CaptureError(
-                f"an image of {self._rows} x {self._columns} patches is larger than the model's {side} x {side}",
+                f"an image of {self._rows} x {self._columns} patches exceeds the model's {side} x {side}",
                 "Use a --context with divisors nearer to its square root.",
                 self._step.model,
             )
