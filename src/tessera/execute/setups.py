@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from tessera.errors import MismatchError, RuleBroken, WorkerError
-from tessera.execute.launcher import Interpret, handed_in
 from tessera.execute.memory import flat_bytes
 from tessera.execute.messages import WeightBytes
 from tessera.execute.stepper import Tensors
@@ -65,8 +64,6 @@ class Setup(Duty):
     folder: str = ""
     # progress[microbatch] = (run, position): where this worker is, in memory that the engine sees.
     progress: torch.Tensor | None = None
-    # Runs kernels with PTX on the CPU; see `launcher`.
-    interpret: Interpret | None = None
 
 
 def make_setups(
@@ -86,20 +83,15 @@ def make_setups(
     first = Setup(0, plan.cluster, traces, lanes, microbatches, transport, weights=own)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     found = []
-    for number, device in enumerate(devices):
+    for number in range(len(devices)):
         us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
-        found.append(replace(first, device=number, us=us, interpret=interpreter(device, traces)))
+        found.append(replace(first, device=number, us=us))
     return found
 
 
 def interprets(device: Device, traces: Sequence[Trace]) -> bool:
     """True if kernels with PTX run on a CPU there."""
     return device.kind is not DeviceKind.CUDA and any(k.ptx for trace in traces for k in trace.kernels)
-
-
-def interpreter(device: Device, traces: Sequence[Trace]) -> Interpret | None:
-    """What runs them, where there are any: it takes time to import."""
-    return handed_in() if interprets(device, traces) else None
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,8 +189,7 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
     # A device as its own machine counts it.
     devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in duty.cluster.devices)
     here = replace(duty, cluster=replace(duty.cluster, devices=tuple(devices)))
-    interpret = interpreter(here.cluster.devices[here.device], here.traces)
-    return Setup(**here.duty, weights=own, key=key, host=host, interpret=interpret)
+    return Setup(**here.duty, weights=own, key=key, host=host)
 
 
 class Pieces:

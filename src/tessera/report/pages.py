@@ -22,7 +22,7 @@ from tessera.report.page import Bar, Shown, layers, plan_part, render
 
 # A gain of at least so much has this shade.
 SHADES = ((1.30, "g4"), (1.15, "g3"), (1.06, "g2"), (1.02, "g1"))
-AGAIN = "Make it again with `tessera bench paper`."
+AGAIN = "Make it again with `python -m benchmarks.paper`."
 
 Case = Mapping[str, Any]
 
