@@ -11,6 +11,7 @@ taken when a program first runs in a microbatch, and kept; see `memory`.
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -24,8 +25,8 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute import messages
-from tessera.execute.launcher import Launcher, hand_in
-from tessera.execute.memory import Ground, Stand, Storage, bytes_of, constant, tensor_of
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Ground, Stand, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
@@ -65,6 +66,9 @@ class Backend(Protocol):
     def loop(self) -> None:
         """Says Ready, then works until the engine hangs up."""
 
+    def close(self) -> None:
+        """Lets go of memory and connections."""
+
 
 @dataclass
 class _Active:
@@ -88,7 +92,8 @@ class Worker:
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._programs: list[Sequence[Program]] = list(setup.programs)
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
-        weights = [self._bind_weights(t) for t in setup.traces]
+        kinds = (BufferKind.WEIGHT,)
+        weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
         self._ground = Ground(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
@@ -105,17 +110,17 @@ class Worker:
 
     def loop(self) -> None:
         self._engine.tell(WorkerReady(time.monotonic(), os.getpid()))
-        try:
-            while True:
-                job = self._queue.pick()
-                news = self._engine.take(block=job is None)
-                if news is not None:
-                    if not self._handle(news):
-                        return
-                elif job is not None:
-                    self._go_on(job)
-        finally:
-            self._transport.close()
+        while True:
+            job = self._queue.pick()
+            news = self._engine.take(block=job is None)
+            if news is not None:
+                if not self._handle(news):
+                    return
+            elif job is not None:
+                self._go_on(job)
+
+    def close(self) -> None:
+        self._transport.close()
 
     def _handle(self, news: Any) -> bool:
         """Takes in one message; False when the engine is gone."""
@@ -256,16 +261,6 @@ class Worker:
             self._waiting.remove(following)
             self._begin(following)
 
-    def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
-        held = {}
-        for index in trace.buffers_of(BufferKind.WEIGHT):
-            buffer = trace.buffers[index]
-            if buffer.constant_hex:
-                held[index] = constant(buffer)
-            elif buffer.name in self._setup.weights:
-                held[index] = self._setup.weights[buffer.name].untyped_storage()
-        return held
-
 
 def main(pipe: Connection, folder: str) -> None:
     """The entry of a process of the engine's machine, which is handed its setup."""
@@ -274,6 +269,8 @@ def main(pipe: Connection, folder: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):  # the engine is gone
         serve(take_over(pipe), pipe)
+    # Gives shared CUDA tensors back: the engine's torch warns at exit about tensors that are still held.
+    gc.collect()
     _clean_up(folder)
     os._exit(0)  # threads may still wait for peers that are gone
 
@@ -306,8 +303,6 @@ def serve(setup: Setup, pipe: Connection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    if setup.interpret is not None:
-        hand_in(setup.interpret)
     engine = EngineLine(pipe, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:
@@ -319,6 +314,10 @@ def serve(setup: Setup, pipe: Connection) -> None:
         _tell_failure(engine, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
         _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
+    finally:
+        if backend is not None:
+            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # a device that has failed
+                backend.close()
 
 
 def _given_bytes(trace: Trace) -> int:
