@@ -192,7 +192,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class Gate:
+class AccessMiddleware:
     """ASGI middleware: checks key and host on the headers, names the client, and marks connections busy."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool) -> None:

@@ -47,7 +47,7 @@ READERS: dict[str, Callable[[bytes, ModelCard], ReadBody]] = {
 Result = TypeVar("Result")
 
 
-class Turns(Generic[Result]):
+class FairPool(Generic[Result]):
     """Runs jobs in a fixed number of threads; clients with waiting jobs take turns. For one event loop."""
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -92,14 +92,14 @@ class Reading:
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
-        self._small: Turns[ReadBody] = Turns(SMALL_THREADS, "tessera-reading")
-        self._large: Turns[ReadBody] = Turns(LARGE_THREADS, "tessera-reading-large")
+        self._small: FairPool[ReadBody] = FairPool(SMALL_THREADS, "tessera-reading")
+        self._large: FairPool[ReadBody] = FairPool(LARGE_THREADS, "tessera-reading-large")
 
     async def read(self, kind: str, raw: bytes, client: str = "") -> ReadBody:
         """The draft of a body, or its answer; ApiError or AskError names what is wrong."""
-        turns = self._small if len(raw) <= SMALL_BYTES else self._large
+        pool = self._small if len(raw) <= SMALL_BYTES else self._large
         try:
-            return await turns.run(client, partial(READERS[kind], raw, self._card))
+            return await pool.run(client, partial(READERS[kind], raw, self._card))
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 

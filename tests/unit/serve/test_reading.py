@@ -26,7 +26,7 @@ from tessera.serve.openai.read import (  # noqa: E402
     Endpoint,
     ModelCard,
 )
-from tessera.serve.reading import SMALL_BYTES, ReadBody, Reading, Turns  # noqa: E402
+from tessera.serve.reading import SMALL_BYTES, FairPool, ReadBody, Reading  # noqa: E402
 from tessera.serve.text import (  # noqa: E402
     ByteText,
     Text,
@@ -113,16 +113,16 @@ def test_clients_take_turns() -> None:
     gate = threading.Event()
 
     async def main() -> None:
-        turns: Turns[None] = Turns(1, "test")
-        jobs = [turns.run("many", partial(_note, order, f"many {i}", gate)) for i in range(4)]
+        pool: FairPool[None] = FairPool(1, "test")
+        jobs = [pool.run("many", partial(_note, order, f"many {i}", gate)) for i in range(4)]
         tasks = [asyncio.create_task(job) for job in jobs]
         await asyncio.sleep(0)
-        tasks.append(asyncio.create_task(turns.run("few", partial(_note, order, "few", gate))))
+        tasks.append(asyncio.create_task(pool.run("few", partial(_note, order, "few", gate))))
         await asyncio.sleep(0)
         tasks[2].cancel()
         gate.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        turns.close()
+        pool.close()
 
     asyncio.run(main())
     assert ["many 0", "many 1", "few", "many 3"] == order
