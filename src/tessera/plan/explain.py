@@ -17,14 +17,14 @@ move alone; several moves together may pay where each alone does not.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Labels
 from tessera.plan.latency import RequestTimer, bound_us
-from tessera.plan.problem import Column, Mix, Problem, build, joined, microbatch_counts
+from tessera.plan.problem import Column, Mix, Problem, build, joined, mix_of
 
 MAX_REASONS = 8
 # A change of the period below this is none.
@@ -149,7 +149,7 @@ class Explanation:
 def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
     """Reads a plan back into words and figures; briefly: without the latency's bound, which takes long."""
     problem = _problem(plan)
-    mix = _mix(problem, plan)
+    mix = mix_of(problem, plan)
     main = problem.problems[mix.columns[int(np.argmax(mix.shares))].variant]
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
@@ -186,17 +186,6 @@ def _latency_bound_us(problem: Problem) -> float:
 def _problem(plan: ir.Plan) -> Problem:
     """The plan's batches, most often one."""
     return joined([build(v.unit, v.costs, plan.cluster) for v in plan.every_variant])
-
-
-def _mix(problem: Problem, plan: ir.Plan) -> Mix:
-    labels = [problem.problems[x.variant].labels(x.placement) for x in plan.lanes]
-    columns = tuple(problem.column(x, lane.variant) for x, lane in zip(labels, plan.lanes, strict=True))
-    rates = [lane.rate_per_s * plan.weight_of(lane) for lane in plan.lanes]
-    table = plan.lane_table
-    followed = [table[microbatch % len(table)] for microbatch in range(plan.microbatches)] if table else []
-    microbatches = tuple(followed.count(lane) for lane in range(len(columns))) if table else ()
-    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), microbatches)
-    return mix if microbatches else replace(mix, microbatches=microbatch_counts(mix, plan.microbatches))
 
 
 def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...], tuple[Usage, ...]]:
