@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +30,14 @@ from tessera.ir import (
 )
 from tessera.ir.graph import Rebatched, check_counts, check_steps
 from tessera.plan import (
+    FULL,
     Batched,
     Constraint,
     LoadConfig,
     LoadPlan,
     PlanConfig,
     PricedLoad,
+    SearchConfig,
     Target,
     plan_load,
     solve,
@@ -107,11 +110,11 @@ def make_plan(
     policy: str | None = None,
     constraints: tuple[Constraint, ...] = (),
     is_served: bool = False,
+    search: SearchConfig = FULL,
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective, microbatches, policy, constraints, is_served)
-    rates = SteadyRates()
-    return solve(unit, tuple(costs), cluster, config, rates)
+    config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
+    return solve(unit, tuple(costs), cluster, config, SteadyRates(search))
 
 
 def make_batched_plan(
@@ -121,7 +124,7 @@ def make_batched_plan(
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
     """A plan over the same steps at several batches; its lanes may be of unlike ones."""
-    return solve_batches(variants, cluster, config, SteadyRates, advance)
+    return solve_batches(variants, cluster, config, partial(SteadyRates, config.search), advance)
 
 
 def record_compiled(step: Step) -> Trace:
@@ -234,7 +237,8 @@ def plan_for(
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
-    return plan_load(PricedLoad(variant_at, cluster, target, SteadyRates, in_parts), config)
+    simulator = partial(SteadyRates, config.search)
+    return plan_load(PricedLoad(variant_at, cluster, target, simulator, in_parts), config)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:

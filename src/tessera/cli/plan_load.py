@@ -13,7 +13,7 @@ from tessera.cli.output import console, print_json, progress
 from tessera.cli.plan_text import sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Step, save
-from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Room, Target, explain
+from tessera.plan import BATCHES, DeviceMemory, LoadConfig, LoadPlan, Option, Target, explain
 
 # Columns of the curve in the terminal.
 WIDTH = 40
@@ -150,7 +150,7 @@ def _worth(option: Option) -> dict[str, float | None]:
     }
 
 
-def _room(room: Room) -> dict[str, int]:
+def _room(room: DeviceMemory) -> dict[str, int]:
     return {
         "weights": room.weight_bytes,
         "state": room.state_bytes,

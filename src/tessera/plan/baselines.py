@@ -7,13 +7,13 @@ prefill-decode-fractional  the best mix of all whole-phase assignments
 attention-ffn              attention scopes on one device, the rest on another
 layer-pipeline             contiguous ranges of layers, the same in every step
 
-A policy proposes several candidates where there are (both orientations of a split, say), or None where it does
-not apply. Every proposed mix fits the devices' memory. Served units have no phases: their steps read prompts
-and answers together. A node that a policy would tear apart (launches that share state, immovable launches)
-goes where most of its work would go; strict prefill-decode does not apply then.
+A policy proposes several candidates where there are (both orientations of a split, say), or None where it
+does not apply. Every proposed mix fits the devices' memory. Served units have no phases: their steps read
+prompts and answers together. A node that a policy would tear apart (launches that share state, immovable
+launches) goes where most of its work would go; strict prefill-decode does not apply then.
 
-Layer pipelines of two devices: every cut in either order, links included. Of more: for an order of the devices,
-the split of the least bottleneck of device time, within memory.
+Layer pipelines of two devices: every cut in either order, links included. Of more: for an order of the
+devices, the split of the least bottleneck of device time, within memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,6 +27,7 @@ from tessera.plan.constraints import attention_launches
 from tessera.plan.pricing import throughput
 from tessera.plan.pricing.throughput import Pool
 from tessera.plan.problem import Column, Mix, Problem, by_speed, microbatch_counts
+
 
 def single(pool: Pool) -> tuple[Mix, ...] | None:
     """Everything on one device."""

@@ -17,8 +17,8 @@ from tessera.errors import MismatchError, PlanInfeasible
 from tessera.plan.problem import Column, Mix, Problem, by_speed, microbatch_counts
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import throughput_mixes
-from tessera.plan.search.task import joined_task
-from tessera.plan.solve import PlanConfig, Simulator, Solution, choose, objective_figure, solution
+from tessera.plan.search.task import Simulator, joined_task
+from tessera.plan.solve import PlanConfig, Solution, choose, objective_figure, solution
 
 # Policies whose lanes may be of unlike batches.
 JOINT_POLICIES = (None, "throughput", "data-parallel")

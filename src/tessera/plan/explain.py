@@ -23,7 +23,8 @@ import numpy as np
 
 from tessera import ir
 from tessera.plan.arrays import Labels
-from tessera.plan.latency import RequestTimer, bound_us
+from tessera.plan.config import FULL
+from tessera.plan.latency import bound_us
 from tessera.plan.problem import Column, Mix, Problem, build, joined, mix_of
 
 MAX_REASONS = 8
@@ -70,7 +71,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceMemory:
     """Memory of one device, in bytes."""
 
     device: str
@@ -140,7 +141,7 @@ class Explanation:
     latency_bound_us: float
     is_gain: bool
     verdict: str
-    memory: tuple[Room, ...] = ()
+    memory: tuple[DeviceMemory, ...] = ()
     reasons: tuple[Reason, ...] = ()
     # What else is worth knowing, in words.
     remarks: tuple[str, ...] = ()
@@ -180,7 +181,7 @@ def latency_bound_us(plan: ir.Plan) -> float:
 
 
 def _latency_bound_us(problem: Problem) -> float:
-    return min(bound_us(p, RequestTimer(p)) for p in problem.problems)
+    return min(bound_us(p, FULL) for p in problem.problems)
 
 
 def _problem(plan: ir.Plan) -> Problem:
@@ -203,14 +204,14 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
     return devices, links
 
 
-def _memory(problem: Problem, mix: Mix) -> tuple[Room, ...]:
+def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:
     weights, each = problem.footprints(mix.columns)
     num = problem.num_devices
     states = np.array([problem.problems[c.variant].states.bytes_on(c.labels, num) for c in mix.columns])
     counts = np.array(mix.microbatches)
     columns = (weights, each.max(axis=0), counts @ states, counts @ (each - states))
     return tuple(
-        Room(device.name, device.memory_bytes, *(int(x) for x in row))
+        DeviceMemory(device.name, device.memory_bytes, *(int(x) for x in row))
         for device, *row in zip(problem.cluster.devices, *columns, strict=True)
     )
 

@@ -15,15 +15,15 @@ begins where it lives) and what it returns.
 
 Kinds of device: devices that are alike share prices, so that pricing needs one label for each kind.
 
-Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them alike
-and their links to everything else are the same. Swapping two of them maps plans to plans of the same rate; so
-the mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally. Splitting a
-request between two devices of a kind only adds transfers. Hence the linear program over placements on one
-device a kind, with as many devices as the kind has, has the same optimum. Not handled: links that share a
-bus; with those every device is its own kind.
+Devices are alike iff every launch costs the same on them, they hold as much, the constraints treat them
+alike and their links to everything else are the same. Swapping two of them maps plans to plans of the same
+rate; so the mean of an optimum over all swaps is an optimum, and it loads the devices of a kind equally.
+Splitting a request between two devices of a kind only adds transfers. Hence the linear program over
+placements on one device a kind, with as many devices as the kind has, has the same optimum. Not handled:
+links that share a bus; with those every device is its own kind.
 
-Devices that are alike come in numbers, so that plans for fewer devices can stand side by side ("cells"): four
-H20 and four L40S are four times one of each, three and five are three pairs and two cards more.
+Devices that are alike come in numbers, so that plans for fewer devices can stand side by side ("cells"):
+four H20 and four L40S are four times one of each, three and five are three pairs and two cards more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -8,7 +8,8 @@ A placement costs, per request,
 Two devices: an exact minimum cut. More: elimination of nodes, exact where the trace is narrow and a proved
 bound elsewhere (see `elimination`); then, and where memory has a price, swap moves: for every two devices an
 exact minimum cut decides which nodes change over, until no pair helps. "Paid once per destination" stays
-exact in a swap, unlike in an expansion. With a price on memory and more than two devices the bound ignores memory.
+exact in a swap, unlike in an expansion. With a price on memory and more than two devices the bound
+ignores memory.
 
 Minimum cut: every item takes side 0 (the source's) or side 1. The cost is a sum of terms:
   own[i, s]     item i takes side s

@@ -6,19 +6,19 @@
                 sum_p x_p (held[p, d] - memory[d]) <= 0      for every device d, where memory is short
                 x_p >= 0                                     for every placement p
 
-There are too many placements to list: `Pricer` finds the cheapest one at the dual prices y. For any y >= 0 no
-mix exceeds (sum of y times right-hand sides) / (price of the cheapest placement); the least of these figures
-is the bound. The depth row rejects plans that send tiny kernels back and forth with few requests in flight.
-Path time adds all launches and transfers of a request, so it is too strict where one request overlaps with
-itself: the search tries several depths and a simulation judges.
+There are too many placements to list: `Pricer` finds the cheapest one at the dual prices y. For any y >= 0
+no mix exceeds (sum of y times right-hand sides) / (price of the cheapest placement); the least of these
+figures is the bound. The depth row rejects plans that send tiny kernels back and forth with few requests in
+flight. Path time adds all launches and transfers of a request, so it is too strict where one request
+overlaps with itself: the search tries several depths and a simulation judges.
 
 Devices that are alike (see `problem`) have equal prices in some optimum, so placements are priced over kinds
 of device and their requests spread over the cards of each kind.
 
 The memory row of a device counts what a placement holds there (weights, and state and temporaries of all
 requests in flight) by its share of the requests. The row averages weights, which lanes share, and assumes
-that microbatches follow shares; so a mix is checked as it would run, and lanes are dropped, or fewer requests
-are in flight, until it fits. The bound ignores memory and stays valid.
+that microbatches follow shares; so a mix is checked as it would run, and lanes are dropped, or fewer
+requests are in flight, until it fits. The bound ignores memory and stays valid.
 
 The linear program has a few rows per device and tens of columns, and is solved thousands of times: a dense
 simplex (`maximised`) takes 0.2 ms where SciPy's linprog takes 2.7 ms, a tenth of the planning time.
@@ -169,7 +169,9 @@ class Pool:
         prob, config = self.problem, self.config
         num = prob.num_devices
         free = replace(
-            prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3), microbatches=microbatches, tilt=config.tilt
+            prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3),
+            microbatches=microbatches,
+            tilt=config.tilt,
         )
         # A price of nothing: no bound is asked for, which takes long with more than two devices.
         column, _ = self._price(replace(free, memory=np.zeros(num)), variant)
@@ -202,9 +204,10 @@ def seed(pool: Pool, mixes: Iterable[Mix], is_proved: bool = True, least_microba
     if pool.columns and not pool.is_tight:
         return
     prob = pool.problem
+    is_few = prob.num_nodes * prob.num_devices <= pool.config.few_choices
     for microbatches in range(pool.microbatches, min(least_microbatches, pool.microbatches) - 1, -1):
         pool.add(pool.fitting(microbatches))
-        if microbatches in (1, pool.microbatches) and prob.num_nodes * prob.num_devices <= pool.config.few_choices:
+        if microbatches in (1, pool.microbatches) and is_few:
             best = best_placement(prob, pool.config.few_limit_s, microbatches)
             _ = best is not None and pool.add(best[0])
     if not pool.columns:

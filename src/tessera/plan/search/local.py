@@ -11,10 +11,11 @@ best team so far, one move at a time:
   are. Where all follow one placement, each waits once a run for the others' longest launches; a microbatch
   that has other work just then does not.
 
-Moves are ordered by two estimates (all microbatches as fast as alone, slowed alike until the busiest device or
-link keeps up; shares of the work that keep it least busy), and a quick simulation rates them. A microbatch
-that stays on one device fills what the others leave free there, which neither estimate sees: those moves are
-always tried. The number of moves depends on the size of the unit alone: equal input gives equal plans.
+Moves are ordered by two estimates (all microbatches as fast as alone, slowed alike until the busiest device
+or link keeps up; shares of the work that keep it least busy), and a quick simulation rates them. A
+microbatch that stays on one device fills what the others leave free there, which neither estimate sees:
+those moves are always tried. The number of moves depends on the size of the unit alone: equal input gives
+equal plans.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Cost and energy: work per dollar and per joule, and which sets of devices may be worth using.
 
 Rent is paid for every device that some lane uses, busy or not. Energy is modelled: a device in use draws
-`IDLE_SHARE` of its board power while it waits and all of it while it is busy; links and hosts are not counted.
-Devices without a lane are off and cost nothing.
+`IDLE_SHARE` of its board power while it waits and all of it while it is busy; links and hosts are not
+counted. Devices without a lane are off and cost nothing.
 """
 
 from collections.abc import Iterator

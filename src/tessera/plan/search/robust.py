@@ -99,8 +99,8 @@ def robust_of(sampler: Sampler, mixes: Sequence[Mix], rates: Sequence[float]) ->
         [sampler.rates_per_s(m) * (rate / m.rate_per_s) for m, rate in zip(mixes, rates, strict=True)]
     )
     best = sampled.max(axis=0)
-    found = []
+    ranges = []
     for row in sampled:
         p10, p50, p90 = np.quantile(row, (0.1, 0.5, 0.9)).tolist()
-        found.append(ir.Robust(self.num_samples, p10, p50, p90, float((1.0 - row / best).mean())))
-    return found
+        ranges.append(ir.Robust(sampler.num_samples, p10, p50, p90, float((1.0 - row / best).mean())))
+    return ranges

@@ -141,10 +141,13 @@ class Task:
         )
 
 
-def joined_task(parts: Sequence[Task], microbatches: int, simulate: Simulator | None) -> Task:
+def joined_task(
+    parts: Sequence[Task], microbatches: int, simulate: Simulator | None, policy: str = ""
+) -> Task:
     """The tasks of several batches as one, with the placements that they know."""
     first, problem = parts[0], joined([part.problem for part in parts])
-    task = Task(problem, microbatches, simulate, False, first.objective, first.policy, first.config)
+    name = policy or first.policy
+    task = Task(problem, microbatches, simulate, False, first.objective, name, first.config)
     for variant, part in enumerate(parts):
         task.pool.add(*(problem.scaled(column, variant) for column in part.pool.columns))
     task.pool.is_seeded = True
