@@ -505,7 +505,9 @@ class _Search:
     # Records.
 
     def _plan(self, point: _Point, mix: Mix, policy: str) -> ir.Plan:
-        return replace(point.judge.finished(mix, (), [mix]), policy=policy)
+        plan = replace(point.judge.finished(mix, (), [mix]), policy=policy)
+        ir.verify(plan)
+        return plan
 
     def _joined(self, chosen: Iterable[tuple[Point, Column]]) -> ir.Plan:
         """One lane for each device, at batches of their own."""
@@ -516,7 +518,9 @@ class _Search:
         task = joined_task(tasks, len(listed), simulate, "data-parallel")
         columns = [task.problem.scaled(column, batches.index(point)) for point, column in listed]
         mix = by_speed(columns, (1,) * len(columns))
-        return Judge(task).finished(mix, (), [mix])
+        plan = Judge(task).finished(mix, (), [mix])
+        ir.verify(plan)
+        return plan
 
 
 def _has_prefill(unit: ir.WorkUnit) -> bool:

@@ -127,7 +127,9 @@ def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool =
     def baselines() -> tuple[ir.Baseline, ...]:
         return tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
 
-    return choose(judge, mixes, floors, baselines, shown_microbatches)
+    solved = choose(judge, mixes, floors, baselines, shown_microbatches)
+    ir.verify(solved.plan)
+    return solved
 
 
 def choose(

@@ -164,6 +164,6 @@ def test_moving_state_raises_the_bound() -> None:
 
 def test_layers_with_residuals_are_exact() -> None:
     """On a decoder whose two steps share state the plan is proved to be the best."""
-    found = solve(build(*layered_case(8)), (), lambda _: True)
+    found = solve(build(*layered_case(8)), (), lambda _: True, FULL)
 
     assert found.latency_us == pytest.approx(found.bound_us)

@@ -7,7 +7,7 @@ import pytest
 
 from plan_factories import chain, layered_case, make_cluster, make_unit
 from tessera import ir
-from tessera.plan import PlanConfig, solve
+from tessera.plan import FULL, PlanConfig, solve
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.robust import Sampler, robust_of
 

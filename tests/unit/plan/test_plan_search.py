@@ -59,6 +59,7 @@ def climbed() -> tuple[Task, list[Mix]]:
     """A task, and every mix that its search simulated."""
     task = judged_task()
     search = Search(task)
+    search.look(task.free.mix)
     for depth in FULL.depths:
         search.look(throughput.generate(task.pool, 2 * depth).mix)
     search.climb()
