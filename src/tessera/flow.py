@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import interpret, tables_of, triton_accesses
+from tessera.analyze.ptx import tables_of, triton_accesses
 from tessera.capture import Workload, build, outlines, own, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
@@ -54,9 +54,7 @@ Tensors = Mapping[str, torch.Tensor]
 # A step is recorded at these batches, and written down at others.
 ANCHORS = (16, 48)
 
-# Kernels with PTX: capture has them proved, and they run in the interpreter where there is no GPU.
 own.hand_in(triton_accesses, launcher.run_kernel, tables_of)
-launcher.hand_in(interpret)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:

@@ -4,7 +4,7 @@ Every field is checked by its type before a record is made, so that a worker on 
 send wrong numbers: a whole number has 64 bits, a number is finite, rows have their own width and begin with
 an index, a tensor has a dtype that torch knows and as many bytes as its shape says. What is unknown, missing
 or left over is refused. Whether a run, microbatch, launch or transfer exists, whoever takes the message
-knows. Programs and briefings travel as the JSON of `ir.codec`.
+knows. Programs and briefings travel as MessagePack of their records.
 
 The bytes of tensors are not copied but into the message and out of it: `pack` is a view of the tensor until
 the message is encoded, what is decoded a view of the message.
@@ -22,7 +22,7 @@ import torch
 from msgspec import Meta
 
 from tessera.errors import RuleBroken, TesseraError
-from tessera.ir import Program, codec, verify
+from tessera.ir import Program, verify
 
 Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -273,15 +273,15 @@ def post(pipe: Connection, message: Message) -> bool:
 
 def pack_programs(programs: Sequence[Sequence[Program]]) -> bytes:
     """Programs of some lanes, as `LoadLanes` carries them."""
-    return msgspec.json.encode([[codec.encode(program) for program in lane] for lane in programs])
+    return msgspec.msgpack.encode(programs)
 
 
 def unpack_programs(packed: bytes) -> list[tuple[Program, ...]]:
     """What was packed, verified; raises TesseraError on anything else."""
     try:
-        lanes = codec.decode(tuple[tuple[Program, ...], ...], msgspec.json.decode(packed))
+        lanes = msgspec.msgpack.decode(packed, type=list[tuple[Program, ...]])
         for program in (program for lane in lanes for program in lane):
             verify(program)
-    except (codec.Undecodable, RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TesseraError(f"programs cannot be read: {error}") from error
-    return list(lanes)
+    return lanes

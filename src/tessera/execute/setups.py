@@ -1,10 +1,11 @@
 """What each worker is born with, made from a plan and its programs; elsewhere, what it is told and sent.
 
-To a worker of another machine the engine sends traces, programs and sizes as JSON (`Briefing`). It makes the
-weights itself, from the model that the traces name, and compares a fingerprint of each with the engine's. So
-the two run the same programs on the same weights. Weights that it cannot make are sent, in pieces of bounded
-size, when it asks for them (`Want`), and compared in the same way. A fingerprint is of dtype, shape and up to
-4,096 values spread over the tensor: it tells checkpoints apart, and not two that differ in a few values only.
+To a worker of another machine the engine sends traces, programs and sizes as MessagePack (`Briefing`). It
+makes the weights itself, from the model that the traces name, and compares a fingerprint of each with the
+engine's. So the two run the same programs on the same weights. Weights that it cannot make are sent, in
+pieces of bounded size, when it asks for them (`Want`), and compared in the same way. A fingerprint is of
+dtype, shape and up to 4,096 values spread over the tensor: it tells checkpoints apart, and not two that
+differ in a few values only.
 """
 
 import hashlib
@@ -17,12 +18,10 @@ import numpy as np
 import torch
 
 from tessera.errors import MismatchError, RuleBroken, WorkerError
-from tessera.execute.launcher import Interpret, handed_in
 from tessera.execute.memory import flat_bytes
 from tessera.execute.messages import WeightBytes
 from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace, verify
-from tessera.ir.codec import decode, encode
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ class Setup(Duty):
     folder: str = ""
     # progress[microbatch] = (run, position): where this worker is, in memory that the engine sees.
     progress: torch.Tensor | None = None
-    # Runs kernels with PTX on the CPU; see `launcher`.
-    interpret: Interpret | None = None
 
 
 def make_setups(
@@ -86,20 +83,15 @@ def make_setups(
     first = Setup(0, plan.cluster, traces, lanes, microbatches, transport, weights=own)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     found = []
-    for number, device in enumerate(devices):
+    for number in range(len(devices)):
         us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
-        found.append(replace(first, device=number, us=us, interpret=interpreter(device, traces)))
+        found.append(replace(first, device=number, us=us))
     return found
 
 
 def interprets(device: Device, traces: Sequence[Trace]) -> bool:
     """True if kernels with PTX run on a CPU there."""
     return device.kind is not DeviceKind.CUDA and any(k.ptx for trace in traces for k in trace.kernels)
-
-
-def interpreter(device: Device, traces: Sequence[Trace]) -> Interpret | None:
-    """What runs them, where there are any: it takes time to import."""
-    return handed_in() if interprets(device, traces) else None
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,13 +140,13 @@ def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:
 
 
 def pack_briefing(briefing: Briefing) -> bytes:
-    return msgspec.json.encode(encode(briefing))
+    return msgspec.msgpack.encode(briefing)
 
 
 def unpack_briefing(packed: bytes) -> Briefing:
     """What was packed, verified; raises WorkerError on anything else."""
     try:
-        briefing = decode(Briefing, msgspec.json.decode(packed))
+        briefing = msgspec.msgpack.decode(packed, type=Briefing)
         duty = briefing.duty
         for record in (duty.cluster, *duty.traces, *(p for lane in duty.programs for p in lane)):
             verify(record)
@@ -197,8 +189,7 @@ def setup_of(briefing: Briefing, weights: Mapping[str, torch.Tensor], key: bytes
     # A device as its own machine counts it.
     devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in duty.cluster.devices)
     here = replace(duty, cluster=replace(duty.cluster, devices=tuple(devices)))
-    interpret = interpreter(here.cluster.devices[here.device], here.traces)
-    return Setup(**here.duty, weights=own, key=key, host=host, interpret=interpret)
+    return Setup(**here.duty, weights=own, key=key, host=host)
 
 
 class Pieces:

@@ -24,8 +24,8 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera.execute import messages
-from tessera.execute.launcher import Launcher, hand_in
-from tessera.execute.memory import Ground, Stand, Storage, bytes_of, constant, tensor_of
+from tessera.execute.launcher import Launcher
+from tessera.execute.memory import Ground, Stand, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
@@ -88,7 +88,8 @@ class Worker:
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._programs: list[Sequence[Program]] = list(setup.programs)
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
-        weights = [self._bind_weights(t) for t in setup.traces]
+        kinds = (BufferKind.WEIGHT,)
+        weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
         self._ground = Ground(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
@@ -256,16 +257,6 @@ class Worker:
             self._waiting.remove(following)
             self._begin(following)
 
-    def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
-        held = {}
-        for index in trace.buffers_of(BufferKind.WEIGHT):
-            buffer = trace.buffers[index]
-            if buffer.constant_hex:
-                held[index] = constant(buffer)
-            elif buffer.name in self._setup.weights:
-                held[index] = self._setup.weights[buffer.name].untyped_storage()
-        return held
-
 
 def main(pipe: Connection, folder: str) -> None:
     """The entry of a process of the engine's machine, which is handed its setup."""
@@ -306,8 +297,6 @@ def serve(setup: Setup, pipe: Connection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    if setup.interpret is not None:
-        hand_in(setup.interpret)
     engine = EngineLine(pipe, ORDER_BYTES + sum(map(_given_bytes, setup.traces)))
     backend: Backend | None = None
     try:

@@ -1,7 +1,7 @@
 """Pages of a folder and of advice.
 
 The page of a folder: a summary of its plans, best first; then each of them, then its evaluation. The
-evaluation is that of `tessera bench paper`: throughput bars and the map of regimes drawn from their rows, the
+evaluation is that of `benchmarks.paper`: throughput bars and the map of regimes drawn from their rows, the
 other figures as the plots beside paper.json. docs/evaluation.md has the document's form.
 
 The page of `tessera advise`, for people who decide: the answer first, then what it rests on. Knows nothing of
@@ -26,7 +26,7 @@ from tessera.report.page import Shown, bar, cut, headline_text, layers, plan_par
 def write_report(
     folder: Path, plans: Sequence[tuple[str, Shown]], evaluation: Path | None, path: Path
 ) -> None:
-    """Writes one file; `plans` are (name, what to show), `evaluation` is the paper.json of `bench paper`."""
+    """Writes one file; `plans` are (name, what to show), `evaluation` is a paper.json."""
     ordered = sorted(plans, key=lambda named: -(gain(named[1].plan, named[1].plan) or 0.0))
     parts = [(f"plan-{n}", plan_part(shown, "2")) for n, (_, shown) in enumerate(ordered)]
     rows = [_row(f"plan-{n}", name, shown) for n, (name, shown) in enumerate(ordered)]
@@ -70,10 +70,12 @@ def read_paper(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"cannot be read: {error}", "Make it again with `tessera bench paper`.", str(path)
+            f"cannot be read: {error}", "Make it again with `python -m benchmarks.paper`.", str(path)
         ) from error
     if not isinstance(found, dict):
-        raise ArtifactError("not an evaluation", "Make it again with `tessera bench paper`.", str(path))
+        raise ArtifactError(
+            "not an evaluation", "Make it again with `python -m benchmarks.paper`.", str(path)
+        )
     return found
 
 
@@ -85,7 +87,7 @@ def paper_part(found: Mapping[str, Any], folder: Path) -> str:
             *(_part(found, name, about, folder) for name, about in found["figures"].items()),
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        remedy = "Make it again with `tessera bench paper`."
+        remedy = "Make it again with `python -m benchmarks.paper`."
         raise ArtifactError(f"not an evaluation: {error!r}", remedy, str(folder / "paper.json")) from error
     return "\n".join(parts)
 

@@ -238,8 +238,9 @@ class VirtualStepper:
             lane = self.lanes.all[here.lane]
             first = lane.plan.first_step(lane.lane)
             steps = self._scripts[lane.lane.variant].steps(lane.lane.placement)
-            moves = [] if last is None else [steps[n - first][0] for n in range(before + 1, call.step + 1)]
-            found = (*((m, moved) for m in moves if m is not None), (steps[call.step - first][1], call.scale))
+            between = [] if last is None else range(before + 1, call.step + 1)
+            moves = [(move, moved) for n in between for move in steps[n - first][0]]
+            found = (*moves, (steps[call.step - first][1], call.scale))
             self._known[key] = found
         if not self._weather.jitter:
             return found
