@@ -68,6 +68,9 @@ ForbidOption = Annotated[
     list[str] | None, typer.Option(help="Launches that must not run there: gemm=emu:l40s.")
 ]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")]
+EffortOption = Annotated[
+    str, typer.Option(help="How much is tried: full, or quick for a rougher plan sooner.")
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
 ]
@@ -94,6 +97,7 @@ def plan(
     pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
     forbid: ForbidOption = None,
     batch_choices: Annotated[bool, typer.Option("--batch-choices", help=BATCH_HELP)] = False,
+    effort: EffortOption = "full",
     explain: ExplainOption = False,
     output: OutputOption = None,
     as_json: AsJson = False,
@@ -118,16 +122,17 @@ def plan(
         )  # fmt: skip
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
-            random_weights, checked_launches(launches), goal,
+            random_weights, checked_launches(launches), goal, effort,
         )  # fmt: skip
         plan_for_load(wanted, _cluster(devices, links, buses), output, as_json)
         return
     given = {"--batch": batch, "--prefill-batch": prefill_batch, "--tpot-ms": tpot_ms, "--ttft-ms": ttft_ms}
     _refuse({**given, "--launches": launches}, "a model's name, not traces")
-    from tessera.plan import PlanConfig
+    from tessera.plan import PlanConfig, search_config
 
     many = 4 if microbatches is None else microbatches
-    config = PlanConfig(goal, many, policy, _constraints(pin, forbid))
+    constraints = _constraints(pin, forbid)
+    config = PlanConfig(goal, many, policy, constraints, search=search_config(effort))
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
