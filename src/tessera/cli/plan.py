@@ -104,9 +104,8 @@ def plan(
 ) -> None:
     """Decide which device runs which launch, and what that gives.
 
-    Of a model, batch and microbatches are chosen too: what gives most tokens per second (or per dollar, or
-    per joule) on these devices within their memory and the limits. No weights are needed, and none of the
-    devices.
+    For a model, batch and microbatches are chosen too: most tokens per second (or per dollar, or per joule)
+    within the devices' memory and the limits. Neither weights nor the devices are needed.
 
     Or give the traces of one request in order. A decode belongs to a prefill when both have the same batch
     and the decode's context is the prefill's context plus its reserve.
@@ -131,8 +130,7 @@ def plan(
     from tessera.plan import PlanConfig, search_config
 
     many = 4 if microbatches is None else microbatches
-    constraints = _constraints(pin, forbid)
-    config = PlanConfig(goal, many, policy, constraints, search=search_config(effort))
+    config = PlanConfig(goal, many, policy, _constraints(pin, forbid), search=search_config(effort))
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
