@@ -38,7 +38,7 @@ from torch.nn.attention import sdpa_kernel
 
 from tessera.capture import Workload, record
 from tessera.capture.record import PORTABLE
-from tessera.execute.cuda_timing import CudaTimer
+from tessera.execute.cuda.timing import CudaTimer
 from tessera.ir import Device, DeviceKind, Trace
 from tessera.profile import works
 from tessera.profile.measured import Measured, distinct, measure

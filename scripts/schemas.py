@@ -1,4 +1,4 @@
-"""JSON schemas of the artifacts, made from the records' types: docs/schemas/KIND.json.
+"""JSON schemas of artifacts and of commands' JSON: docs/schemas/KIND.json and command-NAME.json.
 
     python scripts/schemas.py
 
@@ -17,6 +17,8 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+from tessera.cli import COMMANDS
+from tessera.cli.output import record_types
 from tessera.ir.files import FORMAT_VERSION, KINDS, Header
 
 PLACE = Path(__file__).resolve().parents[1] / "docs" / "schemas"
@@ -31,7 +33,27 @@ def schemas() -> dict[str, Schema]:
         f"{kind}.json": schema_of(record, f"The body of a Tessera {kind}, format {FORMAT_VERSION}.")
         for kind, record in KINDS.items()
     }
-    return bodies | {"header.json": schema_of(Header, "The first line of an artifact file.")}
+    return bodies | {"header.json": schema_of(Header, "The first line of an artifact file.")} | of_commands()
+
+
+def of_commands() -> dict[str, Schema]:
+    """What each command prints with `--json`."""
+    made = {}
+    for function in COMMANDS:
+        if records := record_types(function):
+            roots, parts = msgspec.json.schema_components(
+                records, schema_hook=_path, ref_template="#/$defs/{name}"
+            )
+            head = {"$schema": DRAFT, "title": f"The JSON of `tessera {function.__name__}`."}
+            made[f"command-{function.__name__}.json"] = {**head, "anyOf": roots, "$defs": parts}
+    plain: dict[str, Schema] = json.loads(json.dumps(made))  # tuples become lists, as in the file
+    return plain
+
+
+def _path(tp: type) -> Schema:
+    """A path is written as a string."""
+    assert tp is Path, tp
+    return {"type": "string"}
 
 
 def schema_of(record: type, title: str) -> Schema:

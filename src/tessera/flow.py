@@ -108,6 +108,11 @@ def make_plan(
     return solve(unit, tuple(costs), cluster, config, rates)
 
 
+def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+    """A plan for the same work and objective on other devices or at other costs; see `adapt.replan`."""
+    return make_plan(plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True)
+
+
 def make_batched_plan(
     variants: Sequence[Variant],
     cluster: Cluster,
@@ -400,7 +405,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
         from tessera.execute.timing import CpuTimer
 
         return CpuTimer(trace, own)
-    from tessera.execute.cuda_timing import CudaTimer
+    from tessera.execute.cuda.timing import CudaTimer
 
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
 
