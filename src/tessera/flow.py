@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import tables_of, triton_accesses
-from tessera.capture import Workload, build, outlines, own, record_step
+from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
-from tessera.execute import launcher
 from tessera.ir import (
     BufferKind,
     Cluster,
@@ -53,8 +51,6 @@ Tensors = Mapping[str, torch.Tensor]
 
 # A step is recorded at these batches, and written down at others.
 ANCHORS = (16, 48)
-
-own.hand_in(triton_accesses, launcher.run_kernel, tables_of)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -136,7 +132,7 @@ def record_compiled(step: Step) -> Trace:
 
     with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
         workload = build(step)
-    return record_inductor_offline(workload, triton_accesses)
+    return record_inductor_offline(workload)
 
 
 def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) -> tuple[bool, str]:
