@@ -96,9 +96,7 @@ def build(step: Step) -> Workload:
     if (Path(step.model) / "config.json").exists():
         return from_folder(step)
     if Path(step.model).is_dir():
-        raise CaptureError(
-            "this folder holds no config.json", "Name a Hugging Face model's folder.", step.model
-        )
+        raise checkpoint.no_config(Path(step.model))
     if ":" in step.model:
         return from_callable(step)
     if checkpoint.REPOSITORY.fullmatch(step.model):

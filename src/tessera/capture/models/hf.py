@@ -63,6 +63,7 @@ def from_folder(step: Step) -> Workload:
 def config_of(folder: Path) -> Any:
     """The configuration of a folder; no code that it names is run."""
     settings = checkpoint.read_settings(folder)
+    checkpoint.check_format(folder, settings)
     known = _transformers().CONFIG_MAPPING
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in known:
