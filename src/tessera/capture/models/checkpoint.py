@@ -1,17 +1,14 @@
-"""Checkpoints: folders that somebody else made, of which nothing is believed before it is checked.
+"""Checkpoint folders, checked before use: configuration, weights, memory.
 
-    cached(name)           where Hugging Face's local cache holds a model such as "org/name"
+    cached(name)           folder of "org/name" in Hugging Face's local cache
     read_json(path)        a JSON object of bounded size
-    read_settings(folder)  config.json without what names code, kernels or other files; numbers are checked
-    read_weights(folder)   the tensors of its safetensors files, by name
-    load(folder, ...)      a model with these weights, or with random ones if that was asked for
+    read_settings(folder)  config.json without names of code, kernels or other files; numbers are checked
+    read_weights(folder)   tensors of its safetensors files, by name
+    load(folder, ...)      a model with these weights, or random ones
 
-Weights come from plain names ending in .safetensors inside the folder; a link may lead out of it only to the
-blobs of Hugging Face's cache. A model is measured on the meta device before memory is taken for it. Nothing
-is fetched: libraries are told that there is no network. What goes wrong inside a library that builds a model
-from a folder's numbers is told in one line with the folder, since only the folder can have caused it.
-
-Not handled: files that change while they are read.
+Weights come from *.safetensors inside the folder; links may lead only to the blobs of Hugging Face's cache. A
+model is measured on the meta device before memory is taken. Nothing is downloaded. Errors of libraries over a
+folder's numbers become one line with the folder. Not handled: files that change while they are read.
 """
 
 import json
