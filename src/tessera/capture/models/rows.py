@@ -1,6 +1,6 @@
 """Caches of transformers with a fixed capacity and positions per row of the batch.
 
-The cache is the configuration's `StaticCache` with `RowLayer` in place of layers with keys and values. A layer
+The cache is the configuration's `StaticCache` with `RowLayer` where layers hold keys and values. A layer
 with full attention keeps every position; one with a window of w keeps the last w in a ring (position p in
 slot p % w). A prefill attends to its own keys and leaves each row's last w in the ring. Other layers
 (convolutions, recurrences) stay. Masks use the model's rule on the rows' positions (`row_mask`).
