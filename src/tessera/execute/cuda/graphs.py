@@ -1,27 +1,23 @@
-"""graphs: what one device holds for some programs: weights, and memory and graphs by microbatch.
+"""Graphs: what one device holds for some programs: weights, and memory and CUDA graphs per microbatch.
 
-`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph.
-
-Launches, sends and waits are inside it (see `transport`), so a run is one call and no CPU takes part in it,
-nor stands between two devices. The capture begins on the microbatch's own stream and forks: launches go to a
-compute stream in program order, sends to a stream for each destination.
+`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph. Launches,
+sends and waits are inside it (see `transport`), so a run is one call without the CPU. The capture begins on
+the microbatch's stream and forks: launches go to a compute stream in program order, sends to a stream per
+destination.
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites.
 
-Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
-be handed out again while a send still reads it. The launches of a program run once before its first capture,
-without sends and waits, so that libraries and kernels set themselves up. That is a rehearsal, in which state
-is memory that nobody has: a microbatch may be at work on its own, under another plan. Whatever nobody wrote
-is zero in it, so that an index that would come from another device is one that exists.
+Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
+its first capture, without sends and waits, so that libraries and kernels initialise. In this rehearsal state
+is separate zeroed memory, since a microbatch may be running under another plan; zeros are valid indices.
 
-`DeviceGraphs`: every microbatch has one graph for each program, over the same weights and its own state;
-programs without transfers that do the same share a graph. Graphs are captured when `prepare` is called, or
-when they are first asked for. Memory is counted before anything is allocated; temporaries come on top, inside
-the graphs' own pools.
+`DeviceGraphs`: every microbatch has one graph per program, over the same weights and its own state; equal
+programs without transfers share a graph. Graphs are captured by `prepare` or on first use. Memory is checked
+before anything is allocated; temporaries come on top, inside the graphs' pools.
 
-Used by a worker (`worker`), with a transport, and without one to measure steps that run whole on a device.
+Used by a worker with a transport, and without one to measure steps on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
