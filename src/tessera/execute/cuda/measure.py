@@ -99,7 +99,7 @@ class UnitOnDevice:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = self._graphs.room(0).origin
+        stream: torch.cuda.Stream = self._graphs.buffers(0).origin
         return stream
 
     def graph(self, step: int) -> ShareGraph:
@@ -109,7 +109,7 @@ class UnitOnDevice:
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
         """One request from start to end, which fills the memory for timing."""
-        room, found = self._graphs.room(0), list[dict[str, torch.Tensor]]()
+        room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
                 if name in room.state:
@@ -127,7 +127,7 @@ class UnitOnDevice:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Flat bytes by name."""
-        held = self._graphs.room(0).state
+        held = self._graphs.buffers(0).state
         return {name: bytes_of(s, 0, s.nbytes()).clone() for name, s in held.items()}
 
 
