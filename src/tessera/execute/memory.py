@@ -15,7 +15,7 @@ shared memory of transfers (`landing`).
 bound to it; results that operators allocate are copied there.
 
 `ProgramMemory` is one program in one microbatch on one device, made once and used by every run.
-`DeviceMemory` is the memory under all of them: weights once; per microbatch its state by name, and one pool
+`WorkerMemory` is the memory under all of them: weights once; per microbatch its state by name, and one pool
 for everything else, since it runs one program at a time. A program takes its places from the pool at first
 use and keeps them. A device's list runs in order, a send has taken its bytes when it returns, and arriving
 bytes wait in the transport, so no one waits for memory.
@@ -341,7 +341,7 @@ class ProgramMemory:
     until_wait_us: Sequence[float]
 
 
-class DeviceMemory:
+class WorkerMemory:
     """One device's memory for all microbatches."""
 
     def __init__(self, traces: Sequence[Trace], device: int, weights: Sequence[dict[int, Storage]]) -> None:

@@ -26,7 +26,7 @@ import torch
 from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import DeviceMemory, ProgramMemory, bind_storages, bytes_of, tensor_of
+from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
@@ -94,7 +94,7 @@ class Worker:
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
         kinds = (BufferKind.WEIGHT,)
         weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
-        self._memory = DeviceMemory(setup.traces, setup.device, weights)
+        self._memory = WorkerMemory(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
         # The first lane of the plans that were loaded last.

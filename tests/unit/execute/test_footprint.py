@@ -12,9 +12,9 @@ from tessera.errors import DeviceMemoryError
 from tessera.execute.lower import check_programs, lower
 from tessera.execute.memory import (
     ALIGN,
-    DeviceMemory,
     ProgramMemory,
     Storage,
+    WorkerMemory,
     check_fits,
     footprints,
     ready_programs,
@@ -38,10 +38,10 @@ def random_plan(seed: int, num_devices: int = 3) -> Plan:
     return make_plan([trace], [[placement]], cluster=make_cluster(num_devices))
 
 
-def ground_of(plan: Plan, device: int = 0) -> DeviceMemory:
+def ground_of(plan: Plan, device: int = 0) -> WorkerMemory:
     """A device's memory, without weights."""
     traces = [graph.trace for graph in plan.graphs]
-    return DeviceMemory(traces, device, [{} for _ in traces])
+    return WorkerMemory(traces, device, [{} for _ in traces])
 
 
 def place_of(stand: ProgramMemory, buffer: int) -> Storage:
