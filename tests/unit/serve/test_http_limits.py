@@ -132,6 +132,15 @@ def test_connection_is_used_again(server: Running) -> None:
     assert 2 == answers.count(b"HTTP/1.1 200")
 
 
+def test_busy_connection_is_not_idle(service: Scripted) -> None:
+    """An answer that takes longer than the idle time is finished, also on a connection used before."""
+    with running(service, HttpLimits(idle_s=0.4, drain_s=2.0)) as server, httpx.Client() as client:
+        for token_s in (0.0, 0.1):
+            service.token_s = token_s
+            answer = client.post(f"{server.url}/v1/chat/completions", json=CHAT | {"max_tokens": 10})
+            assert answer.json()["usage"]["completion_tokens"] == 10
+
+
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_large_body_is_refused(server: Running, is_chunked: bool) -> None:
     """More bytes than allowed are 413, whether or not they were announced."""
