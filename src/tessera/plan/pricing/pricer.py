@@ -142,7 +142,6 @@ class PricedChoices:
     resident: Holdings | None = None
 
     def cost(self, problem: Problem, labels: Labels) -> float:
-        """Of a placement."""
         total = self.own[np.arange(len(labels)), labels].sum() + self.move[problem.crossings(labels)].sum()
         if self.memory is not None and self.resident is not None:
             total += self.memory @ self.resident.bytes_on(labels, problem.num_devices)
