@@ -6,7 +6,7 @@ pattern (shell wildcards) is matched against a launch's step kind ("prefill"), i
 "self_attn"), and two words:
   attention   launches inside attention modules, as for the policy attention-ffn
   gemm        matrix multiplications, by the kernel's name
-DEVICES is a comma-separated list, wildcards allowed. Launches that must share a device follow whichever of them
+DEVICES is a comma-separated list, wildcards allowed. Launches that must share a device follow the one that
 matches.
 
 A scope is a dotted module path ("model.layers.0.self_attn.q_proj"). Attention scopes are the deepest scope
