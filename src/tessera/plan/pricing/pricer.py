@@ -80,7 +80,7 @@ class Network:
         reached = breadth_first_order(residual, source, return_predecessors=False)
         side = np.ones(self.num_network_nodes, dtype=np.int64)
         side[reached] = 0
-        return side[: self.num_items], float(base.sum()) + found.flow_value / scale
+        return side[: self.num_items], float(base.sum() + found.flow_value / scale)
 
 
 def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> Network:

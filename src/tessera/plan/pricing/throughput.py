@@ -242,7 +242,7 @@ def generate(pool: Pool, depth: float | None = None) -> Solved:
         rates, _ = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
         mix = trimmed(pool, pool.columns, rates, depth)
     assert mix is not None, "every column fits with one request in flight"
-    return Solved(mix, max(bound * 1e6, mix.rate_per_s if depth is None else 0.0))
+    return Solved(mix, float(max(bound * 1e6, mix.rate_per_s if depth is None else 0.0)))
 
 
 def _spread_out(
