@@ -142,11 +142,11 @@ def _arrived(prepared: Any, stepper: Any, number: int, args: argparse.Namespace)
 
 def _prepared(log: Log, args: argparse.Namespace, model: str, cluster: Any, coarse: tuple[str, ...]) -> Any:
     from tessera.ir import Objective
-    from tessera.serve.gpu import prepare_on_gpus
+    from tessera.serve.planning import prepare
     from tessera.serve.records import Average, ServeSpec
 
     began, moments = time.monotonic(), list[Any]()
-    prepared = prepare_on_gpus(
+    prepared = prepare(
         model,
         cluster,
         ServeSpec(

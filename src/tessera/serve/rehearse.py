@@ -4,8 +4,6 @@ A plan's own figures are of work units that pass its lanes one after another. In
 its lane while it has requests, and reads prompts and answers together, so its devices wait for one another
 unless there are enough microbatches. Rates are modelled, by the plans' costs. Not handled: CPU time between
 two steps.
-
-`replanner_of` compares new plans of a running service by rehearsal.
 """
 
 import random
@@ -13,13 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from tessera.adapt.replan import Replanner
 from tessera.execute.offline import Trial, pick
 from tessera.execute.stepper import StepCall, Tensors
-from tessera.ir import Objective, Plan
+from tessera.ir import Plan
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
-from tessera.serve.planning import Prepared, plan_policies
 from tessera.serve.records import Ask, Average, Sampling, Shape
 from tessera.serve.text import ByteText
 from tessera.simulate.stepper import VirtualStepper
@@ -27,22 +23,6 @@ from tessera.simulate.stepper import VirtualStepper
 # Rounds of answers that are counted, after one in which the load becomes steady.
 COUNTED = 2
 GREEDY = Sampling(temperature=0.0)
-
-
-def replanner_of(prepared: Prepared) -> Replanner:
-    """Plans anew as the service was planned; compares for one client if for latency, else for many."""
-    shape, half = prepared.model.shape, prepared.model.shape.capacity // 2
-    average = Average(min(Average().prompt, half), min(Average().output, half))
-
-    def gain(old: Plan, new: Plan) -> float:
-        clients = 1 if old.objective is Objective.LATENCY else None
-        before, after = rehearse([old, new], shape, average, clients)
-        return after / before
-
-    return Replanner(
-        lambda plan, cluster, costs: plan_policies(shape, cluster, plan.unit, costs, (plan.objective,))[0],
-        gain,
-    )
 
 
 def rehearse(
