@@ -7,7 +7,8 @@ two steps.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 
@@ -18,11 +19,18 @@ from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
 from tessera.serve.records import Ask, Average, Sampling, Shape
 from tessera.serve.text import ByteText
+from tessera.simulate.arrivals import make_lengths
 from tessera.simulate.stepper import VirtualStepper
 
 # Rounds of answers that are counted, after one in which the load becomes steady.
 COUNTED = 2
 GREEDY = Sampling(temperature=0.0)
+
+
+def lengths_of(average: Average, num: int, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """(prompt, answer) tokens of the requests of a load, repeated after `num`."""
+    prompts, outputs = make_lengths(f"uniform:{average.prompt},{average.output}", num, seed)
+    return cycle(zip(prompts, outputs, strict=True))
 
 
 def rehearse(
@@ -46,20 +54,24 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
     def outputs(call: StepCall) -> Tensors:
         return {"next_tokens": torch.zeros(steps[call.step].batch, dtype=torch.int64)}
 
-    stepper, load, text = VirtualStepper(plans, outputs=outputs), random.Random(0), ByteText()
+    stepper, text = VirtualStepper(plans, outputs=outputs), ByteText()
+    first, lengths = random.Random(0), lengths_of(average, (1 + COUNTED) * clients)
     engine = Engine(stepper, shape, (), 2 * clients, prefix_caching=False)
     engine.scheduler.switch(number)
     waiting: list[ActiveRequest] = []
 
-    def ask(tokens: int) -> None:
-        length = load.randint(max(1, average.prompt // 2), average.prompt + average.prompt // 2)
-        prompt = (0,) * max(1, min(length, shape.max_tokens - tokens))
+    def ask(is_first: bool = False) -> None:
+        length, tokens = next(lengths)
+        if is_first:  # rows end one after another from the start, as they do later on
+            tokens = first.randint(1, tokens)
+        tokens = min(tokens, shape.max_tokens - 1)
+        prompt = (0,) * min(length, shape.max_tokens - tokens)
         request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), text.reader(), ())
         waiting.append(request)
         engine.submit(request)
 
-    for _ in range(clients):  # rows end one after another from the start, as they do later on
-        ask(load.randint(1, average.output))
+    for _ in range(clients):
+        ask(is_first=True)
     marks: list[tuple[float, int]] = []
     finished = 0
     for goal in (clients, (1 + COUNTED) * clients):
@@ -68,7 +80,7 @@ def _rate_per_s(plans: Sequence[Plan], number: int, shape: Shape, average: Avera
             over = [request for request in waiting if request.is_over]
             for request in over:
                 waiting.remove(request)
-                ask(average.output)
+                ask()
             finished += len(over)
         marks.append((stepper.now_s(), engine.meters.output_tokens))
     (start_s, before), (stop_s, after) = marks
