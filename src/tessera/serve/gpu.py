@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from tessera.analyze.ptx import triton_accesses
 from tessera.capture import Workload, known_models, record
 from tessera.capture.inductor import record_inductor
 from tessera.capture.record import PORTABLE
@@ -97,7 +96,7 @@ class GpuBackend:
         traces = []
         for step, workload in enumerate(model.workloads):
             if self.is_compiled:
-                recording = record_inductor(workload, triton_accesses, len(self.cluster.devices) > 1)
+                recording = record_inductor(workload, len(self.cluster.devices) > 1)
                 traces.append(recording.trace)
                 self.kernels[step] = recording.relaunch
                 torch.cuda.empty_cache()  # the next step has pages of its own while it is captured
