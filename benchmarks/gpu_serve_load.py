@@ -73,8 +73,6 @@ def run_load(service: Service, clients: int, prompt: int, output: int, seconds: 
             length = min(rng.randint(1, length) if is_first else length, shape.max_tokens - 1)
             size = min(size, shape.max_tokens - length)
             tokens = tuple(rng.randrange(shape.vocab_size) for _ in range(size))
-                rng.randrange(shape.vocab_size) for _ in range(min(size, shape.max_tokens - length))
-            )
             await _read(service, Ask(tokens, length, GREEDY, ignores_end=True), tally, until)
             is_first = False
 
