@@ -1,6 +1,6 @@
 """prepare: a model and devices in, plans for serving out: captured, priced, planned and checked, not started.
 
-Imports that capture and plan are local: a start by kept plans needs none of them. A `Backend` says how steps
+Imports that capture and plan are local: a start by kept plans needs none of them. A `StepBackend` says how steps
 are built, captured and priced: on this machine's CPU here, on GPUs in `gpu`.
 
 The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
@@ -162,7 +162,7 @@ class Prepared:
         return Replanner(make, gain)
 
 
-class Backend(Protocol):
+class StepBackend(Protocol):
     """How steps are built, captured and priced on one kind of device."""
 
     # True if the plan for throughput is rehearsed against `RIVALS`.
@@ -255,7 +255,7 @@ def prepare(
     is_compiled  steps on GPUs are captured from compiled code, else operator by operator
     advance      gets a line before each stage
     """
-    backend: Backend
+    backend: StepBackend
     if any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
         from tessera.serve.gpu import GpuBackend
 
@@ -285,7 +285,7 @@ def _plan(
     model: "ServedModel",
     cluster: Cluster,
     spec: ServeSpec,
-    backend: Backend,
+    backend: StepBackend,
     coarse: Sequence[str],
     advance: Listener,
 ) -> Prepared:
