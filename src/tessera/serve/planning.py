@@ -1,7 +1,7 @@
 """prepare: a model and devices in, plans for serving out: captured, priced, planned and checked, not started.
 
-Imports that capture and plan are local: a start by kept plans needs none of them. A `StepBackend` says how steps
-are built, captured and priced: on this machine's CPU here, on GPUs in `gpu`.
+Imports that capture and plan are local: a start by kept plans needs none of them. A `StepBackend` says how
+steps are built, captured and priced: on this machine's CPU here, on GPUs in `gpu`.
 
 The work unit of serving is what a microbatch does for `rows` average requests: the largest step as often as
 their prompts need it, the step with one token of each row as often as an answer has tokens, every other size
