@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import tables_of, triton_accesses
-from tessera.capture import Workload, build, outlines, own, record_step
+from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
-from tessera.execute import launcher
 from tessera.ir import (
     BufferKind,
     Cluster,
@@ -29,12 +28,14 @@ from tessera.ir import (
 )
 from tessera.ir.graph import Rebatched, check_counts, check_steps
 from tessera.plan import (
+    FULL,
     Batched,
     Constraint,
     LoadConfig,
     LoadPlan,
     PlanConfig,
     PricedLoad,
+    SearchConfig,
     Target,
     plan_load,
     solve,
@@ -50,8 +51,6 @@ Tensors = Mapping[str, torch.Tensor]
 
 # A step is recorded at these batches, and written down at others.
 ANCHORS = (16, 48)
-
-own.hand_in(triton_accesses, launcher.run_kernel, tables_of)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -105,11 +104,16 @@ def make_plan(
     policy: str | None = None,
     constraints: tuple[Constraint, ...] = (),
     is_served: bool = False,
+    search: SearchConfig = FULL,
 ) -> Plan:
     """A plan for one objective (or by one named policy), its figures checked by simulation."""
-    config = PlanConfig(objective, microbatches, policy, constraints, is_served)
-    rates = SteadyRates()
-    return solve(unit, tuple(costs), cluster, config, rates)
+    config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
+    return solve(unit, tuple(costs), cluster, config, SteadyRates(search))
+
+
+def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+    """A plan for the same work and objective on other devices or at other costs; see `adapt.replan`."""
+    return make_plan(plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True)
 
 
 def make_batched_plan(
@@ -119,7 +123,7 @@ def make_batched_plan(
     advance: Callable[[str], None] = lambda text: None,
 ) -> Batched:
     """A plan over the same steps at several batches; its lanes may be of unlike ones."""
-    return solve_batches(variants, cluster, config, SteadyRates, advance)
+    return solve_batches(variants, cluster, config, partial(SteadyRates, config.search), advance)
 
 
 def record_compiled(step: Step) -> Trace:
@@ -128,7 +132,7 @@ def record_compiled(step: Step) -> Trace:
 
     with torch.device("meta"):  # only shapes and types are looked at: no memory for weights
         workload = build(step)
-    return record_inductor_offline(workload, triton_accesses)
+    return record_inductor_offline(workload)
 
 
 def choose_launches(steps: Sequence[Step], batches: Sequence[int], wanted: str) -> tuple[bool, str]:
@@ -232,7 +236,8 @@ def plan_for(
     in_parts: Callable[[int, int], Variant] | None = None,
 ) -> LoadPlan:
     """Batch, microbatches and placement for a load, judged by simulation."""
-    return plan_load(PricedLoad(variant_at, cluster, target, SteadyRates, in_parts), config)
+    simulator = partial(SteadyRates, config.search)
+    return plan_load(PricedLoad(variant_at, cluster, target, simulator, in_parts), config)
 
 
 def anchors_of(batches: Sequence[int]) -> tuple[int, ...]:
@@ -404,7 +409,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
         from tessera.execute.timing import CpuTimer
 
         return CpuTimer(trace, own)
-    from tessera.execute.cuda_timing import CudaTimer
+    from tessera.execute.cuda.timing import CudaTimer
 
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
 

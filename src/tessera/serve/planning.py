@@ -31,9 +31,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -42,13 +41,11 @@ import msgspec
 import torch
 
 import tessera
-from tessera.adapt.drift import without_devices
 from tessera.capture import place_of, record
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.execute.pipes import FORKSERVER, warm_up
-from tessera.execute.setups import interprets
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import Cluster, Costs, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.serve.pages import modest_bytes
@@ -150,18 +147,6 @@ class Prepared:
             scale=self.scale,
         )
 
-    def without(self, lost: Sequence[str]) -> "Prepared":
-        """The same service on the other devices, planned anew."""
-        return self._planned_anew(*without_devices(self.plans[0].cluster, self.plans[0].costs, lost))
-
-    def at(self, costs: tuple[Costs, ...]) -> "Prepared":
-        """The same service planned anew at other costs."""
-        return self._planned_anew(self.plans[0].cluster, costs)
-
-    def _planned_anew(self, cluster: Cluster, costs: tuple[Costs, ...]) -> "Prepared":
-        policies = tuple(plan.objective for plan in self.plans)
-        return replace(self, plans=_planned(self.model.shape, cluster, self.plans[0].unit, costs, policies))
-
 
 def prepare(
     model: str,
@@ -204,7 +189,7 @@ def prepare(
 
         costs = tuple(_price(trace, cluster, store or default_store(), advance, warn) for trace in traces)
         advance("planning")
-        plans = _planned(made.shape, cluster, unit, costs, spec.policies)
+        plans = plan_policies(made.shape, cluster, unit, costs, spec.policies)
         return Prepared(made, plans, capture_s=capture_s)
 
     return kept_or_planned(key_of(place_of(model), spec, cluster, pool_bytes), kept, build, plan)
@@ -257,7 +242,7 @@ def _price(trace: Trace, cluster: Cluster, store: Path, advance: Told, warn: Tol
     return combine(trace, cluster.devices, found)[0]
 
 
-def _planned(
+def plan_policies(
     shape: Shape, cluster: Cluster, unit: WorkUnit, costs: tuple[Costs, ...], policies: tuple[Objective, ...]
 ) -> tuple[Plan, ...]:
     from tessera import flow
@@ -308,7 +293,6 @@ def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared
     try:
         more = msgspec.json.decode((own / _MORE).read_bytes(), type=_More)
         plans = tuple(load(Plan, own / f"{n}.plan") for n in range(more.num_plans))
-        traces = [graph.trace for graph in plans[0].graphs]
         model = None
         if more.shape is not None:
             weights = torch.load(own / _WEIGHTS, weights_only=True)
@@ -316,8 +300,6 @@ def find(key: str, folder: Path, build: Callable[[], ServableModel]) -> Prepared
         os.utime(own)
     except _UNREADABLE:
         return None
-    if any(interprets(device, traces) for device in plans[0].cluster.devices):
-        import_module("tessera.flow")  # hands in the interpreter
     return Prepared(model or build(), plans, more.scale, more.rehearsed)
 
 
