@@ -49,6 +49,7 @@ from tessera.capture.record import VARYING
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName
 from tessera.execute.memory import is_allocation
 from tessera.execute.offline import RunResult, run_offline
+from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.plan import PLANNERS
@@ -70,10 +71,6 @@ class Options:
     def read(cls, given: Mapping[str, Any]) -> "Options":
         """Checked options; every mistake is answered with what is possible."""
         known = [f.name for f in fields(cls)]
-        if "slots" in given:
-            text = "tessera: the option slots is microbatches now; the old name goes with the next release"
-            warnings.warn(text, UserWarning, stacklevel=3)
-            given = {"microbatches" if name == "slots" else name: value for name, value in given.items()}
         for name in given:
             if name not in known:
                 raise UnknownName("option", name, known)
@@ -86,7 +83,7 @@ class Options:
         if options.policy is not None and options.policy not in PLANNERS:
             raise UnknownName("policy", str(options.policy), PLANNERS)
         if type(options.microbatches) is not int or options.microbatches < 1:
-            message = f"{options.microbatches!r} is no number of microbatches"
+            message = f"microbatches must be an integer of at least 1, got {options.microbatches!r}"
             raise TesseraError(message, "Use 1 or more.", "options['microbatches']")
         return options
 
@@ -374,7 +371,7 @@ class Session:
             outputs = self.function.call(given.inputs, rng.without_generators(state))
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():
-                if name not in self._undefined and not _same_bits(tensor, theirs[name]):
+                if name not in self._undefined and not same_bits(tensor, theirs[name]):
                     message = f"the divided run differs from the reference run in '{name}'"
                     raise TesseraError(message, "Please report this model and these options.")
 
@@ -400,11 +397,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(a, b)
 
 
 def _example(node: Any) -> Any:

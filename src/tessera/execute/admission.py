@@ -1,31 +1,24 @@
-"""Who is served next, by which microbatch, and whose step goes first.
+"""Admission: which request is served next, by which microbatch, and whose step goes first.
 
 A step costs about the same however many of a microbatch's rows have a request, so requests are packed. But a
-policy keeps all of its devices busy only with some number of microbatches at work, its width; up to that
-number requests are spread evenly, since devices would else wait. Beyond it each one that is open slows the
-others down, by what the plan says of microbatches in flight. So one more is opened only when so many wait
-that it is worth it to those who are seated; and it takes only those for whom the ones before it have no
-place, even if they have to wait for a step to end there: so it empties and closes when the load falls. One
-that is opened or filled too soon is not a loss for a moment: with more microbatches everybody stays longer,
-so it does not empty again, and a system that could serve its load with two stays at three.
+policy needs some number of microbatches at work, its width, to keep its devices busy; up to the width
+requests are spread evenly. Each microbatch beyond it slows the others by what the plan says, so one more is
+opened only when enough requests wait, and it takes only requests for which the earlier ones have no place.
+So it empties and closes when the load falls. Opening too soon is costly: with more microbatches every
+request stays longer, so the extra one does not empty again.
 
-A microbatch without requests may be kept open, idle, for what it holds. It counts as closed, but is taken
-before one is opened. Where a request can begin from what a microbatch holds, it goes there rather than to an
-emptier one, as long as that has as many places left as it is fuller.
+A microbatch without requests may stay open, idle, for what it holds. It counts as closed, but is taken before
+a new one is opened. A request that can start from what a microbatch holds goes there rather than to an
+emptier one, as long as that has as many free places as it is fuller.
 
-After a switch of policy the microbatches of the old one are renewed: the emptiest takes nothing more and is
-opened anew when its last request has left; so do the next ones, as long as the others have places for all who
-wait. Who waits is seated in those of the new policy first.
+After a switch of policy the old microbatches are renewed: the emptiest takes no more requests and is reopened
+when its last request has left; then the next, as long as the others have places for all who wait.
 
-Turns: no step waits for other microbatches' shorter steps for longer than it takes itself. A device prefers
-what is over soonest. The step that answers go on is shorter than the one that reads a prompt, and a
-microbatch that is never empty begins one after the other: left alone, they would keep a prompt on the same
-device waiting for good. So a step should be done in PATIENCE times what it takes alone. Past it, shorter
-steps of other microbatches that share a device with it are not started until it has ended. Who was held back
-so waits for the steps that were late then, and for no other, so nobody waits for ever. What runs is never
-stopped. Alone, a step takes what the plan's costs say for its busiest device, or the least it was seen to
-take where that is more: devices that compute on a CPU in place of a GPU are slower than their plans. Where a
-microbatch is one request the rule is not needed: its short steps end.
+Turns: a step should end within PATIENCE times what it takes alone. Past that, shorter steps of other
+microbatches that share a device with it are not started until it has ended; otherwise decode steps of a busy
+microbatch could delay a prompt for ever. A held-back step waits only for steps already late when it was held;
+this rules out starvation. Running steps are never stopped. Alone, a step takes what the plan's costs say for
+its busiest device, or the least time seen if that is more.
 
 Imports no torch.
 """

@@ -1,17 +1,16 @@
-"""run_offline: a list of requests through a stepper, one request a microbatch; results in their order.
+"""run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
 
-Between two runs of its steps the request itself says what the next inputs are, so that a language model can
-feed its own tokens back. Requests whose device was lost start again from their inputs; where no lane is left
-and no device is tried again they fail, and so do those that wait. No request is dropped silently.
+Between two runs the request itself gives the next inputs, so a language model can feed its tokens back.
+Requests whose device was lost start again from their inputs; they fail only where no lane is left and no
+device is retried. No request is dropped silently.
 
-Where lanes are of unlike batches the lane comes first: only then is a request asked for its inputs and state.
-Importing this imports no torch: tensors pass through.
+Where lanes have different batches, the lane is chosen before the request is asked for inputs and state.
+Imports no torch.
 
-Costs and simulation know neither every contention on a device nor a card's own order of launches. So plans
-that are loaded together can be tried out before they are used (`try_all`, `pick`): each runs the same
-requests, in turns, so that a drift of the clock meets all alike. The first plan is kept unless another one is
-clearly faster. Give at least five requests a microbatch: of fewer, most are run while the pipeline fills or
-empties.
+Plans that are loaded together can be tried before use (`try_all`, `pick`), since costs and simulation do not
+know every contention. Each runs the same requests in turns, to cancel drift. The first plan is kept unless
+another is clearly faster. Give at least five requests per microbatch, so that filling and emptying the
+pipeline does not dominate.
 """
 
 import math

@@ -1,31 +1,28 @@
-"""Scheduler: the one that decides what a stepper does next, for runs, services and simulations alike.
+"""Scheduler: decides what a stepper does next, for runs, services and simulations.
 
-    scheduler = Scheduler(stepper, make)            # make(number, lane) -> what a microbatch holds
+    scheduler = Scheduler(stepper, make)            # make(number, lane) -> Content of a microbatch
     scheduler.push(request, client)                 # any thread
     while ...: scheduler.round(timeout_s)           # begin() + wait(); one thread
 
-Round and round: seat who waits (`admission`), start the next step of every microbatch that runs nothing
-(`Turns` may hold it back), wait for the next thing to happen, and settle it. What a microbatch holds and what
-comes next is its `Content`'s to say: the scheduler knows nothing of prompts, rows or tokens.
+Each round seats waiting requests (`admission`), starts the next step of every microbatch that runs nothing
+(`Turns` may hold it back), waits for the next event and settles it. A microbatch's `Content` knows its
+requests and its next step; the scheduler knows nothing of prompts, rows or tokens.
 
-Between two steps of a microbatch its devices wait for this loop. Another microbatch on them fills that gap;
-where there is none, the next step is started while one runs, if the content can name it by then
-(`can_look_ahead`) and the stepper can queue it.
+Between two steps of a microbatch its devices wait for this loop. Other microbatches fill that gap; where
+there is none, the next step is started while one runs, if the content can name it (`can_look_ahead`) and the
+stepper can queue it.
 
-A microbatch is opened on a lane of the policy in force (`stepper.lanes`) when a request needs one, and closed
-when its content has no next step, unless the content is worth keeping (`is_kept`): then it stays open, idle,
-until a request comes or it is renewed. A switch of policy, new plans and a device that is back renew
-microbatches one after another. Where requests can read again what they have, those of an old one go to new
-ones as soon as there are places for all of them: a prompt is read in the time of some decodes, while an old
-microbatch that ends by itself shares the devices with the new ones until its longest answer is whole. No
-state moves.
+A microbatch is opened on a lane of the current policy (`stepper.lanes`) when a request needs one, and closed
+when its content has no next step, unless it is worth keeping (`is_kept`). A switch of policy, new plans and a
+device that is back renew microbatches one by one. Requests that can restart cheaply from what they have move
+to new microbatches as soon as there are places for all of them. No state moves.
 
-A lost device takes its microbatches with it. Their requests go ahead of the queue and start anew from what
-they have, on any lane that is open; a request that lost its devices `max_retries` times fails at the next
-loss, but a loss for which a device was blamed without proof is not counted. While no lane is open, requests
-wait, as long as a lost device is tried again; if none is, everything that waits fails with one message.
+A lost device takes its microbatches with it. Their requests go to the front of the queue and restart from
+what they have on any open lane; a request that lost its devices `max_retries` times fails at the next loss,
+not counting losses blamed without proof. While no lane is open, requests wait as long as a lost device is
+retried; else all waiting requests fail with one message.
 
-Importing this imports no torch.
+Imports no torch.
 """
 
 import heapq

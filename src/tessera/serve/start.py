@@ -92,7 +92,7 @@ def _app(endpoint: "Endpoint", metrics: "Metrics", options: ServeOptions, stack:
     from tessera.serve.app import create_app
 
     app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local)
-    stack.enter_context(closing(app.state.reading)).start()
+    stack.enter_context(closing(app.state.reading))
     return app
 
 

@@ -22,12 +22,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
-from tessera.serve.templates import ChatTemplate, Template, TemplateHere
+from tessera.serve.templates import ChatTemplate
 
 BEGIN, END = 256, 257
 # A conversation's turns as chat templates know them: {"role": ..., "content": ...}; of an assistant that
@@ -41,11 +40,13 @@ NO_LIMIT = 2**62
 UNSURE = "\ufffd"
 # Incomplete characters of UTF-8 have up to three bytes.
 MAX_UNSURE = 3
+# Tokens decoded without releasing the interpreter lock.
+FEW_TOKENS = 1024
 # Tokens of a window that never ends in a whole character: then the text is given as it is.
 MAX_WINDOW = 32
 # Stand for the words of special tokens while a template is filled in: characters of no language.
 FIRST, LAST = "\U00100000", "\U0010fffd"
-MARKS = re.compile(f"([{FIRST}-{LAST}])")
+MARKS = re.compile(f"[{FIRST}-{LAST}]")
 MAX_WORDS = ord(LAST) - ord(FIRST) + 1
 # How tokenizers with a fallback to bytes write one, and how some write a space.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -209,81 +210,55 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class TextParts:
-    """What is read of a folder, once. Another process makes the same text of it, without transformers."""
-
-    folder: Path
-    # As the library `tokenizers` writes it; empty: the folder's tokenizer is another one, read again.
-    tokenizer: str
-    # The words of special tokens, the longest first, and their numbers.
-    words: tuple[str, ...]
-    special: frozenset[int]
-    end: tuple[int, ...]
-    # The chat template and its variables; empty: there is none.
-    template: str
-    variables: dict[str, Any]
-
-
 class FolderText:
-    """Text by a folder's own tokenizer.
+    """Text by a checkpoint folder's own tokenizer and chat template; no code of the folder is run."""
 
-    template  fills in the chat template; None: one in a process with limits
-    """
-
-    def __init__(self, parts: TextParts, template: Template | None = None) -> None:
-        self.parts, self.end = parts, parts.end
-        with _told(parts.folder):
-            self._tokenizer = (
-                FastTokenizer(parts.tokenizer) if parts.tokenizer else SlowTokenizer(_read(parts.folder))
-            )
-        self._numbers = {word: chr(ord(FIRST) + number) for number, word in enumerate(parts.words)}
-        self._marked = _marked(parts.words)
-        self._lock = threading.Lock()  # how special words are read is a setting of the whole tokenizer
-        self._template = template
-        if template is None and parts.template:
-            self._template = ChatTemplate(parts.template)
-
-    def __reduce__(self) -> tuple[Callable[[TextParts], "FolderText"], tuple[TextParts]]:
-        return _elsewhere, (self.parts,)
-
-    @classmethod
-    def open(cls, folder: Path) -> "FolderText":
-        return cls(read_parts(folder))
+    def __init__(self, folder: Path) -> None:
+        with _reported(folder):
+            tokenizer = _read(folder)
+            words = sorted({str(w) for w in tokenizer.all_special_tokens if w}, key=len, reverse=True)
+            named = {k: str(w) for k, w in tokenizer.special_tokens_map.items() if isinstance(w, str)}
+            fast = getattr(tokenizer, "backend_tokenizer", None)
+            self._tokenizer = SlowTokenizer(tokenizer) if fast is None else FastTokenizer(fast.to_str())
+            self.end = _ends(folder, tokenizer)
+            self._special = frozenset(tokenizer.all_special_ids)
+            template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+        self._template = ChatTemplate(template) if template else None
+        self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **named}
+        # The words of special tokens, the longest first, and the character that marks each.
+        self._words = words[:MAX_WORDS]
+        self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
+        self._marked = _marked(self._words)
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """A prompt, with what the tokenizer puts before it; its words are never special tokens."""
-        with self._lock:
-            return self._ids(text, adds=adds, plain=True, most=most)
+        """Tokens of a prompt; no word in it becomes a special token."""
+        return self._ids(text, adds=adds, plain=True, most=most)
 
     def chat(self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT) -> list[int]:
-        """A conversation by the folder's template."""
         if self._template is None:
             remedy = "Use /v1/completions, or add a chat_template to tokenizer_config.json."
             raise AskError("this model has no chat template", remedy, "messages")
         given = {"messages": self._mark(messages), "tools": self._mark(tools) if tools else None}
-        text = self._template.render({**self.parts.variables, **given})
+        text = self._template.render({**self._variables, **given})
         tokens: list[int] = []
-        with self._lock:
-            for part in MARKS.split(text):
-                is_word = FIRST <= part <= LAST
-                read = self._word(part) if is_word else part
-                tokens += self._ids(read, adds=False, plain=is_word, most=most)
-                if len(tokens) > most:
-                    break
+        for part in _parts(text):
+            is_word = FIRST <= part <= LAST
+            tokens += self._ids(self._word(part) if is_word else part, adds=False, plain=is_word, most=most)
+            if len(tokens) > most:
+                break
         return tokens
 
     def _mark(self, value: Any) -> Any:
-        """The words of special tokens in all texts, each as its own character."""
+        """Replaces the words of special tokens in all texts, each by its own character."""
         if isinstance(value, str):
-            return self._marked.sub(lambda found: self._numbers.get(found.group(), UNSURE), value)
+            return self._marked.sub(lambda match: self._marks.get(match.group(), UNSURE), value)
         if isinstance(value, Mapping):
             return {self._mark(key): self._mark(x) for key, x in value.items()}
         return [self._mark(x) for x in value] if isinstance(value, list | tuple) else value
 
     def _word(self, mark: str) -> str:
         number = ord(mark) - ord(FIRST)
-        return self.parts.words[number] if number < len(self.parts.words) else UNSURE
+        return self._words[number] if number < len(self._words) else UNSURE
 
     def _ids(self, text: str, adds: bool, plain: bool, most: int) -> list[int]:
         if not text and not adds:
@@ -297,45 +272,52 @@ class FolderText:
         return WindowReader(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # A model's last rows may have no token: its vocabulary is often rounded up.
+        # A model's vocabulary is often rounded up: its last rows have no token.
         size = self._tokenizer.size
         return self._tokenizer.decode([token for token in tokens if token < size])
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for by itself; of tokenizers that know bytes, its very bytes."""
-        if token >= self._tokenizer.size or token in self.parts.special:
+        if token >= self._tokenizer.size or token in self._special:
             return b""
         return self._tokenizer.token_bytes(token)
 
 
-def _elsewhere(parts: TextParts) -> FolderText:
-    """The same text in another process, which has limits: its template is filled in there."""
-    return FolderText(parts, TemplateHere(parts.template) if parts.template else None)
-
-
 class FastTokenizer:
-    def __init__(self, written: str) -> None:
-        from tokenizers import Tokenizer
+    """A tokenizer of the library `tokenizers`. Thread-safe."""
 
-        self._made = Tokenizer.from_str(written)
-        self._made.no_truncation()
-        self._made.no_padding()
-        self.size = self._made.get_vocab_size(with_added_tokens=True)
+    def __init__(self, written: str) -> None:
+        # The batch methods release the interpreter lock. Whether special words are tokens is a setting of a
+        # whole tokenizer, so there is one tokenizer for each.
+        self._special, self._plain = self._read(written), self._read(written)
+        self._plain.encode_special_tokens = True
+        self.size = self._special.get_vocab_size(with_added_tokens=True)
         decoder = json.dumps(json.loads(written).get("decoder"), ensure_ascii=False)
         self._by_letter = LETTERS if "ByteLevel" in decoder else {}
         self._space = SPACE if SPACE in decoder or "Metaspace" in decoder else ""
 
+    @staticmethod
+    def _read(written: str) -> Any:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(written)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        """The tokens of a text; `adds` what stands before every text, `plain`: no word is a special token."""
-        text.encode()  # the library's own complaint about half a surrogate pair is no better
-        self._made.encode_special_tokens = plain
-        return list(self._made.encode(text, add_special_tokens=adds).ids)
+        """Tokens of a text; `adds` the begin token, `plain`: no word is a special token."""
+        text.encode()  # the library's own message about half a surrogate pair is no better
+        tokenizer = self._plain if plain else self._special
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=adds)[0].ids
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._made.decode(tokens, skip_special_tokens=True))
+        if len(tokens) <= FEW_TOKENS:  # the usual window of an answer: quicker with the lock
+            return str(self._special.decode(tokens))
+        return str(self._special.decode_batch([tokens])[0])
 
     def token_bytes(self, token: int) -> bytes:
-        piece = self._made.id_to_token(token) or ""
+        piece = self._special.id_to_token(token) or ""
         if self._by_letter and all(letter in self._by_letter for letter in piece):
             return bytes(self._by_letter[letter] for letter in piece)
         if BYTE_TOKEN.fullmatch(piece):
@@ -348,19 +330,22 @@ class FastTokenizer:
 class SlowTokenizer:
     """Any other tokenizer of transformers."""
 
-    def __init__(self, made: Any) -> None:
-        self._made, self.size = made, len(made)
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.size, self._lock = tokenizer, len(tokenizer), threading.Lock()
 
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        return list(self._made(text, add_special_tokens=adds, split_special_tokens=plain)["input_ids"])
+        with self._lock:
+            return list(
+                self._tokenizer(text, add_special_tokens=adds, split_special_tokens=plain)["input_ids"]
+            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(self._made.decode(list(tokens), **options))
+        return str(self._tokenizer.decode(list(tokens), **options))
 
     def token_bytes(self, token: int) -> bytes:
-        """As above; a space before a word may be lost."""
-        piece = str(self._made.convert_ids_to_tokens(token))
+        """A space before a word may be lost."""
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
         return bytes.fromhex(piece[3:5]) if BYTE_TOKEN.fullmatch(piece) else self.decode([token]).encode()
 
 
@@ -394,25 +379,6 @@ class WindowReader:
         return self._text.decode(self._window)[self._given :]
 
 
-def read_parts(folder: Path) -> TextParts:
-    """Reads a folder with transformers; no code of it is run."""
-    with _told(folder):
-        made = _read(folder)
-        words = sorted({str(w) for w in made.all_special_tokens if w}, key=len, reverse=True)
-        named = {name: str(word) for name, word in made.special_tokens_map.items() if isinstance(word, str)}
-        fixed = {"tools": None, "documents": None, "add_generation_prompt": True}
-        fast = getattr(made, "backend_tokenizer", None)
-        return TextParts(
-            folder,
-            "" if fast is None else str(fast.to_str()),
-            tuple(words[:MAX_WORDS]),
-            frozenset(made.all_special_ids),
-            _ends(folder, made),
-            str(made.get_chat_template()) if made.chat_template else "",
-            {**fixed, **named},
-        )
-
-
 def _read(folder: Path) -> Any:
     transformers = extra_module("transformers", "serve")
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -420,6 +386,16 @@ def _read(folder: Path) -> Any:
         remedy = "Save its tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         raise ArtifactError("this folder holds no tokenizer", remedy, str(folder))
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Splits a text at its marks, one by one: `re.split` would hold the interpreter lock."""
+    start = 0
+    for match in MARKS.finditer(text):
+        yield text[start : match.start()]
+        yield match.group()
+        start = match.end()
+    yield text[start:]
 
 
 def _marked(words: Sequence[str]) -> re.Pattern[str]:
@@ -430,7 +406,7 @@ def _marked(words: Sequence[str]) -> re.Pattern[str]:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _reported(folder: Path) -> Iterator[None]:
     """Whatever the files of a tokenizer make a library raise is one line about the folder."""
     try:
         yield
@@ -467,5 +443,5 @@ def _listed(path: Path) -> list[int]:
 def open_text(model: str) -> Text:
     """The text of a model: a built-in name, or a folder with a tokenizer."""
     if Path(model).is_dir():
-        return FolderText.open(Path(model))
+        return FolderText(Path(model))
     return ByteText()

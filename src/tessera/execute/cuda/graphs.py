@@ -1,27 +1,23 @@
-"""graphs: what one device holds for some programs: weights, and memory and graphs by microbatch.
+"""Graphs: what one device holds for some programs: weights, and memory and CUDA graphs per microbatch.
 
-`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph.
-
-Launches, sends and waits are inside it (see `transport`), so a run is one call and no CPU takes part in it,
-nor stands between two devices. The capture begins on the microbatch's own stream and forks: launches go to a
-compute stream in program order, sends to a stream for each destination.
+`ShareGraph` is one device's share of one program, captured for one microbatch as one CUDA graph. Launches,
+sends and waits are inside it (see `transport`), so a run is one call without the CPU. The capture begins on
+the microbatch's stream and forks: launches go to a compute stream in program order, sends to a stream per
+destination.
 
     a send waits for the launches issued before it, its producer among them;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites.
 
-Memory that a send reads is kept until the whole program has been issued: a buffer that was released may not
-be handed out again while a send still reads it. The launches of a program run once before its first capture,
-without sends and waits, so that libraries and kernels set themselves up. That is a rehearsal, in which state
-is memory that nobody has: a microbatch may be at work on its own, under another plan. Whatever nobody wrote
-is zero in it, so that an index that would come from another device is one that exists.
+Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
+its first capture, without sends and waits, so that libraries and kernels initialise. In this rehearsal state
+is separate zeroed memory, since a microbatch may be running under another plan; zeros are valid indices.
 
-`DeviceGraphs`: every microbatch has one graph for each program, over the same weights and its own state;
-programs without transfers that do the same share a graph. Graphs are captured when `prepare` is called, or
-when they are first asked for. Memory is counted before anything is allocated; temporaries come on top, inside
-the graphs' own pools.
+`DeviceGraphs`: every microbatch has one graph per program, over the same weights and its own state; equal
+programs without transfers share a graph. Graphs are captured by `prepare` or on first use. Memory is checked
+before anything is allocated; temporaries come on top, inside the graphs' pools.
 
-Used by a worker (`worker`), with a transport, and without one to measure steps that run whole on a device.
+Used by a worker with a transport, and without one to measure steps on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +49,7 @@ from tessera.ir import BufferKind, Cluster, Free, Program, Recv, Region, Run, Se
 
 
 @dataclass
-class MicrobatchRoom:
+class MicrobatchBuffers:
     """What a microbatch has on one device: memory that outlives its graphs, and streams."""
 
     number: int
@@ -80,7 +76,7 @@ class ShareGraph:
         number: int,
         trace: Trace,
         device: GpuDevice,
-        room: MicrobatchRoom,
+        room: MicrobatchBuffers,
         base: Mapping[int, Storage],
         launcher: Launcher,
         clockwork: Clockwork,
@@ -182,13 +178,13 @@ class _Issue:
             self._compute.wait_event(self._leaving.pop(number))
         with torch.cuda.stream(self._compute):
             self._enter(launch)
-            stand_ins = self._put_stand_ins(launch) if self._is_rehearsal else ()
+            zeroed = self._put_zero_state(launch) if self._is_rehearsal else ()
             if not (self._is_rehearsal and is_allocation(self._share.trace, launch)):
                 self._share._launcher.run(launch, self._memory)
-            for buffer in stand_ins:
+            for buffer in zeroed:
                 self._memory.free(buffer)
 
-    def _put_stand_ins(self, launch: int) -> list[int]:
+    def _put_zero_state(self, launch: int) -> list[int]:
         """Zeros in the place of the state that a launch names."""
         trace = self._share.trace
         named = {view.buffer for view in trace.launches[launch].views}
@@ -371,7 +367,7 @@ class DeviceGraphs:
         # What a program does -> the first that does it; program -> whose graph it has.
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
-        self._rooms: list[MicrobatchRoom] = []
+        self._buffers: list[MicrobatchBuffers] = []
         # Where each microbatch's graph is, written by the graph itself: 1 + the receive that it waits at, and
         # 2 + the receive that it has passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
@@ -391,22 +387,22 @@ class DeviceGraphs:
             self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
         if self.transport is not None:
             self.transport.add(programs, self.traces)
-        while len(self._rooms) < self.num_microbatches:
-            self._rooms.append(self._open_room(len(self._rooms)))
-        for room in self._rooms:
+        while len(self._buffers) < self.num_microbatches:
+            self._buffers.append(self._open_buffers(len(self._buffers)))
+        for room in self._buffers:
             for program in programs:
-                self._make_room(room, program)
+                self._allocate_for(room, program)
         self.device.synchronize()  # graphs run on streams that wait for nobody, not for zeros either
         return list(range(first, len(self._programs)))
 
-    def room(self, microbatch: int) -> MicrobatchRoom:
-        return self._rooms[microbatch]
+    def buffers(self, microbatch: int) -> MicrobatchBuffers:
+        return self._buffers[microbatch]
 
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:
         """The graph of a program in a microbatch; None where this device has no share in it."""
         key = (microbatch, self._shared[number])
         if key not in self._graphs and self._has_share(self._programs[number]):
-            self._graphs[key] = self._capture(self._rooms[microbatch], number)
+            self._graphs[key] = self._capture(self._buffers[microbatch], number)
         return self._graphs.get(key)
 
     def prepare(self, first: int = 0) -> None:
@@ -436,7 +432,7 @@ class DeviceGraphs:
         return True
 
     def close(self) -> None:
-        self._graphs, self._rooms, self._resident, self._weights = {}, [], {}, {}
+        self._graphs, self._buffers, self._resident, self._weights = {}, [], {}, {}
         if self.transport is not None:
             self.transport.close()
         self.device.close()
@@ -447,7 +443,7 @@ class DeviceGraphs:
         number = self.device.number
         return bool(program.instructions[number]) or any(at == number for _, at in program.outputs)
 
-    def _capture(self, room: MicrobatchRoom, number: int) -> ShareGraph:
+    def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
         step, flags = program.step, (self._is_short(program.step), number in self._rehearsed)
         if self.transport is not None:
@@ -462,7 +458,7 @@ class DeviceGraphs:
         totals = [sum(row) for row in self._us]
         return bool(totals) and 2 * totals[step] < max(totals)
 
-    def _base(self, room: MicrobatchRoom, program: Program) -> dict[int, Storage]:
+    def _base(self, room: MicrobatchBuffers, program: Program) -> dict[int, Storage]:
         """What the device has before the first launch."""
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
@@ -497,7 +493,7 @@ class DeviceGraphs:
                 self._resident[key] = storage
         return self._resident[key]
 
-    def _open_room(self, number: int) -> MicrobatchRoom:
+    def _open_buffers(self, number: int) -> MicrobatchBuffers:
         device, (least, greatest) = self.device, self.device.priorities
         compute = {
             is_short: device.compute_stream(priority(number, is_short, least, greatest))
@@ -507,11 +503,11 @@ class DeviceGraphs:
             d: device.plain_stream(greatest) for d in range(len(self.cluster.devices)) if d != device.number
         }
         mark = self.marks.data_ptr() + 4 * number
-        return MicrobatchRoom(
+        return MicrobatchBuffers(
             number, device.plain_stream(), compute, sends, torch.cuda.graph_pool_handle(), mark
         )
 
-    def _make_room(self, room: MicrobatchRoom, program: Program) -> None:
+    def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
         """Zeros: a first run on them, before any request, reads no index out of bounds."""
         trace, card = self.traces[program.step], self.device.card
         for buffer in self._state_buffers(program):
@@ -534,7 +530,7 @@ class DeviceGraphs:
                 if held is None or held.untyped_storage().device != card:
                     weights[buffers[b].name] = buffers[b].size_bytes
             state |= {buffers[b].name: buffers[b].size_bytes for b in self._state_buffers(program)}
-        known = set(self._rooms[0].state) if self._rooms else set()
+        known = set(self._buffers[0].state) if self._buffers else set()
         weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         each = sum(size for n, size in state.items() if n not in known) + inbox // self.num_microbatches
