@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tessera.analyze.graph import direct_hazards
-from tessera.cli.verify import ClassTrial, FreshRequests, LegalOrders, Necessity
+from tessera.cli.verification import ClassTrial, FreshRequests, LegalOrders, Necessity
 from tessera.errors import WorkerError
 from tessera.execute.reference import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
 from tessera.flow import workload_of
