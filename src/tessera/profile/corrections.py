@@ -217,7 +217,6 @@ def with_overhead(
 
 
 def _joined(first: float, second: float) -> float:
-    """The time of two things that overlap in part."""
     longer, shorter = max(first, second), min(first, second)
     return longer * (1.0 + (shorter / longer) ** OVERLAP) ** (1.0 / OVERLAP) if shorter > 0 else longer
 
@@ -277,13 +276,11 @@ def packaged() -> Corrections:
 
 @cache
 def calibration_of(gpu_name: str) -> Corrections | None:
-    """The user's calibration of a GPU, if any."""
     path = folder() / f"{gpu_name}.json"
     return load(path) if path.is_file() else None
 
 
 def folder() -> Path:
-    """Where calibrations are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "calibrations"
 
 
@@ -296,7 +293,6 @@ def save(corrections: Corrections, path: Path) -> None:
 
 
 def load(path: Path) -> Corrections:
-    """Reads one file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Corrections)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:

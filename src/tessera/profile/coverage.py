@@ -5,9 +5,8 @@ covers only launches near its points, so a model stands behind every table.
 
 How sure a plan's costs are: which part of the busy time rests on which source, and with what error.
 
-A kernel may be priced at ±50 % and the plan still be known to ±11 %: what the widest models price is a part
-of the time, and kernels of unlike classes on unlike devices are wrong independently of one another, so that
-their errors cancel in part. Kernels of one class on one device share their model, and its error in full.
+Errors of kernels of different classes or devices are independent and cancel in part; kernels of one class on
+one device share their model and its error. So a kernel may be priced at ±50 % and the plan at ±11 %.
 """
 
 import math
@@ -109,7 +108,7 @@ class CostShare:
     op: str
     gpu: str
     source: Source
-    # Of the busy time of all devices.
+    # Share of the busy time of all devices.
     share: float
     # Mean relative error of its launches, by time.
     rel_error: float
@@ -126,17 +125,16 @@ class Sureness:
 
     @property
     def wide_share(self) -> float:
-        """Of the busy time, priced with a wide error."""
+        """Share of the busy time priced with a wide error."""
         return sum(p.wide_share for p in self.parts)
 
     @property
     def rel_error(self) -> float:
-        """Of the whole busy time, if the parts are wrong independently."""
+        """Relative error of the busy time, if the parts are wrong independently."""
         return math.hypot(*(p.share * p.rel_error for p in self.parts))
 
     @property
     def by_source(self) -> dict[str, float]:
-        """Share of the busy time by source."""
         found: dict[str, float] = {}
         for part in self.parts:
             found[part.source.value] = found.get(part.source.value, 0.0) + part.share
@@ -144,7 +142,6 @@ class Sureness:
 
     @property
     def sentence(self) -> str:
-        """For people."""
         whole = f"the busy time as a whole is known to ±{self.rel_error:.0%}"
         wide = sorted((p for p in self.parts if p.wide_share > 0), key=lambda p: -p.wide_share)
         if not wide:
