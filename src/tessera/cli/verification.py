@@ -1,4 +1,4 @@
-"""The record of `tessera verify`: which orders of a trace's launches agree with the model, and which do not."""
+"""The record of `tessera verify`: which orders of a trace's launches agree with the model."""
 
 from enum import StrEnum
 from typing import Annotated
