@@ -1,7 +1,7 @@
 """Measure every distinct launch of a trace once on one device, and the step as a whole; combine with models.
 
 A `Timer` times launches; `flow` passes it in. Launches are visited in program order: a launch that the store
-lacks is timed, stored, and run once so that the next finds its inputs. A launch that cannot be timed is stored
+lacks is timed, stored, and run once so that the next finds its inputs. A launch that cannot be timed is kept
 with its reason and priced by the next source. A device that stops answering ends its measuring; the launch it
 stopped at counts as one that cannot be timed.
 

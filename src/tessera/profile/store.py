@@ -5,7 +5,7 @@ device are not used; rows at another clock are refused by default (`Clocks`). A 
 half a line at the end, which is dropped; other damage is an error with its line. Two commands may append to
 one store; each sees what was there when it began. With `spare`, a store that cannot be used is done without.
 
-A timing is the median of repeated samples. Its interval is that of order statistics: ranks n/2 -+ 0.98 sqrt(n)
+A timing is the median of repeated samples. Its interval is by order statistics: ranks n/2 -+ 0.98 sqrt(n)
 enclose the true median with 95 %. A launch is timed until half of the interval is within 2 % of the median, or
 its time is up.
 
