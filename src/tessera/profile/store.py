@@ -6,8 +6,8 @@ half a line at the end, which is dropped; other damage is an error with its line
 one store; each sees what was there when it began. With `spare`, a store that cannot be used is done without.
 
 A timing is the median of repeated samples. Its interval is by order statistics: ranks n/2 -+ 0.98 sqrt(n)
-enclose the true median with 95 %. A launch is timed until half of the interval is within 2 % of the median, or
-its time is up.
+enclose the true median with 95 %. A launch is timed until half of the interval is within 2 % of the
+median, or its time is up.
 
 Links: us = latency + bytes / bandwidth, fitted by least squares of the relative error to transfers one at a
 time. The bandwidth with both directions busy is fitted too and remarked where it is much lower.
