@@ -271,7 +271,7 @@ class SequenceBatch:
 
     @property
     def can_move(self) -> bool:
-        """Only where prompts are read in parts: token by token, reading again takes as long as the answer did."""
+        """Only where prompts are read in parts; token by token, reading again is as slow as answering."""
         return bool(self._part_sizes) and not self._shape.is_first_only
 
     @property
