@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tessera.execute.setups import Setup, briefing_of, make_setups, pack_briefing, setup_of, unpack_briefing
 
 import steps_factory as factory
 from tessera.errors import MismatchError
 from tessera.execute.memory import ready_programs
-from tessera.execute.setups import Setup, briefing_of, make_setups, pack_briefing, setup_of, unpack_briefing
 from tessera.ir import Plan
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import for_cpu, served

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection
 
 import pytest
+from tessera.execute.handshake import ENGINE, LOOPBACK_SECRET, EngineCall, call_engine, check_secret, prove
+from tessera.execute.remote import Caller, Gate
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import handshake, messages
-from tessera.execute.handshake import ENGINE, LOOPBACK_SECRET, EngineCall, call_engine, check_secret, prove
 from tessera.execute.messages import Cancel, Hello, Refused
-from tessera.execute.remote import Caller, Gate
 
 OWN = handshake.own_version()
 SECRET = b"a secret of more than sixteen bytes"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tessera.execute.remote import Caller, WorkerGroup
 
 from tessera.execute.messages import ANY_RANK, Hello
-from tessera.execute.remote import Caller, WorkerGroup
 
 PIPE, _ = multiprocessing.Pipe()
 

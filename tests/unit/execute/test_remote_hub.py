@@ -12,17 +12,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
-
-import engine_factory as made
-import stepper_factory as factory
-from calling_worker import Given, serve
-from tessera.errors import MismatchError, WorkerError
-from tessera.execute import messages, remote
-from tessera.execute import setups as told_setups
 from tessera.execute.handshake import LOOPBACK_SECRET, EngineCall, call_engine
-from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
-from tessera.execute.memory import ready_programs
-from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
 from tessera.execute.pipes import FORKSERVER, Hangup, warm_up
 from tessera.execute.remote import Gate, RemoteHub
 from tessera.execute.setups import (
@@ -36,6 +26,16 @@ from tessera.execute.setups import (
     unpack_briefing,
     weight_of,
 )
+
+import engine_factory as made
+import stepper_factory as factory
+from calling_worker import Given, serve
+from tessera.errors import MismatchError, WorkerError
+from tessera.execute import messages, remote
+from tessera.execute import setups as told_setups
+from tessera.execute.hub import FIRST_PAUSE_S, Up, hidden_main
+from tessera.execute.memory import ready_programs
+from tessera.execute.messages import ANY_RANK, Briefed, Failed, Refused, Want, Welcome
 from tessera.execute.worker_stepper import WorkerStepper, make_setups
 from tessera.ir import Plan
 

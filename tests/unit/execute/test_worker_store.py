@@ -3,10 +3,10 @@
 from multiprocessing import Pipe
 
 import pytest
+from tessera.execute.orders import Board, EngineLine, OwnerGone, key_of
 
 from tessera.errors import WorkerError
 from tessera.execute.messages import Message, StoreValue, encode
-from tessera.execute.orders import Board, EngineLine, OwnerGone, key_of
 
 LATE = key_of("link", 1, 0)
 

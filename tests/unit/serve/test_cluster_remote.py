@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tessera.execute.handshake import EngineCall
+from tessera.execute.remote import Gate, RemoteHub
 
 import steps_factory
 from commands import without_transformers
@@ -20,8 +22,6 @@ from own_code import reference
 from serving_factory import GREEDY, Told, read, read_all, wait_for
 from tessera.errors import CaptureError, MismatchError, WorkerError
 from tessera.execute import remote
-from tessera.execute.handshake import EngineCall
-from tessera.execute.remote import Gate, RemoteHub
 from tessera.execute.stepper import DeviceStatus
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step
