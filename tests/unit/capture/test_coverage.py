@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
-from tessera.execute.pipes import FORKSERVER
+from tessera.execute.processes import FORKSERVER
 
 from sampling import some_of
 

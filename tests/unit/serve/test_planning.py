@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.coverage_models import MODELS
-from tessera.execute.pipes import FORKSERVER
+from tessera.execute.processes import FORKSERVER
 
 import steps_factory as factory
 from own_code import reference
