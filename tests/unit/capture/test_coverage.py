@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from benchmarks.coverage import RESULTS, check, markdown
 from benchmarks.coverage_models import MODELS, SHORT
-from tessera.execute.processes import FORKSERVER
 
 from sampling import some_of
+from tessera.execute.processes import FORKSERVER
 
 pytest.importorskip("transformers")
 

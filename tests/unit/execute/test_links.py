@@ -105,7 +105,12 @@ def test_what_was_posted_may_be_overwritten_at_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "size"),
-    [(LinkFrame(0, 0, 0.0), LIMIT + 1), (LinkFrame(-2, 0, 0.0), 0), (LinkFrame(0, -1, 0.0), 0), (Cancel(0), 0)],
+    [
+        (LinkFrame(0, 0, 0.0), LIMIT + 1),
+        (LinkFrame(-2, 0, 0.0), 0),
+        (LinkFrame(0, -1, 0.0), 0),
+        (Cancel(0), 0),
+    ],
 )
 def test_a_frame_that_no_program_sends_ends_the_link(pair: Pair, wrong: Any, size: int) -> None:
     """The next frame comes over a new link."""

@@ -11,19 +11,6 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
-from tessera.execute.pipes import FORKSERVER, Hangup, warm_up
-from tessera.execute.remote import Gate, RemoteHub
-from tessera.execute.setups import (
-    Pieces,
-    Setup,
-    briefing_of,
-    fetch,
-    fingerprint,
-    pack_briefing,
-    setup_of,
-    unpack_briefing,
-    weight_of,
-)
 
 import engine_factory as made
 import stepper_factory as factory
