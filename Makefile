@@ -26,11 +26,12 @@ coverage: $(READY) ## run the tests, and say how much of each package they run
 	$(BIN)/python -m pytest -n 4 --dist loadfile --cov --cov-report=json:build/coverage.json
 	$(BIN)/python scripts/coverage_by_package.py build/coverage.json
 
-check: $(READY) ## lint, types and import contracts
+check: $(READY) ## lint, types, import contracts and the line budget
 	$(BIN)/ruff check src tests benchmarks scripts examples corpus
 	$(BIN)/ruff format --check src tests benchmarks scripts examples corpus
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/size.py
 
 docs: $(READY) ## build the documents as a site, build/site; fails on a link that leads nowhere
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

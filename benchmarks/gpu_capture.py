@@ -94,13 +94,12 @@ def build(case: Case, layers: int) -> Workload:
 
 def _build(step: Step, layers: int) -> Workload:
     if step.model in catalog.DENOISERS:
-        from tessera.capture.models.denoisers import MMDiTConfig, denoise_workload
+        from tessera.capture.models import denoisers
 
-        sizes, num_words, dtype = catalog.DENOISERS[step.model]
-        config = dataclasses.replace(MMDiTConfig(**sizes), depth=layers)
-        if config.num_dual > layers:
-            config = dataclasses.replace(config, num_dual=layers)
-        return denoise_workload(config, num_words, dtype, step)
+        name, config, num_words, dtype = catalog.DENOISERS[step.model]
+        dual = tuple(range(min(layers, len(config["dual_attention_layers"]))))
+        config = {**config, "num_layers": layers, "dual_attention_layers": dual}
+        return denoisers.built_in(name, config, num_words, dtype, step)
     family, given, dtype = catalog.LANGUAGE[step.model]
     sizes_of: dict[str, Any] = dict(given)
     if "text_config" in sizes_of:

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from benchmarks import probes
 from benchmarks.gpu_capture import Case, build
@@ -37,9 +38,8 @@ from torch.nn.attention import sdpa_kernel
 
 from tessera.capture import Workload, record
 from tessera.capture.record import PORTABLE
-from tessera.execute.cuda_timing import CudaTimer
+from tessera.execute.cuda.timing import CudaTimer
 from tessera.ir import Device, DeviceKind, Trace
-from tessera.ir.codec import encode
 from tessera.profile import works
 from tessera.profile.measured import Measured, distinct, measure
 from tessera.profile.store import Clocks, Machine, Store, until
@@ -204,7 +204,7 @@ def sample(trace: Trace, cache_bytes: int) -> Any:
     kernels = tuple(dataclasses.replace(k, ptx="", source="") for k in trace.kernels)
     buffers = tuple(dataclasses.replace(b, constant_hex="") for b in trace.buffers)
     firsts = tuple(trace.launches[g.launches[0]] for g in distinct(trace, cache_bytes))
-    return encode(
+    return msgspec.to_builtins(
         dataclasses.replace(trace, kernels=kernels, buffers=buffers, launches=firsts, outputs=(), aliases=())
     )
 

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tessera.ir import Trace
-from tessera.ir.codec import decode
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.estimate import works
 
@@ -46,7 +47,7 @@ def from_profile(folder: Path) -> Iterator[Row]:
         step = f"{measured['name']}, {measured['front']}"
         if step not in traces:
             continue
-        counted = works(decode(Trace, traces[step]))
+        counted = works(msgspec.convert(traces[step], Trace))
         for launch in measured["launches"]:
             work = counted[launch["place"]]
             if launch["us"] and work.op is not OpClass.ALLOCATION:

@@ -17,9 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is compiled once is kept, whatever the surroundings say: hundreds of processes would do it again.
 sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = False, ""
 
-# Real processes, sockets and clocks: another process of the machine can make one late. Such a test is tried
-# once more, and the summary shows that it was.
+# Folders whose tests start processes and sockets. They run first: they wait much and compute little, so a
+# file of them that started last would keep a core idle.
 TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measured", "cli/")
+# Reruns of tests marked `rerun` that one session may need.
+MAX_RERUNS = 3
 
 
 # Here plans are used; how good they are is asked elsewhere.
@@ -76,20 +78,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves slow tests to `--whole`, and marks those that depend on the clock, which run first.
-
-    They wait much and compute little, so their files are long: one that began last would keep a core idle.
-    """
+    """Timed tests first; slow tests only with `--whole`; a test marked `rerun` is tried twice."""
     items.sort(key=lambda item: not any(part in item.nodeid for part in TIMED))
-    if not sampling.is_whole():
-        for item in items:
-            if item.get_closest_marker("slow") is not None:
-                item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
-    if importlib.util.find_spec("pytest_rerunfailures") is None:
-        return
+    can_rerun = importlib.util.find_spec("pytest_rerunfailures") is not None
     for item in items:
-        if any(part in item.nodeid for part in TIMED):
+        if item.get_closest_marker("slow") is not None and not sampling.is_whole():
+            item.add_marker(pytest.mark.skip(reason="slow: make test-all"))
+        if can_rerun and item.get_closest_marker("rerun") is not None:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Number of reruns, with the tests that needed one."""
+    reruns = terminalreporter.stats.get("rerun", [])
+    terminalreporter.write_line(f"reruns: {len(reruns)} (at most {MAX_RERUNS})")
+    for report in reruns:
+        terminalreporter.write_line(f"  rerun: {report.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """More reruns than allowed fail the session."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and len(reporter.stats.get("rerun", [])) > MAX_RERUNS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

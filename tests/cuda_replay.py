@@ -15,7 +15,7 @@ import torch
 
 from tessera.execute.cuda.graphs import own_workspaces
 from tessera.execute.launcher import Launchable, Launcher, drawing
-from tessera.execute.memory import Memory, constant, fresh, given_storage, tensor_of
+from tessera.execute.memory import Memory, constant, fresh, storage_of, tensor_of
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace
 
 Tensors = Mapping[str, torch.Tensor]
@@ -94,7 +94,7 @@ class CudaReplay:
     def _bind(self, buffer: Buffer, given: Tensors) -> torch.UntypedStorage:
         if buffer.constant_hex:
             return constant(buffer, self._device)
-        return given_storage(buffer, given)
+        return storage_of(buffer, given)
 
 
 def _last_uses(trace: Trace, order: Sequence[int]) -> dict[int, list[int]]:

@@ -8,6 +8,7 @@ memory, placement, transports, messages and bookkeeping; time and graphs only on
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -185,16 +186,19 @@ class _Thread:
 
     def __init__(self) -> None:
         self.engine: EngineConnection | None = None
+        self._is_over = threading.Event()
 
     def run(self, value: Setup) -> None:
         """Until its connection is closed."""
         self.engine = EngineConnection(value.engine, value.secret, value.name)
         worker.serve(value, self.engine)
+        self._is_over.set()
 
     def end(self, timeout_s: float) -> str:
         """It leaves when its connection is closed."""
         if self.engine is not None:
             self.engine.end()
+        self._is_over.wait(timeout_s)
         return "its thread was let go"
 
 

@@ -1,6 +1,6 @@
 """The published evaluation, made again: figures by name, each a set of cases, a document and a plot.
 
-Behind `tessera bench paper`. It uses the stages as any user would; no planner or simulator of its own.
+Run it with `python -m benchmarks.paper`. It uses the stages as any user would.
 """
 
 from benchmarks.paper.evaluate import evaluate, merged, needed

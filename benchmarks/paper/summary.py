@@ -17,10 +17,10 @@ def summary(found: dict[str, Any]) -> str:
     lines = [
         f"# The evaluation, {found['scale']} run",
         "",
-        f"Made by `tessera bench paper{quick} -o FOLDER`: {found['num_cases']} cases{rest}. **Everything is "
-        "simulated on modelled costs** unless a row's `source` says otherwise; every policy is at its own "
-        "best batch, prefill batch and microbatches, at equal memory and an equal limit of time. Form and "
-        "method: docs/evaluation.md.",
+        f"Made by `python -m benchmarks.paper{quick} -o FOLDER`: {found['num_cases']} cases{rest}. "
+        "**Everything is simulated on modelled costs** unless a row's `source` says otherwise; every policy "
+        "is at its own best batch, prefill batch and microbatches, at equal memory and equal time limits. "
+        "Form and method: docs/evaluation.md.",
     ]
     for name, figure in found["figures"].items():
         beside = found["published"][name]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tessera.analyze import build_graph
-from tessera.analyze.ptx import interpret, tables_of, triton_accesses
+from tessera.analyze.ptx import tables_of, triton_accesses
 from tessera.capture import Workload, build, outlines, own, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
@@ -51,9 +51,7 @@ Tensors = Mapping[str, torch.Tensor]
 # A step is recorded at these batches, and written down at others.
 ANCHORS = (16, 48)
 
-# Kernels with PTX: capture has them proved, and they run in the interpreter where there is no GPU.
 own.hand_in(triton_accesses, launcher.run_kernel, tables_of)
-launcher.hand_in(interpret)
 
 
 def make_unit(traces: Sequence[Trace], counts: Sequence[int] | None = None) -> WorkUnit:
@@ -112,6 +110,11 @@ def make_plan(
     config = PlanConfig(objective, microbatches, policy, constraints, is_served)
     rates = SteadyRates()
     return solve(unit, tuple(costs), cluster, config, rates)
+
+
+def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...]) -> Plan:
+    """A plan for the same work and objective on other devices or at other costs; see `adapt.replan`."""
+    return make_plan(plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True)
 
 
 def make_batched_plan(
@@ -406,7 +409,7 @@ def make_timer(trace: Trace, device: Device, stream: Any = None) -> Timer:
         from tessera.execute.timing import CpuTimer
 
         return CpuTimer(trace, own)
-    from tessera.execute.cuda_timing import CudaTimer
+    from tessera.execute.cuda.timing import CudaTimer
 
     return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
 

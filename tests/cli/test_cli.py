@@ -137,10 +137,10 @@ def test_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_gpus_lists_sources(capsys: pytest.CaptureFixture[str]) -> None:
     """Every GPU has specifications and says where they come from."""
-    found = {row["name"]: row for row in answer("gpus", capsys=capsys)}
+    found = {row["name"]: row for row in answer("gpus", capsys=capsys)["gpus"]}
 
     assert {"a100", "l40s", "h100", "h200"} <= found.keys()
-    assert all(row["spec_source"] for row in found.values())
+    assert all(row["specs"]["spec_source"] for row in found.values())
 
 
 @pytest.mark.parametrize(("words", "rates"), [([], "244 / 312"), (["a100"], "243.7")])

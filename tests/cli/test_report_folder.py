@@ -97,7 +97,7 @@ def test_a_truncated_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def evaluation() -> dict[str, Any]:
-    """A document as `tessera bench paper` writes it, with two figures."""
+    """A document as `python -m benchmarks.paper` writes it, with two figures."""
     beside = {"cited": "a publication", "reports": "2.3x <at most>", "why_ours_differs": "Other baselines."}
     load = {"model": "llama", "workload": "llama, decodes at 512 tokens"}
     shape = {**load, "link": "pcie4", "best_coarse": "data-parallel"}
@@ -150,4 +150,4 @@ def test_a_broken_evaluation_is_named(text: str, tmp_path: Path, capsys: pytest.
     assert 2 == _main(["report", str(tmp_path)])
     error = capsys.readouterr().err
     assert "paper.json" in error
-    assert "tessera bench paper" in error
+    assert "python -m benchmarks.paper" in error

@@ -1,9 +1,7 @@
-"""Launches of PTX kernels: what one reads and writes, by the analysis of its code with the launch's numbers;
-and one run on the CPU.
+"""Launches of PTX kernels: what one reads and writes, by analysis of its code with the launch's numbers.
 
     triton_accesses(kernel, launch, buffers, empty) -> (accesses, why it may not move)
     tables_of(kernel) -> parameters that lead to tables of pointers
-    interpret(kernel, grid, block, args)    runs the launch in place, in `tessera_ptx.interp`
 
 Argument i of the launch is parameter i of the entry; Triton adds scratch pointers behind them, which must
 not be touched. Arguments with a buffer are pointers, and small numbers are none: where the code alone leaves
@@ -13,18 +11,10 @@ others as they were, so it counts as reading them too, unless the buffer holds n
 
 An argument that is a tuple is a table of pointers: its entries are the buffers behind them, or numbers. What
 a kernel does through pointers that it loads from the table, it may do to all of each of these.
-
-The interpreter is the `cpu` device of PTX kernels. Pointers are (bytes of the whole storage, byte offset in
-it); the same storage may be given more than once, as the same array. A list of pointers and numbers is a
-table of them. The interpreter is exact and slow: it is for tests and for machines without a GPU.
 """
 
 from collections.abc import Sequence, Set
-from typing import Any
 
-import numpy as np
-
-from tessera.errors import WorkerError
 from tessera.ir import Access, Arg, Buffer, Kernel, Launch, Region, View, arg_views
 from tessera.ir.trace import item_bytes
 from tessera_ptx import (
@@ -35,11 +25,9 @@ from tessera_ptx import (
     LaunchConfig,
     ParamHints,
     ParseError,
-    PtxError,
     report_for_launch,
     reports_for,
 )
-from tessera_ptx.interp import ByPointer, Offset, Packed, run
 
 # An access of more separate runs than this is widened to what encloses them.
 MAX_REGIONS = 16
@@ -160,30 +148,3 @@ def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
     if len(spans) <= MAX_REGIONS:
         return [Region(a, b - a) for a, b in spans], False
     return [Region(first, spans[-1][1] - first)], True
-
-
-def interpret(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> None:
-    """Runs the launch; arguments are pointers and numbers, in the order of the entry's parameters."""
-    given = [_argument(arg) for arg in args]
-    x, y, z = (*grid, 1, 1, 1)[:3]
-    u, v, w = (*block, 1, 1, 1)[:3]
-    shared = kernel.shared_bytes or None
-    try:
-        result = run(
-            kernel.ptx, kernel.name, (x, y, z), (u, v, w), given, shared_bytes=shared, file=kernel.name
-        )
-    except PtxError as error:
-        raise WorkerError(error.message, place=error.place) from error
-    for array, name in result.homes:
-        touched = result.masks[name]
-        if touched.write.any() or touched.atomic.any():
-            array[:] = result.buffers[name]
-
-
-def _argument(arg: Any) -> Any:
-    if isinstance(arg, tuple):
-        return Offset(arg[0], arg[1])
-    if not isinstance(arg, list):
-        return arg
-    entries = (_argument(entry) if isinstance(entry, tuple) else np.int64(entry) for entry in arg)
-    return ByPointer(Packed({8 * k: entry for k, entry in enumerate(entries)}, max(8 * len(arg), 8)))

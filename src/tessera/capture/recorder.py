@@ -36,7 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -174,7 +174,7 @@ class Ledger:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, tuple | list):
-            return tuple(self.arg(item, view) for item in value)
+            return cast(Arg, tuple(self.arg(item, view) for item in value))
         symbol = symbol_of(value)
         if symbol is not None:
             return symbol

@@ -7,7 +7,7 @@ an interrupt in exit code 130. Anything else keeps its traceback, because it is 
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -32,6 +32,7 @@ from tessera.cli import (
     simulate,
     verify,
 )
+from tessera.cli.output import printed
 from tessera.errors import TesseraError
 
 app = typer.Typer(
@@ -41,25 +42,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(capture.capture)
-app.command()(analyze.analyze)
-app.command()(verify.verify)
-app.command()(profile.profile)
-app.command()(calibrate.calibrate)
-app.command()(plan.plan)
-app.command()(advise.advise)
-app.command()(run.run)
-app.command()(simulate.simulate)
-app.command()(serve.serve)
-app.command()(remote.worker)
-app.command()(report.report)
+# In the order of the flow.
+COMMANDS: tuple[Callable[..., Any], ...] = (
+    capture.capture, analyze.analyze, verify.verify, profile.profile, calibrate.calibrate, plan.plan,
+    advise.advise, run.run, simulate.simulate, serve.serve, remote.worker, report.report, demo.demo,
+    doctor.doctor, gpus.gpus,
+)  # fmt: skip
+for function in COMMANDS:
+    app.command()(printed(function))
 app.add_typer(bench.app, name="bench")
-app.command()(demo.demo)
-app.command()(doctor.doctor)
-app.command()(gpus.gpus)
 
 # What a shell expects of a command that Ctrl-C ended.
 INTERRUPTED = 130
+# Set by the shell when it asks for completions.
+COMPLETION = "_TESSERA_COMPLETE"
 # What people do with it, for who types the name alone.
 FIRST_SCREEN = """\
 Tessera makes heterogeneous GPUs work as one. Five things to do with it:
@@ -74,19 +70,6 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
 emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.
 tessera --help lists every command, tessera doctor what this machine can do."""
-# Old spellings of options, by command; "": it does nothing any more. They go with the next release.
-RENAMED = {
-    "plan": {"--slots": "--microbatches"},
-    "advise": {"--slots": "--microbatches"},
-    "demo": {"--slots": "--microbatches"},
-    "simulate": {"--rows": "--seqs", "--keep-lanes": ""},
-    "serve": {
-        "--slots": "--microbatches",
-        "--rows": "--seqs",
-        "--max-len": "--max-model-len",
-        "--chunk": "--max-batch-tokens",
-    },
-}
 # typer carries its own copy of click in some versions: find the base class of its usage errors.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -112,13 +95,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    command: Any = typer.main.get_command(app)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words and COMPLETION not in os.environ:
+        typer.echo(FIRST_SCREEN)
+        return 0
+    return run_app(app, words, "tessera")
+
+
+def run_app(commands: typer.Typer, words: Sequence[str], name: str) -> int:
+    """The exit code of a command line; errors are printed in one line."""
+    command: Any = typer.main.get_command(commands)
     try:
-        words = list(sys.argv[1:] if argv is None else argv)
-        if not words:
-            typer.echo(FIRST_SCREEN)
-            return 0
-        code = command.main(args=_renamed(words), prog_name="tessera", standalone_mode=False)
+        code = command.main(args=list(words), prog_name=name, standalone_mode=False)
     except UsageError as error:
         return _complain(_usage(error))
     except TesseraError as error:
@@ -137,21 +125,6 @@ def _main(argv: Sequence[str] | None) -> int:
     if code == INTERRUPTED:
         _complain("interrupted; no process was left behind")
     return code if isinstance(code, int) else 0
-
-
-def _renamed(words: Sequence[str]) -> list[str]:
-    """The words with options as they are spelled now, and one line of warning for each that is not."""
-    spelled = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        new = RENAMED.get(words[0], {}).get(name, name)
-        if not new:
-            _say(f"warning: {name} does nothing; it goes with the next release")
-            continue
-        if new != name:
-            _say(f"warning: {name} is {new} now; the old spelling goes with the next release")
-        spelled.append(f"{new}{equals}{value}")
-    return spelled
 
 
 def _complain(message: str) -> int:

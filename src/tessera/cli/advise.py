@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NUM_RECORDED, NUM_BATCHES = 2, 10
 HAVE_HELP = "GPUs that are there, as h20,l40s: what to do with them, and which one to rent next."
 PAGE_HELP = "Write the advice as an HTML page here."
-REGIMES_HELP = "A folder of `tessera bench paper`, whose map of regimes goes on the page."
+REGIMES_HELP = "A folder of `python -m benchmarks.paper`, whose map of regimes goes on the page."
 
 
 PromptOption = Annotated[
@@ -147,7 +147,7 @@ def _regimes(page: Path | None, folder: Path | None) -> list[dict[str, Any]]:
     path = folder / "paper.json"
     found = read_paper(path).get("regimes")
     if not isinstance(found, dict):
-        remedy = "Make one: `tessera bench paper --only regimes -o DIR`."
+        remedy = "Make one: `python -m benchmarks.paper --only regimes -o DIR`."
         raise TesseraError("it has no map of regimes", remedy, str(path))
     cells: list[dict[str, Any]] = found["cells"]
     return cells

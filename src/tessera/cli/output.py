@@ -1,18 +1,44 @@
-"""How commands talk: JSON for machines on standard output, tables for people, progress on standard error."""
+"""How commands talk: one record on standard output, progress on standard error.
 
+A command is a function that returns one frozen record; `printed` makes a command of typer out of it. It adds
+`--json` and prints the record: with `--json` by msgspec, otherwise by the renderer of `cli/render.py`.
+
+    class Doctor(Record, frozen=True):
+        python: str
+        devices: tuple[DeviceLine, ...]
+        notes: tuple[str, ...] = ()
+
+    def doctor() -> Doctor:
+        ...
+
+- A command never prints to standard output and never declares `--json`.
+- A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
+- An outcome that is a failure: the record's `problem` returns the error. It is raised after the record is
+  printed, so the figures and the exit code are both there.
+- What only people see and no record holds, as the picture of a layer: return `Illustrated(record, pictures)`.
+- Options that need or exclude another: `needs` and `excludes` below; ranges: `typer.Option(min=, max=)`;
+  choices: an `Enum`.
+- Every record has a JSON schema, docs/schemas/command-NAME.json, written by scripts/schemas.py from its
+  return annotation. Types in records must be importable without torch.
+"""
+
+import functools
+import inspect
 import json
 import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
+import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,9 +48,110 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from tessera.cli.render import HIDDEN, render, shown
+from tessera.errors import TesseraError
+
+__all__ = [
+    "HIDDEN", "AsJson", "Illustrated", "Record", "console", "excludes", "needs", "print_json", "print_record",
+    "printed", "progress", "record_types", "shared_folder", "shown", "warning",
+]  # fmt: skip
+
 # Before the first plain line, and between two about many things.
 QUIET_S, PAUSE_S = 2.0, 10.0
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a command."""
+
+    def problem(self) -> TesseraError | None:
+        """The error with which the command ends after printing, if its outcome is a failure."""
+        return None
+
+
+R_co = TypeVar("R_co", bound=Record, covariant=True)
+
+
+@dataclass(frozen=True)
+class Illustrated(Generic[R_co]):
+    """A record, and pictures for people that are printed before it."""
+
+    record: R_co
+    pictures: tuple[RenderableType, ...]
+
+
+def printed(function: Callable[..., Any]) -> Callable[..., None]:
+    """A command of typer: `function` with `--json`, its record printed."""
+    signature = inspect.signature(function)
+    if "as_json" in signature.parameters:
+        return function
+
+    @functools.wraps(function)
+    def command(*args: Any, as_json: bool, **kwargs: Any) -> None:
+        made: Any = function(*args, **kwargs)
+        if isinstance(made, Generator):
+            for record in made:
+                print_record(record, as_json, is_line=True)
+        elif made is not None:
+            print_record(made, as_json)
+
+    option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson)
+    parameters = [*signature.parameters.values(), option]
+    command.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+    command.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
+    command.__annotations__["as_json"] = AsJson
+    return command
+
+
+def record_types(function: Callable[..., Any]) -> tuple[type[Record], ...]:
+    """The records that a command may print, from its return annotation."""
+
+    def records(hint: Any) -> Iterator[type[Record]]:
+        if isinstance(hint, type) and issubclass(hint, Record):
+            yield hint
+        for part in get_args(hint):
+            yield from records(part)
+
+    return tuple(records(get_type_hints(function).get("return")))
+
+
+def print_record(made: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False) -> None:
+    """Print what a command returned; raises the record's problem afterwards."""
+    record, pictures = (made.record, made.pictures) if isinstance(made, Illustrated) else (made, ())
+    if as_json:
+        document = msgspec.json.encode(record, enc_hook=str)
+        typer.echo(document if is_line else msgspec.json.format(document, indent=2))
+    else:
+        out = console()
+        for picture in pictures:
+            out.print(picture)
+        render(record, out)
+    if problem := record.problem():
+        raise problem
+
+
+def needs(other: str, why: str = "") -> Callable[..., Any]:
+    """Callback of an option that makes sense only with another; that other one is eager."""
+    return _combination(other, True, why or f"needs {_spelled(other)}")
+
+
+def excludes(other: str, why: str = "") -> Callable[..., Any]:
+    """Callback of an option that makes no sense with another; that other one is eager."""
+    return _combination(other, False, why or f"cannot be used with {_spelled(other)}")
+
+
+def _spelled(parameter: str) -> str:
+    return f"--{parameter.replace('_', '-')}"
+
+
+def _combination(other: str, is_needed: bool, why: str) -> Callable[..., Any]:
+    def check(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+        source = ctx.get_parameter_source(param.name or "")
+        if source and source.name == "COMMANDLINE" and bool(ctx.params.get(other)) is not is_needed:
+            raise TesseraError(why, "Leave it out, or see --help.", max(param.opts, key=len))
+        return value
+
+    return check
 
 
 def console() -> Console:

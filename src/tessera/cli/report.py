@@ -19,7 +19,9 @@ PAGE, EVALUATION = "report.html", "paper.json"
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with plans, or of `bench paper`.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder with plans, or of `benchmarks.paper`.")
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The page to write.", show_default="DIR/report.html")
     ] = None,
@@ -30,7 +32,7 @@ def report(
     First a summary of its plans, best first; then for every plan its rate, the comparison and a layer's
     placement, and folded away timeline, utilisation, dependencies and lanes. A
     timeline of the same name is shown where there is one (NAME.plan, NAME.timeline); otherwise a run is
-    simulated. For a folder of `tessera bench paper`: its figures and the map of regimes.
+    simulated. For a folder of `python -m benchmarks.paper`: its figures and the map of regimes.
     """
     from tessera.report import write_report
 
@@ -40,9 +42,7 @@ def report(
     plans = sorted(p for p in folder.iterdir() if p.is_file() and kind_of(p) == "plan")
     evaluation = folder / EVALUATION
     if not plans and not evaluation.is_file():
-        remedy = (
-            f"Put one there: `tessera plan ... -o {folder}/NAME.plan`, or `tessera bench paper -o {folder}`."
-        )
+        remedy = f"Make one: `tessera plan ... -o {folder}/NAME.plan`."
         raise ArtifactError("it holds no plan and no evaluation", remedy, str(folder))
     page = output or folder / PAGE
     with progress("reading", len(plans)) as advance:

@@ -1,22 +1,20 @@
-"""Launcher: runs the launches of a trace on the memory of one device: operators and PTX are run again.
+"""Launcher: runs the launches of a trace on the memory of one device.
 
-Arguments are prepared once per launch. What an operator returns must be laid out as it was when the trace
-was recorded, since later launches read it by offset and stride; anything else is an error, not a guess.
+Arguments are prepared once per launch. The result of an operator must have the layout that was recorded,
+since later launches read it by offset and stride; anything else is an error.
 
-A worker runs the same launches on the same memory over and over. What ran once is bound to the places of its
-buffers (`bind`): the operator with its tensors at hand. One with one result and an `out` variant of the same
-signature writes its result where it belongs; the results of the others are copied there. Not bound: launches
-that draw random numbers, kernels with PTX, those with a buffer that has no fixed place.
+A worker runs the same launches on the same memory many times, so a launch is bound to the places of its
+buffers after its first run (`bind`). An operator with one result and an `out` variant of the same signature
+writes its result in place; results of others are copied. Not bound: launches that draw random numbers,
+kernels with PTX, and launches with a buffer that has no fixed place.
 
-Around a launch that draws random numbers the process's default generator of the device is exchanged
-(`drawing`): it starts from the bytes of the generator's buffer, which afterwards hold what is left. So a draw
-depends on its buffer alone, wherever and between whatever other draws it runs.
+A launch that draws random numbers runs with the device's default generator set to the contents of the
+generator's buffer (`drawing`), which is then updated. So a draw depends on its buffer alone.
 
-A kernel with PTX runs on a GPU by the driver (`PtxKernel`), which compiles and loads it and launches on
-torch's current stream. Parameters are passed by their declared types, a list of tensors as the address of a
-table of theirs; pointers behind the launch's arguments (Triton's scratch memory, which `capture` has shown to
-be unused) are null. On the CPU it runs in an interpreter that `tessera.flow` hands in, once; worker processes
-are given it with everything else they are born with.
+A kernel with PTX runs on a GPU through the driver (`PtxKernel`), on torch's current stream. Parameters are
+passed by their declared types, a list of tensors as the address of a table of pointers; pointers behind the
+launch's arguments (Triton's scratch memory, which `capture` has proved unused) are null. On a CPU it runs in
+the interpreter of `tessera_ptx`, which is exact and slow.
 """
 
 import ctypes
@@ -35,11 +33,10 @@ from tessera.execute.memory import Memory, Storage, tensor_of
 from tessera.ir import GENERATOR, Arg, Kernel, Launch, Origin, Symbol, Trace, View
 
 Grid = tuple[int, int, int]
-# (kernel, grid, block, arguments): a pointer is (bytes of the whole storage, byte offset).
-Interpret = Callable[[Kernel, tuple[int, ...], tuple[int, ...], Sequence[Any]], None]
-
 # (grid, arguments of the PTX entry) -> launches on the current stream.
 Launchable = Callable[[Grid, Sequence[Any]], None]
+Make = Callable[[Memory], Any]
+
 _TYPES: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
     "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
@@ -49,52 +46,48 @@ _TYPES: dict[str, Any] = {
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 
-_handed: list[Interpret] = []
-
-
-def hand_in(interpret: Interpret) -> None:
-    """How kernels with PTX run on the CPU."""
-    _handed[:] = [interpret]
-
-
-def handed_in() -> Interpret | None:
-    return _handed[0] if _handed else None
-
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
-    """Runs one launch where its tensors are."""
+    """Runs one launch of a PTX kernel on the device of its tensors."""
     given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
     card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if card is not None:
         _loaded(kernel, block, card)(grid, args)
-        return
-    run = handed_in()
-    if run is None:
-        raise WorkerError(f"kernel {kernel.name} has PTX, and nothing here runs it", "Run it on a GPU.")
-    run(kernel, grid, block, _pointers(args))
+    else:
+        _interpret(kernel, grid, block, args)
 
 
-@cache  # without end: a module that is loaded again inside a capture would break it
+@cache  # unbounded: loading a module again during a graph capture would break the capture
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    """One a card, whose context it is loaded into."""
+    """One per card, loaded into its context."""
     return PtxKernel(kernel, block)
 
 
-def _pointers(args: Sequence[Any]) -> list[Any]:
-    """Tensors as pointers into their storages; one array for each storage, without going through torch."""
+def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
+    from tessera_ptx import PtxError
+    from tessera_ptx.interp import ByPointer, Offset, Packed, run
+
     arrays: dict[int, Any] = {}
 
     def pointer(arg: Any) -> Any:
+        """A tensor as an offset into the bytes of its storage, the same array for the same storage."""
         if isinstance(arg, list | tuple):
-            return [pointer(item) for item in arg]
+            entries = [pointer(x) if isinstance(x, torch.Tensor) else np.int64(x) for x in arg]
+            return ByPointer(Packed({8 * k: x for k, x in enumerate(entries)}, max(8 * len(entries), 8)))
         if not isinstance(arg, torch.Tensor):
             return arg
         storage = arg.untyped_storage()
-        if storage.data_ptr() not in arrays:
-            arrays[storage.data_ptr()] = _bytes(storage)
-        return arrays[storage.data_ptr()], arg.storage_offset() * arg.itemsize
+        array = arrays.setdefault(storage.data_ptr(), _bytes(storage))
+        return Offset(array, int(arg.storage_offset()) * arg.itemsize)
 
-    return [pointer(arg) for arg in args]
+    given, shared = [pointer(arg) for arg in args], kernel.shared_bytes or None
+    try:
+        result = run(kernel.ptx, kernel.name, grid, block, given, shared_bytes=shared, file=kernel.name)
+    except PtxError as error:
+        raise WorkerError(error.message, place=error.place) from error
+    for array, name in result.homes:
+        if result.masks[name].write.any() or result.masks[name].atomic.any():
+            array[:] = result.buffers[name]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Any:
@@ -108,7 +101,7 @@ class PtxKernel:
     """One PTX entry, loaded into the current CUDA context."""
 
     def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
-        torch.cuda.current_stream()  # makes sure that there is a context
+        torch.cuda.current_stream()  # creates the context
         self._name, self._shared = kernel.name, kernel.shared_bytes
         self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
         x, y, z = (*block, 1, 1, 1)[:3]
@@ -124,7 +117,7 @@ class PtxKernel:
             status = cuda.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, self._shared)
             self._ask(status, "give shared memory to")
         self._sizes = self._param_sizes()
-        # Tables of addresses, by what they hold; they stay, since a recorded graph reads them again.
+        # Tables of addresses by their contents; kept, since recorded graphs read them again.
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
@@ -154,8 +147,10 @@ class PtxKernel:
         held = tuple(e.data_ptr() if isinstance(e, torch.Tensor) else int(e) for e in entries)
         if held not in self._tables:
             if torch.cuda.is_current_stream_capturing():
-                message = f"kernel {self._name} needs a table of pointers that no launch made before"
-                raise WorkerError(message, "Report this: a launch was not run before its graph was recorded.")
+                message = f"kernel {self._name} needs a table of pointers that no earlier run made"
+                raise WorkerError(
+                    message, "Please report this: a launch did not run before its graph was recorded."
+                )
             self._tables[held] = torch.tensor(held, dtype=torch.int64, device="cuda")
         return self._tables[held]
 
@@ -174,9 +169,6 @@ class PtxKernel:
             raise WorkerError(message, remedy)
 
 
-Make = Callable[[Memory], Any]
-
-
 class Launcher:
     def __init__(
         self,
@@ -185,9 +177,9 @@ class Launcher:
         kernels: Mapping[int, Launchable] | None = None,
         sets_generators: bool = True,
     ) -> None:
-        """`kernels`: compiled objects by kernel, valid on this device; of the others the PTX is loaded.
+        """`kernels`: compiled objects by kernel, valid on this device; the PTX of others is loaded.
 
-        `sets_generators`: draws start from their generator's buffer; else whoever replays a graph sees to it.
+        `sets_generators`: set generators from their buffers before draws; else the caller does.
         """
         self._trace, self._device = trace, device
         self._kernels, self._sets_generators = kernels or {}, sets_generators
@@ -195,9 +187,9 @@ class Launcher:
 
     def run(self, launch: int, memory: Memory) -> None:
         """Runs one launch; its results become buffers of `memory`."""
-        known = memory.calls.get(launch)
-        if known is not None:
-            known()
+        bound = memory.calls.get(launch)
+        if bound is not None:
+            bound()
             return
         if launch not in self._ready:
             self._ready[launch] = self._prepare(launch)
@@ -205,7 +197,7 @@ class Launcher:
         self._bind(launch, memory)
 
     def _bind(self, index: int, memory: Memory) -> None:
-        """Makes the launch's next run on this memory a short one, where its buffers stay where they are."""
+        """Binds the launch to this memory if all its buffers have fixed places."""
         launch, kernel = self._trace.launches[index], self._trace.kernel_of(index)
         is_fixed = all(memory.is_fixed(view.buffer) for view in launch.views)
         if (
@@ -252,7 +244,7 @@ class Launcher:
         compiled = self._kernels.get(launch.kernel)
         if not kernel.ptx and compiled is None:
             remedy = "Capture it again."
-            raise WorkerError(f"launch {index} ({kernel.name}) is no operator and has no PTX", remedy)
+            raise WorkerError(f"launch {index} ({kernel.name}) is not an operator and has no PTX", remedy)
         x, y, z = (*launch.grid, 1, 1, 1)[:3]
         u, v, w = (*launch.block, 1, 1, 1)[:3]
 
@@ -272,7 +264,7 @@ class Launcher:
         if isinstance(arg, tuple):
             items = [self._maker(item) for item in arg]
             return lambda memory: [item(memory) for item in items]
-        if isinstance(arg, Symbol):  # the recorded device means whatever device runs the launch
+        if isinstance(arg, Symbol):  # the recorded device stands for the one that runs the launch
             constant = self._device if arg.kind == "device" else getattr(torch, arg.name)
             return lambda memory: constant
         return lambda memory: arg
@@ -280,7 +272,7 @@ class Launcher:
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
         found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
         size, wanted = tensor.untyped_storage().nbytes(), self._trace.buffers[view.buffer].size_bytes
-        # A CPU worker copies whole buffers; on a GPU a buffer is what the operator made.
+        # A CPU worker copies whole buffers; on a GPU a buffer is the operator's own result.
         is_sized = size == wanted or self._device.type != "cpu"
         if found != (view.shape, view.stride, view.offset) or not is_sized:
             name = self._trace.kernel_of(index).name
@@ -304,10 +296,10 @@ def find_operator(name: str) -> Any:
 
 
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
-    """Results in memory of their own; a result that aliases an argument is already in place."""
+    """Results with their own memory; a result that aliases an argument is already in place."""
     args = {a.buffer for a in launch.accesses if a.read}
     made = {a.buffer for a in launch.accesses if a.write} - args
-    # A result of no elements touches no byte, but later launches still name it.
+    # An empty result touches no byte, but later launches still name it.
     return [
         (place, view)
         for place, view in enumerate(launch.outputs)
@@ -323,7 +315,7 @@ def bind(
     place: Callable[[View], torch.Tensor],
     name: str,
 ) -> Callable[[], None]:
-    """The call of an operator on tensors that stay; `keep` are results with a place of their own."""
+    """A call of an operator on fixed tensors; `keep`: results that have their own place."""
     into = [(index, place(view), torch.Size(view.shape)) for index, view in keep]
     if not into:
         return lambda: operator(*args, **kwargs)
@@ -350,7 +342,7 @@ def _written(
 
     def call() -> None:
         out(*args, **kwargs, out=held)
-        # An operator that finds another shape resizes what it was given, or puts it elsewhere.
+        # An operator with another result shape resizes or moves `out`.
         if held.shape != shape or held.stride() != stride or held.data_ptr() != start:
             raise _misshapen(name, held, shape)
 
@@ -366,11 +358,11 @@ def _misshapen(name: str, found: torch.Tensor, shape: torch.Size) -> WorkerError
 
 @cache
 def out_variant(operator: Any) -> Any | None:
-    """The overload with the same arguments and one tensor `out` to write to; None if there is none."""
+    """The overload with the same arguments and one tensor `out`, if there is one."""
     schema = operator._schema
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.is_mutable:
         return None
-    if schema.name.endswith("_loss"):  # torch's mse_loss.out resizes `out` to its input's shape for a while
+    if schema.name.endswith("_loss"):  # mse_loss.out resizes `out` to its input's shape while it runs
         return None
     packet = operator.overloadpacket
     wanted = _signature(schema.arguments)
@@ -395,7 +387,7 @@ def generator_buffer(trace: Trace, launch: Launch) -> int | None:
 
 @contextmanager
 def drawing(name: str, state: Storage) -> Iterator[None]:
-    """While entered, the generator called `name` is at `state`, which is then brought up to date."""
+    """Sets the generator to `state` on entry, updates `state` and restores the generator on exit."""
     generator = _generator(name)
     before = generator.get_state().clone()
     flat = torch.empty(0, dtype=torch.uint8, device=state.device).set_(state)
@@ -412,7 +404,7 @@ def _generator(name: str) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if not torch.cuda.is_available():
-        message = f"the step draws from {name}, and this machine has no CUDA device"
+        message = f"the step draws from {name}, but this machine has no CUDA device"
         raise WorkerError(message, "Capture it with --device cpu.")
     torch.cuda.init()
     return torch.cuda.default_generators[device.index or 0]

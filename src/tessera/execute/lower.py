@@ -1,22 +1,29 @@
-"""lower: Plan -> Programs.
+"""Lowering: a plan becomes programs, one instruction list per device.
 
 Each lane becomes a list of programs in the order a request runs them: every step once with its count, and
 between two steps whose state lives on different devices a program that only moves the state.
-Within a program every device keeps trace order; see `ir.plan` for why that cannot deadlock.
+Within a program every device keeps trace order; `ir.plan` says why that cannot deadlock.
 
-`check_programs` proves a program right before it runs, whatever made it. The rules, beyond those of
-`ir.verify`:
+`StepLowering` decides which values cross between devices and where they are sent and received. Programs of
+workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from its `LoweredRun`, so the
+simulator times what workers run. Its cost grows with the transfers, not with the launches: the planner lowers
+thousands of placements.
+
+`check_programs` proves a program right before it runs. The rules, beyond those of `ir.verify`:
   - every launch of the step runs once, on one device
-  - the lists come to an end: nobody waits in a circle
+  - the lists come to an end: no circular wait
   - every launch and every transfer finds the version it needs on its device
   - nothing is used after it is freed
-  - every output and state is there, in its last version, when the step ends
+  - every output and state is present, in its last version, when the step ends
 One order of the instructions stands for all: a device's list runs in order, a send takes its bytes and a
-receive puts them down, so what a device holds at a place of its list does not depend on who is fast or slow.
+receive puts them down, so what a device holds at a position of its list does not depend on timing.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from tessera.errors import RuleBroken
 from tessera.ir import (
@@ -24,6 +31,7 @@ from tessera.ir import (
     Free,
     Graph,
     Instruction,
+    Placement,
     Plan,
     Program,
     Recv,
@@ -32,166 +40,200 @@ from tessera.ir import (
     Trace,
     Transfer,
     Value,
+    WorkUnit,
     need_whole_prefills,
     verify,
 )
 
+# Version of a buffer that the graph's values do not name: state that a program only moves.
+GIVEN = -1
+# In place of a version: the buffer was freed.
+FREED = -2
+
+# (launch, 0: received before it or 1: sent after it, transfer)
+TransferPoint = tuple[int, int, int]
+# (state buffer, last launch that touches it)
+StateLaunches = tuple[tuple[int, int | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredRun:
+    """The transfers of one run of a step, or of a move of state, and their points among the launches."""
+
+    transfers: tuple[Transfer, ...]
+    # points[device], in the order of its list
+    points: tuple[tuple[TransferPoint, ...], ...]
+
+
+class StepLowering:
+    """Lowers one step for any placement; what no placement changes is prepared once."""
+
+    def __init__(self, graph: Graph, num_devices: int) -> None:
+        self.graph, self._num_devices = graph, num_devices
+        values = [
+            (n, v) for n, v in enumerate(graph.values) if v.producer is not None and v.num_bytes and v.readers
+        ]
+        self._values = [n for n, _ in values]
+        self._producers = np.array([v.producer for _, v in values], dtype=np.int64)
+        # Every reader of every value, sorted by value and reader.
+        pins = [(row, reader) for row, (_, v) in enumerate(values) for reader in v.readers]
+        self._pins = np.array(pins, dtype=np.int64).reshape(-1, 2).T.copy()
+        self._state = _state_launches(graph.trace)
+
+    def homes(self, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(state buffer, device): with the launches that touch it, or device 0 if none does."""
+        return _homes(self._state, place)
+
+    def run(self, place: Sequence[int], leaving: Sequence[Transfer] = ()) -> LoweredRun:
+        """One transfer per value and reading device, in trace order; `leaving`: state moved at the end."""
+        num, (rows, readers) = self._num_devices, self._pins
+        devices = np.array(place, dtype=np.int64)
+        there = devices[readers]
+        crossing = there != devices[self._producers][rows]
+        # The first pin of a (value, device) is its first reader.
+        pairs, first = np.unique(rows[crossing] * num + there[crossing], return_index=True)
+        row, dst, reader = pairs // num, pairs % num, readers[crossing][first]
+        producer = self._producers[row]
+        order = np.lexsort((dst, producer))
+        transfers: list[Transfer] = []
+        points: list[list[TransferPoint]] = [[] for _ in range(num)]
+        for at, made, read, to in zip(
+            *(x[order].tolist() for x in (row, producer, reader, dst)), strict=True
+        ):
+            value, src = self.graph.values[self._values[at]], place[made]
+            points[src].append((made, 1, len(transfers)))
+            points[to].append((read, 0, len(transfers)))
+            transfers.append(Transfer(self._values[at], value.buffer, value.start, value.stop, src, to))
+        return _with_moves(transfers, points, len(place), leaving)
+
+
+def lower_moves(moves: Sequence[Transfer], num_devices: int) -> LoweredRun:
+    """State that moves between two steps: sends, then receives."""
+    return _with_moves([], [[] for _ in range(num_devices)], 0, moves)
+
+
+def _with_moves(
+    transfers: list[Transfer], points: list[list[TransferPoint]], num_launches: int, moves: Sequence[Transfer]
+) -> LoweredRun:
+    for number, move in enumerate(moves, start=len(transfers)):
+        points[move.src].append((num_launches - 1, 1, number))
+        points[move.dst].append((num_launches, 0, number))
+    return LoweredRun((*transfers, *moves), tuple(tuple(sorted(x)) for x in points))
+
+
+def _state_launches(trace: Trace) -> StateLaunches:
+    last: dict[int, int | None] = dict.fromkeys(trace.buffers_of(BufferKind.STATE))
+    for index, launch in enumerate(trace.launches):
+        last.update({access.buffer: index for access in launch.accesses if access.buffer in last})
+    return tuple(sorted(last.items()))
+
+
+class UnitLowering:
+    """Lowers the steps of one work unit for any placement."""
+
+    def __init__(self, unit: WorkUnit, num_devices: int) -> None:
+        self.steps = [StepLowering(graph, num_devices) for graph in unit.graphs]
+
+    def moves(self, placement: Placement) -> list[list[tuple[int, list[Transfer]]]]:
+        """For every step: (earlier step, its state that lives elsewhere than this step wants it)."""
+        # Name -> (last step that had it, its buffer there, its device, its bytes)
+        last: dict[str, tuple[int, int, int, int]] = {}
+        found = []
+        for step, (lowering, place) in enumerate(zip(self.steps, placement.devices, strict=True)):
+            moves: dict[int, list[Transfer]] = defaultdict(list)
+            buffers = lowering.graph.trace.buffers
+            for buffer, device in lowering.homes(place):
+                name, size = buffers[buffer].name, buffers[buffer].size_bytes
+                before, held, src, held_bytes = last.get(name, (step, buffer, device, size))
+                if src != device:
+                    # A prefill of some of the rows leaves their part of the state.
+                    moves[before].append(Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
+                last[name] = (step, buffer, device, size)
+            found.append(sorted(moves.items(), reverse=True))
+        return found
+
 
 def lower(plan: Plan) -> tuple[tuple[Program, ...], ...]:
-    """programs[lane] in running order, each verified."""
-    return tuple(lower_lane(plan, lane) for lane in range(len(plan.lanes)))
-
-
-def lower_lane(plan: Plan, lane: int) -> tuple[Program, ...]:
-    """The programs of one lane in the order a request runs them."""
+    """programs[lane] in running order."""
     need_whole_prefills(plan, "a run")
-    programs: list[Program] = []
-    for step in range(len(plan.unit_of(plan.lanes[lane]).graphs)):
-        if step > 0:
-            programs += _migration(plan, lane, step)
-        programs.append(_lower_step(plan, lane, step))
-    for program in programs:
-        verify(program)
+    units = [UnitLowering(variant.unit, len(plan.cluster.devices)) for variant in plan.every_variant]
+    return tuple(_lower_lane(plan, n, units[lane.variant]) for n, lane in enumerate(plan.lanes))
+
+
+def _lower_lane(plan: Plan, number: int, unit: UnitLowering) -> tuple[Program, ...]:
+    lane, num_devices, programs = plan.lanes[number], len(plan.cluster.devices), list[Program]()
+    first, counts = plan.first_step(lane), plan.unit_of(lane).counts
+    for step, (moves, place) in enumerate(
+        zip(unit.moves(lane.placement), lane.placement.devices, strict=True)
+    ):
+        for source, transfers in moves:
+            run = lower_moves(transfers, num_devices)
+            columns, nothing = _columns(run, (), ()), ((),) * num_devices
+            programs.append(Program(number, first + source, 1, columns, run.transfers, nothing, (), ()))
+        graph, run = unit.steps[step].graph, unit.steps[step].run(place)
+        columns, weights = (
+            _columns(run, place, _frees(graph, place)),
+            _weights(graph.trace, place, num_devices),
+        )
+        ends = (unit.steps[step].homes(place), outputs_of(graph, place))
+        programs.append(Program(number, first + step, counts[step], columns, run.transfers, weights, *ends))
     return tuple(programs)
 
 
-def _lower_step(plan: Plan, lane: int, step: int) -> Program:
-    chosen = plan.lanes[lane]
-    unit, place = plan.unit_of(chosen), chosen.placement.devices[step]
-    graph = unit.graphs[step]
-    num_devices = len(plan.cluster.devices)
-    transfers = _transfers(graph, place)
-    lists = _instructions(graph, place, transfers, num_devices)
-    weights, columns = _weights(graph.trace, place, num_devices), tuple(tuple(column) for column in lists)
-    ends = (homes_of(graph, place), outputs_of(graph, place))
-    number, count = plan.first_step(chosen) + step, unit.counts[step]
-    return Program(lane, number, count, columns, transfers, weights, *ends)
-
-
-def _transfers(graph: Graph, place: tuple[int, ...]) -> tuple[Transfer, ...]:
-    """One per (value, destination that reads it and did not make it), in trace order."""
-    found = []
-    for index, value in enumerate(graph.values):
-        if value.producer is None or value.num_bytes == 0:
-            continue
-        src = place[value.producer]
-        for dst in sorted({place[r] for r in value.readers} - {src}):
-            found.append(Transfer(index, value.buffer, value.start, value.stop, src, dst))
-    return tuple(sorted(found, key=lambda t: (_producer(graph, t), t.dst)))
-
-
-def _producer(graph: Graph, transfer: Transfer) -> int:
-    producer = graph.values[transfer.value].producer
-    assert producer is not None, "only values that a launch made are sent"
-    return producer
-
-
-def _instructions(
-    graph: Graph, place: tuple[int, ...], transfers: tuple[Transfer, ...], num_devices: int
-) -> list[list[Instruction]]:
-    sends: dict[int, list[int]] = defaultdict(list)
-    recvs: dict[int, list[int]] = defaultdict(list)
-    for number, transfer in enumerate(transfers):
-        value = graph.values[transfer.value]
-        sends[_producer(graph, transfer)].append(number)
-        recvs[min(r for r in value.readers if place[r] == transfer.dst)].append(number)
-    frees = _frees(graph, place)
-    lists: list[list[Instruction]] = [[] for _ in range(num_devices)]
+def _columns(
+    run: LoweredRun, place: Sequence[int], frees: Sequence[tuple[int, int, int]]
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Instruction lists: receives, the launch, sends, frees."""
+    listed: list[list[tuple[int, int, Instruction]]] = [
+        [(at, 2, Send(n)) if is_send else (at, 0, Recv(n)) for at, is_send, n in points]
+        for points in run.points
+    ]
     for launch, device in enumerate(place):
-        lists[device] += [Recv(number) for number in recvs[launch]]
-        lists[device].append(Run(launch))
-        lists[device] += [Send(number) for number in sends[launch]]
-        lists[device] += [Free(buffer) for buffer in frees[launch]]
-    return lists
+        listed[device].append((launch, 1, Run(launch)))
+    for device, launch, buffer in frees:
+        listed[device].append((launch, 3, Free(buffer)))
+    return tuple(tuple(x for _, _, x in sorted(column, key=lambda x: x[:2])) for column in listed)
 
 
-def _frees(graph: Graph, place: tuple[int, ...]) -> dict[int, list[int]]:
-    """Launch -> buffers that its device needs no more once the launch has run and sent."""
+def _frees(graph: Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(device, launch, buffer): the device needs the buffer no more once the launch has run and sent."""
     temporary = set(graph.trace.buffers_of(BufferKind.TEMPORARY))
     last: dict[tuple[int, int], int] = {}  # (device, buffer) -> last launch that touches it there
     for launch, device in enumerate(place):
         for access in graph.trace.launches[launch].accesses:
             if access.buffer in temporary:
                 last[device, access.buffer] = launch
-    frees: dict[int, list[int]] = defaultdict(list)
-    for (_, buffer), launch in sorted(last.items()):
-        frees[launch].append(buffer)
-    return frees
+    return [(device, launch, buffer) for (device, buffer), launch in sorted(last.items())]
 
 
-def _weights(trace: Trace, place: tuple[int, ...], num_devices: int) -> tuple[tuple[int, ...], ...]:
-    kinds = [b.kind for b in trace.buffers]
+def _weights(trace: Trace, place: Sequence[int], num_devices: int) -> tuple[tuple[int, ...], ...]:
+    weights = set(trace.buffers_of(BufferKind.WEIGHT))
     held: list[set[int]] = [set() for _ in range(num_devices)]
-    for launch, device in enumerate(place):
-        for access in trace.launches[launch].accesses:
-            if kinds[access.buffer] is BufferKind.WEIGHT:
-                held[device].add(access.buffer)
-    for _, view in trace.outputs:
-        if kinds[view.buffer] is BufferKind.WEIGHT:  # returned as it is, by the first device
-            held[0].add(view.buffer)
+    for launch, device in zip(trace.launches, place, strict=True):
+        held[device] |= weights.intersection(access.buffer for access in launch.accesses)
+    # A weight that is returned as it is comes from the first device.
+    held[0] |= weights.intersection(view.buffer for _, view in trace.outputs)
     return tuple(tuple(sorted(h)) for h in held)
 
 
-def homes_of(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where each state buffer lives: with the launches that touch it, or on device 0 if none does."""
-    home = dict.fromkeys(graph.trace.buffers_of(BufferKind.STATE), 0)
-    for launch, device in enumerate(place):
-        for access in graph.trace.launches[launch].accesses:
-            if access.buffer in home:
-                home[access.buffer] = device
-    return tuple(sorted(home.items()))
+def homes_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return _homes(_state_launches(graph.trace), place)
 
 
-def outputs_of(graph: Graph, place: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def _homes(state: StateLaunches, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((buffer, 0 if launch is None else place[launch]) for buffer, launch in state)
+
+
+def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...]:
     """Output name -> device that holds its final version."""
     final: dict[int, Value] = {v.buffer: v for v in graph.values if v.is_final}
     homes = dict(homes_of(graph, place))
     found = []
     for name, view in graph.trace.outputs:
         value = final.get(view.buffer)
-        made_by = value.producer if value is not None else None
-        found.append((name, place[made_by] if made_by is not None else homes.get(view.buffer, 0)))
+        producer = value.producer if value is not None else None
+        found.append((name, place[producer] if producer is not None else homes.get(view.buffer, 0)))
     return tuple(found)
-
-
-def _migration(plan: Plan, lane: int, step: int) -> list[Program]:
-    """State that an earlier step left on one device and this step wants on another; empty if none."""
-    placement, graphs = plan.lanes[lane].placement.devices, plan.unit_of(plan.lanes[lane]).graphs
-    buffers = graphs[step].trace.buffers
-    wanted = {buffers[buffer].name: home for buffer, home in homes_of(graphs[step], placement[step])}
-    programs = []
-    for before in range(step - 1, -1, -1):  # the last step that had it is where it lives
-        graph = graphs[before]
-        transfers = []
-        for buffer, device in homes_of(graph, placement[before]):
-            name = graph.trace.buffers[buffer].name
-            home = wanted.pop(name, device)
-            if home != device:
-                transfers.append(
-                    Transfer(-1, buffer, 0, graph.trace.buffers[buffer].size_bytes, device, home)
-                )
-        if transfers:
-            programs.append(_moves(plan, lane, before, transfers))
-    return programs
-
-
-def _moves(plan: Plan, lane: int, step: int, transfers: list[Transfer]) -> Program:
-    """A program of sends and receives only."""
-    lists: list[list[Instruction]] = [[] for _ in plan.cluster.devices]
-    for number, transfer in enumerate(transfers):
-        lists[transfer.src].append(Send(number))
-    for number, transfer in enumerate(transfers):
-        lists[transfer.dst].append(Recv(number))
-    none: tuple[tuple[int, ...], ...] = tuple(() for _ in plan.cluster.devices)
-    columns = tuple(tuple(column) for column in lists)
-    number = plan.first_step(plan.lanes[lane]) + step
-    return Program(lane, number, 1, columns, tuple(transfers), none, (), ())
-
-
-# A version that is not named in the graph's values: state that a program only moves.
-GIVEN = -1
-# In place of a version: the buffer was freed.
-FREED = -2
 
 
 def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
@@ -205,7 +247,7 @@ class _Checker:
     def __init__(self, plan: Plan, program: Program) -> None:
         self._plan, self._graph, self._program = plan, plan.graphs[program.step], program
         graph = self._graph
-        # Launch -> numbers of the versions that it reads, and that it makes.
+        # Launch -> numbers of the versions it reads, and of those it makes.
         self._reads: dict[int, list[int]] = defaultdict(list)
         self._makes: dict[int, list[int]] = defaultdict(list)
         for number, value in enumerate(graph.values):
@@ -215,7 +257,7 @@ class _Checker:
                 self._makes[value.producer].append(number)
         given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
         there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(BufferKind.INPUT)}
-        # [device]: which version of each buffer it holds.
+        # [device]: buffer -> version that it holds.
         self._held = [there | {b: given.get(b, GIVEN) for b in weights} for weights in program.weights]
         moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
         for buffer, device in (*program.homes, *moved):
@@ -249,7 +291,7 @@ class _Checker:
             raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
 
     def _in_order(self) -> Iterator[tuple[int, Instruction]]:
-        """Every device's instructions in an order that can be; raises where it gets stuck."""
+        """All instructions in one possible order; raises if a device waits for ever."""
         lists = self._program.instructions
         position = [0] * len(lists)
         sent: set[int] = set()
@@ -267,14 +309,14 @@ class _Checker:
         for device, column in enumerate(lists):
             if position[device] < len(column):
                 what = self._words(column[position[device]])
-                raise self._broken("nobody waits in a circle", device, f"{what} never comes")
+                raise self._broken("no circular wait", device, f"{what} never comes")
 
     def _check_run(self, device: int, run: Run) -> None:
         trace, values, held = self._graph.trace, self._graph.values, self._held[device]
         for value in self._reads[run.launch]:
             found = values[value]
             buffer = trace.buffers[found.buffer]
-            # What a buffer holds before anybody has written it is noise.
+            # Memory that no launch has written has no version.
             is_noise = buffer.kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT) and found.producer is None
             if found.num_bytes and not is_noise and held.get(found.buffer) != value:
                 what = f"{self._words(run)} reads buffer {found.buffer} ({buffer.name})"

@@ -27,12 +27,12 @@ it returns, and what arrives waits in memory of the transport for its receive: s
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tessera.errors import DeviceMemoryError, WorkerError
+from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.lower import check_programs, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Recv, Run, Send, Trace, View
@@ -41,8 +41,9 @@ from tessera.ir import Buffer, BufferKind, Free, Instruction, Plan, Program, Rec
 Programs = Sequence[Sequence[Program]]
 # What is there before a step starts.
 GIVEN = (BufferKind.INPUT, BufferKind.STATE)
-# Torch aligns its own memory so.
+# Torch's own alignment.
 ALIGN = 64
+REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +246,33 @@ def is_allocation(trace: Trace, launch: int) -> bool:
     return trace.kernel_of(launch).name.startswith(("aten.empty", "aten.new_empty"))
 
 
-def given_storage(buffer: Buffer, given: Mapping[str, torch.Tensor]) -> Storage:
-    """The storage of a buffer that exists before the step, by its name."""
-    if buffer.name not in given:
-        raise WorkerError(f"{buffer.kind} '{buffer.name}' was not given", "Pass every one of the trace.")
-    storage = given[buffer.name].detach().untyped_storage()
+def bind_storages(
+    trace: Trace,
+    kinds: Collection[BufferKind],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device | None = None,
+    is_partial: bool = False,
+) -> dict[int, Storage]:
+    """Buffer -> storage of the tensor of its name, for buffers of these kinds; constants of the trace too.
+
+    `is_partial`: leave out buffers without a tensor; else raise MismatchError.
+    """
+    indices = [b for kind in kinds for b in trace.buffers_of(kind)]
+    return {
+        b: constant(x, device) if x.constant_hex else storage_of(x, tensors)
+        for b in indices
+        if (x := trace.buffers[b]).constant_hex or x.name in tensors or not is_partial
+    }
+
+
+def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
+    """The storage of the tensor with the buffer's name."""
+    if buffer.name not in tensors:
+        raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
+    storage: Storage = tensors[buffer.name].detach().untyped_storage()
     if storage.nbytes() != buffer.size_bytes:
-        message = f"{buffer.kind} '{buffer.name}' has {storage.nbytes()} bytes, the trace {buffer.size_bytes}"
-        raise WorkerError(message, "Give tensors of the shapes that were captured.")
+        sizes = f"{storage.nbytes()} bytes, but {buffer.size_bytes} in the trace"
+        raise MismatchError(f"{buffer.kind} '{buffer.name}' has {sizes}", REMEDY)
     return storage
 
 
@@ -280,6 +300,12 @@ class Memory:
     def is_fixed(self, buffer: int) -> bool:
         """True if the buffer is in the same place whenever it is here."""
         return False
+
+    def before(self, launch: int) -> None:
+        """Hook: a runner is about to run a launch."""
+
+    def after(self, launch: int) -> None:
+        """Hook: a runner has run a launch."""
 
     def put(self, buffer: int, storage: Storage) -> None:
         self._own[buffer] = storage

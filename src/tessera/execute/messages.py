@@ -4,7 +4,8 @@ Messages are MessagePack, decoded into the records below and nothing else. Every
 before a record is made, so a remote worker can at worst send wrong numbers: integers have 64 bits, numbers
 are finite, rows have a fixed width, a tensor has a dtype torch knows and as many bytes as its shape says.
 Unknown, missing and surplus fields are refused. The receiver checks whether a run, microbatch, launch or
-transfer exists. Programs and configurations travel as the JSON of `ir.codec`.
+transfer exists. Programs and configurations travel as MessagePack of
+their records.
 
 Tensor bytes are copied into a message and out of it, no more: `pack` is a view of the tensor until the
 message is encoded, a decoded tensor is a view of the message.
@@ -29,10 +30,9 @@ import torch
 from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
-from tessera.execute.launcher import Interpret, handed_in
 from tessera.execute.memory import flat_bytes
 from tessera.execute.stepper import Tensors
-from tessera.ir import AWAY, BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace, codec, verify
+from tessera.ir import AWAY, BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
@@ -303,18 +303,18 @@ def decode(data: bytes | memoryview) -> Message:
 
 def pack_programs(programs: Sequence[Sequence[Program]]) -> bytes:
     """Programs of some lanes, as `LoadLanes` carries them."""
-    return msgspec.json.encode([[codec.encode(program) for program in lane] for lane in programs])
+    return msgspec.msgpack.encode(programs)
 
 
 def unpack_programs(packed: bytes) -> list[tuple[Program, ...]]:
     """What was packed, verified; raises TesseraError on anything else."""
     try:
-        lanes = codec.decode(tuple[tuple[Program, ...], ...], msgspec.json.decode(packed))
+        lanes = msgspec.msgpack.decode(packed, type=list[tuple[Program, ...]])
         for program in (program for lane in lanes for program in lane):
             verify(program)
-    except (codec.Undecodable, RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (RuleBroken, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TesseraError(f"programs cannot be read: {error}") from error
-    return list(lanes)
+    return lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +371,6 @@ class Setup(WorkerConfig):
     folder: str = ""
     # progress[microbatch] = (run, position), in memory shared with the engine.
     progress: torch.Tensor | None = None
-    # Runs kernels with PTX on the CPU; see `launcher`.
-    interpret: Interpret | None = None
 
 
 def make_setups(
@@ -392,9 +390,9 @@ def make_setups(
     first = Setup(0, plan.cluster, traces, lanes, microbatches, transport, weights=shared)
     first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
     setups = []
-    for number, device in enumerate(devices):
+    for number in range(len(devices)):
         us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
-        setups.append(replace(first, device=number, us=us, interpret=interpreter(device, traces)))
+        setups.append(replace(first, device=number, us=us))
     return setups
 
 
@@ -403,21 +401,16 @@ def interprets(device: Device, traces: Sequence[Trace]) -> bool:
     return device.kind is not DeviceKind.CUDA and any(k.ptx for trace in traces for k in trace.kernels)
 
 
-def interpreter(device: Device, traces: Sequence[Trace]) -> Interpret | None:
-    """The interpreter of PTX kernels, if the device needs it: its import takes time."""
-    return handed_in() if interprets(device, traces) else None
-
-
 def pack_config(setup: Setup) -> bytes:
     """The configuration of a remote worker, with fingerprints in place of weights."""
     records = tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items()))
-    return msgspec.json.encode(codec.encode(WorkerConfig(**setup.sendable | {"weight_records": records})))
+    return msgspec.msgpack.encode(WorkerConfig(**setup.sendable | {"weight_records": records}))
 
 
 def unpack_config(packed: bytes) -> WorkerConfig:
     """What was packed, verified; raises WorkerError on anything else."""
     try:
-        config = codec.decode(WorkerConfig, msgspec.json.decode(packed))
+        config = msgspec.msgpack.decode(packed, type=WorkerConfig)
         for record in (config.cluster, *config.traces, *(p for lane in config.programs for p in lane)):
             verify(record)
         _check_sizes(config)
@@ -456,8 +449,7 @@ def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: 
     # Ordinals as this machine counts them.
     devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in config.cluster.devices)
     here = replace(config, cluster=replace(config.cluster, devices=tuple(devices)), weight_records=())
-    interpret = interpreter(here.cluster.devices[here.device], here.traces)
-    return Setup(**here.sendable, weights=own, secret=secret, host=host, interpret=interpret)
+    return Setup(**here.sendable, weights=own, secret=secret, host=host)
 
 
 def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:

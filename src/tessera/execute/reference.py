@@ -1,24 +1,24 @@
-"""ReferenceStepper: one device, in program order: the definition of correct.
+"""One device, launches in order: the definition of correct.
 
-What a step does is a function `run(step, inputs, state) -> outputs` that changes the state in place: the
-model's own code, or a trace's launches one after another. A step runs while `take` is called, one at a time
-in the order of `start`, so microbatches do not run beside one another. No device is lost.
+`TraceRunner` is the one in-order runner of a trace: the reference, replays and timing use it.
 
-It follows one lane of a plan on one device; nothing of it is looked at but how many microbatches it has.
+`ReferenceStepper` is a stepper without workers. A step is a function `run(step, inputs, state) -> outputs`
+that changes the state in place: the model's own code, or a trace's launches (`InOrder`). A step runs while
+`take` is called, in the order of `start`. No device is ever lost. Of a plan it uses the number of
+microbatches only.
 
 `Replay` runs the launches of one trace in any order and compares the results bit by bit (`tessera verify`).
 Two kinds of memory, because the product relies on two promises of the graph:
-  shared   one storage for each buffer, as on one device. An order is correct here iff it keeps every RAW, WAR
-           and WAW edge: this proves `Graph.edges`.
-  renamed  one storage for each version of a buffer; a launch that changes a buffer works on a copy of the
-           version it reads, as when versions are sent between devices. An order is correct here iff every
-           version is made before it is read: this proves `Graph.values`, and that WAR and WAW need no edge.
+  shared   one storage per buffer, as on one device. An order is correct iff it keeps every RAW, WAR and WAW
+           edge: this proves `Graph.edges`.
+  renamed  one storage per version of a buffer; a launch that changes a buffer works on a copy, as when
+           versions are sent between devices. An order is correct iff every version is made before it is
+           read: this proves `Graph.values`, and that WAR and WAW need no edge.
 
-Memory that nobody has written holds a fixed pattern: huge as a float, out of range as an index. So a launch
-that runs too early gives a wrong result every time and not by luck; one that raises on it counts as wrong.
-The same pattern stands for what `empty` returns.
+Unwritten memory, also that of `empty`, holds a fixed pattern: huge as a float, out of range as an index. So a
+launch that runs too early always gives a wrong result; one that raises on it counts as wrong.
 
-Not handled: launches that are no operators, or that this machine's CPU cannot run.
+Not handled: launches that are not operators, or that this machine's CPU cannot run.
 """
 
 import queue
@@ -30,38 +30,38 @@ from typing import Any
 
 import torch
 
-from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.errors import TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     Memory,
     Storage,
     allocate,
+    bind_storages,
     bytes_of,
-    constant,
     flat_bytes,
     fresh,
-    given_storage,
     is_allocation,
     tensor_of,
 )
 from tessera.execute.stepper import DeviceStatus, DeviceUse, Event, StepCall, StepDone, Tensors
-from tessera.ir import (
-    BufferKind,
-    Plan,
-    Trace,
-    Value,
-)
+from tessera.ir import BufferKind, Plan, Trace, Value
 
 # A step's outputs, given its inputs and the microbatch's state, which it changes.
 Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
+
+CPU = torch.device("cpu")
+# 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
+POISON = 0x7F
+# What operators raise on garbage arguments; anything else is a bug and keeps its traceback.
+GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError, TesseraError)
 
 
 class ReferenceStepper:
     """A stepper without workers.
 
-    run         what a step does
-    make_state  the state of a microbatch that is opened without one
+    run         runs a step
+    make_state  state of a microbatch that is opened without one
     """
 
     def __init__(
@@ -86,7 +86,6 @@ class ReferenceStepper:
         self._states = {}
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Other plans place launches elsewhere; here there is nowhere else."""
         self.plans = tuple(plans)
         self.lanes.load(plans)
 
@@ -106,7 +105,7 @@ class ReferenceStepper:
         self._due.append(call)
 
     def take(self, timeout_s: float | None) -> Event | None:
-        """Runs a step to its end; without one, None after the timeout or a wake."""
+        """Runs the next step; without one, None after the timeout or a wake."""
         if self._due:
             return self._step(self._due.popleft())
         try:
@@ -134,49 +133,63 @@ class ReferenceStepper:
         return time.monotonic()
 
 
-class InOrder:
-    """The launches of a work unit in program order on one device, one by one: no graph, no placement.
+class TraceRunner:
+    """Runs the launches of one trace on one device, one at a time, in any order.
 
-    What every divided run on the same architecture must equal, bit by bit. It is slow, and meant to be
-    compared with, not timed. Called with a step, its inputs, and the state, which it changes.
+    The memory decides where buffers are; its `before` and `after` hooks run around each launch.
+    """
+
+    def __init__(self, trace: Trace, weights: Tensors, device: torch.device = CPU) -> None:
+        self.trace, self.device = trace, device
+        self.launcher = Launcher(trace, device)
+        self.weights = bind_storages(trace, (BufferKind.WEIGHT,), weights, device)
+
+    def memory(self, inputs: Tensors, state: Tensors) -> Memory:
+        """One storage per buffer, allocated when first named; state is changed in place."""
+        memory = Memory(self.weights, fresh(self.trace, self.device))
+        for buffer, storage in self.given(inputs, state).items():
+            memory.put(buffer, storage)
+        return memory
+
+    def given(self, inputs: Tensors, state: Tensors) -> dict[int, Storage]:
+        return {
+            **bind_storages(self.trace, (BufferKind.INPUT,), inputs, self.device),
+            **bind_storages(self.trace, (BufferKind.STATE,), state, self.device),
+        }
+
+    def run(self, memory: Memory, order: Iterable[int] | None = None) -> None:
+        """Runs the launches; without an order, in program order."""
+        with torch.no_grad():
+            for launch in range(len(self.trace.launches)) if order is None else order:
+                memory.before(launch)
+                self.launcher.run(launch, memory)
+                memory.after(launch)
+
+    def outputs(self, memory: Memory) -> dict[str, torch.Tensor]:
+        return {n: tensor_of(memory.get(v.buffer), v).clone() for n, v in self.trace.outputs}
+
+
+class InOrder:
+    """The launches of a work unit in program order on one device: no graph, no placement.
+
+    Every divided run on the same architecture must equal it bit for bit. It is slow; compare with it, do not
+    time it. Called with a step, its inputs, and the state, which it changes.
     """
 
     def __init__(
         self, traces: Sequence[Trace], weights: Mapping[str, torch.Tensor], device: torch.device
     ) -> None:
-        self._traces, self._device = traces, device
         placed = {name: tensor.to(device) for name, tensor in weights.items()}
-        self._weights = [self._bind(trace, placed) for trace in traces]
-        self._launchers = [Launcher(trace, device) for trace in traces]
+        self._device, self._runners = device, [TraceRunner(trace, placed, device) for trace in traces]
 
     def __call__(self, step: int, inputs: Tensors, state: dict[str, Any]) -> Tensors:
-        trace = self._traces[step]
-        memory = Memory(self._weights[step], fresh(trace, self._device))
         for name, tensor in state.items():
             state[name] = tensor.to(self._device)
         given = {name: tensor.to(self._device, copy=True) for name, tensor in inputs.items()}
-        for kind, found in ((BufferKind.INPUT, given), (BufferKind.STATE, state)):
-            for index in trace.buffers_of(kind):
-                memory.put(index, given_storage(trace.buffers[index], found))
-        with torch.no_grad():
-            for index in range(len(trace.launches)):
-                self._launchers[step].run(index, memory)
-            outputs = {n: tensor_of(memory.get(v.buffer), v).clone() for n, v in trace.outputs}
-        return outputs
-
-    def _bind(self, trace: Trace, weights: Mapping[str, torch.Tensor]) -> dict[int, Storage]:
-        held = [(index, trace.buffers[index]) for index in trace.buffers_of(BufferKind.WEIGHT)]
-        return {
-            n: constant(x, self._device) if x.constant_hex else given_storage(x, weights) for n, x in held
-        }
-
-
-# (launch, buffer) -> number of a version.
-Versions = Mapping[tuple[int, int], int]
-# 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
-POISON = 0x7F
-# What operators raise when their arguments are garbage; anything else is a bug and keeps its traceback.
-GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError, TesseraError)
+        runner = self._runners[step]
+        memory = runner.memory(given, state)
+        runner.run(memory)
+        return runner.outputs(memory)
 
 
 @dataclass(frozen=True)
@@ -192,162 +205,140 @@ class Replay:
     """One trace with its weights and the inputs and state of one request; runs any number of orders."""
 
     def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
-        self._trace = trace
-        self._launcher = Launcher(trace, torch.device("cpu"))
-        self._weights = {b: self._weight(b, weights) for b in trace.buffers_of(BufferKind.WEIGHT)}
-        self._given = {
-            buffer: self._find(buffer, tensors)
-            for kind, tensors in ((BufferKind.INPUT, inputs), (BufferKind.STATE, state))
-            for buffer in trace.buffers_of(kind)
-        }
-        self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
-        own = [b for b in range(len(trace.buffers)) if b not in self._weights]
-        self._shared = _SharedMemory(self._weights, {b: trace.buffers[b].size_bytes for b in own})
+        self._trace, self._runner = trace, TraceRunner(trace, weights)
+        self._given = self._runner.given(inputs, state)
+        self._shared = _SharedMemory(trace, self._runner.weights)
 
-    def run(self, order: Iterable[int]) -> Replayed:
-        self._shared.reset(self._given)
-        for launch in order:
-            self._issue(launch)
-        return self._shared_result()
+    def run(self, order: Iterable[int] | None = None) -> Replayed:
+        """Runs the launches in this order on shared memory; without an order, in program order."""
+        shared = self._shared
+        shared.reset(self._given)
+        self._runner.run(shared, order)
+        kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
+        left = {b: _flat(shared.get(b)).clone() for kind in kinds for b in self._trace.buffers_of(kind)}
+        return Replayed(self._runner.outputs(shared), self._state(shared), left)
 
     def run_in_program_order(self) -> Replayed:
-        """The order of the trace; what cannot be run here is named."""
-        self._shared.reset(self._given)
-        for launch in range(len(self._trace.launches)):
-            try:
-                self._issue(launch)
-            except RuntimeError as error:
-                raise self._cannot(launch, error) from error
-        return self._shared_result()
+        """Program order; an error names the launch that this machine cannot run."""
+        try:
+            return self.run()
+        except RuntimeError as error:
+            launch = self._shared.launch
+            name = self._trace.kernel_of(launch).name
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise WorkerError(
+                f"launch {launch} ({name}) cannot be run on this machine's CPU: {lines[0]}",
+                "Capture the model with --device cpu.",
+            ) from error
 
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
-        """Runs the launches in this order, every version of a buffer in memory of its own."""
-        reads = {(reader, v.buffer): n for n, v in enumerate(values) for reader in v.readers}
-        makes = {(v.producer, v.buffer): n for n, v in enumerate(values) if v.producer is not None}
-        given = [(n, v) for n, v in enumerate(values) if v.producer is None and v.buffer in self._given]
-        held = {number: self._given[value.buffer] for number, value in given}
-        for launch in order:
-            self._issue_on_versions(launch, reads, makes, held)
-        final = Memory(self._weights)
-        for buffer in range(len(self._trace.buffers)):
-            if buffer not in self._weights:
-                final.put(buffer, self._given[buffer] if buffer in self._given else self._fresh(buffer))
-        for number, value in enumerate(values):  # versions of a buffer are in order: the last one stays
-            if number in held:
-                final.put(value.buffer, held[number])
-        return self._result(final, {})
+        """Runs the launches in this order, every version of a buffer in its own memory."""
+        memory = _RenamedMemory(self._trace, self._runner.weights, self._given, values)
+        self._runner.run(memory, order)
+        memory.settle()
+        return Replayed(self._runner.outputs(memory), self._state(memory), {})
 
-    def _issue(self, launch: int) -> None:
-        self._shared.is_uninitialised = self._is_empty[launch]
-        with torch.no_grad():
-            self._launcher.run(launch, self._shared)
-
-    def _issue_on_versions(
-        self, launch: int, reads: Versions, makes: Versions, held: dict[int, Storage]
-    ) -> None:
-        """On the versions that a launch reads, as copies where it changes them; poison where none is."""
-        memory = Memory(self._weights)
-        row = self._trace.launches[launch]
-        named = {view.buffer for view in row.views} | {access.buffer for access in row.accesses}
-        for buffer in named - self._weights.keys():
-            known = held.get(reads.get((launch, buffer), -1))
-            if known is None:
-                known = self._fresh(buffer)
-            elif (launch, buffer) in makes:
-                known = known.clone()
-            memory.put(buffer, known)
-        with torch.no_grad():
-            self._launcher.run(launch, memory)
-        for buffer in (b for b in named if (launch, b) in makes):
-            made = held[makes[launch, buffer]] = memory.get(buffer)
-            if self._is_empty[launch]:
-                _flat(made).fill_(POISON)
-
-    def _fresh(self, buffer: int) -> Storage:
-        storage = allocate(self._trace.buffers[buffer].size_bytes)
-        _flat(storage).fill_(POISON)
-        return storage
-
-    def _shared_result(self) -> Replayed:
-        kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
-        left = [b for kind in kinds for b in self._trace.buffers_of(kind)]
-        return self._result(self._shared, {b: _flat(self._shared.get(b)).clone() for b in left})
-
-    def _result(self, memory: Memory, left: dict[int, torch.Tensor]) -> Replayed:
-        outputs = {n: tensor_of(memory.get(v.buffer), v).clone() for n, v in self._trace.outputs}
-        state = {
-            self._trace.buffers[b].name: _flat(memory.get(b)).clone()
-            for b in self._trace.buffers_of(BufferKind.STATE)
-        }
-        return Replayed(outputs, state, left)
-
-    def _weight(self, index: int, weights: Tensors) -> Storage:
-        buffer = self._trace.buffers[index]
-        return constant(buffer) if buffer.constant_hex else self._find(index, weights)
-
-    def _find(self, index: int, tensors: Tensors) -> Storage:
-        """The storage of a buffer that exists before the step, by its name."""
-        buffer = self._trace.buffers[index]
-        remedy = "Capture the trace again with --device cpu and this version of the program."
-        if buffer.name not in tensors:
-            raise MismatchError(f"the model has no {buffer.kind} '{buffer.name}'", remedy)
-        storage: Storage = tensors[buffer.name].detach().untyped_storage()
-        if storage.nbytes() != buffer.size_bytes:
-            sizes = f"{storage.nbytes()} bytes in the model and {buffer.size_bytes} in the trace"
-            raise MismatchError(f"{buffer.kind} '{buffer.name}' has {sizes}", remedy)
-        return storage
-
-    def _cannot(self, launch: int, error: Exception) -> WorkerError:
-        name = self._trace.kernel_of(launch).name
-        lines = str(error).splitlines() or [type(error).__name__]
-        return WorkerError(
-            f"launch {launch} ({name}) cannot be run on this machine's CPU: {lines[0]}",
-            "Capture the model with --device cpu.",
-        )
+    def _state(self, memory: Memory) -> dict[str, torch.Tensor]:
+        buffers = self._trace.buffers_of(BufferKind.STATE)
+        return {self._trace.buffers[b].name: _flat(memory.get(b)).clone() for b in buffers}
 
 
 def differing(reference: Replayed, other: Replayed) -> list[str]:
-    """Names of the outputs and state that are not equal bit by bit."""
+    """Names of outputs and state that differ in any bit."""
     pairs = [(name, t, other.outputs[name]) for name, t in reference.outputs.items()]
     pairs += [(name, t, other.state[name]) for name, t in reference.state.items()]
     return [name for name, a, b in pairs if not same_bits(a, b)]
 
 
 def differing_buffers(reference: Replayed, other: Replayed) -> set[int]:
-    """Temporary and output buffers whose final bytes are not the same."""
+    """Temporary and output buffers whose final bytes differ."""
     return {b for b, t in reference.memory.items() if not torch.equal(t, other.memory[b])}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True iff both hold the same bytes; a NaN equals itself here."""
+    """True iff both hold the same bytes; a NaN equals itself."""
     one, other = flat_bytes(a), flat_bytes(b)
     return one.numel() == other.numel() and bool(torch.equal(one, other))
 
 
 class _SharedMemory(Memory):
-    """One storage for each buffer, the same for every order; results are copied to where they belong."""
+    """One storage per buffer, the same for every order; results are copied to their places."""
 
-    def __init__(self, weights: dict[int, Storage], sizes: Mapping[int, int]) -> None:
+    def __init__(self, trace: Trace, weights: dict[int, Storage]) -> None:
         super().__init__(weights)
-        self._places = {buffer: allocate(size) for buffer, size in sizes.items()}
-        # Set before each launch.
-        self.is_uninitialised = False
-        for buffer, storage in self._places.items():
-            super().put(buffer, storage)
+        self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
+        sizes = [buffer.size_bytes for buffer in trace.buffers]
+        self._own.update({b: allocate(size) for b, size in enumerate(sizes) if b not in weights})
+        # The launch that runs.
+        self.launch = 0
 
     def reset(self, given: Mapping[int, Storage]) -> None:
-        for buffer, storage in self._places.items():
+        for buffer, storage in self._own.items():
             if buffer in given:
                 storage.copy_(given[buffer])
             else:
                 _flat(storage).fill_(POISON)
 
+    def before(self, launch: int) -> None:
+        self.launch = launch
+
     def put(self, buffer: int, storage: Storage) -> None:
-        place = self._places[buffer]
-        if self.is_uninitialised:
+        place = self._own[buffer]
+        if self._is_empty[self.launch]:
             _flat(place).fill_(POISON)
         elif storage.data_ptr() != place.data_ptr():
             place.copy_(storage)
+
+
+class _RenamedMemory(Memory):
+    """One storage per version of a buffer; a launch that changes a buffer works on a copy."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        weights: Mapping[int, Storage],
+        given: Mapping[int, Storage],
+        values: Sequence[Value],
+    ) -> None:
+        super().__init__(weights, fresh(trace, CPU, _poisoned))
+        self._trace, self._given, self._values = trace, given, values
+        # (launch, buffer) -> number of the version that it reads, and that it makes.
+        self._reads = {(reader, v.buffer): n for n, v in enumerate(values) for reader in v.readers}
+        self._makes = {(v.producer, v.buffer): n for n, v in enumerate(values) if v.producer is not None}
+        self._versions = {
+            n: given[v.buffer] for n, v in enumerate(values) if v.producer is None and v.buffer in given
+        }
+
+    def before(self, launch: int) -> None:
+        """The versions that the launch reads; poison where there is none."""
+        self._own = {}
+        for buffer in self._named(launch):
+            version = self._versions.get(self._reads.get((launch, buffer), -1))
+            if version is not None:
+                self.put(buffer, version.clone() if (launch, buffer) in self._makes else version)
+
+    def after(self, launch: int) -> None:
+        for buffer in self._named(launch):
+            if (launch, buffer) in self._makes:
+                version = self._versions[self._makes[launch, buffer]] = self.get(buffer)
+                if is_allocation(self._trace, launch):
+                    _flat(version).fill_(POISON)
+
+    def settle(self) -> None:
+        """The last version of every buffer."""
+        self._own = dict(self._given)
+        for number, value in enumerate(self._values):  # versions of a buffer are in order
+            if number in self._versions:
+                self.put(value.buffer, self._versions[number])
+
+    def _named(self, launch: int) -> set[int]:
+        row = self._trace.launches[launch]
+        named = {view.buffer for view in row.views} | {access.buffer for access in row.accesses}
+        return named - self._weights.keys()
+
+
+def _poisoned(size_bytes: int, **options: Any) -> torch.Tensor:
+    return torch.full((size_bytes,), POISON, **options)
 
 
 def _flat(storage: Storage) -> torch.Tensor:

@@ -11,6 +11,7 @@ taken when a program first runs in a microbatch, and kept; see `memory`.
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -26,9 +27,9 @@ import torch
 from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
-from tessera.execute.launcher import Launcher, hand_in
+from tessera.execute.launcher import Launcher
 from tessera.execute.mailbox import Hangup
-from tessera.execute.memory import Ground, Stand, Storage, bytes_of, constant, tensor_of
+from tessera.execute.memory import Ground, Stand, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import (
     Begin,
     Cancel,
@@ -47,7 +48,7 @@ from tessera.execute.messages import (
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import Gone, RunTransfer, TransferArrived, open_transport
-from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send, Trace
+from tessera.ir import BufferKind, DeviceKind, Free, Instruction, Program, Recv, Run, Send
 
 # A file in the session's folder that the engine holds as long as it lives.
 LOCK = "lock"
@@ -64,6 +65,9 @@ class Backend(Protocol):
 
     def loop(self) -> None:
         """Says Ready, then works until the engine hangs up."""
+
+    def close(self) -> None:
+        """Lets go of memory and connections."""
 
 
 @dataclass
@@ -88,7 +92,8 @@ class Worker:
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._programs: list[Sequence[Program]] = list(setup.programs)
         self._launchers = [Launcher(t, torch.device("cpu")) for t in setup.traces]
-        weights = [self._bind_weights(t) for t in setup.traces]
+        kinds = (BufferKind.WEIGHT,)
+        weights = [bind_storages(t, kinds, setup.weights, is_partial=True) for t in setup.traces]
         self._ground = Ground(setup.traces, setup.device, weights)
         # (microbatch, lane, index)
         self._stands: dict[tuple[int, int, int], Stand] = {}
@@ -255,16 +260,6 @@ class Worker:
             self._waiting.remove(following)
             self._begin(following)
 
-    def _bind_weights(self, trace: Trace) -> dict[int, Storage]:
-        held = {}
-        for index in trace.buffers_of(BufferKind.WEIGHT):
-            buffer = trace.buffers[index]
-            if buffer.constant_hex:
-                held[index] = constant(buffer)
-            elif buffer.name in self._setup.weights:
-                held[index] = self._setup.weights[buffer.name].untyped_storage()
-        return held
-
 
 def main(pipe: Pipe, folder: str) -> None:
     """Entry of a process of the engine's machine, which inherits a pipe to its setup."""
@@ -272,12 +267,18 @@ def main(pipe: Pipe, folder: str) -> None:
     # Streams that share a hardware queue wait for one another; read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):  # the engine is gone
-        setup = take_over(pipe)
-        engine = EngineConnection(setup.engine, setup.secret, setup.name)
-        threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
-        serve(setup, engine)
+        _serve_inherited(pipe)
+    # Gives shared CUDA tensors back: the engine's torch warns at exit about tensors that are still held.
+    gc.collect()
     _clean_up(folder)
     os._exit(0)  # threads may still wait for peers that are gone
+
+
+def _serve_inherited(pipe: Pipe) -> None:
+    setup = take_over(pipe)
+    engine = EngineConnection(setup.engine, setup.secret, setup.name)
+    threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
+    serve(setup, engine)
 
 
 def _follow(pipe: Pipe, engine: EngineConnection) -> None:
@@ -315,8 +316,6 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
     """One worker until its engine hangs up; an error goes to the engine, which tells the user."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    if setup.interpret is not None:
-        hand_in(setup.interpret)
     backend: Backend | None = None
     try:
         backend = _backend(setup, engine)
@@ -327,7 +326,11 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
         _tell_failure(engine, backend, error.message, error.remedy)
     except Exception as error:  # noqa: BLE001 - a process boundary: the engine must hear of anything
         _tell_failure(engine, backend, f"{type(error).__name__}: {error}", "")
-    engine.close()
+    finally:
+        if backend is not None:
+            with contextlib.suppress(TesseraError, RuntimeError, OSError):  # a device that has failed
+                backend.close()
+        engine.close()
 
 
 def _backend(setup: Setup, engine: EngineConnection) -> Backend:

@@ -1,11 +1,10 @@
-"""The nouns. Frozen, typed, standard library only; stages meet here and nowhere else.
+"""The nouns. Frozen, typed, standard library and msgspec only; stages meet here and nowhere else.
 
 Suffixes in this package: _us microseconds · _bytes bytes · _gbps gigabytes per second · _per_s per second.
 Counts start with num_. Byte ranges are half-open. Equality and hashing are by value.
 """
 
 from tessera.ir.cluster import AWAY, Cluster, Cost, Costs, Device, DeviceKind, Link, Source
-from tessera.ir.codec import digest
 from tessera.ir.files import kind_of, load, save
 from tessera.ir.graph import Edge, Graph, Hazard, Value, WorkUnit
 from tessera.ir.plan import (
@@ -52,6 +51,7 @@ from tessera.ir.trace import (
     Trace,
     View,
     arg_views,
+    digest,
     region,
 )
 from tessera.ir.verify import verify

@@ -21,7 +21,7 @@ program has no other rule at a third batch: a trace that is to be run is recorde
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -238,8 +238,7 @@ class _Reading:
             if len(one) != len(other):
                 raise _Uneven
             return self._record(_tuple, range(len(one)), zip(one, other, strict=True), one)
-        if is_dataclass(one) and not isinstance(one, type):
-            names = [f.name for f in fields(one)]
+        if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
             pairs = ((getattr(one, name), getattr(other, name)) for name in names)
             return self._record(type(one), names, pairs, one)
         if one is not other and one != other:

@@ -24,6 +24,8 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import count
 
+import msgspec
+
 from tessera.errors import MismatchError
 from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
@@ -236,29 +238,25 @@ def need_whole_prefills(plan: Plan, what: str, place: str = "") -> None:
             raise MismatchError(message, remedy, place)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, tag=True):
     """Run one launch of the trace."""
 
     launch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, tag=True):
     """Start transfer number `transfer`; nothing behind it waits."""
 
     transfer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(msgspec.Struct, frozen=True, tag=True):
     """Wait until transfer number `transfer` has arrived, then own a copy of its bytes."""
 
     transfer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(msgspec.Struct, frozen=True, tag=True):
     """This device needs the buffer no more."""
 
     buffer: int

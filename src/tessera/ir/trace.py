@@ -16,12 +16,14 @@ Where even that is too dear (many rows at unlike strides) regions are said to ov
 answer of False is a proof and an answer of True is not.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
-from tessera.ir.codec import digest
+import msgspec
 
 # After this many comparisons of rows, two regions are said to overlap.
 MAX_STEPS = 20_000
@@ -235,8 +237,7 @@ def item_bytes(dtype: str) -> int:
     return ITEM_BYTES.get(dtype, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True, tag=True):
     """A tensor: how one buffer's bytes are read. Strides and offset count elements."""
 
     buffer: int
@@ -251,16 +252,17 @@ class View:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Symbol:
+class Symbol(msgspec.Struct, frozen=True, tag=True):
     """A torch constant among the arguments: kind is dtype, device, layout or memory_format."""
 
     kind: str
     name: str
 
 
-# An argument of a launch: a tensor, a torch constant, a plain value, or a tuple of arguments.
-Arg = View | Symbol | bool | int | float | str | None | tuple["Arg", ...]
+Item = View | Symbol | bool | int | float | str | None
+# An argument of a launch: a tensor, a torch constant, a plain value, or a tuple of these, nested at most
+# twice (files are decoded by this type, and msgspec has no recursive unions).
+Arg = Item | tuple[Item | tuple[Item, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +348,11 @@ class Trace:
     def digest(self) -> str:
         """Names this trace by its contents; costs and plans refer to it."""
         return digest(self)
+
+
+def digest(record: Any) -> str:
+    """Names a record by its contents: equal records have equal digests."""
+    return hashlib.sha256(msgspec.msgpack.encode(record)).hexdigest()
 
 
 def arg_views(arg: Arg) -> tuple[View, ...]:

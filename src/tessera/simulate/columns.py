@@ -1,27 +1,25 @@
-"""What a device goes through in one run of a program: receives, and segments of launches that end in sends.
+"""Scripts: the programs that workers run (`execute.lower`), with their modelled times, for the simulator.
 
-`Scripts` makes this straight from a placement, with work that grows with the transfers and not with the
-launches; a test holds it against the programs that workers run.
+A script has a column per device: receives, and segments of launches that end in sends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from tessera.execute.lower import LoweredRun, TransferPoint, UnitLowering, lower_moves
 from tessera.execute.schedule import until_wait
-from tessera.ir import BufferKind, Cluster, Costs, Graph, Link, Placement, Recv, WorkUnit
+from tessera.ir import Cluster, Costs, Link, Placement, Recv, Transfer, WorkUnit
 
 Ints = npt.NDArray[np.int64]
-# State on its way: source, destination, bytes.
-Moved = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferWire:
-    """One transfer: which bus it occupies for how long, and when it is there after that."""
+    """A transfer: the bus it occupies, for how long, and the latency after which it arrives."""
 
     number: int
     src: int
@@ -34,9 +32,9 @@ class TransferWire:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSegment:
-    """Launches in a row on one device, then transfers that leave at their end.
+    """Consecutive launches on one device, then transfers that leave at their end.
 
-    Launch i of the segment's list ends at ends_us[i + 1]; this segment is [start, stop) of it.
+    Launch i of the step ends at ends_us[i + 1]; this segment is launches [start, stop).
     """
 
     ends_us: list[float]
@@ -46,13 +44,13 @@ class LaunchSegment:
 
     @property
     def us(self) -> float:
-        """How long it takes undisturbed."""
+        """Duration without interruption."""
         return self.ends_us[self.stop] - self.ends_us[self.start]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceColumn:
-    """One device's list, and from each place in it the time until it may have to wait."""
+    """One device's list, and from each position the time until it may have to wait."""
 
     items: tuple[Recv | LaunchSegment, ...]
     until_wait_us: tuple[float, ...]
@@ -60,12 +58,12 @@ class DeviceColumn:
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """One program: what every device does in one run, how often a request runs it, how long it is busy."""
+    """One program: a column per device, runs per request, and busy time of one run."""
 
     columns: tuple[DeviceColumn, ...]
     count: int
     busy_us: float
-    # The step whose launches these are.
+    # The step whose launches or state these are.
     step: int
 
     @cached_property
@@ -83,13 +81,13 @@ def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
 
 @dataclass(frozen=True)
 class Wires:
-    """The links of a cluster by their ends, and the bus that each is on."""
+    """The links of a cluster by their ends, and the bus of each."""
 
     cluster: Cluster
 
     @cached_property
     def buses(self) -> tuple[str, ...]:
-        """Things that carry one transfer at a time, by name."""
+        """Names; a bus carries one transfer at a time."""
         return tuple(dict.fromkeys(map(_bus, self.cluster.links)))
 
     @cached_property
@@ -106,134 +104,67 @@ def _bus(link: Link) -> str:
     return link.group or f"{link.src} -> {link.dst}"
 
 
-@dataclass(frozen=True)
-class _Flows:
-    """The values of one step that a launch made and others read, in columns."""
-
-    producer: Ints
-    num_bytes: Ints
-    pin_value: Ints
-    pin_reader: Ints
-
-
 @dataclass
 class Scripts:
-    """Makes scripts of placements on one cluster; a step's script is made once a placement."""
+    """Scripts of placements on one cluster; the script of a step is made once per placement."""
 
     unit: WorkUnit
     costs: tuple[Costs, ...]
     cluster: Cluster
-    _known: dict[tuple[int, tuple[int, ...], tuple[Moved, ...]], Script] = field(default_factory=dict)
+    _scripts: dict[tuple[int, tuple[int, ...], tuple[Transfer, ...]], Script] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.wires = Wires(self.cluster)
-        self._flows = [_flows(g) for g in self.unit.graphs]
+        self._lowering = UnitLowering(self.unit, len(self.cluster.devices))
         self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in self.costs]
-        self._homes = [_state_launches(g) for g in self.unit.graphs]
 
     def of(self, placement: Placement) -> tuple[Script, ...]:
         """The scripts of a request in running order: steps, and moves of state between them."""
-        return tuple(script for move, step in self.steps(placement) for script in (move, step) if script)
+        return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
-    def steps(self, placement: Placement) -> tuple[tuple[Script | None, Script], ...]:
-        """Of every step: the move of state that it wants when it follows the one before it, and the step.
+    def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
+        """For every step: the moves of state before it when it follows the step before it, and the step.
 
-        What a prefill leaves in parts is moved part by part: at the end of each run of its own.
+        A prefill of some of a request's rows moves its part of the state at the end of each of its runs.
         """
-        moved = [*self._moved(placement), ()]
+        moves, places = self._lowering.moves(placement), enumerate(placement.devices)
         if self.unit.is_in_parts:
-            each = enumerate(placement.devices)
-            return tuple((None, self._step(step, place, moved[step + 1])) for step, place in each)
+            leaving = [tuple(t for _, transfers in each for t in transfers) for each in (*moves[1:], [])]
+            return tuple(((), self._script(step, place, leaving[step])) for step, place in places)
         return tuple(
-            (self._migration(step, moved[step]), self._step(step, place))
-            for step, place in enumerate(placement.devices)
+            (
+                tuple(self._script(source, (), tuple(transfers)) for source, transfers in moves[step]),
+                self._script(step, place),
+            )
+            for step, place in places
         )
 
-    def _moved(self, placement: Placement) -> Iterator[tuple[Moved, ...]]:
-        """Of every step: state that lives elsewhere than the step wants it."""
-        last: dict[str, tuple[int, int]] = {}
-        for homes, place in zip(self._homes, placement.devices, strict=True):
-            wanted = {name: (place[launch], size) for name, (launch, size) in homes.items()}
-            ends = [(last.get(name, to), to) for name, to in wanted.items()]
-            yield tuple((src, dst, min(size, part)) for (src, size), (dst, part) in ends if src != dst)
-            last |= wanted
+    def _script(self, step: int, place: tuple[int, ...], moves: tuple[Transfer, ...] = ()) -> Script:
+        """One run of a step that then moves state; without a placement, the moves alone."""
+        key = (step, place, moves)
+        if key not in self._scripts:
+            num = len(self.cluster.devices)
+            run = self._lowering.steps[step].run(place, moves) if place else lower_moves(moves, num)
+            self._scripts[key] = self._make(step, np.array(place, dtype=np.int64), run)
+        return self._scripts[key]
 
-    def _step(self, step: int, place: tuple[int, ...], leaving: tuple[Moved, ...] = ()) -> Script:
-        key = (step, place, leaving)
-        if key not in self._known:
-            self._known[key] = self._make(step, np.array(place, dtype=np.int64), leaving)
-        return self._known[key]
-
-    def _make(self, step: int, place: Ints, leaving: tuple[Moved, ...]) -> Script:
-        flows, num = self._flows[step], len(self.cluster.devices)
-        home, there = place[flows.producer], place[flows.pin_reader]
-        crossing = there != home[flows.pin_value]
-        pairs = flows.pin_value[crossing] * num + there[crossing]
-        # Pins are sorted by value and reader, so the first of a (value, device) is its first reader.
-        unique, first = np.unique(pairs, return_index=True)
-        value, dst, reader = unique // num, unique % num, flows.pin_reader[crossing][first]
-        producer = flows.producer[value]
-        order = np.lexsort((dst, producer))
-        own = self._us[step][np.arange(len(place)), place]
-        events: list[list[tuple[int, int, int]]] = [[] for _ in range(num)]
-        wires: list[TransferWire] = []
-        rows = zip(*(x[order].tolist() for x in (value, producer, reader, dst)), strict=True)
-        for number, (index, made, read, to) in enumerate(rows):
-            src = int(place[made])
-            wires.append(self.wires.of(number, src, to, int(flows.num_bytes[index])))
-            events[src].append((made, 1, number))
-            events[to].append((read, 0, number))
-        for number, (src, to, size) in enumerate(leaving, start=len(wires)):
-            wires.append(self.wires.of(number, src, to, size))
-            events[src].append((len(place) - 1, 1, number))
-            events[to].append((len(place), 0, number))
-        ends = [
-            np.concatenate([[0.0], np.cumsum(np.where(place == d, own, 0.0))]).tolist() for d in range(num)
-        ]
-        columns = tuple(column_of(ends[d], sorted(events[d]), wires) for d in range(num))
-        return Script(columns, self.unit.counts[step], float(own.sum()), step)
-
-    def _migration(self, step: int, moved: tuple[Moved, ...]) -> Script | None:
-        """A script that moves state and does nothing else."""
-        if not moved:
-            return None
-        by_source: dict[int, list[TransferWire]] = {}
-        columns: list[list[Recv | LaunchSegment]] = [[] for _ in self.cluster.devices]
-        for number, (src, dst, size) in enumerate(moved):
-            by_source.setdefault(src, []).append(self.wires.of(number, src, dst, size))
-        for src, wires in by_source.items():
-            columns[src].append(LaunchSegment([0.0], 0, 0, tuple(wires)))
-        for wires in by_source.values():
-            for wire in wires:
-                columns[wire.dst].append(Recv(wire.number))
-        return Script(tuple(make_column(c) for c in columns), 1, 0.0, step)
-
-
-def _flows(graph: Graph) -> _Flows:
-    made = [v for v in graph.values if v.producer is not None and v.num_bytes and v.readers]
-    pins = [(n, r) for n, v in enumerate(made) for r in v.readers]
-    listed = np.array(pins, dtype=np.int64).reshape(-1, 2)
-    return _Flows(
-        np.array([v.producer for v in made], dtype=np.int64),
-        np.array([v.num_bytes for v in made], dtype=np.int64),
-        listed[:, 0].copy(),
-        listed[:, 1].copy(),
-    )
-
-
-def _state_launches(graph: Graph) -> dict[str, tuple[int, int]]:
-    """State buffer -> (a launch that touches it, its bytes)."""
-    sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is BufferKind.STATE}
-    return {name: (graph.groups[g][0], sizes[name]) for name, g in graph.state_groups.items()}
+    def _make(self, step: int, place: Ints, run: LoweredRun) -> Script:
+        us = self._us[step][np.arange(len(place)), place]
+        wires = [self.wires.of(n, t.src, t.dst, t.num_bytes) for n, t in enumerate(run.transfers)]
+        columns = []
+        for device, points in enumerate(run.points):
+            ends = np.concatenate([[0.0], np.cumsum(np.where(place == device, us, 0.0))]).tolist()
+            columns.append(column_of(ends, points, wires))
+        return Script(tuple(columns), self.unit.counts[step] if len(place) else 1, float(us.sum()), step)
 
 
 def column_of(
-    ends: list[float], events: Sequence[tuple[int, int, int]], wires: Sequence[TransferWire]
+    ends: list[float], points: Sequence[TransferPoint], wires: Sequence[TransferWire]
 ) -> DeviceColumn:
-    """Events are (launch, 1: sent after it or 0: received before it, transfer), in trace order."""
+    """A device's column; launch i ends at ends[i + 1]."""
     items: list[Recv | LaunchSegment] = []
     done = 0  # launches before this one are in the column
-    for launch, is_send, number in events:
+    for launch, is_send, number in points:
         at = launch + is_send
         has_work = ends[at] > ends[done]
         last = items[-1] if items else None

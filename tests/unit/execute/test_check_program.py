@@ -116,7 +116,7 @@ def test_the_program_is_right_before_it_is_broken() -> None:
         (freed_early, "every read finds the version it needs on its device"),
         (freed_at_once, "nothing is used after it is freed"),
         (sent_twice, "every transfer has one sender and one receiver"),
-        (circle, "nobody waits in a circle"),
+        (circle, "no circular wait"),
         (with_old_version, "every transfer finds the version|every read finds the version"),
     ],
 )

@@ -177,7 +177,7 @@ def test_missing_state_is_a_mismatch() -> None:
 
 def test_state_of_another_size_is_a_mismatch() -> None:
     """Both sizes are named."""
-    with pytest.raises(MismatchError, match="4 bytes in the model and 256 in the trace"):
+    with pytest.raises(MismatchError, match="4 bytes, but 256 in the trace"):
         Replay(graph().trace, {}, {"x": torch.zeros(8, 8)}, {"kept": torch.zeros(1)})
 
 
@@ -186,7 +186,7 @@ def test_a_kernel_that_is_no_operator_is_refused() -> None:
     trace = graph().trace
     foreign = dataclasses.replace(trace, kernels=tuple(Kernel(k.name, Origin.PTX) for k in trace.kernels))
 
-    with pytest.raises(WorkerError, match="is no operator"):
+    with pytest.raises(WorkerError, match="is not an operator"):
         replay(dataclasses.replace(graph(), trace=foreign)).run_in_program_order()
 
 

@@ -1,22 +1,15 @@
 """Plans whose lanes are of unlike batches: rules, figures and files."""
 
-import json
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from batches_factory import mixed_plan
 from factories import make_chain, make_plan
-from tessera.errors import ArtifactError, MismatchError, RuleBroken
-from tessera.ir import Plan, Timeline, digest, load, need_one_batch, save, verify
+from tessera.errors import MismatchError, RuleBroken
+from tessera.ir import Plan, Timeline, load, need_one_batch, save, verify
 from tessera.simulate import simulate
-
-
-def header(path: Path) -> int:
-    """The format that a file says it has."""
-    return int(json.loads(path.read_bytes().split(b"\n")[0])["version"])
 
 
 def test_a_larger_batch_counts_for_more() -> None:
@@ -31,33 +24,13 @@ def test_a_larger_batch_counts_for_more() -> None:
 
 
 def test_files_keep_the_variants(tmp_path: Path) -> None:
-    """A plan with unlike batches comes back equal, and says that older readers cannot take it."""
+    """A plan with unlike batches comes back equal."""
     plan = mixed_plan()
     save(plan, tmp_path / "x.plan")
     save(simulate(plan, 6), tmp_path / "x.timeline")
 
     assert plan == load(Plan, tmp_path / "x.plan")
     assert len(load(Timeline, tmp_path / "x.timeline").weights) == 6
-    assert header(tmp_path / "x.plan") == header(tmp_path / "x.timeline") == 8
-
-
-def test_files_without_variants_say_nothing_of_them(tmp_path: Path) -> None:
-    """One batch: nothing in the body of others."""
-    plan = make_plan([make_chain(3)], [[[0, 1, 0]]])
-    save(plan, tmp_path / "x.plan")
-
-    assert b"variant" not in (tmp_path / "x.plan").read_bytes()
-    assert digest(plan) == digest(load(Plan, tmp_path / "x.plan"))
-
-
-def test_files_of_formats_unknown_are_refused(tmp_path: Path) -> None:
-    """The first format is too old, the next one too new."""
-    save(mixed_plan(), tmp_path / "x.plan")
-    raw = (tmp_path / "x.plan").read_bytes()
-    for version, word in ((1, "old format 1"), (9, "reads up to 8")):
-        (tmp_path / "y.plan").write_bytes(raw.replace(b'"version": 8', b'"version": %d' % version, 1))
-        with pytest.raises(ArtifactError, match=word):
-            load(Plan, tmp_path / "y.plan")
 
 
 def test_rules_of_variants() -> None:
@@ -94,15 +67,3 @@ def test_what_takes_one_batch_says_so() -> None:
         MismatchError, match=r"lanes of batch 8, 2; a service takes one batch.*--batch-choices"
     ):
         need_one_batch(mixed_plan(), "a service")
-
-
-def test_files_of_older_words_are_read(tmp_path: Path) -> None:
-    """Before format 8 a plan had slots."""
-    plan = mixed_plan()
-    save(plan, tmp_path / "x.plan")
-    head, _, body = (tmp_path / "x.plan").read_bytes().partition(b"\n")
-    body = body.replace(b"microbatches", b"slots")
-    facts = json.loads(head) | {"version": 7, "bytes": len(body), "sha256": sha256(body).hexdigest()}
-    (tmp_path / "x.plan").write_bytes(json.dumps(facts).encode() + b"\n" + body)
-
-    assert plan == load(Plan, tmp_path / "x.plan")

@@ -184,6 +184,8 @@ def test_replicas_may_prefill_unlike_parts_of_like_batches() -> None:
 
     ir.verify(both)
 
+    assert {0, 1} == {lane.variant for lane in both.lanes}
+
 
 def test_a_plan_with_prefills_in_parts_is_not_run_and_says_how_to_plan_one_that_is() -> None:
     """In one line."""

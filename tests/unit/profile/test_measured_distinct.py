@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import msgspec
+
 from profile_factories import TraceMaker
 from tessera.ir import Buffer, BufferKind, Kernel, Origin, Symbol, Trace
 from tessera.profile.measured import cold_buffers, distinct
@@ -103,7 +105,7 @@ def test_a_cache_that_was_touched_in_one_row_is_cold() -> None:
     """Writing one token's row does not bring in all the others."""
     make = TraceMaker()
     rows = make.tensor((1024, 64), "float32")
-    one = replace(rows, shape=(1, 64), stride=(64, 1))
+    one = msgspec.structs.replace(rows, shape=(1, 64), stride=(64, 1))
     make.launch("aten.relu.default", (make.tensor((1, 64), "float32"),), one)
     make.launch("aten.relu.default", (rows,), make.tensor((1024, 64), "float32"))
     trace = replace(make.done(), buffers=(Buffer("kv", BufferKind.STATE, 1024 * 256), *make.buffers[1:]))

@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace, unary_trace
@@ -31,7 +32,7 @@ def times(trace: Trace, *gpus: str) -> list[float]:
 
 def fp32(arg: Arg) -> Arg:
     """The same tensor, twice as wide."""
-    return replace(arg, dtype="float32") if isinstance(arg, View) else arg
+    return msgspec.structs.replace(arg, dtype="float32") if isinstance(arg, View) else arg
 
 
 def test_large_bf16_gemms_are_not_slower_on_the_a100() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from scripts.launch_rows import read
 
@@ -20,7 +21,7 @@ ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "launches_h200_202
 def strided(make: TraceMaker, shape: Shape, stride: Shape, dtype: str = "bfloat16") -> View:
     """A tensor that lies in memory as its strides say."""
     size = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return replace(make.tensor((size,), dtype), shape=shape, stride=stride)
+    return msgspec.structs.replace(make.tensor((size,), dtype), shape=shape, stride=stride)
 
 
 @dataclass(frozen=True, slots=True)

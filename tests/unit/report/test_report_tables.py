@@ -22,8 +22,13 @@ def line_of(shown: RenderableType, word: str) -> str:
 
 def test_the_factory_keeps_the_rules() -> None:
     """The records these tests are made of are valid."""
-    verify(make_plan())
-    verify(make_timeline(make_plan()))
+    plan = make_plan()
+    timeline = make_timeline(plan)
+
+    verify(plan)
+    verify(timeline)
+
+    assert {span.track for span in timeline.spans} >= set(plan.cluster.names)
 
 
 def test_devices_table_shows_utilisation_of_the_run() -> None:

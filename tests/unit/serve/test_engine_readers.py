@@ -77,7 +77,7 @@ def test_no_wake_up_is_lost_between_two_waits() -> None:
         def waiter(self, waiter: asyncio.Future[None] | None) -> None:
             self.waiters = [waiter]
 
-    async def meet() -> None:
+    async def meet() -> bool:
         buffer, wake_ups, loop = Buffer(), WakeUps(), asyncio.get_running_loop()
         first, second = loop.create_future(), loop.create_future()
         buffer.waiters = [first, second]
@@ -85,8 +85,9 @@ def test_no_wake_up_is_lost_between_two_waits() -> None:
         wake_ups.add(buffer)
         wake_ups.flush()
         await asyncio.wait_for(second, 5.0)
+        return second.done()
 
-    wait_for(meet())
+    assert wait_for(meet())
 
 
 def test_a_loop_that_is_closed_stops_nobody() -> None:

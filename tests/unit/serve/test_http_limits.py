@@ -126,7 +126,10 @@ def test_connection_is_used_again(server: Running) -> None:
     wait_until(lambda: bool(client.recv(65536, socket.MSG_PEEK).count(b"usage") == 1))
     client.sendall(raw_request(CHAT)[20:])
     wait_until(lambda: bool(client.recv(65536, socket.MSG_PEEK).count(b"usage") == 2))
+    answers = client.recv(65536)
     client.close()
+
+    assert 2 == answers.count(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])

@@ -115,15 +115,10 @@ def place_of(model: str) -> str:
     return str(folder.resolve()) if folder else model
 
 
-def _denoiser(name: str, step: Step) -> Workload:
-    sizes, num_words, dtype = catalog.DENOISERS[name]
-    return denoisers.denoise_workload(denoisers.MMDiTConfig(**sizes), num_words, dtype, step)
-
-
 for _name, (_family, _sizes, _dtype) in catalog.LANGUAGE.items():
     register(_name, STEPS.get(_family, CAUSAL_STEPS), SERVED_STEPS)(built_in(_family, _sizes, _dtype))
-for _name in catalog.DENOISERS:
-    register(_name, ("denoise",))(partial(_denoiser, _name))
+for _name, _denoiser in catalog.DENOISERS.items():
+    register(_name, denoisers.STEPS)(partial(denoisers.built_in, *_denoiser))
 
 
 Call = Callable[[Tensors, Tensors], dict[str, torch.Tensor]]

@@ -1,6 +1,6 @@
-"""The built-in models: published configurations, and tiny ones of the same make that run on a laptop.
+"""Built-in models: published configurations in bfloat16, and tiny ones in float32 that run on a laptop.
 
-Full-size models are in bfloat16, tiny ones in float32. Tiny vocabularies are bytes, begin and end.
+Tiny vocabularies are the bytes, a begin token and an end token.
 """
 
 from typing import Any
@@ -66,11 +66,16 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     }, torch.float32),
 }
 
-# name -> (sizes of the denoiser, tokens of its text encoders, dtype)
-DENOISERS: dict[str, tuple[dict[str, int], int, torch.dtype]] = {
-    "sd3.5-medium": ({}, 333, torch.bfloat16),
-    "tiny-sd3.5": ({
-        "depth": 4, "heads": 4, "head_dim": 16, "text_width": 64, "pooled_width": 32, "channels": 4,
-        "max_side": 64, "num_dual": 2,
+# name -> (class of diffusers, configuration, tokens of its text encoders, dtype)
+DENOISERS: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
+    "sd3.5-medium": ("SD3Transformer2DModel", {
+        "num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64, "caption_projection_dim": 1536,
+        "joint_attention_dim": 4096, "pooled_projection_dim": 2048, "in_channels": 16, "out_channels": 16,
+        "pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13)), "qk_norm": "rms_norm",
+    }, 333, torch.bfloat16),
+    "tiny-sd3.5": ("SD3Transformer2DModel", {
+        "num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 16, "caption_projection_dim": 64,
+        "joint_attention_dim": 64, "pooled_projection_dim": 32, "in_channels": 4, "out_channels": 4,
+        "pos_embed_max_size": 64, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm", "sample_size": 32,
     }, 16, torch.float32),
 }

@@ -191,6 +191,49 @@ def placed(model: Any, make: Callable[[], Tensors]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(model.device) for name, tensor in made.items()}
 
 
+def forward(
+    model: Any,
+    cache: tuple[str, Any],
+    inputs: Tensors,
+    pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    is_pair: bool = False,
+    **given: Any,
+) -> Any:
+    """One call of a model's forward on a cache (name, value): the call of every step of a decoder.
+
+    `pick` selects the hidden states that go through the head.
+    """
+    prefix, positions = "decoder_" if is_pair else "", inputs.get("positions")
+    if "rotary" in inputs:
+        given |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
+    else:
+        given[f"{prefix}input_ids"] = inputs["tokens"]
+        name = next((n for n in (f"{prefix}position_ids", "position_ids") if takes(model, n)), "")
+        if name and positions is not None:
+            given[name] = positions
+    if positions is not None and takes(model, "cache_position"):
+        given["cache_position"] = positions[0]
+    if cache[0]:
+        given[cache[0]] = cache[1]
+    with head_reads(model, pick) as is_picked:
+        made = model(**given, use_cache=True)
+    logits = getattr(made, "logits", None)
+    if pick is not None and not is_picked and isinstance(logits, torch.Tensor) and logits.dim() == 3:
+        made.logits = pick(logits)
+    return made
+
+
+def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
+    """Embeddings of tokens, with those of a picture in their places."""
+    words: torch.Tensor = model.get_input_embeddings()(inputs["tokens"])
+    if "is_image" in inputs:
+        return torch.where(inputs["is_image"][..., None], inputs["image"], words)
+    if "image" in inputs:
+        rows = torch.arange(words.shape[0], device=words.device)[:, None]
+        words[rows, inputs["image_places"]] = inputs["image"]
+    return words
+
+
 @dataclass(frozen=True)
 class ModelMemory:
     """What is remembered between calls: the cache, and tensors in attributes of the model's parts."""
@@ -327,15 +370,9 @@ class CachedSteps:
         """The model's own forward on a cache; only each row's newest token goes through the head."""
         from tessera.capture.models.rows import row_masks
 
-        given: dict[str, Any] = {self._tokens: inputs["tokens"], "use_cache": True}
-        if self._cache:
-            given[self._cache] = cache
         if self._has_positions and hasattr(cache, "begin"):
             cache.begin(inputs["positions"], last)
-        if self._positions:
-            given[self._positions] = inputs["positions"]
-        if takes(self._model, "cache_position") and self._has_positions:
-            given["cache_position"] = inputs["positions"][0]
+        given: dict[str, Any] = {}
         if self._is_pair:
             from transformers.modeling_outputs import BaseModelOutput
 
@@ -351,8 +388,8 @@ class CachedSteps:
         def pick(hidden: torch.Tensor) -> torch.Tensor:
             return newest(hidden, last)[:, None] if self._has_rows and last is not None else hidden[:, -1:]
 
-        with row_masks(), head_reads(self._model, pick):
-            return self._model(**given)
+        with row_masks():
+            return forward(self._model, (self._cache, cache), inputs, pick, self._is_pair, **given)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
@@ -362,15 +399,18 @@ class CachedSteps:
             last = torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)
         made, memory = self._step_on(memory, inputs, last)
         after = dict(tensors_of(memory))
-        results = _results(made, self._cache)
-        if self._is_pair and self._has_positions:  # the request's first inputs may be an encode's
-            results[NEXT] = newest(inputs["positions"][:, :, None], last) + 1
+        results = _results(made, self._cache) | self._following(inputs, last)
         if not self._is_carried:
             return results | {AFTER + name: tensor for name, tensor in after.items()}
         for name, tensor in after.items():
             if tensor is not state[name]:
                 state[name].copy_(tensor)
         return results
+
+    def _following(self, inputs: Tensors, last: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Outputs that say where each row continues; an encoder-decoder's first inputs may be an encode's."""
+        has_next = self._is_pair and self._has_positions
+        return {NEXT: newest(inputs["positions"][:, :, None], last) + 1} if has_next else {}
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
         size = (self._step.batch, width)
@@ -471,10 +511,10 @@ def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
-    """While entered, the model's head reads what is picked; False if the model has none to be seen."""
+def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[bool]:
+    """While entered, the model's head reads what is picked; False if the model has no such module."""
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Module):
+    if pick is None or not isinstance(head, torch.nn.Module):
         yield False
         return
     handle = head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:]))

@@ -25,7 +25,7 @@ A token below zero is one that the step before has chosen (-1: of its first sequ
 and embeddings that stand in the places of some tokens (`vision` makes them).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -48,7 +48,7 @@ from tessera.capture.models.generic import (
     choose,
     describe,
     exchanged,
-    head_reads,
+    forward,
     placed,
     takes,
     tensors_of,
@@ -332,46 +332,15 @@ def _tables(model: Any, kind: str, step: Step, inputs: Tensors) -> PageTables:
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
     """Of each sequence's newest token, which alone goes through the head."""
-    tokens, positions = inputs["tokens"], inputs["positions"]
-    if kind != FLAT and "row" not in inputs:
-        by_row: torch.Tensor = _forward(model, tokens[:, None], positions[:, None], cache).logits
-        return by_row[:, -1]
-    newest = (inputs["query_starts"][1:] - 1).clamp_min(0)
-
-    def pick(hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[:, newest]
-
-    with head_reads(model, pick) as is_picked:
-        if "rotary" in inputs:
-            return _see(model, inputs, cache, pick)
-        logits: torch.Tensor = _forward(model, tokens[None], positions[None], cache).logits
-    return (logits if is_picked else pick(logits))[0]
-
-
-def _forward(model: Any, tokens: torch.Tensor, positions: torch.Tensor, cache: PagedCache) -> Any:
-    given: dict[str, Any] = {"input_ids": tokens, _cache_name(model): cache, "use_cache": True}
-    if takes(model, "position_ids"):
-        given["position_ids"] = positions
-    if takes(model, "cache_position"):
-        given["cache_position"] = positions[0]
-    return model(**given)
-
-
-def _see(
-    model: Any, inputs: Tensors, cache: PagedCache, pick: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """The language part of a model that sees, with a picture's embeddings in their places."""
-    language = model.model.language_model
-    words = language.embed_tokens(inputs["tokens"])
-    embedded = torch.where(inputs["is_image"][:, None], inputs["image"], words)
-    hidden = language(
-        inputs_embeds=embedded[None],
-        position_ids=inputs["rotary"][:, None],
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state
-    logits: torch.Tensor = model.get_output_embeddings()(hidden)[0]
-    return logits
+    by_row = kind != FLAT and "row" not in inputs
+    given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
+    given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
+    if "rotary" in inputs:
+        given["rotary"] = inputs["rotary"][:, None]
+    newest = None if by_row else (inputs["query_starts"][1:] - 1).clamp_min(0)
+    pick = None if newest is None else lambda hidden: hidden[:, newest]
+    logits: torch.Tensor = forward(model, (_cache_name(model), cache), given, pick).logits
+    return logits[:, -1] if by_row else logits[0]
 
 
 # The workload ----------------------------------------------------------------------------------------------

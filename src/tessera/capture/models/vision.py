@@ -9,13 +9,11 @@ Where windows of the image begin and end is fixed by its size, so it is given as
 tower would otherwise read it from the device.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tessera.capture.models.generic import check_length, choose, newest
-from tessera.capture.reads import traced
+from tessera.capture.models.generic import NEXT, CachedSteps, newest
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step
@@ -28,7 +26,7 @@ NUM_LEADING = 1
 
 def vision_workload(model: Any, step: Step) -> Workload:
     """A step of the vision-language model."""
-    return _encode(model, step) if step.kind == "encode" else _language(model, step)
+    return _encode(model, step) if step.kind == "encode" else PictureSteps(model, step).workload()
 
 
 def grid_of(num_tokens: int) -> tuple[int, int]:
@@ -106,83 +104,56 @@ def _windows(height: int, width: int, side: int, batch: int) -> tuple[list[int],
     return order, begins
 
 
-def _language(model: Any, step: Step) -> Workload:
-    capacity = check_length(model.config.text_config, step)
-    return Workload(
-        step,
-        model,
-        _caller(model, capacity),
-        lambda seed: _inputs(step, model, seed),
-        lambda seed: _state(model, step, capacity, seed),
-        lambda first, run, last: _follow(step, model, last),
-    )
+class PictureSteps(CachedSteps):
+    """Prefill and decode with positions in time, height and width (`rotary`) and an image's embeddings."""
 
+    def _count_seen(self) -> int:
+        return 0
 
-def _state(model: Any, step: Step, capacity: int, seed: int) -> dict[str, torch.Tensor]:
-    """An empty cache for a prefill; for a decode on its own, a cache that looks used."""
-    from tessera.capture.models.rows import RowCache
+    def _following(self, inputs: Tensors, last: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        rotary = inputs["rotary"].transpose(0, 1).transpose(1, 2)
+        return {
+            NEXT: newest(inputs["positions"][:, :, None], last) + 1,
+            "next_rotary": newest(rotary, last) + 1,
+        }
 
-    random, config = torch.Generator().manual_seed(seed), model.config.text_config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    made = {}
-    for number, layer in enumerate(RowCache(config, capacity).layers):
-        size = (step.batch, config.num_key_value_heads, layer.slots, width)
-        for part in ("keys", "values"):
-            used = step.kind == "decode"
-            tensor = torch.randn(size, generator=random) if used else torch.zeros(size)
-            made[f"{part}.{number}"] = tensor.to(model.dtype)
-    return made
+    def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
+        made = super()._tokens_at(start, width, random)
+        return {**made, "rotary": made["positions"].repeat(3, 1, 1)}
 
+    def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
+        """Rows of different lengths; in a prefill the image follows the leading text."""
+        step, num = self._step, num_image_tokens(self._step)
+        random = torch.Generator().manual_seed(seed)
+        least = min(step.context, NUM_LEADING + num + 1)
+        lengths = torch.randint(least, step.context + 1, (step.batch, 1), generator=random)
+        if step.kind == "decode":
+            return self._tokens_at(lengths - 1, 1, random)
+        made = self._tokens_at(torch.zeros_like(lengths), step.context, random)
+        image = torch.randn((step.batch, num, self._config.hidden_size), generator=random)
+        return made | {
+            "rotary": rotary_positions(step.context, num)[:, None].repeat(1, step.batch, 1),
+            "last": lengths[:, 0] - 1,
+            "image": image.to(self._model.dtype),
+            "image_places": (NUM_LEADING + torch.arange(num)).repeat(step.batch, 1),
+        }
 
-def _caller(model: Any, capacity: int) -> Callable[[Tensors, Tensors], dict[str, torch.Tensor]]:
-    from tessera.capture.models.rows import RowCache, row_masks
-
-    language, head = model.model.language_model, model.get_output_embeddings()
-
-    def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        positions, last = inputs["positions"], inputs.get("last")
-        hidden = language.embed_tokens(inputs["tokens"])
-        if "image" in inputs:
-            rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
-            hidden[rows, inputs["image_places"]] = inputs["image"]
-        cache = RowCache(model.config.text_config, capacity)
-        for number, layer in enumerate(cache.layers):
-            layer.hold(state[f"keys.{number}"], state[f"values.{number}"])
-        cache.begin(positions, last)
-        with traced(), row_masks():
-            hidden = language(
-                inputs_embeds=hidden, position_ids=inputs["rotary"], past_key_values=cache, use_cache=True
-            ).last_hidden_state
-        made = choose(head(newest(hidden, last)))
-        now = positions[:, -1] if last is None else last
-        made["next_positions"] = now[:, None] + 1
-        made["next_rotary"] = newest(inputs["rotary"].transpose(0, 1).transpose(1, 2), last) + 1
-        return made
-
-    return call
-
-
-def _inputs(step: Step, model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Rows of different lengths; in a prefill the image's places come right after the leading text."""
-    config = model.config.text_config
-    random = torch.Generator().manual_seed(seed)
-    width = step.context if step.kind == "prefill" else 1
-    tokens = torch.randint(0, config.vocab_size, (step.batch, width), generator=random)
-    least = min(step.context, NUM_LEADING + num_image_tokens(step) + 1)
-    lengths = torch.randint(least, step.context + 1, (step.batch,), generator=random)
-    if step.kind == "decode":
-        positions = (lengths - 1)[:, None].clone()
-        return {"tokens": tokens, "positions": positions, "rotary": positions.repeat(3, 1, 1)}
-    num = num_image_tokens(step)
-    image = torch.randn((step.batch, num, config.hidden_size), generator=random).to(model.dtype)
-    return {
-        "tokens": tokens,
-        "positions": torch.arange(width).repeat(step.batch, 1),
-        "rotary": rotary_positions(width, num)[:, None].repeat(1, step.batch, 1),
-        "last": lengths - 1,
-        "image": image,
-        "image_places": (NUM_LEADING + torch.arange(num)).repeat(step.batch, 1),
-    }
+    def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+        """A prefill takes the image that an encode returned; a decode continues each row."""
+        if self._step.kind == "decode":
+            return {
+                "tokens": last["next_tokens"][:, None].clone(),
+                "positions": last[NEXT].clone(),
+                "rotary": last["next_rotary"].t()[:, :, None].contiguous(),
+            }
+        inputs = self._inputs(0)
+        if inputs["image"].shape != last["image"].shape:
+            raise MismatchError(
+                f"the encode returns {last['image'].shape[1]} tokens a row, "
+                f"the prefill takes {inputs['image'].shape[1]}",
+                "Capture the encode with half the prefill's context, and both with the same batch.",
+            )
+        return {**inputs, "image": last["image"].clone()}
 
 
 def num_image_tokens(step: Step) -> int:
@@ -202,21 +173,3 @@ def rotary_positions(width: int, num_image: int) -> torch.Tensor:
         positions[2, start:stop] = start + torch.arange(columns).repeat(rows)
         positions[:, stop:] = start + max(rows, columns) + torch.arange(width - stop)
     return positions
-
-
-def _follow(step: Step, model: Any, last: Tensors) -> dict[str, torch.Tensor]:
-    """A prefill takes the image that an encode returned; a decode goes on where its row stands."""
-    if step.kind == "decode":
-        return {
-            "tokens": last["next_tokens"][:, None].clone(),
-            "positions": last["next_positions"].clone(),
-            "rotary": last["next_rotary"].t()[:, :, None].contiguous(),
-        }
-    inputs = _inputs(step, model, 0)
-    if inputs["image"].shape != last["image"].shape:
-        found, wanted = last["image"].shape[1], inputs["image"].shape[1]
-        raise MismatchError(
-            f"the encode returns {found} tokens a row, the prefill takes {wanted}",
-            "Capture the encode with half the prefill's context, and both with the same batch.",
-        )
-    return {**inputs, "image": last["image"].clone()}

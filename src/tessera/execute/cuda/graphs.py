@@ -45,8 +45,8 @@ from tessera.execute.memory import (
     bytes_of,
     constant,
     fresh,
-    given_storage,
     is_allocation,
+    storage_of,
     tensor_of,
 )
 from tessera.ir import BufferKind, Cluster, Free, Program, Recv, Region, Run, Send, Trace
@@ -436,7 +436,7 @@ class DeviceGraphs:
         return True
 
     def close(self) -> None:
-        self._graphs, self._rooms = {}, []
+        self._graphs, self._rooms, self._resident, self._weights = {}, [], {}, {}
         if self.transport is not None:
             self.transport.close()
         self.device.close()
@@ -491,7 +491,7 @@ class DeviceGraphs:
             if buffer.constant_hex:
                 self._resident[key] = constant(buffer, self.device.card)
             else:
-                storage = given_storage(buffer, self._weights)
+                storage = storage_of(buffer, self._weights)
                 if storage.device != self.device.card:
                     storage = bytes_of(storage, 0, storage.nbytes()).to(self.device.card).untyped_storage()
                 self._resident[key] = storage

@@ -1,4 +1,4 @@
-"""`tessera bench paper`: the contract of its JSON, its files, and one line for every mistake."""
+"""`python -m benchmarks.paper`: the contract of its JSON, its files, and one line for every mistake."""
 
 import contextlib
 import importlib.util
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.paper.__main__ import app
 from benchmarks.paper.records import Effort
 
-from tessera.cli import _main
+from tessera.cli import run_app
 from tessera.plan.problem import Mix
 from tessera.plan.search.planners import single_placement
 from tessera.plan.search.task import Task
 
-TINY = ("bench", "paper", "--quick", "--models", "tiny-llama", "--jobs", "1")
+TINY = ("--quick", "--models", "tiny-llama", "--jobs", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         for name in ("heterogeneity", "throughput"):
             words = [*TINY, "--pairs", "a100+l40s", "--only", name, "--json", "-o", str(folder)]
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                assert 0 == _main(words)
+                assert 0 == run_app(app, words, "paper")
     return json.loads(out.getvalue()), folder
 
 
@@ -71,7 +72,7 @@ def test_json_needs_no_matplotlib(
     find = importlib.util.find_spec
     hidden = {"matplotlib"}
     monkeypatch.setattr("importlib.util.find_spec", lambda n, *at: None if n in hidden else find(n, *at))
-    code = _main([*TINY, "--only", "heterogeneity", "--json", "-o", str(tmp_path)])
+    code = run_app(app, [*TINY, "--only", "heterogeneity", "--json", "-o", str(tmp_path)], "paper")
     out, err = capsys.readouterr()
 
     assert 0 == code
@@ -92,22 +93,9 @@ def test_a_mistake_is_one_line(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, and what to do."""
-    code = _main(["bench", "paper", "--quick", *words])
+    code = run_app(app, ["--quick", *words], "paper")
     err = capsys.readouterr().err
 
     assert 2 == code
     assert message in err
     assert 1 == len([line for line in err.splitlines() if line.startswith("error:")])
-
-
-def test_without_a_clone_one_line_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The evaluation is beside the benchmarks, which a wheel does not have."""
-    monkeypatch.setattr("tessera.cli.bench.ROOT", tmp_path)
-    code = _main(["bench", "paper", "--quick"])
-    err = capsys.readouterr().err
-
-    assert 2 == code
-    assert "Clone the repository" in err
-    assert 1 == len(err.strip().splitlines())

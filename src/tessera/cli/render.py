@@ -1,0 +1,258 @@
+"""The one renderer that prints a command's record for people.
+
+A record is a frozen dataclass or msgspec struct. Its fields are printed in order:
+
+  scalar, list or dict of scalars   a labelled line
+  list or dict of records           a table with a column for each field
+  record                            a section
+  `headline`                        one sentence in bold, without a label
+  `notes`                           one line each, without a label
+  None, or an empty list or dict    nothing
+
+Units come from the end of a field's name (`_us`, `_ms`, `_s`, `_bytes`, `_per_s`, `_share`, ...). A field can
+say more with `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
+
+A table that does not fit the terminal is turned: one column for each record, one row for each field. If that
+does not fit either, each record becomes a section. So no column is ever cut.
+"""
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tessera.report.figures import duration, percent, size
+
+# Cells of at least this length wrap, in columns of at least this width.
+PROSE_LENGTH, PROSE_WIDTH = 28, 14
+# Columns between two columns of a table.
+GAP = 2
+# Names that are written otherwise than in lower case.
+WORDS = {
+    "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
+    "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs",
+}  # fmt: skip
+HIDDEN = msgspec.Meta(extra={"hidden": True})
+
+
+def shown(label: str = "", unit: str = "") -> msgspec.Meta:
+    """Metadata of a field: its label for people, and a unit (a key of `UNITS`)."""
+    return msgspec.Meta(extra={"label": label, "unit": unit})
+
+
+def number(value: float) -> str:
+    """Four significant digits, thousands separated, never an exponent."""
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == 0 or not math.isfinite(value) or abs(value) >= 1e-4:
+        return f"{value:.4g}"
+    return f"{value:.{3 - math.floor(math.log10(abs(value)))}f}"
+
+
+# Last word of a field's name -> how its value is written. Units that are no part of the label come first.
+LABELLESS: dict[str, Callable[[float], str]] = {
+    "us": duration,
+    "ms": lambda ms: duration(1e3 * ms),
+    "s": lambda s: duration(1e6 * s),
+    "bytes": size,
+}
+UNITS: dict[str, Callable[[float], str]] = {
+    **LABELLESS,
+    "seconds": lambda s: duration(1e6 * s),
+    "hour": lambda usd: f"{usd:.2f}",
+    **dict.fromkeys(("share", "utilisation", "error", "gap", "margin", "loss", "attainment"), percent),
+    **dict.fromkeys(("ratio", "gain"), lambda value: f"{value:.3f}x"),
+}
+
+
+class Field(NamedTuple):
+    """How one field of a record is shown."""
+
+    name: str
+    label: str
+    unit: str
+    is_hidden: bool
+
+
+def fields_of(record: type[Any]) -> tuple[Field, ...]:
+    """The fields of a record type, in order."""
+    struct = getattr(record, "__struct_fields__", None)
+    names = struct or [f.name for f in dataclasses.fields(record)]
+    hints = get_type_hints(record, include_extras=True)
+    found = []
+    for name in names:
+        extra: dict[str, Any] = {}
+        for meta in getattr(hints[name], "__metadata__", ()):
+            extra |= getattr(meta, "extra", None) or {}
+        unit = extra.get("unit") or _unit(name)
+        found.append(Field(name, extra.get("label") or label(name), unit, extra.get("hidden", False)))
+    return tuple(found)
+
+
+def _unit(name: str) -> str:
+    words = name.split("_")
+    if "ratio" in words or words[0] == "gain":
+        return "ratio"
+    if words[-2:-1] == ["per"] and words[-1] == "s":
+        return ""
+    return words[-1] if words[-1] in UNITS else ""
+
+
+def label(name: str) -> str:
+    """A field's name for people: `tokens_per_s` is "tokens/s", `latency_us` "latency"."""
+    words = name.removeprefix("num_").removeprefix("is_").replace("_per_", "/").split("_")
+    if len(words) > 1 and words[-1] in LABELLESS:
+        words.pop()
+    text = " ".join(words)
+    for word, written in WORDS.items():
+        text = " ".join("/".join(written if x == word else x for x in y.split("/")) for y in text.split(" "))
+    return text
+
+
+def is_record(value: object) -> bool:
+    """Whether a value has fields: a struct or a dataclass."""
+    return isinstance(value, msgspec.Struct) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def text_of(value: Any, unit: str = "") -> str:
+    """A value without records, as people read it; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, int | float):
+        write = UNITS.get(unit)
+        return write(value) if write and math.isfinite(value) else number(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {text_of(x, unit)}".strip() for key, x in value.items())
+    if is_record(value):
+        pairs = ((f, text_of(getattr(value, f.name), f.unit)) for f in fields_of(type(value)))
+        return ", ".join(f"{f.label} {text}" for f, text in pairs if text and not f.is_hidden)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return str(value)
+    return ", ".join(text_of(x, unit) for x in value)
+
+
+def render(record: Any, console: Console) -> None:
+    """Print a record."""
+    lines: list[tuple[str, str]] = []
+    for field in fields_of(type(record)):
+        value = getattr(record, field.name)
+        if field.is_hidden or value is None or (isinstance(value, Sequence | Mapping) and not value):
+            continue
+        block = _block(field, value, console)
+        if block is None:
+            lines.append((field.label, text_of(value, field.unit)))
+            continue
+        _flush(lines, console)
+        block()
+    _flush(lines, console)
+
+
+def _block(field: Field, value: Any, console: Console) -> Callable[[], None] | None:
+    """How a field is printed that is more than a labelled line."""
+    if field.name == "headline":
+        return lambda: console.print(value, markup=False, style="bold")
+    if field.name == "notes":
+        return lambda: console.print("\n".join(value), markup=False)
+    if isinstance(value, Mapping) and is_record(next(iter(value.values()))):
+        return lambda: render_table(field.label, list(value.values()), console, [str(key) for key in value])
+    if isinstance(value, Sequence) and not isinstance(value, str) and is_record(value[0]):
+        return lambda: render_table(field.label, value, console)
+    if is_record(value):
+        return lambda: _section(field.label, value, console)
+    return None
+
+
+def _section(title: str, record: Any, console: Console) -> None:
+    console.print(_title(title))
+    render(record, console)
+
+
+def _title(text: str) -> Text:
+    return Text(text[:1].upper() + text[1:], style="bold")
+
+
+def _flush(lines: list[tuple[str, str]], console: Console) -> None:
+    """Print the labelled lines that have come together."""
+    if not lines:
+        return
+    grid = Table.grid(padding=(0, GAP))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in lines:
+        grid.add_row(Text(name), Text(text))
+    console.print(grid)
+    lines.clear()
+
+
+def render_table(
+    title: str, records: Sequence[Any], console: Console, names: Sequence[str] | None = None
+) -> None:
+    """Print records of one type, one row each; turned where that is too wide."""
+    heads, rows, rights = [], [], []
+    for field in fields_of(type(records[0])):
+        values = [getattr(record, field.name) for record in records]
+        cells = [text_of(value, field.unit) for value in values]
+        if not field.is_hidden and any(cells):
+            heads.append(field.label)
+            rows.append(cells)
+            rights.append(all(x is None or isinstance(x, int | float) for x in values))
+    if names is not None:
+        heads, rows, rights = ["", *heads], [list(names), *rows], [False, *rights]
+    table = [[head, *cells] for head, cells in zip(heads, rows, strict=True)]
+    turned = [["", *heads[1:]], *([head, *rest] for head, *rest in zip(*rows, strict=True))]
+    console.print(_title(title))
+    for columns, justified in ((table, rights), (turned, [False, *(True for _ in records)])):
+        if widths := _widths(columns, console.width):
+            return _print_table(columns, widths, justified, console)
+    for index in range(len(records)):
+        _flush([(head, cells[index]) for head, cells in zip(heads, rows, strict=True)], console)
+        console.print()
+    return None
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """The width of each column, with its head first; None if they do not fit."""
+    wanted = []
+    for head, *cells in columns:
+        word = max((len(x) for x in head.split()), default=0)
+        wanted.append(max([word, *(len(cell) for cell in cells)]))
+    prose = [n for n, cells in enumerate(columns) if wanted[n] >= PROSE_LENGTH and _has_words(cells[1:])]
+    excess = sum(wanted) + GAP * (len(wanted) - 1) - width
+    while excess > 0:
+        widest = max(prose, key=lambda n: wanted[n], default=None)
+        if widest is None or wanted[widest] <= PROSE_WIDTH:
+            return None
+        wanted[widest] -= 1
+        excess -= 1
+    return wanted
+
+
+def _has_words(cells: Sequence[str]) -> bool:
+    """Whether the cells can be wrapped between words."""
+    return all(len(word) <= PROSE_WIDTH for cell in cells for word in cell.split())
+
+
+def _print_table(
+    columns: Sequence[Sequence[str]], widths: Sequence[int], rights: Sequence[bool], console: Console
+) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
+    table.show_header = any(head for head, *_ in columns)
+    for (head, *_), width, is_right in zip(columns, widths, rights, strict=True):
+        title = Text("\n".join(textwrap.wrap(head, width, break_on_hyphens=False)))
+        table.add_column(title, justify="right" if is_right else "left", width=width, vertical="top")
+    for cells in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, cells))
+    console.print(table)
