@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
-from tessera.execute.mailbox import Connection, Hangup, Mailbox
+from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Connection, Hangup, Mailbox
 from tessera.execute.messages import (
     Leave,
     Message,
@@ -30,8 +30,6 @@ from tessera.ir.files import FORMAT_VERSION
 
 # Secret of loopback addresses, which only this machine can reach.
 LOOPBACK_SECRET = b"tessera on loopback"
-# Failed handshakes until the engine counts as having another secret.
-MAX_HANDSHAKES = 3
 PROBE_S, RETRY_S = 5.0, 0.2
 # Last messages of a worker are sent within this time.
 LINGER_S = 2.0
@@ -208,14 +206,13 @@ def connect_engine(
     start_s = time.monotonic()
 
     def connected(connection: Connection, mailbox: Mailbox) -> None:
+        until_s = time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)
         while not connection.is_open:
             mailbox.pump(RETRY_S)
-            if connection.num_failed >= MAX_HANDSHAKES:
+            if connection.num_failed >= MAX_HANDSHAKES or time.monotonic() > until_s:
                 message = "no engine answers there, or one with another secret"
                 remedy = "Use one --secret-file, and check --rendezvous."
                 raise MismatchError(message, remedy, address.place)
-            if not connection.is_open and not connection.num_failed:
-                _probe(address, start_s, patience_s, again_s)
 
     _probe(address, start_s, patience_s, again_s)
     return EngineConnection(f"tcp://{address.place}", address.secret, connected=connected)

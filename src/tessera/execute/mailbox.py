@@ -42,6 +42,8 @@ MAX_MESSAGE_BYTES = 4 << 30
 HIGH_WATER = 10_000
 # From the start of a connection to the end of its handshake.
 HANDSHAKE_MS, CONNECT_MS, RETRY_MS, BACKLOG = 5_000, 5_000, 100, 512
+# Failed handshakes after which a peer counts as having another secret.
+MAX_HANDSHAKES = 3
 # A machine that vanished is noticed after 15 s.
 KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -121,8 +123,8 @@ class _End:
     by_fd: dict[int, Connection] = field(default_factory=dict)
     closed_fds: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
-    # Why the handshake failed that is reported as disconnected next.
-    refusal: str = ""
+    # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
+    refusal: str | None = None
 
 
 class Mailbox:
@@ -226,7 +228,7 @@ class Mailbox:
             try:
                 end.socket.send_multipart(parts, zmq.NOBLOCK)
                 # Sending may take in the signal that something came.
-                if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type]
+                if end.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
                     self.wake()
                 return True
             except zmq.ZMQError:  # unknown peer, or one that does not read
@@ -377,22 +379,24 @@ class Mailbox:
                 end.closed_fds.discard(value)
                 end.hosts[value] = _host(value)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                end.refusal = "it was silent" if value == errno.ETIMEDOUT else ""
+                end.refusal = "" if value in (errno.EPIPE, errno.ECONNRESET) else "it was silent"
             elif kind in REFUSALS:
                 end.refusal = REFUSALS[kind]
             elif kind == zmq.EVENT_DISCONNECTED:
                 end.closed_fds.add(value)
-                host, refusal, end.refusal = end.hosts.pop(value, ""), end.refusal, ""
-                if refusal:
-                    self._refused(host, refusal)
+                host, refusal, end.refusal = end.hosts.pop(value, ""), end.refusal, None
                 if (connection := end.by_fd.pop(value, None)) is not None:
                     closed.append((connection, Hangup()))
+                elif refusal != "":
+                    self._refused(host or "a caller", refusal or "it is no worker")
 
     def _connecting(self, connection: Connection, kind: int) -> Hangup | None:
         """What an event means for a connecting end."""
         if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             connection.is_open = True
-        elif kind in REFUSALS or kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        elif kind in REFUSALS:  # the library does not try again
+            connection.num_failed += MAX_HANDSHAKES
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             connection.num_failed += 1
         elif kind == zmq.EVENT_DISCONNECTED and connection.is_open:
             return Hangup("the connection was closed")

@@ -109,17 +109,17 @@ class Worker:
 
     def loop(self) -> None:
         self._engine.tell(WorkerReady(time.monotonic(), os.getpid(), self._transport.address))
-        try:
-            while True:
-                job = self._queue.pick()
-                news = self._engine.take(block=job is None)
-                if news is not None:
-                    if not self._handle(news):
-                        return
-                elif job is not None:
-                    self._go_on(job)
-        finally:
-            self._transport.close()
+        while True:
+            job = self._queue.pick()
+            news = self._engine.take(block=job is None)
+            if news is not None:
+                if not self._handle(news):
+                    return
+            elif job is not None:
+                self._go_on(job)
+
+    def close(self) -> None:
+        self._transport.close()
 
     def _handle(self, news: Any) -> bool:
         """Takes in one message; False when the engine is gone."""

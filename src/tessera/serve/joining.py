@@ -136,7 +136,7 @@ def _session_main(outcome: Pipe, *arguments: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent acts on it
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
-        join(*arguments, lambda line: print(line, file=sys.stderr, flush=True))
+        join(*(*arguments, lambda line: print(line, file=sys.stderr, flush=True)))
     except TesseraError as error:
         is_gone = isinstance(error, WorkerError)
         name = WorkerError.__name__ if is_gone else MismatchError.__name__
