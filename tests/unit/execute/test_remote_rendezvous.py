@@ -155,7 +155,8 @@ def test_garbage_is_one_complaint(heard: Heard, garbage: bytes) -> None:
     heard.until(lambda: heard.news)
     worker.close()
 
-    assert heard.complaints[0].startswith("127.0.0.1: ")
+    assert len(heard.complaints) == 1
+    assert "no worker" in heard.complaints[0] or "silent" in heard.complaints[0]
 
 
 @contextmanager
