@@ -1,15 +1,14 @@
-"""CudaKernel: a CUDA kernel that a program launches itself, so that Tessera knows what it touches.
+"""CudaKernel: a CUDA kernel that a program launches itself.
 
     scale = tessera.CudaKernel(source, "scale")
     scale[grid, block](y, x, 2.0, n)
 
-`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled when the kernel is made: by NVRTC where torch
-brings it, else by nvcc. Grid and block are a number or up to three. Arguments are tensors for pointers and
-numbers for the rest, one for each parameter; a list of tensors is a table of their addresses, for kernels
-that load pointers from memory. The launch runs where the tensors are: on the GPU's current stream, or on the
-CPU in the PTX interpreter; a capture records it with the accesses proved from its code.
+`source` is PTX, or CUDA C++ with `extern "C"` entries, compiled by NVRTC or nvcc. Grid and block are a number
+or up to three. Arguments are tensors for pointers and numbers for the rest; a list of tensors is a table of
+their addresses. The launch runs on the device of its tensors, on a CPU in the PTX interpreter; a capture
+records it with the accesses proved from its code.
 
-Not handled: parameters that are structs, and textures.
+Not handled: struct parameters and textures.
 """
 
 import ctypes
@@ -24,9 +23,10 @@ from typing import Any
 
 import torch
 
-from tessera.capture.own import Grid, OwnLaunch, launch
+from tessera.capture.own import OwnLaunch, launch
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
+from tessera.kernels.launch import Grid
 
 # Compute capability to compile for: what every GPU since Ampere can load.
 ARCH = 80
@@ -51,7 +51,6 @@ class CudaKernel:
         return partial(self.launch, _three(shape[0]), _three(shape[1]))
 
     def __call__(self, *args: Any) -> None:
-        """Says how to launch it."""
         raise self._shapeless()
 
     def _shapeless(self) -> CaptureError:
@@ -59,7 +58,6 @@ class CudaKernel:
         return CaptureError(f"kernel {self.name} needs a grid and a block", remedy)
 
     def launch(self, grid: Grid, block: Grid, *args: Any) -> None:
-        """One launch."""
         if len(args) != len(self._types):
             message = f"kernel {self.name} has {len(self._types)} parameters, {len(args)} arguments are given"
             raise CaptureError(message, "Give one for each.")
@@ -140,7 +138,6 @@ def _parameters(ptx: str, name: str) -> list[str]:
 
 
 def _compiled(source: str, arch: int) -> str:
-    """PTX of CUDA C++."""
     if torch.version.cuda is not None and torch.cuda.is_available():
         return _by_nvrtc(source, arch)
     nvcc = shutil.which("nvcc")

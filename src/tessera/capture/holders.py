@@ -1,29 +1,17 @@
-"""What a callable holds: tensors that it can reach without being given them, and what it keeps in Python.
+"""What a callable holds: tensors it reaches without being given them (`find`), and Python state.
 
-`find`: the tensors.
-
-Looked through: a module or the module a method is bound to; what a function closes over or names as a
-global, and likewise the functions of its own file that it names; the parts of a `functools.partial`; plain
-objects, lists, tuples and dicts among these. A tensor is found together with the dictionary or list that
-holds it, so that another can take its place for one call; where nothing can (a closure's variable, a tuple),
-it can be read but not changed. A parameter's gradient is held by its parameter; an optimiser is looked at
-last, so that parameters are named after their modules.
-
-Not looked through: objects nested deeper than `MAX_DEPTH`, objects with __slots__, and global variables of
+Tensors are searched in modules, bound objects, closures, globals of the function's own file, parts of a
+`functools.partial`, and plain objects, lists, tuples and dicts among these. Each is found with its holder, so
+that another tensor can replace it for one call; a tensor without one (a closure's variable, a tuple) can be
+read but not changed. A gradient is held by its parameter. Optimisers come last, so that parameters are named
+after their modules. Not searched: objects nested deeper than `MAX_DEPTH`, objects with __slots__, globals of
 other files.
 
-`python_state`: what a program keeps in Python between its calls.
-
-A counter, a list that grows, an attribute that is replaced, a generator of random numbers: a recording sees
-none of them, and a run by workers would go on with the values of the recorded call. So a step is called until
-it leaves everything in Python as it found it; what a first call sets up once (a cache, a flag) may change
-then. What goes on changing is refused, with the line that changes it.
-
-Looked at: attributes of the modules, of their classes and of the objects that these hold; what the callable
-and the modules' methods close over or name as globals of their own file; the generators of `random` and
-NumPy. Values that are no plain data, arrays or generators are compared by identity.
-
-Not looked at: memory of extensions, files, other processes. `record` compares what two calls launch.
+`python_state`: values that a program keeps between calls, such as a counter, a list that grows or a random
+generator. A recording does not see them, so a step is called until it leaves them unchanged; a value that
+every call changes is refused with its line. Searched: attributes of modules, their classes and objects,
+closures and globals of methods, the generators of `random` and NumPy. Values other than plain data, arrays
+and generators are compared by identity. Not searched: memory of extensions, files, other processes.
 """
 
 import dataclasses
@@ -67,7 +55,6 @@ class Held:
 
     @property
     def current(self) -> Any:
-        """What is held there now."""
         return self.tensor if self.holder is None else self.holder[self.key]
 
     def put_back(self) -> None:
@@ -100,7 +87,6 @@ class Finder:
         self._seen: dict[int, Any] = {}  # the values keep their ids from being used again
 
     def look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
-        """Finds what one value holds."""
         if isinstance(value, torch.Tensor):
             self._hold(name, value, holder, key)
             return
@@ -168,7 +154,6 @@ Item = tuple[str, Any, Any, Any]
 
 
 def items_of(value: Any) -> Iterator[Item]:
-    """What one value holds directly."""
     match value:
         case types.MethodType():
             yield "", value.__self__, None, None
@@ -205,7 +190,7 @@ def _variables(function: types.FunctionType) -> Iterator[Item]:
 
 
 def is_foreign(value: Any, function: types.FunctionType) -> bool:
-    """True for functions of other files: what they reach is their own business."""
+    """True for functions of other files, which are not searched."""
     return isinstance(value, types.FunctionType) and value.__module__ != function.__module__
 
 
@@ -310,7 +295,7 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Before:
-    """What some values were at one time."""
+    """A snapshot of several values."""
 
     def __init__(self, held: list[PyValue]) -> None:
         self._values = [(value, seen(value.read())) for value in held]
@@ -335,7 +320,7 @@ def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
 
 
 def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
-    """Follows a call line by line; the line that ran last before the value was another."""
+    """Runs a call line by line; returns the line that changed the value."""
     before, last, found = seen(value.read()), [""], [""]
 
     def look(frame: types.FrameType, event: str, arg: Any) -> Any:
@@ -357,7 +342,7 @@ def line_that_changes(value: PyValue, call: Callable[[], object]) -> str:
 
 
 class _Same:
-    """Stands for an object that is compared by identity; keeps it, so that its identity is not used again."""
+    """An object compared by identity; it is kept, so that its id is not reused."""
 
     __slots__ = ("value",)
 
@@ -371,7 +356,7 @@ class _Same:
 
 
 def seen(value: Any, depth: int = 0) -> Any:
-    """What a value is, so that it can be compared with what it is later."""
+    """A snapshot of a value for comparison."""
     if isinstance(value, _PLAIN) or depth > MAX_DEPTH:
         return (type(value), value if depth <= MAX_DEPTH else None)
     match value:
@@ -418,7 +403,6 @@ class _PySearch:
         self._known: dict[int, Any] = {}  # the values keep their ids from being used again
 
     def look(self, name: str, value: Any, depth: int) -> None:
-        """Finds what one value holds."""
         if depth > MAX_DEPTH or id(value) in self._known or len(self.values) > MAX_VALUES or _is_leaf(value):
             return
         self._known[id(value)] = value

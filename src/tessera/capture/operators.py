@@ -1,13 +1,12 @@
-"""Operators by their schema, tensors by their geometry, and refusals: the rules both front ends record by.
+"""Operators by their schema, tensors by their geometry, and refusals: rules of all front ends.
 
-An argument that the schema marks as written is written, and read too unless the operator overwrites it
-unseen: copy_, zero_, fill_, and the arguments that the schema calls `out`.
+An argument that the schema marks as written is also read, unless the operator overwrites it: copy_, zero_,
+fill_, and `out` arguments.
 
-A tensor subclass that wraps others, such as torchao's quantised weights, has no memory of its own: its parts
-are what is stored, sent and priced. Capture names the parts after the wrapper ("proj.weight.qdata") and
-leaves operators on wrappers to the wrapper's own code, whose operators on the parts are then recorded.
+A tensor subclass that wraps others (such as torchao's quantised weights) has no memory of its own. Capture
+names its parts after the wrapper ("proj.weight.qdata") and records the operators on the parts.
 
-What cannot be recorded is refused (`fail`) with the line of the program and with what to do instead.
+`fail` refuses with the line of the program and a remedy.
 """
 
 import functools
@@ -197,7 +196,7 @@ def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
 
 @contextmanager
 def insisting() -> Iterator[None]:
-    """While entered, a refusal stands also if the program catches it and goes on without the value."""
+    """While entered, a refusal stands even if the program catches it."""
     before, _said.error = _said.error, None
     try:
         yield
@@ -218,7 +217,7 @@ def insisting() -> Iterator[None]:
 
 
 def refuse_read(what: str) -> NoReturn:
-    """Something reads a value on the host that a request decides."""
+    """Refuses a host read of a value that depends on the request."""
     if any(f"{_TORCH}optim{os.sep}" in filename for filename, _ in _frames()):
         fail("the optimiser reads its step count or rate on the host", _ON_DEVICE)
     fail(f"{what} reads a tensor's value on the host", f"{BATCHED}, or pass the value as a plain number.")

@@ -1,27 +1,21 @@
-"""reads: every way by which Python gets at the bytes of a tensor, seen while a step is recorded.
+"""Host reads of tensors while a step is recorded.
 
-A value that the program has read on the host may decide anything: a number, a shape, a branch. A recording
-would hold it as a constant, so a read of a tensor that depends on the request is refused with its line:
+A value read on the host may decide a number, a shape or a branch, and a recording would hold it as a
+constant. So a read of a tensor that depends on the request is refused with its line:
 
   values     item, bool, int, float, index, tolist, numpy, np.asarray, printing, pickling and copying
-  addresses  data_ptr, DLPack, shared memory: whoever is given one reads what nobody sees
-  in C++     tensor_split by a tensor, ctc_loss by tensors: they read their arguments without an operator
-  clocks     time, datetime, os.urandom: no two calls get the same
+  addresses  data_ptr, DLPack, shared memory: reads through them are not seen
+  in C++     tensor_split and ctc_loss read tensor arguments without an operator
+  clocks     time, datetime, os.urandom: different in every call
 
-The methods are exchanged on torch's classes for as long as a thread records; other threads are not looked at.
-Clocks, and methods that a program took hold of before, are seen by Python's profiling hook.
-(A TorchFunctionMode would see the same, but models ask for such modes and then take other paths.) Reads of
-what no request changes, weights and what is made of them or of Python's numbers, are let through: a program
-that reads them does the same in every call. Operators that answer the host are refused by `operators`.
+Methods of torch's classes are exchanged while a thread records; other threads are not affected. Clocks and
+methods that a program saved before are seen by Python's profiling hook. (A TorchFunctionMode would see the
+same, but models take other paths under one.) Reads of values that no request changes are allowed. `operators`
+refuses operators that answer the host; `holders` and `record` find reads by other means. docs/capture.md has
+what each defence alone refuses.
 
-Not seen here: memory that a program reaches by other means, such as a NumPy array made over a tensor before.
-`holders` finds those that it holds, and `record` calls the step again with other values.
-
-Transformers reads masks on the host, to leave them out where they hide nothing, and checks inputs by their
-values; it does neither while it is traced. Capture is a trace, so `traced` says so. The results are the same:
-a mask that hides nothing is applied instead of left out. The messages of such checks name values: a tensor is
-written as "tensor" there. What other releases of transformers call differently is left alone: the read is
-then refused by its line.
+Transformers reads masks and checks inputs by value unless it is traced, so `traced` says that it is: a mask
+that hides nothing is then applied instead of dropped, and messages write a tensor as "tensor".
 """
 
 import datetime
@@ -47,7 +41,7 @@ NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 @contextmanager
 def traced() -> Iterator[None]:
-    """While entered, transformers takes no decision by the values of tensors that it can do without."""
+    """While entered, transformers makes no avoidable decision by tensor values."""
     module = sys.modules.get(IMPORTS)
     answer, checks = getattr(module, ANSWER, None), os.environ.get(NO_CHECKS)
     if module is None or answer is None:
@@ -82,12 +76,12 @@ _WITHIN = "Compute with torch's operators, or make a custom operator of it (torc
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One function to the bytes of a tensor: where it is found, its name, and what it does."""
+    """A function that reads the bytes of a tensor: its owner, name and effect."""
 
     owner: Any
     name: str
     does: str = VALUE
-    # The first argument that it reads; all before it are only computed with.
+    # The first argument that it reads on the host.
     first: int = 0
 
     @property
@@ -99,7 +93,7 @@ class _Way:
                     self.name, f"{self.name}()")  # fmt: skip
 
     def refuse(self) -> NoReturn:
-        """Something that varies was read this way."""
+        """Refuses a read of a tensor that varies."""
         if self.does == VALUE:
             refuse_read(self.said)
         fail(f"{self.said} {self.does}", _WITHIN)
@@ -129,7 +123,7 @@ _TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
 class _Seeing(threading.local):
-    """Who is asked in this thread whether a tensor depends on the request; nobody outside of recordings."""
+    """The check of this thread's recording: does a tensor depend on the request?"""
 
     varies: Varies | None = None
 
@@ -159,7 +153,7 @@ def reads_refused(varies: Varies) -> Iterator[None]:
 
 
 def reads_allowed() -> AbstractContextManager[None]:
-    """While entered, this thread may read what it likes: code of a launch that is recorded as such."""
+    """While entered, this thread may read: code of a launch that is recorded as a whole."""
     return _asking(None)
 
 
@@ -173,7 +167,7 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 
 def _exchange(way: _Way) -> Callable[[], None]:
-    """Puts a function that asks first in the place of one; gives what undoes it."""
+    """Replaces a function by one that checks first; returns the undo."""
     own = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
@@ -192,7 +186,7 @@ def _exchange(way: _Way) -> Callable[[], None]:
 
 @contextmanager
 def calls_refused() -> Iterator[None]:
-    """While entered, clocks and methods of tensors are refused also where the program kept them before."""
+    """While entered, clocks are refused, and tensor methods that the program saved before."""
     before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:

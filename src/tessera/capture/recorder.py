@@ -1,35 +1,19 @@
-"""Recorder: turns what PyTorch dispatches into a Trace.
+"""Recorder: PyTorch's dispatched operators as a Trace.
 
-Every operator that reaches the dispatcher is looked at once. It is a launch iff it writes an argument (by
-its schema) or returns storage nobody has seen; otherwise it is a view and costs nothing. Which tensors
-alias is decided by storage identity, never by the schema, because some operators (`_unsafe_view`, a
-`contiguous` that had nothing to do) alias without saying so; those are listed in the trace.
+An operator is a launch iff it writes an argument (by its schema) or returns new storage; otherwise it is a
+view and costs nothing. Aliasing is decided by storage identity, since some operators (`_unsafe_view`, a
+`contiguous` that does nothing) alias without saying so; the trace lists those. Real and fake tensors are
+recorded alike. A tensor made from Python values is a constant and travels with the trace; moving it to the
+step's device is no launch. A fake constant of unknown value is kept by name and size.
 
-The same code records real tensors and fake ones (`tessera.capture.fake`). A tensor made from Python values
-is a constant and travels with the trace; moving it to the step's device is no launch, since it can be put
-there beforehand. A fake constant whose value is unknown is kept by name and size alone.
+A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. A host
+read of such a buffer is refused (see `operators` and `reads`).
 
-A buffer varies if a request decides what it holds: inputs, state, what is drawn, and all that is computed
-from these. What varies must not be read on the host; the rest is the same in every call.
+A launch belongs to the module that runs, by its path ("model.layers.0.mlp"); a backward launch belongs to the
+module of its forward, by torch's sequence numbers.
 
-Refused, with the line of the program: see `tessera.capture.operators` and `tessera.capture.reads`.
-
-A launch belongs to the module that runs, by its path in the model ("model.layers.0.mlp"). What runs backward
-through an operator belongs to the module that called it: torch numbers the operators that it may have to
-differentiate, and tells while it does so which number it is at.
-
-Watch: runs along with a call to see what it touches, and saves what it is about to change.
-
-It follows what is computed from the call's inputs too: reading that on the host is refused, and a tensor of
-it that the program keeps is no constant of later recordings.
-
-Which tensors an operator writes is what its schema says (`Tensor(a!)`), as everywhere in capture. The few
-operators of torch that write more than they say are refused before they run.
-
-Ledger: the launches of a step while they are being recorded, and which storage is which buffer.
-
-Tensors are told apart by storage identity, never by what a schema says. A storage that appears for the first
-time is memory that the step made, hence a temporary; what existed before was declared, or is a constant.
+`Watch` follows a call to see what it touches and saves what it is about to change. `Ledger` holds the
+launches and the buffer of each storage while they are recorded.
 """
 
 from collections import Counter
@@ -72,11 +56,12 @@ from tessera.capture.operators import (
     view_of,
     whole_buffers,
 )
-from tessera.capture.own import AccessesOf, OwnLaunch, inside_operator, prove, tensors_in, touched, unchanged
+from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, touched, unchanged
 from tessera.capture.reads import reads_refused
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
+from tessera.kernels.ptx import triton_accesses
 
 
 class Ledger:
@@ -209,7 +194,6 @@ class Ledger:
     def kernel_launch(
         self,
         seen: OwnLaunch,
-        prove: AccessesOf,
         view: Callable[[torch.Tensor], View] | None = None,
         scope: str = "",
     ) -> Launch:
@@ -217,7 +201,7 @@ class Ledger:
         args = tuple(self.arg(a, view) for a in seen.args)
         kernel = self.kernel(seen.kernel)
         launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)
-        accesses, why = prove(seen.kernel, launch, self.buffers, self.empty)
+        accesses, why = triton_accesses(seen.kernel, launch, self.buffers, self.empty)
         if why:
             why = "; ".join(filter(None, (why, seen.unread)))
             accesses = whole_buffers(launch, self.buffers, seen.mutated)
@@ -235,7 +219,6 @@ class Ledger:
         num_views: int = 0,
         aliases: tuple[tuple[str, int], ...] = (),
     ) -> Trace:
-        """The finished trace; `outputs` are what the step returned."""
         for name, tensor in outputs.items():
             if self.find(tensor) is None:
                 fail(f"the step returns '{name}', which no launch made", "Return a result of the step.")
@@ -299,24 +282,23 @@ UNRECORDABLE = (
 )
 
 
-# Storages that hold values of a request of an earlier call, for as long as somebody keeps them.
+# Storages with values of an earlier call, while they are alive.
 _earlier: dict[int, StorageWeakRef] = {}
 
 
 def keep_apart(storages: Mapping[int, StorageWeakRef]) -> None:
-    """A later recording must not take these for constants."""
+    """Marks storages that later recordings must not take for constants."""
     for key in [key for key, held in _earlier.items() if held.expired()]:
         del _earlier[key]
     _earlier.update((key, held) for key, held in storages.items() if not held.expired())
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As torch would have run it."""
     return func(*args, **kwargs)
 
 
 def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator, whose own code is part of it; where that fails, says why and what instead."""
+    """Runs an operator as one launch; explains a failure with a remedy."""
     try:
         with inside_operator():
             return run(func, args, kwargs)
@@ -367,7 +349,6 @@ class Recorder(TorchDispatchMode):
         return False
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
-        """The finished trace; `outputs` are what the step returned."""
         self._draws.check()
         storages = self._ledger.storages.items()
         keep_apart({key: held for key, (held, buffer) in storages if self._is_made(buffer)})
@@ -424,15 +405,15 @@ class Recorder(TorchDispatchMode):
                 return
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
-        """A kernel that the program launches itself; gives what to check once it has run."""
+        """Records a kernel that the program launches itself; returns a check to run afterwards."""
         self._check_tables(seen)
-        launch = self._ledger.kernel_launch(seen, prove, self._argument, self._scopes.current)
+        launch = self._ledger.kernel_launch(seen, self._argument, self._scopes.current)
         self._add_launch(launch)
         weights = [t for t in _tensors(seen.args) if self._is_weight(t)] if launch.immovable else []
         return unchanged(seen.kernel.name, weights) if weights else None
 
     def _check_tables(self, seen: OwnLaunch) -> None:
-        """What a table of addresses holds must be the same for every request."""
+        """Refuses a table of addresses that depends on the request."""
         for place, table in seen.tables:
             if not isinstance(seen.args[place], tuple):
                 continue  # it could not be read
@@ -468,7 +449,7 @@ class Recorder(TorchDispatchMode):
         return self._ledger.arg(value, self._argument)
 
     def _argument(self, tensor: torch.Tensor) -> View:
-        """One nobody declared was made by the program from Python values, or is held outside any module."""
+        """A tensor that was not declared is a constant: made from Python values, or held outside modules."""
         storage = tensor.untyped_storage()
         is_new = self._find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():

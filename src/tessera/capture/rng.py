@@ -1,16 +1,15 @@
-"""Generators: random numbers as state of a step.
+"""Random generators as state of a step.
 
-A launch that draws reads and writes the state of its device's default generator. That state is a buffer of
-the step like a cache: "rng:cpu" or "rng:cuda:0", as `get_rng_state` gives it. So draws keep their order, run
-where the generator lives, and give the same numbers on another device that is handed the same state.
+A launch that draws reads and writes the state of its device's default generator: a buffer "rng:cpu" or
+"rng:cuda:0", as `get_rng_state` returns it. So draws keep their order and give the same numbers on another
+device with the same state.
 
-What a request starts with is the state of a generator that was seeded with the request's own seed; a captured
-call starts with the state the program's generator had. `entered` puts such a state into torch's generator for
-the time of a call and takes out what is left; the program's own generator is as before.
+A request starts with a generator seeded by the request's seed; a captured call with the state of the
+program's generator. `entered` puts such a state into torch's generator for one call and takes out the rest.
 
-Refused, with the line of the program: a generator other than the device's default one, and a step that seeds
-it or draws without an operator that says so (`Draws` compares the state before and after every draw).
-A fake device has no generator: its state has a name and a size, and nothing is compared.
+Refused with the line of the program: other generators, and a step that seeds or draws without an operator
+that says so (`Draws` compares states around every draw). A fake device has no generator: its state has a name
+and a size.
 """
 
 import functools
@@ -53,7 +52,6 @@ def _device_of(values: tuple[Any, ...]) -> torch.device:
 
 
 def size_of(name: str) -> int:
-    """Bytes of a generator's state."""
     return CUDA_STATE_BYTES if _device(name).type != "cpu" else torch.default_generator.get_state().numel()
 
 
@@ -111,14 +109,12 @@ class Draws:
         self.names: list[str] = []
 
     def before(self, name: str) -> None:
-        """A launch is about to draw."""
         if name not in self.names:
             self.names.append(name)
         if not self._is_fake:
             self._check(name)
 
     def after(self, name: str) -> None:
-        """A launch has drawn."""
         if not self._is_fake:
             self._known[name] = state_now(name)
 

@@ -68,6 +68,9 @@ ForbidOption = Annotated[
     list[str] | None, typer.Option(help="Launches that must not run there: gemm=emu:l40s.")
 ]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Say why: utilisation and every kernel.")]
+EffortOption = Annotated[
+    str, typer.Option(help="How much is tried: full, or quick for a rougher plan sooner.")
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="The plan to write.", show_default="LAST TRACE.plan")
 ]
@@ -94,15 +97,15 @@ def plan(
     pin: Annotated[list[str] | None, typer.Option(help=PIN_HELP)] = None,
     forbid: ForbidOption = None,
     batch_choices: Annotated[bool, typer.Option("--batch-choices", help=BATCH_HELP)] = False,
+    effort: EffortOption = "full",
     explain: ExplainOption = False,
     output: OutputOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide which device runs which launch, and what that gives.
 
-    Of a model, batch and microbatches are chosen too: what gives most tokens per second (or per dollar, or
-    per joule) on these devices within their memory and the limits. No weights are needed, and none of the
-    devices.
+    For a model, batch and microbatches are chosen too: most tokens per second (or per dollar, or per joule)
+    within the devices' memory and the limits. Neither weights nor the devices are needed.
 
     Or give the traces of one request in order. A decode belongs to a prefill when both have the same batch
     and the decode's context is the prefill's context plus its reserve.
@@ -118,16 +121,16 @@ def plan(
         )  # fmt: skip
         wanted = PlannedLoad(
             traces[0], prompt_tokens, output_tokens, tpot_ms, ttft_ms, batch, prefill_batch, microbatches,
-            random_weights, checked_launches(launches), goal,
+            random_weights, checked_launches(launches), goal, effort,
         )  # fmt: skip
         plan_for_load(wanted, _cluster(devices, links, buses), output, as_json)
         return
     given = {"--batch": batch, "--prefill-batch": prefill_batch, "--tpot-ms": tpot_ms, "--ttft-ms": ttft_ms}
     _refuse({**given, "--launches": launches}, "a model's name, not traces")
-    from tessera.plan import PlanConfig
+    from tessera.plan import PlanConfig, search_config
 
     many = 4 if microbatches is None else microbatches
-    config = PlanConfig(goal, many, policy, _constraints(pin, forbid))
+    config = PlanConfig(goal, many, policy, _constraints(pin, forbid), search=search_config(effort))
     prices = _Prices(costs or [], devices, links, buses)
     made, tried = _plan_traces(traces, _counts(counts), batch_choices, prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")

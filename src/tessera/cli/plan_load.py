@@ -13,7 +13,7 @@ from tessera.cli.output import console, print_json, progress
 from tessera.cli.plan_text import sure
 from tessera.errors import TesseraError
 from tessera.ir import Cluster, Objective, Step, save
-from tessera.plan import BATCHES, LoadConfig, LoadPlan, Option, Room, Target, explain
+from tessera.plan import BATCHES, DeviceMemory, LoadConfig, LoadPlan, Option, Target, explain, search_config
 
 # Columns of the curve in the terminal.
 WIDTH = 40
@@ -39,6 +39,7 @@ class PlannedLoad:
     # compiled, eager, or empty for what is known.
     launches: str = ""
     objective: Objective = Objective.THROUGHPUT
+    effort: str = "full"
 
 
 def plan_for_load(load: PlannedLoad, cluster: Cluster, output: Path | None, as_json: bool) -> None:
@@ -72,8 +73,13 @@ def planned(
     target = Target(load.output_tokens if steps[-1].kind == "decode" else 1, load.tpot_ms, load.ttft_ms)
     batches = (load.batch,) if load.batch else BATCHES
     is_compiled, note = choose_launches(steps, anchors_of(batches), load.launches)
+    search = search_config(load.effort)
     config = LoadConfig(
-        batches, max_microbatches=load.microbatches, objective=load.objective, advance=advance
+        batches,
+        max_microbatches=load.microbatches,
+        objective=load.objective,
+        advance=advance,
+        search=search,
     )
     found = make_load_plan(steps, cluster, target, config, is_compiled, load.prefill_batch)
     return found, is_compiled, note
@@ -150,7 +156,7 @@ def _worth(option: Option) -> dict[str, float | None]:
     }
 
 
-def _room(room: Room) -> dict[str, int]:
+def _room(room: DeviceMemory) -> dict[str, int]:
     return {
         "weights": room.weight_bytes,
         "state": room.state_bytes,

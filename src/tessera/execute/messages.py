@@ -32,7 +32,7 @@ from msgspec import Meta
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.memory import flat_bytes
 from tessera.execute.stepper import Tensors
-from tessera.ir import AWAY, BufferKind, Cluster, Device, DeviceKind, Plan, Program, Trace, verify
+from tessera.ir import AWAY, BufferKind, Cluster, Plan, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
@@ -394,11 +394,6 @@ def make_setups(
         us = tuple(tuple(row[number].us for row in costs.costs) for costs in plan.prices)
         setups.append(replace(first, device=number, us=us))
     return setups
-
-
-def interprets(device: Device, traces: Sequence[Trace]) -> bool:
-    """True if kernels with PTX run on a CPU there."""
-    return device.kind is not DeviceKind.CUDA and any(k.ptx for trace in traces for k in trace.kernels)
 
 
 def pack_config(setup: Setup) -> bytes:

@@ -1,8 +1,7 @@
-"""Inputs that a model takes: made from its own description, or read from a file.
+"""Example inputs of a model: made from its description, or read from a file.
 
-Names come from the forward of the model (what it needs, and its main input); sizes from its configuration,
-values at random. What is not known here can be given in a file (`--inputs`): named tensors in safetensors,
-npz or json. Nothing that can run code is read.
+Names come from the model's forward, sizes from its configuration, values are random. Others can be given in a
+file (`--inputs`): named tensors in safetensors, npz or json. No format that can run code is read.
 """
 
 import inspect
@@ -51,7 +50,6 @@ def _widest(special: list[int], count: int) -> tuple[int, int]:
 
 
 def call_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
-    """For the plain forward."""
     random = torch.Generator().manual_seed(seed)
     return {name: _make(model, name, step, random) for name in _wanted(model)}
 

@@ -1,19 +1,18 @@
-"""The steps of any model of transformers, from what the model says of itself.
+"""Steps of any model of transformers, and the one call (`forward`) of every decoder's step.
 
-    prefill  reads `context` tokens a row and leaves room for `context + reserve` positions
-    decode   reads one token a row, at the row's own position where the model takes positions
-    encode   of an encoder-decoder: the encoder, over `context` tokens (or as long as the model's sound is)
+    prefill  reads `context` tokens per row and leaves room for `context + reserve` positions
+    decode   reads one token per row, at the row's own position if the model takes positions
+    encode   encoder of an encoder-decoder, over `context` tokens (or the model's length of sound)
     call     the plain forward, without a cache
 
-The state of prefill and decode is every tensor that the model's cache holds (`rows`; else what the model
-itself makes and returns). It is found by reading a few tokens once: the cache they leave behind, with its
-tensors exchanged, is the cache of every later call. A cache that a decode leaves with other shapes or other
-plain values than it found is not carried from one decode to the next: its tensors are inputs of a decode at
-one context, and those after it are outputs.
+State of prefill and decode are the tensors of the model's cache (`rows`, else what the model returns). It is
+found by reading a few tokens: the cache that they leave, with exchanged tensors, is the cache of later calls.
+If a decode changes shapes or plain values of its cache, cache tensors are inputs and outputs of a decode at
+one context instead.
 
-Rows of a prefill may be shorter than it is wide. Where every layer keeps keys by position, `last` is the
-index of each row's last token; a model that only recurs has its rows aligned at the end, and `mask` is 0
-before a row's first token; a model with both kinds of layer reads full rows.
+Rows of a prefill may be shorter than it is wide: `last` is the index of each row's last token if every layer
+keeps keys by position; recurrent models have rows aligned at the end and a `mask`; models with both kinds of
+layer read full rows.
 """
 
 import copy
@@ -60,7 +59,6 @@ NEXT = "next_positions"
 
 
 def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Each row's newest token."""
     if last is None:
         return hidden[:, -1]
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
@@ -82,7 +80,6 @@ def check_length(config: Any, step: Step) -> int:
 
 
 def generic_workload(model: Any, step: Step) -> Workload:
-    """A step of a model."""
     if step.kind == "call":
         return _plain(model, step, model, lambda seed: call_inputs(model, step, seed), flatten)
     if step.kind == "encode":
@@ -236,7 +233,7 @@ def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What is remembered between calls: the cache, and tensors in attributes of the model's parts."""
+    """State between calls: the cache, and tensors in attributes of submodules."""
 
     cache: Any
     attributes: dict[str, torch.Tensor]
@@ -265,7 +262,6 @@ class CachedSteps:
         return next((name for name in names if takes(self._model, name)), "")
 
     def workload(self) -> Workload:
-        """The step."""
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
     def _encode(self) -> torch.Tensor:
@@ -423,7 +419,7 @@ class CachedSteps:
         return made
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """What the model's description says, or the step's file in its place."""
+        """Inputs by the model's description, replaced by those of the step's file."""
         made = self._own_inputs(seed)
         if self._step.inputs:
             for name, tensor in given_inputs(self._step.inputs, seed).items():
@@ -467,7 +463,7 @@ class CachedSteps:
         return made
 
     def state(self, seed: int) -> dict[str, torch.Tensor]:
-        """As nothing has left it for a prefill; for a decode on its own, state that looks used."""
+        """Zeros for a prefill; random state for a decode."""
         return self._remembered(torch.Generator().manual_seed(seed)) if self._is_carried else {}
 
     def _remembered(self, random: torch.Generator) -> dict[str, torch.Tensor]:

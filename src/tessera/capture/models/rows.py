@@ -1,14 +1,9 @@
-"""Caches of transformers with a fixed capacity, each row of the batch at its own positions.
+"""Caches of transformers with a fixed capacity and positions per row of the batch.
 
-A model's cache is what its configuration says (`StaticCache`), with our layers in the place of those that
-hold keys and values. A layer with full attention keeps every position. A layer that looks back w positions
-(sliding windows, chunks) keeps the last w in a ring: position p lies in slot p % w. A prefill starts at
-position 0, attends to its own keys in such a layer and leaves in the ring what each row's last w tokens put
-there; a decode writes its slot and reads the ring. Layers of other kinds (convolutions, recurrences) stay
-transformers' own: they have a fixed size already.
-
-Which keys a token may look at is the model's own rule: transformers hands it to `row_mask`, which asks it
-for the positions that the rows have.
+The cache is the configuration's `StaticCache` with `RowLayer` where layers hold keys and values. A layer
+with full attention keeps every position; one with a window of w keeps the last w in a ring (position p in
+slot p % w). A prefill attends to its own keys and leaves each row's last w in the ring. Other layers
+(convolutions, recurrences) stay. Masks use the model's rule on the rows' positions (`row_mask`).
 """
 
 from collections.abc import Callable, Iterator
@@ -86,7 +81,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return self.positions[0, 0]
 
     def get_max_length(self) -> int:
-        """How many positions it keeps."""
         return self.slots
 
 
@@ -107,7 +101,6 @@ def recurrent(kind: Any) -> Any:
             whose.lazy_initialization(self, *args, **kwargs)
 
         def reset(self) -> None:
-            """Forgets both."""
             cache_utils.LinearAttentionLayer.reset(self)
             kind.reset(self)
 
@@ -130,8 +123,6 @@ def is_sliding(layer: Any) -> bool:
 
 
 class RowCache(StaticCache):  # type: ignore[misc]
-    """The cache of one call."""
-
     layers: list[Any]
 
     def __init__(self, config: Any, capacity: int) -> None:
@@ -174,7 +165,6 @@ class CrossLayer(RowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps all of them."""
         self.slots = key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -193,12 +183,10 @@ class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
 
     @property
     def has_rows(self) -> bool:
-        """See RowCache."""
         return bool(self.self_attention_cache.has_rows)
 
     @property
     def has_positions(self) -> bool:
-        """See RowCache."""
         return bool(self.self_attention_cache.has_positions)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
