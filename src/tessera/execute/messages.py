@@ -31,7 +31,6 @@ from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.memory import flat_bytes
-from tessera.execute.stepper import Tensors
 from tessera.ir import AWAY, BufferKind, Cluster, Plan, Program, Trace, verify
 
 # Rank of a worker that takes any free device.
@@ -376,7 +375,7 @@ class Setup(WorkerConfig):
 def make_setups(
     plan: Plan,
     programs: Sequence[Sequence[Program]],
-    weights: Tensors,
+    weights: Mapping[str, torch.Tensor],
     microbatches: int,
     transport: str = "shm",
     scale: float = 1.0,
