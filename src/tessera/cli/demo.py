@@ -225,7 +225,7 @@ def _write(full: "LoadPlan", policies: list[Policy], output: Path) -> dict[str, 
 
 def _document(full: "LoadPlan", policies: list[Policy], files: dict[str, str]) -> dict[str, Any]:
     from tessera.cli.plan import document
-    from tessera.cli.run import overlap, per_device
+    from tessera.cli.run import overlap, shares
 
     plan = policies[0].plan
     return {
@@ -246,7 +246,10 @@ def _document(full: "LoadPlan", policies: list[Policy], files: dict[str, str]) -
         },
         "plans": {p.plan.policy: document(p.plan) for p in policies},
         "measured": {
-            p.plan.policy: {"overlap": overlap(p.measured), "per_device": per_device(p.plan, p.measured)}
+            p.plan.policy: {
+                "overlap": overlap(p.measured),
+                "shares": shares(p.plan.cluster.names, p.measured.busy_us()),
+            }
             for p in policies
         },
         "files": files,
