@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
-from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Connection, Hangup, Mailbox
+from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Hangup, Mailbox, PeerConnection
 from tessera.execute.messages import (
     Leave,
     Message,
@@ -110,7 +110,7 @@ class EngineConnection:
         address: str,
         secret: bytes = b"",
         name: bytes = b"",
-        connected: Callable[[Connection, Mailbox], None] = lambda connection, mailbox: None,
+        connected: Callable[[PeerConnection, Mailbox], None] = lambda connection, mailbox: None,
     ) -> None:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
@@ -181,7 +181,7 @@ class EngineConnection:
         self.mailbox.close(LINGER_S if not self._is_over else 0.0)
         self.end()
 
-    def _hear(self, connection: Connection, message: Any, contents: memoryview | None) -> None:
+    def _hear(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         match message:
             case Where():
                 self._connection.send(Progress(self.where()))
@@ -205,7 +205,7 @@ def connect_engine(
     """
     start_s = time.monotonic()
 
-    def connected(connection: Connection, mailbox: Mailbox) -> None:
+    def connected(connection: PeerConnection, mailbox: Mailbox) -> None:
         until_s = time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)
         while not connection.is_open:
             mailbox.pump(RETRY_S)

@@ -34,7 +34,7 @@ import torch.multiprocessing  # teaches pickle to pass tensors through shared me
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages, worker
 from tessera.execute.engine_connection import key_of, own_version
-from tessera.execute.mailbox import Connection, Hangup, Mailbox
+from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
 from tessera.execute.messages import (
     ANY_RANK,
     Configured,
@@ -123,7 +123,7 @@ class _Member:
     epoch: int = 0
     setup: Setup | None = None
     process: WorkerProcess | None = None
-    connection: Connection | None = None
+    connection: PeerConnection | None = None
     # Of a remote worker while it is configured.
     pieces: Pieces | None = None
     num_configured: int = 0
@@ -154,8 +154,8 @@ class Rendezvous:
         self.host, self.secret, self._complain = host, secret, complain
         # One line per refused worker, the last ones.
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
-        self.hear: Callable[[Connection, Any], None] = lambda connection, message: None
-        self.max_bytes: Callable[[Connection], int] = lambda connection: MAX_ASKED_BYTES
+        self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
+        self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
         self.mailbox = Mailbox(self.note)
         self.address = self.mailbox.listen(
             f"tcp://{host}:{port or '*'}",
@@ -210,8 +210,8 @@ class WorkerGroup:
         return None
 
     def choose(
-        self, device: int, waiting: Mapping[Connection, Hello], awaited: set[int]
-    ) -> Connection | None:
+        self, device: int, waiting: Mapping[PeerConnection, Hello], awaited: set[int]
+    ) -> PeerConnection | None:
         """The worker for a device, of those that are `waiting`; `awaited` are devices without a worker."""
         for connection, hello in waiting.items():
             if hello.rank == device:
@@ -291,10 +291,10 @@ class Hub:
         # News of this process's own threads, and of workers: (source, message).
         self._posts: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._inbox: deque[tuple[Any, Any]] = deque()
-        # Connection -> (device, epoch); names of local workers that will connect; remote ones that wait.
-        self._sources: dict[Connection, tuple[int, int]] = {}
+        # PeerConnection -> (device, epoch); names of local workers that will connect; remote ones that wait.
+        self._sources: dict[PeerConnection, tuple[int, int]] = {}
         self._expected: dict[bytes, tuple[int, int]] = {}
-        self._waiting: dict[Connection, Hello] = {}
+        self._waiting: dict[PeerConnection, Hello] = {}
         self._group = WorkerGroup(len(names), digest)
         self._is_woken = False
         self._store = Board(self._tell)
@@ -451,7 +451,7 @@ class Hub:
         """Bound of a worker's message: the outputs and state of its steps, and some."""
         return SLACK_BYTES + sum(map(_handed_over_bytes, self.setups[0].traces))
 
-    def _max_bytes(self, connection: Connection) -> int:
+    def _max_bytes(self, connection: PeerConnection) -> int:
         source = self._sources.get(connection)
         is_known = connection.name in self._expected or (
             source is not None and self._members[source[0]].pieces is None
@@ -553,7 +553,7 @@ class Hub:
         what = f"nobody connected within {limit_s:.0f} s{f'; {said}' if said else ''}"
         self._post((device, epoch), Failed(what, "Start one process per device."))
 
-    def _hear(self, connection: Connection, message: Any) -> None:
+    def _hear(self, connection: PeerConnection, message: Any) -> None:
         """A message of any peer, from `Mailbox.pump`."""
         source = self._sources.get(connection) or self._expected.pop(connection.name, None)
         if source is not None:
@@ -576,7 +576,7 @@ class Hub:
             if not isinstance(message, Hangup):
                 self._refuse(connection, Refused("it did not say who it is", ""))
 
-    def _refuse(self, connection: Connection, refusal: Refused) -> None:
+    def _refuse(self, connection: PeerConnection, refusal: Refused) -> None:
         connection.send(refusal)
         connection.close()
         if self._rendezvous is not None:

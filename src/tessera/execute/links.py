@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tessera.execute.mailbox import Connection, Hangup, Mailbox
+from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
 from tessera.execute.messages import LinkClose, LinkFrame, LinkOpen
 
 # Time to open a link.
@@ -54,9 +54,9 @@ class Links:
         self._receiver, self._max_bytes = receiver, max_bytes
         # Peer -> its address, the link to it, and its link to this worker.
         self._addresses: dict[int, str] = {}
-        self._outs: dict[int, Connection] = {}
-        self._ins: dict[int, Connection] = {}
-        self._peers: dict[Connection, int] = {}
+        self._outs: dict[int, PeerConnection] = {}
+        self._ins: dict[int, PeerConnection] = {}
+        self._peers: dict[PeerConnection, int] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         name = f"link-{device}-{self.epochs[device]}"
@@ -100,13 +100,13 @@ class Links:
         for out in outs.values():
             self._close_out(out)
 
-    def _close_out(self, out: Connection | None) -> None:
+    def _close_out(self, out: PeerConnection | None) -> None:
         if out is not None:
             self._peers.pop(out, None)
             out.send(LinkClose())
             out.close(CLOSE_S)
 
-    def _hear_out(self, connection: Connection, message: Any, contents: memoryview | None) -> None:
+    def _hear_out(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         """A link to a peer: nothing comes back but its end."""
         with self._lock:
             peer = self._peers.pop(connection, None)
@@ -118,7 +118,7 @@ class Links:
             why = message.reason if isinstance(message, Hangup) else "it answered over a one-way link"
             self._receiver.gone(peer, why)
 
-    def _hear_in(self, connection: Connection, message: Any, contents: memoryview | None) -> None:
+    def _hear_in(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         match message:
             case LinkOpen(device, epoch):
                 self._open(connection, device, epoch)
@@ -140,7 +140,7 @@ class Links:
             case _:
                 self._end(connection, f"it sent {type(message).__name__} over a link")
 
-    def _open(self, connection: Connection, device: int, epoch: int) -> None:
+    def _open(self, connection: PeerConnection, device: int, epoch: int) -> None:
         """Admits a link from the present worker of a peer."""
         with self._lock:
             if device == self._device or device >= len(self.epochs) or epoch < self.epochs[device]:
@@ -149,7 +149,7 @@ class Links:
             self.epochs[device] = epoch
             self._ins[device], self._peers[connection] = connection, device
 
-    def _end(self, connection: Connection, why: str) -> None:
+    def _end(self, connection: PeerConnection, why: str) -> None:
         connection.close()
         with self._lock:
             peer = self._peers.pop(connection, None)

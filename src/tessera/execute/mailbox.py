@@ -74,7 +74,7 @@ def derive_keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-class Connection:
+class PeerConnection:
     """One peer of a mailbox. At a listener it exists from the first message on."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Connection:
 
 
 # Called with every message of a socket, or a Hangup, and the raw frame behind the message.
-Hear = Callable[[Connection, Any, memoryview | None], None]
+Hear = Callable[[PeerConnection, Any, memoryview | None], None]
 
 
 @dataclass(eq=False)
@@ -115,12 +115,12 @@ class _End:
     socket: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
     hear: Hear
-    max_bytes: Callable[[Connection], int]
+    max_bytes: Callable[[PeerConnection], int]
     # Of a connecting end.
-    connection: Connection | None = None
+    connection: PeerConnection | None = None
     # Of a listener: peers by routing id and by file descriptor; descriptors that were closed.
-    by_name: dict[bytes, Connection] = field(default_factory=dict)
-    by_fd: dict[int, Connection] = field(default_factory=dict)
+    by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
+    by_fd: dict[int, PeerConnection] = field(default_factory=dict)
     closed_fds: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
     # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
@@ -140,7 +140,7 @@ class Mailbox:
         self._ends: list[_End] = []
         self._num_sockets = 0
         # Connections found broken by `send`.
-        self._broken: deque[Connection] = deque()
+        self._broken: deque[PeerConnection] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
 
@@ -149,7 +149,7 @@ class Mailbox:
         address: str,
         hear: Hear,
         secret: bytes = b"",
-        max_bytes: Callable[[Connection], int] = lambda connection: MAX_MESSAGE_BYTES,
+        max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_MESSAGE_BYTES,
     ) -> str:
         """Binds a ROUTER; returns its address, with the port that was chosen. Raises TesseraError."""
         end = self._end(zmq.ROUTER, hear, max_bytes)
@@ -176,7 +176,7 @@ class Mailbox:
         secret: bytes = b"",
         name: bytes = b"",
         patience_s: float = float("inf"),
-    ) -> Connection:
+    ) -> PeerConnection:
         """Opens a DEALER in the background, within `patience_s`; `name` is its routing id at the listener."""
         end = self._end(zmq.DEALER, hear, lambda connection: MAX_MESSAGE_BYTES)
         if name:
@@ -184,7 +184,7 @@ class Mailbox:
         if secret:
             end.socket.curve_serverkey = derive_keys(secret, "server")[0]
             end.socket.curve_publickey, end.socket.curve_secretkey = derive_keys(secret, "client")
-        end.connection = Connection(self, end, name, address, patience_s)
+        end.connection = PeerConnection(self, end, name, address, patience_s)
         end.socket.connect(address)
         self._add(end)
         return end.connection
@@ -218,7 +218,7 @@ class Mailbox:
         """Makes `pump` return; from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
-    def send(self, connection: Connection, parts: list[Any]) -> bool:
+    def send(self, connection: PeerConnection, parts: list[Any]) -> bool:
         end = connection.end
         if end.connection is None:
             parts = [connection.name, *parts]
@@ -259,7 +259,7 @@ class Mailbox:
             self._selector.close()
             os.close(self._wake_fd)
 
-    def _end(self, kind: int, hear: Hear, max_bytes: Callable[[Connection], int]) -> _End:
+    def _end(self, kind: int, hear: Hear, max_bytes: Callable[[PeerConnection], int]) -> _End:
         made = self._context.socket(kind)
         options = {
             zmq.LINGER: 0,
@@ -343,12 +343,12 @@ class Mailbox:
         else:
             end.hear(connection, message, frames[1].buffer if len(frames) > 1 else None)
 
-    def _connection(self, end: _End, name: bytes, frame: zmq.Frame) -> Connection:
+    def _connection(self, end: _End, name: bytes, frame: zmq.Frame) -> PeerConnection:
         """The peer of this routing id."""
         connection = end.by_name.get(name)
         if connection is None:
             host = str(frame.get("Peer-Address")) if end.socket.curve_server else ""
-            connection = end.by_name[name] = Connection(self, end, name, host)
+            connection = end.by_name[name] = PeerConnection(self, end, name, host)
             fd = int(frame.get(zmq.SRCFD))
             if fd in end.closed_fds:  # it has left since
                 self._broken.append(connection)
@@ -356,7 +356,7 @@ class Mailbox:
                 end.by_fd[fd] = connection
         return connection
 
-    def _hang_up(self, connection: Connection, hangup: Hangup) -> None:
+    def _hang_up(self, connection: PeerConnection, hangup: Hangup) -> None:
         end = connection.end
         if end.by_name.get(connection.name) is connection and hangup == Hangup():
             del end.by_name[connection.name]
@@ -364,8 +364,8 @@ class Mailbox:
             connection.is_closed = True
             end.hear(connection, hangup, None)
 
-    def _read_monitor(self, end: _End) -> list[tuple[Connection, Hangup]]:
-        closed: list[tuple[Connection, Hangup]] = []
+    def _read_monitor(self, end: _End) -> list[tuple[PeerConnection, Hangup]]:
+        closed: list[tuple[PeerConnection, Hangup]] = []
         while True:
             try:
                 event = recv_monitor_message(end.monitor, zmq.NOBLOCK)
@@ -390,7 +390,7 @@ class Mailbox:
                 elif refusal != "":
                     self._refused(host or "a caller", refusal or "it is no worker")
 
-    def _connecting(self, connection: Connection, kind: int) -> Hangup | None:
+    def _connecting(self, connection: PeerConnection, kind: int) -> Hangup | None:
         """What an event means for a connecting end."""
         if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             connection.is_open = True

@@ -11,7 +11,7 @@ import pytest
 
 from tessera.execute import links
 from tessera.execute.links import Links
-from tessera.execute.mailbox import Connection, Mailbox
+from tessera.execute.mailbox import Mailbox, PeerConnection
 from tessera.execute.messages import Cancel, LinkFrame, LinkOpen
 
 KEY = b"k" * 32
@@ -53,7 +53,7 @@ class Pair:
         own, limit = ear or self.ears[device], lambda peer: LIMIT
         return Links(box, device, epochs, own, limit, secret=KEY if self.host else b"", **where)
 
-    def stranger(self, secret: bytes) -> tuple[Mailbox, Connection]:
+    def stranger(self, secret: bytes) -> tuple[Mailbox, PeerConnection]:
         """A connection to the second worker that no worker made."""
         box = Mailbox()
         box.start()

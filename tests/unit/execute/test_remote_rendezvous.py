@@ -20,7 +20,7 @@ from tessera.execute.engine_connection import (
     connect_engine,
 )
 from tessera.execute.hub import Rendezvous
-from tessera.execute.mailbox import Connection, Hangup, derive_keys
+from tessera.execute.mailbox import Hangup, PeerConnection, derive_keys
 from tessera.execute.messages import Cancel, Hello
 
 SECRET = b"a secret of more than sixteen bytes"
@@ -31,7 +31,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.rendezvous = Rendezvous("127.0.0.1", 0, SECRET)
-        self.news: list[tuple[Connection, Any]] = []
+        self.news: list[tuple[PeerConnection, Any]] = []
         self.rendezvous.hear = lambda connection, message: self.news.append((connection, message))
         self.complaints = self.rendezvous.complaints
 

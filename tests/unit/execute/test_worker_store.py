@@ -7,7 +7,7 @@ import pytest
 from tessera.errors import WorkerError
 from tessera.execute.engine_connection import EngineConnection, OwnerGone, key_of
 from tessera.execute.hub import Board
-from tessera.execute.mailbox import Connection, Mailbox
+from tessera.execute.mailbox import Mailbox, PeerConnection
 from tessera.execute.messages import Message, StoreGet, StoreValue
 
 LATE = key_of("link", 1, 0)
@@ -64,7 +64,7 @@ def test_a_dead_worker_is_not_answered() -> None:
 def test_a_worker_hears_at_once_that_nobody_will_tell(tmp_path: Path) -> None:
     engine = Mailbox()
 
-    def answer(connection: Connection, message: object, contents: memoryview | None) -> None:
+    def answer(connection: PeerConnection, message: object, contents: memoryview | None) -> None:
         if isinstance(message, StoreGet):
             connection.send(StoreValue(message.key, b""))
 
