@@ -137,7 +137,7 @@ def text_of(value: Any, unit: str = "") -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {text_of(x, unit)}".strip() for key, x in value.items())
     if is_record(value):
-        pairs = ((f, text_of(getattr(value, f.name), f.unit)) for f in fields_of(type(value)))
+        pairs = ((f, text_of(getattr(value, f.name), f.unit or unit)) for f in fields_of(type(value)))
         return ", ".join(f"{f.label} {text}" for f, text in pairs if text and not f.is_hidden)
     if isinstance(value, str) or not isinstance(value, Iterable):
         return str(value)
