@@ -4,7 +4,7 @@ A record is a frozen dataclass or msgspec struct. Its fields are printed in orde
 
   scalar, list or dict of scalars   a labelled line
   list or dict of records           a table with a column for each field
-  record                            a section
+  record                            a section; a labelled line if its field has a unit
   `headline`                        one sentence in bold, without a label
   `notes`                           one line each, without a label
   None, or an empty list or dict    nothing
@@ -170,7 +170,7 @@ def _block(field: Field, value: Any, console: Console) -> Callable[[], None] | N
         return lambda: render_table(field.label, list(value.values()), console, [str(key) for key in value])
     if isinstance(value, Sequence) and not isinstance(value, str) and is_record(value[0]):
         return lambda: render_table(field.label, value, console)
-    if is_record(value):
+    if is_record(value) and not field.unit:
         return lambda: _section(field.label, value, console)
     return None
 
